@@ -1,0 +1,281 @@
+"""Counters that are the same on every machine: calls per step, bytes written, bytes allocated.
+
+Rates depend on the machine and its neighbours, these numbers only on the code, so that a test can hold
+them. Environments are `Still`: they do nothing, so that what is counted is ours.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Still(gym.Env[Any, Any]):
+    """Never ends and returns the same observation every time."""
+
+    def __init__(self, shape: tuple[int, ...] = (4,), dtype: Any = np.float32) -> None:
+        high = 255 if np.dtype(dtype) == np.uint8 else 1
+        self.observation_space = gym.spaces.Box(0, high, shape, dtype)
+        self.action_space = gym.spaces.Discrete(2)
+        self._observation = np.zeros(shape, dtype)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return self._observation, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self._observation, 0.0, False, False, {}
+
+
+def still_frames() -> Still:
+    """Return a `Still` environment with observations the size of four stacked Atari frames."""
+    return Still((4, 84, 84), np.uint8)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Function calls during something."""
+
+    python: float
+    """Calls of functions written in Python."""
+    c: float
+    """Calls of builtin functions and methods (operators and indexing do not count)."""
+
+
+def count_calls(run: Callable[[], object]) -> Calls:
+    """Count the function calls made by ``run()``, that of ``run`` itself included."""
+    python = c = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal python, c
+        if event == "call":
+            python += 1
+        elif event == "c_call":
+            c += 1
+
+    before = sys.getprofile()
+    enabled = gc.isenabled()
+    gc.disable()  # A collection may run finalizers, whose calls are not ours.
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+        if enabled:
+            gc.enable()
+    return Calls(python, c - 1)  # The last one counted is ``sys.setprofile``.
+
+
+def calls_per_step(envs: int = 16, policy: Any = None, steps: int = 32) -> tuple[Calls, Calls]:
+    """Count the calls of a `Collector` over `Still` environments.
+
+    Args:
+        envs: Environments in the batch; their own ``step`` calls are not counted.
+        policy: The collector's policy; ``None`` acts at random.
+        steps: Steps of the shorter of the two batches that are compared.
+
+    Returns:
+        Calls per step of all environments together, and calls per batch on top of that.
+    """
+    short, long = (_batch_calls(envs, policy, factor * steps) for factor in (1, 2))
+    python, c = (long.python - short.python) / steps, (long.c - short.c) / steps
+    return (
+        Calls(python - envs, c),
+        Calls(short.python - python * steps, short.c - c * steps),
+    )
+
+
+def _batch_calls(envs: int, policy: Any, steps: int) -> Calls:
+    from benchmarks.ours import Ours
+
+    system = Ours([Still] * envs, policy, envs * steps)
+    try:
+        for _ in range(3):
+            system.collect_batch()
+        return count_calls(system.collect_batch)
+    finally:
+        system.close()
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rollout wrote and allocated."""
+
+    written: Mapping[str, float]
+    """Per field, bytes written into delivered memory over bytes delivered: 1.0 is one write each."""
+    unnamed: int
+    """Bytes written by torch into memory that is not delivered."""
+    transient: int
+    """Most bytes that Python and numpy held at once beyond what they held at the start."""
+
+
+def count_traffic(
+    factories: Sequence[Callable[[], Any]], steps: int, policy: Any = None
+) -> Traffic:
+    """Run one rollout in memory that counts every write.
+
+    Args:
+        factories: One callable per environment.
+        steps: Steps of the rollout.
+        policy: ``None`` acts at random.
+    """
+    source, fields = _source(factories, policy)
+    try:
+        plain, counting = (_window(fields, len(factories), steps, counted) for counted in (0, 1))
+        stop = bytearray(1)
+        for _ in range(2):
+            source.collect(plain, steps, stop, policy is None)
+        transient = _transient(lambda: source.collect(plain, steps, stop, policy is None))
+        with _torch_writes() as elsewhere:
+            source.collect(counting, steps, stop, policy is None)
+    finally:
+        source.close()
+    names = {counting.tensor(key).untyped_storage().data_ptr(): key for key in counting.keys()}
+    written: Counter[Any] = Counter(counting.written)
+    for pointer, size in elsewhere.items():
+        written[names.get(pointer)] += size
+    # Root row T, the next rollout's first one, lies in memory of its own.
+    unnamed = written.pop(None, 0)
+    return Traffic(
+        {".".join(key): written[key] / counting.tensor(key).nbytes for key in counting.keys()},
+        unnamed,
+        transient,
+    )
+
+
+def _source(factories: Sequence[Callable[[], Any]], policy: Any) -> tuple[Any, Any]:
+    from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
+    from gleanrl.rollout.build import SourceBuilder
+
+    builder = SourceBuilder(
+        env=EnvOptions(create_env_fn=list(factories)),
+        policy=PolicyOptions(policy=policy),
+        rollout=RolloutOptions(),
+    )
+    source = builder(0)
+    layout = source.layout()
+    assert layout is not None, "this environment has no fixed layout"
+    return source, layout.fields
+
+
+def _window(fields: Any, envs: int, steps: int, counted: bool) -> Any:
+    from gleanrl.memory.window import RolloutWindow
+
+    class CountingWindow(RolloutWindow):
+        """Hands out arrays that add what is written through them to ``written``."""
+
+        written: Counter[Any]
+
+        def array(self, key: Any) -> Any:
+            array = super().array(key).view(_CountingArray)
+            array.key, array.written = key, self.written
+            return array
+
+    if not counted:
+        return RolloutWindow.allocate(fields, envs, steps)
+    CountingWindow.written = Counter()
+    return CountingWindow.allocate(fields, envs, steps)
+
+
+class _CountingArray(np.ndarray[Any, Any]):
+    """Counts assignments, and itself as the ``out`` of functions."""
+
+    key: Any = None
+    written: Counter[Any] | None = None
+
+    def __array_finalize__(self, base: Any) -> None:
+        if isinstance(base, _CountingArray):
+            self.key, self.written = base.key, base.written
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        part = super().__getitem__(index)
+        self._count(getattr(part, "nbytes", self.itemsize))
+        super().__setitem__(index, value)
+
+    def _count(self, size: int) -> None:
+        if self.written is not None:
+            self.written[self.key] += size
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        target = args[0] if function is np.copyto else kwargs.get("out")
+        if isinstance(target, _CountingArray):
+            target._count(target.nbytes)
+        return super().__array_function__(function, types, args, kwargs)
+
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        outputs = kwargs.get("out", ())
+        for target in outputs:
+            if isinstance(target, _CountingArray):
+                target._count(target.nbytes)
+        if outputs:
+            kwargs["out"] = tuple(map(_bare, outputs))
+        return getattr(function, method)(*map(_bare, inputs), **kwargs)
+
+
+def _bare(value: Any) -> Any:
+    return value.view(np.ndarray) if isinstance(value, _CountingArray) else value
+
+
+@contextmanager
+def _torch_writes() -> Iterator[Counter[int]]:
+    """Count bytes torch writes in place, by the address of the memory written to."""
+    written: Counter[int] = Counter()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            schema = function._schema.arguments
+            for position, argument in enumerate(schema):
+                if argument.alias_info is None or not argument.alias_info.is_write:
+                    continue
+                target = args[position] if position < len(args) else kwargs.get(argument.name)
+                if isinstance(target, torch.Tensor):
+                    written[target.untyped_storage().data_ptr()] += target.nbytes
+            return function(*args, **kwargs)
+
+    with Watch():
+        yield written
+
+
+def _transient(run: Callable[[], object]) -> int:
+    gc.collect()
+    tracemalloc.start()
+    try:
+        start, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        run()
+        return tracemalloc.get_traced_memory()[1] - start
+    finally:
+        tracemalloc.stop()
+
+
+def main() -> None:
+    """Print the counters of the dense loop."""
+    from benchmarks import policies
+
+    net = policies.categorical_policy(policies.mlp(4, 2))
+    for name, policy in (("random", None), ("64-64 MLP", net)):
+        step, batch = calls_per_step(policy=policy)
+        print(f"{name}: calls per step {step}, per batch {batch}")
+        traffic = count_traffic([Still] * 16, 64, policy)
+        print(f"{name}: written {json.dumps(traffic.written)}, transient {traffic.transient} bytes")
+    traffic = count_traffic([still_frames] * 8, 16)
+    print(f"frames: written {json.dumps(traffic.written)}, transient {traffic.transient} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The environments, as factories that everybody gets: same ids, same wrappers, same seeds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+
+EnvFactory = Callable[[], "gym.Env[Any, Any]"]
+
+
+@dataclass(frozen=True)
+class Make:
+    """Builds one environment whose later ``reset()`` calls continue from ``seed``."""
+
+    build: EnvFactory
+    seed: int
+
+    def __call__(self) -> gym.Env[Any, Any]:
+        """Build it; seeding takes one reset, which leaves no wrapper behind."""
+        env = self.build()
+        env.reset(seed=self.seed)
+        return env
+
+
+def seeded(build: EnvFactory, count: int) -> list[Make]:
+    """Return ``count`` factories with seeds 0, 1, ..."""
+    return [Make(build, seed) for seed in range(count)]
+
+
+def cartpole() -> gym.Env[Any, Any]:
+    """Return CartPole as ``gym.make`` gives it."""
+    return gym.make("CartPole-v1")
+
+
+def half_cheetah() -> gym.Env[Any, Any]:
+    """Return HalfCheetah as ``gym.make`` gives it."""
+    with _silent():
+        return gym.make("HalfCheetah-v5")
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Drop what C code prints: MuJoCo has a remark about this model, once per environment."""
+    kept = [os.dup(stream) for stream in (1, 2)]
+    sink = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for stream in (1, 2):
+            os.dup2(sink, stream)
+        yield
+    finally:
+        for stream, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, stream)
+            os.close(copy)
+        os.close(sink)
+
+
+def pong() -> gym.Env[Any, Any]:
+    """Return Pong with the usual preprocessing: 84x84 grey, four frames stacked."""
+    import ale_py
+
+    gym.register_envs(ale_py)
+    env = gym.make("ALE/Pong-v5", frameskip=1)
+    env = gym.wrappers.AtariPreprocessing(env, screen_size=84, grayscale_obs=True, frame_skip=4)
+    return gym.wrappers.FrameStackObservation(env, 4)
+
+
+def cartpole_vector(count: int) -> gym.vector.VectorEnv[Any, Any, Any]:
+    """Return Gymnasium's own vectorised CartPole in its default autoreset mode."""
+    return gym.make_vec("CartPole-v1", num_envs=count, vectorization_mode="vector_entry_point")
+
+
+def cartpole_envpool(count: int) -> Any:
+    """Return EnvPool's CartPole on one thread, as the rest of the suite."""
+    import envpool
+
+    return envpool.make("CartPole-v1", env_type="gymnasium", num_envs=count, num_threads=1, seed=0)

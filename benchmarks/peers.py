@@ -1,0 +1,171 @@
+"""Other people's collectors, each in its own best documented configuration for this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+from torch.distributions import Categorical
+
+from benchmarks.envs import EnvFactory
+from benchmarks.harness import Fields, tensordict_fields
+from benchmarks.policies import HIDDEN
+
+
+class TorchRL:
+    """TorchRL's ``Collector`` on the CPU, with every shortcut its documentation offers."""
+
+    def __init__(self, env: Any, policy: Any, frames: int) -> None:
+        from torchrl.collectors import Collector
+
+        self._collector = Collector(
+            env,
+            policy,
+            frames_per_batch=frames,
+            total_frames=-1,
+            trust_policy=True,
+            no_cuda_sync=True,
+            use_buffers=True,
+            return_same_td=True,
+            auto_register_policy_transforms=False,
+        )
+        self._iterator = iter(self._collector)
+        self._batch: Any = None
+
+    def collect_batch(self) -> int:
+        self._batch = next(self._iterator)
+        return int(self._batch.numel())
+
+    def fields(self) -> Fields:
+        return tensordict_fields(self._batch)
+
+    def close(self) -> None:
+        self._collector.shutdown()
+
+
+def torchrl_gym(factory: EnvFactory) -> Any:
+    """Return one environment wrapped by TorchRL; discrete actions are indices as for everyone."""
+    from torchrl.envs import GymWrapper
+
+    return GymWrapper(factory(), categorical_action_encoding=True)
+
+
+def torchrl_serial(factories: Sequence[EnvFactory]) -> Any:
+    """Return the environments in TorchRL's ``SerialEnv``."""
+    from torchrl.envs import SerialEnv
+
+    makers = [lambda factory=factory: torchrl_gym(factory) for factory in factories]
+    return SerialEnv(len(makers), makers, use_buffers=True)
+
+
+def torchrl_transformed(env: Any) -> Any:
+    """Return ``env`` with the two transforms most TorchRL scripts have."""
+    from torchrl.envs import Compose, RewardSum, StepCounter, TransformedEnv
+
+    return TransformedEnv(env, Compose(StepCounter(), RewardSum()))
+
+
+class CleanRL:
+    """A rollout phase as single-file PPO scripts write it, over Gymnasium's ``SyncVectorEnv``.
+
+    Stores what such scripts store: no ``next`` observations, no trajectory ids, one flag. The critic is
+    left out, so that everybody runs the same network.
+    """
+
+    def __init__(self, factories: Sequence[EnvFactory], net: nn.Module, steps: int) -> None:
+        same = gym.vector.AutoresetMode.SAME_STEP
+        self._envs = gym.vector.SyncVectorEnv(list(factories), autoreset_mode=same)
+        self._net, self._steps = net, steps
+        count = self._envs.num_envs
+        shape = self._envs.single_observation_space.shape
+        assert shape is not None
+        self._obs = torch.zeros((steps, count, *shape))
+        self._actions = torch.zeros((steps, count))
+        self._logprobs = torch.zeros((steps, count))
+        self._rewards = torch.zeros((steps, count))
+        self._dones = torch.zeros((steps, count))
+        self._next_obs = torch.Tensor(self._envs.reset()[0])
+        self._next_done = torch.zeros(count)
+
+    def collect_batch(self) -> int:
+        next_obs, next_done = self._next_obs, self._next_done
+        for step in range(self._steps):
+            self._obs[step] = next_obs
+            self._dones[step] = next_done
+            with torch.no_grad():
+                probs = Categorical(logits=self._net(next_obs))
+                action = probs.sample()
+                logprob = probs.log_prob(action)
+            self._actions[step] = action
+            self._logprobs[step] = logprob
+            obs, reward, terminations, truncations, _ = self._envs.step(action.numpy())
+            self._rewards[step] = torch.tensor(reward).view(-1)
+            next_done = torch.Tensor(np.logical_or(terminations, truncations))
+            next_obs = torch.Tensor(obs)
+        self._next_obs, self._next_done = next_obs, next_done
+        return self._steps * self._envs.num_envs
+
+    def fields(self) -> Fields:
+        named = {
+            "observation": self._obs,
+            "action": self._actions,
+            "action_log_prob": self._logprobs,
+            "next.reward": self._rewards,
+        }
+        return {name: value.numpy().swapaxes(0, 1).copy() for name, value in named.items()}
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+class SB3:
+    """``PPO.collect_rollouts`` on ``DummyVecEnv`` with the same policy network.
+
+    It cannot go without a critic: by default that is a second network of the same size; ``lean``
+    makes it one linear layer on the observation. Its advantages are part of the time too.
+    """
+
+    def __init__(
+        self,
+        factories: Sequence[EnvFactory],
+        net: nn.Sequential,
+        steps: int,
+        lean: bool = False,
+    ) -> None:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.vec_env import DummyVecEnv
+
+        env = DummyVecEnv(list(factories))
+        layers = {"pi": [HIDDEN, HIDDEN], "vf": [] if lean else [HIDDEN, HIDDEN]}
+        self._model = PPO(
+            "MlpPolicy", env, n_steps=steps, policy_kwargs={"net_arch": layers}, device="cpu"
+        )
+        policy: Any = self._model.policy
+        policy.mlp_extractor.policy_net.load_state_dict(net[:-1].state_dict())
+        policy.action_net.load_state_dict(net[-1].state_dict())
+        _, self._callback = self._model._setup_learn(total_timesteps=10**12)
+        self._steps, self._frames = steps, steps * len(factories)
+
+    def collect_batch(self) -> int:
+        model = self._model
+        assert model.env is not None
+        model.collect_rollouts(model.env, self._callback, model.rollout_buffer, self._steps)
+        return self._frames
+
+    def fields(self) -> Fields:
+        buffer = self._model.rollout_buffer
+        named = {
+            "observation": buffer.observations,
+            "action": buffer.actions[..., 0],
+            "action_log_prob": buffer.log_probs,
+            "next.reward": buffer.rewards,
+        }
+        return {name: value.swapaxes(0, 1).copy() for name, value in named.items()}
+
+    def close(self) -> None:
+        assert self._model.env is not None
+        self._model.env.close()

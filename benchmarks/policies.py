@@ -1,0 +1,77 @@
+"""Networks and policies: one set of weights, in the form each system wants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict.nn import (
+    NormalParamExtractor,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
+from torch import nn
+from torch.distributions import Categorical, Independent, Normal
+
+HIDDEN = 64
+
+
+def mlp(inputs: int, outputs: int) -> nn.Sequential:
+    """Return a 64-64 Tanh network, the same weights at every call.
+
+    The last layer starts small, as it does for PPO: actions are close to uniform, episodes as long
+    as those of a random policy.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        last = nn.Linear(HIDDEN, outputs)
+        nn.init.orthogonal_(last.weight, 0.01)
+        nn.init.zeros_(last.bias)
+        hidden = (nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+        return nn.Sequential(*hidden, last)
+
+
+class IndependentNormal(Independent):
+    """A diagonal normal with one log-probability per action vector."""
+
+    def __init__(self, loc: torch.Tensor, scale: torch.Tensor) -> None:
+        super().__init__(Normal(loc, scale), 1)
+
+
+def categorical_policy(net: nn.Module) -> ProbabilisticTensorDictSequential:
+    """Return the TensorDict policy over two or more discrete actions."""
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(net, in_keys=["observation"], out_keys=["logits"]),
+        ProbabilisticTensorDictModule(
+            in_keys=["logits"],
+            out_keys=["action"],
+            distribution_class=Categorical,
+            return_log_prob=True,
+        ),
+    )
+
+
+def normal_module(net: nn.Module) -> nn.Sequential:
+    """Return ``net`` with its output split into location and positive scale."""
+    return nn.Sequential(net, NormalParamExtractor())
+
+
+def normal_policy(module: nn.Module, distribution: type[Any]) -> ProbabilisticTensorDictSequential:
+    """Return the TensorDict policy over continuous actions; ``module`` gives ``loc, scale``."""
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(module, in_keys=["observation"], out_keys=["loc", "scale"]),
+        ProbabilisticTensorDictModule(
+            in_keys=["loc", "scale"],
+            out_keys=["action"],
+            distribution_class=distribution,
+            return_log_prob=True,
+        ),
+    )
+
+
+def tanh_normal() -> type[Any]:
+    """Return TorchRL's squashed normal, the one TensorDict users have."""
+    from torchrl.modules import TanhNormal
+
+    return TanhNormal

@@ -1,0 +1,218 @@
+"""Frames on disk: written batch by batch, read back as plain memory.
+
+A dataset is a memory-mapped TensorDict of ``[frames]`` rows, so `TensorDict.load_memmap` opens it,
+and a card. `Dataset` reads the raw files by what the card says and never unpickles anything, so it
+can look at a directory from anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import MemoryMappedTensor, TensorDictBase
+
+from gleanrl.cli.card import Card, Column, DatasetError, read_card, write_card
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import Key, as_key, show
+
+_CARD_EVERY_S = 2.0
+
+
+class DatasetWriter:
+    """Writes batches of frames into files whose final size is reserved at the first batch."""
+
+    def __init__(
+        self,
+        directory: Path,
+        capacity: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare to write at most ``capacity`` frames to ``directory``, which is made.
+
+        Raises:
+            ConfigError: the directory exists and is not empty, or cannot be made.
+        """
+        check_target(directory)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            raise ConfigError(f"--out {directory} cannot be made: {err.strerror or err}") from err
+        self.directory = directory
+        self.frames = 0
+        """Frames written; they stay valid whatever happens next."""
+        self._capacity = capacity
+        self._clock = clock
+        self._card_due = 0.0
+        self._columns: dict[Key, Column] = {}
+        self._files: dict[Key, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the frames written."""
+        return self.frames * sum(column.row_nbytes for column in self._columns.values())
+
+    def write(self, frames: TensorDictBase, facts: Mapping[str, Any]) -> None:
+        """Append ``frames`` ``[K]``, and note ``facts`` on the card now and then.
+
+        Raises:
+            DatasetError: there is not enough room, or the frames cannot be stored as arrays.
+        """
+        if not self._files:
+            self._reserve(frames)
+        stop = self.frames + frames.shape[0]
+        if stop > self._capacity:
+            raise DatasetError(f"{stop:,} frames do not fit into the {self._capacity:,} reserved")
+        for key, file in self._files.items():
+            file[self.frames : stop].copy_(frames.get(key))
+        # Counted once complete: an interrupt above leaves a dataset without this batch.
+        self.frames = stop
+        now = self._clock()
+        if now >= self._card_due:
+            self._card_due = now + _CARD_EVERY_S
+            self._write_card("collecting", self._capacity, facts)
+
+    def finish(self, status: str, facts: Mapping[str, Any]) -> None:
+        """Cut the files to what was written and write the final card; idempotent.
+
+        Without any frame, the directory is removed again.
+        """
+        if not self._files:
+            with contextlib.suppress(OSError):
+                self.directory.rmdir()
+            return
+        self._files.clear()
+        if self.frames < self._capacity:
+            self._cut()
+        self._write_card(status, self.frames, facts)
+
+    def _reserve(self, frames: TensorDictBase) -> None:
+        keys = [as_key(key) for key in frames.keys(include_nested=True, leaves_only=True)]
+        odd = [show(key) for key in keys if not isinstance(frames.get(key), torch.Tensor)]
+        if odd:
+            raise DatasetError(f"{', '.join(odd)} cannot be written with --out: not a tensor")
+        row = sum(frames.get(key)[:1].nbytes for key in keys)
+        free = shutil.disk_usage(self.directory).free
+        if row * self._capacity > free:
+            raise DatasetError(
+                f"{self._capacity:,} frames take {size(row * self._capacity)} but {self.directory} "
+                f"has {size(free)} left; collect fewer --frames"
+            )
+        room = frames[:1].expand(self._capacity).memmap_like(prefix=str(self.directory))
+        for key in keys:
+            file = room.get(key)
+            assert isinstance(file, MemoryMappedTensor)
+            name = Path(file.filename).relative_to(self.directory).as_posix()
+            self._columns[key] = Column(key, tuple(file.shape[1:]), file.dtype, name)
+            self._files[key] = file.as_subclass(torch.Tensor)
+
+    def _cut(self) -> None:
+        for column in self._columns.values():
+            os.truncate(self.directory / column.file, self.frames * column.row_nbytes)
+        folders = {up for column in self._columns.values() for up in Path(column.file).parents}
+        for meta in (self.directory / folder / "meta.json" for folder in folders):
+            content = json.loads(meta.read_text())
+            for entry in (content, *content.values()):
+                if isinstance(entry, dict) and entry.get("shape"):
+                    entry["shape"][0] = self.frames
+            meta.write_text(json.dumps(content))
+
+    def _write_card(self, status: str, rows: int, facts: Mapping[str, Any]) -> None:
+        columns = [column.as_json() for column in self._columns.values()]
+        known = {"status": status, "frames": self.frames, "rows": rows}
+        write_card(self.directory, {**known, **facts, "keys": columns})
+
+
+def check_target(directory: Path) -> None:
+    """Check that a dataset can be written to ``directory``, which need not exist.
+
+    Raises:
+        ConfigError: something is there already.
+    """
+    if directory.is_dir():
+        if any(directory.iterdir()):
+            raise ConfigError(f"--out {directory} is not empty; choose a new directory")
+    elif directory.exists() or directory.is_symlink():
+        raise ConfigError(f"--out {directory} is not a directory")
+
+
+class Dataset:
+    """A dataset opened for reading."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the card and check that the files are there and have the right size.
+
+        Raises:
+            ConfigError: there is no such directory.
+            DatasetError: a file is missing, leads out of the directory or has another size.
+        """
+        if not directory.is_dir():
+            raise ConfigError(f"{directory} is not a directory")
+        self.directory = directory
+        self.card: Card = read_card(directory)
+        self._paths = {column.key: self._locate(column) for column in self.card.columns}
+
+    def _locate(self, column: Column) -> Path:
+        root = self.directory.resolve()
+        path = (root / column.file).resolve()
+        if not path.is_relative_to(root):
+            raise DatasetError(f"{column.file!r} of {self.directory} leads out of the dataset")
+        if not path.is_file():
+            raise DatasetError(
+                f"{self.directory} has no file {column.file!r}, which its card names"
+            )
+        expected, found = self.card.rows * column.row_nbytes, path.stat().st_size
+        if found != expected:
+            raise DatasetError(
+                f"{column.file!r} of {self.directory} has {found:,} bytes; {self.card.rows:,} rows "
+                f"of {show(column.key)} take {expected:,}"
+            )
+        return path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all frames."""
+        return self.card.frames * sum(column.row_nbytes for column in self.card.columns)
+
+    def keys(self) -> tuple[Key, ...]:
+        """Return the keys of all entries."""
+        return tuple(self._paths)
+
+    def read(self, key: Key) -> torch.Tensor:
+        """Return an entry as ``[frames, ...]``; it is mapped from its file and cannot change it.
+
+        Raises:
+            KeyError: there is no such entry.
+        """
+        column = next((column for column in self.card.columns if column.key == key), None)
+        if column is None:
+            raise KeyError(f"{show(key)} is not in {self.directory}; it has {list(self.keys())}")
+        shape = (self.card.frames, *column.shape)
+        if math.prod(shape) == 0:
+            return torch.empty(shape, dtype=column.dtype)
+        path = str(self._paths[key])
+        flat = torch.from_file(path, shared=False, size=math.prod(shape), dtype=column.dtype)
+        return flat.view(shape)
+
+
+def size(nbytes: int) -> str:
+    """Spell a number of bytes.
+
+    >>> size(999), size(1_500), size(2_340_000_000)
+    ('999 B', '1.5 kB', '2.3 GB')
+    """
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"

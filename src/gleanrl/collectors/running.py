@@ -1,0 +1,313 @@
+"""What collectors that run an `Engine` share: iteration, weights, state, remote access."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from gleanrl.collectors import checks
+from gleanrl.collectors.base import BaseCollector
+from gleanrl.core import messages as m
+from gleanrl.core.options import FrameBudget
+from gleanrl.engine.engine import Engine
+from gleanrl.engine.models import Models
+from gleanrl.engine.pipeline import Pipeline
+from gleanrl.weights.version import PolicyVersion
+
+
+class RunningCollector(BaseCollector):
+    """A collector over an engine; subclasses build the parts in their constructor."""
+
+    _engine: Engine
+    _pipeline: Pipeline
+    _models: Models
+    _budget: FrameBudget
+    _version: PolicyVersion | None
+    _timeout: float | None
+    replay_buffer: Any
+
+    def _run(self) -> None:
+        """Start counting; call last in the constructor, once the parts exist."""
+        self._frames, self._batches = 0, 0
+        self._ready: deque[Any] = deque()
+        # The finalizer must not hold the collector itself, or it would never be collected.
+        self._closing = weakref.finalize(self, self._engine.close, 5.0)
+
+    # -- iteration -------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[Any]:
+        """Yield batches until ``total_frames`` are reached."""
+        while True:
+            while not self._ready:
+                if self._exhausted():
+                    return
+                self._ready = self._pipeline(self._collect(), self.post_collect_hook)
+            # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
+            yield self._ready.popleft()
+
+    def _exhausted(self) -> bool:
+        total = self._budget.total_frames
+        return total is not None and self._frames >= total
+
+    def _collect(self) -> TensorDictBase:
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
+        random = self._frames < self._budget.init_random_frames
+        batch, reports = self._engine.collect(self._steps, random, self._timeout)
+        self._frames += sum(report.frames for report in reports)
+        self._batches += 1
+        return batch
+
+    @property
+    def _steps(self) -> int:
+        return self._budget.frames_per_batch // self._engine.num_envs
+
+    def rollout(self) -> TensorDictBase:
+        """Collect one batch and return it as it was collected.
+
+        The environments move on and the frames count, but ``split_trajs``, ``postproc``, hooks and
+        the replay buffer are left out.
+        """
+        batch, reports = self._engine.collect(self._steps, random=False, timeout=self._timeout)
+        self._frames += sum(report.frames for report in reports)
+        self._batches += 1
+        return batch
+
+    def __len__(self) -> int:
+        """Return the number of batches of a full iteration.
+
+        Raises:
+            TypeError: the collector is endless.
+        """
+        batches = self._budget.batches
+        if batches is None:
+            raise TypeError("this collector is endless (total_frames=-1): it has no length")
+        return batches
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """Return a batch of zeros with the layout of the real ones."""
+        return self._pipeline.finish(self._engine.fake_batch(self._steps))
+
+    # -- weights and versions --------------------------------------------------------------------
+
+    def _update_weights(
+        self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        checks.check_update(worker_ids, kwargs)
+        self._models.update(models)
+
+    def receive_weights(
+        self, policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None
+    ) -> None:
+        """Apply weights that a parent sent; without weights, do nothing."""
+        if policy_or_weights is not None:
+            self.update_policy_weights_(policy_or_weights)
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Initialise the legacy weight updater; this collector has none, so nothing happens."""
+
+    @property
+    def policy_version(self) -> int | str | None:
+        """The version the next batch is made with, ``None`` if versions are not tracked."""
+        return None if self._version is None else self._version.version
+
+    def get_policy_version(self) -> int | str | None:
+        """Return `policy_version` (a method, for handles without properties)."""
+        return self.policy_version
+
+    def increment_version(self) -> None:
+        """Move to the next policy version without touching the weights."""
+        self._models.update({})
+
+    def get_model(self, model_id: str) -> Any:
+        """Return the model that runs under ``model_id``.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self._models.running(model_id)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed environments, action spaces and random streams, and reset all environments.
+
+        See `BaseCollector.set_seed`. From then on this collector draws from streams of its own and
+        leaves torch's, numpy's and Python's global ones alone.
+
+        Example:
+            >>> collector = Collector("Pendulum-v1", num_envs=6, frames_per_batch=60)
+            >>> collector.set_seed(1)
+            6
+            >>> collector.shutdown()
+        """
+        self._discard()
+        return int(self._engine.request(0, m.Seed(int(seed), static_seed)))
+
+    def reset(self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Reset environments; they start new trajectories.
+
+        Args:
+            index: Which environments, by position in the batch; all by default.
+            **kwargs: Options for `gymnasium.Env.reset`.
+        """
+        self._discard()
+        chosen = None if index is None else checks.read_index(index, self._engine.num_envs)
+        self._engine.request(0, m.Reset(chosen, kwargs))
+
+    def _discard(self) -> None:
+        self._ready.clear()
+        self._pipeline.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return policy and environment state, counters, versions and random streams."""
+        worker = self._engine.request(0, m.GetState())
+        return {
+            "policy_state_dict": self._models.policy_state(),
+            "env_state_dict": worker.pop("env"),
+            "frames": self._frames,
+            "iter": self._batches,
+            "worker": worker,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what `state_dict` returned; environments restart on fresh resets.
+
+        Raises:
+            KeyError: ``strict`` and an entry is missing.
+            WeightsError: the policy's weights do not fit.
+        """
+        checks.check_state(state_dict, strict)
+        self._discard()
+        if state_dict.get("policy_state_dict"):
+            self._models.load_policy_state(state_dict["policy_state_dict"])
+        if "worker" in state_dict:
+            worker = {**state_dict["worker"], "env": state_dict.get("env_state_dict", {})}
+            self._engine.request(0, m.SetState(worker, strict))
+            self._models.continue_from(int(worker["policy_version"]))
+        self._frames = int(state_dict.get("frames", self._frames))
+        self._batches = int(state_dict.get("iter", self._batches))
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """Return a flat dictionary of scalars."""
+        engine, total = self._engine, self._budget.total_frames
+        found: dict[str, int | float | bool] = {
+            "frames": self._frames,
+            "batches": self._batches,
+            "frames_per_batch": self._budget.frames_per_batch,
+            "frames_discarded": engine.discarded + self._pipeline.discarded,
+            "batches_copied": engine.copies,
+            "memory_bytes": engine.nbytes,
+            "num_envs": engine.num_envs,
+            "policy_version": self._models.number,
+            "completed": self._exhausted(),
+            "closed": engine.closed,
+        }
+        if total is not None:
+            found["total_frames"] = total
+        return found
+
+    # -- attributes and remote access ------------------------------------------------------------
+
+    @property
+    def env(self) -> Any:
+        """The environment, as it was given or made."""
+        return self._engine.request(0, m.Get("env"))
+
+    @property
+    def policy(self) -> Any:
+        """The policy that runs."""
+        return self._models.running("policy")
+
+    @property
+    def n_env(self) -> int:
+        """Environments stepped at once."""
+        return self._engine.num_envs
+
+    @property
+    def frames_per_batch(self) -> int:
+        """Frames of one batch, rounded up to whole steps."""
+        return self._budget.frames_per_batch
+
+    @property
+    def requested_frames_per_batch(self) -> int:
+        """Frames of one batch, rounded up to whole steps."""
+        return self._budget.frames_per_batch
+
+    @property
+    def total_frames(self) -> int | float:
+        """Frames after which iteration ends; infinity if endless."""
+        total = self._budget.total_frames
+        return float("inf") if total is None else total
+
+    @property
+    def init_random_frames(self) -> int:
+        """Frames for which the policy is not called."""
+        return self._budget.init_random_frames
+
+    @property
+    def closed(self) -> bool:
+        """Whether the collector was shut down."""
+        return self._engine.closed
+
+    def getattr_policy(self, attr: str) -> Any:
+        """Return an attribute of the policy.
+
+        Raises:
+            AttributeError: it has none of that name.
+        """
+        return self.get_distant_attr(f"policy.{attr}")
+
+    def getattr_env(self, attr: str) -> Any:
+        """Return an attribute of the environment.
+
+        Raises:
+            AttributeError: it has none of that name.
+        """
+        return self.get_distant_attr(f"env.{attr}")
+
+    def getattr_rb(self, attr: str) -> Any:
+        """Return an attribute of the replay buffer."""
+        return getattr(self.replay_buffer, attr)
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Resolve a path such as ``"env.transform[0]"`` and call it; return it if not callable.
+
+        Raises:
+            AttributeError: an attribute is missing.
+            ValueError: arguments for something that is not callable.
+        """
+        return self._engine.request(0, m.Call(attr_path, args, kwargs))
+
+    def get_distant_attr(self, attr: str) -> Any:
+        """Return what a path such as ``"policy.module"`` names."""
+        return self._engine.request(0, m.Get(attr))
+
+    def _call_method(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        target = self.get_distant_attr(method)
+        if not callable(target):  # the error callers of a missing method expect
+            raise AttributeError(f"{method!r} is a {type(target).__name__}, not a method")
+        return self.cascade_execute(method, *args, **kwargs)
+
+    def shutdown(
+        self,
+        timeout: float | None = None,
+        close_env: bool = True,
+        raise_on_error: bool = True,
+    ) -> None:
+        """Close the environments. Idempotent; batches that were handed out stay valid.
+
+        Args:
+            timeout: Seconds it may take; 60 by default.
+            close_env: ``False`` leaves environments the user handed over open.
+            raise_on_error: Raise what closing an environment raised.
+        """
+        self._ready.clear()
+        self._engine.close(60.0 if timeout is None else timeout, close_env, raise_on_error)
+        self._closing.detach()

@@ -1,0 +1,1 @@
+"""Words of the library: protocols, messages, errors, options, keys, layout. No behaviour."""

@@ -1,0 +1,64 @@
+"""Every error GleanRL raises of its own.
+
+* GleanError
+  * ConfigError            (ValueError)    arguments that are wrong or contradict each other
+    * UnknownEnvError      (KeyError)      an environment id nobody registered
+  * EnvError               (RuntimeError)  an environment broke its own declaration
+  * PolicyError            (RuntimeError)  a policy that does not fit the environment
+    * PolicyTypeError      (TypeError)     a policy that cannot be called at all
+  * WeightsError           (ValueError)    weights that do not fit the model
+  * ClosedError            (RuntimeError)  the collector was shut down
+  * WorkerError            (RuntimeError)  user code raised in a worker
+  * WorkerDied             (RuntimeError)  a worker process ended
+  * CollectorTimeout       (TimeoutError)  a deadline passed
+"""
+
+from __future__ import annotations
+
+
+class GleanError(Exception):
+    """Base of all errors of the library."""
+
+
+class ConfigError(GleanError, ValueError):
+    """An argument is wrong, or two of them contradict each other."""
+
+
+class UnknownEnvError(ConfigError, KeyError):
+    """No environment is registered under the given id."""
+
+    def __str__(self) -> str:
+        """Return the message itself (`KeyError` would quote it)."""
+        return str(self.args[0]) if self.args else ""
+
+
+class EnvError(GleanError, RuntimeError):
+    """An environment returned something its declared spaces do not allow."""
+
+
+class PolicyError(GleanError, RuntimeError):
+    """The policy does not fit the environment: keys, shapes or dtypes."""
+
+
+class PolicyTypeError(PolicyError, TypeError):
+    """The policy cannot be called with what the environment gives."""
+
+
+class WeightsError(GleanError, ValueError):
+    """Weights do not fit the model they are meant for."""
+
+
+class ClosedError(GleanError, RuntimeError):
+    """The collector was shut down and cannot do what was asked."""
+
+
+class WorkerError(GleanError, RuntimeError):
+    """User code raised in a worker; carries the worker, message and remote traceback."""
+
+
+class WorkerDied(GleanError, RuntimeError):
+    """A worker process ended without being asked to."""
+
+
+class CollectorTimeout(GleanError, TimeoutError):
+    """Something took longer than its deadline."""

@@ -1,0 +1,69 @@
+"""Names of the entries of a batch.
+
+A key is always a tuple of strings here; `tensordict` accepts both ``"a"`` and ``("a",)`` and the
+rest of the library should not have to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+Key: TypeAlias = tuple[str, ...]
+"""A nested key: ``("agents", "observation")``."""
+NestedKey: TypeAlias = str | tuple[str, ...]
+"""What users write: a string or a tuple of strings."""
+
+NEXT = "next"
+OBSERVATION: Key = ("observation",)
+ACTION: Key = ("action",)
+REWARD: Key = ("reward",)
+DONE: Key = ("done",)
+TERMINATED: Key = ("terminated",)
+TRUNCATED: Key = ("truncated",)
+STEP_COUNT: Key = ("step_count",)
+IS_INIT: Key = ("is_init",)
+TRAJ_IDS: Key = ("collector", "traj_ids")
+MASK: Key = ("collector", "mask")
+POLICY_VERSION: Key = ("policy_version",)
+TIME = "time"
+"""Name of the last batch dimension of everything a collector delivers."""
+
+
+def as_key(key: NestedKey | Sequence[str]) -> Key:
+    """Return ``key`` as a tuple of strings.
+
+    >>> as_key("action"), as_key(("agents", "action"))
+    (('action',), ('agents', 'action'))
+    """
+    if isinstance(key, str):
+        return (key,)
+    return tuple(part for item in key for part in as_key(item))
+
+
+def as_keys(keys: Iterable[NestedKey]) -> tuple[Key, ...]:
+    """Return every key of ``keys`` as a tuple of strings."""
+    return tuple(as_key(key) for key in keys)
+
+
+def next_key(key: Key) -> Key:
+    """Return the key of the same entry after the step.
+
+    >>> next_key(("reward",))
+    ('next', 'reward')
+    """
+    return (NEXT, *key)
+
+
+def show(key: Key) -> str:
+    """Spell ``key`` the way a user would write it in code.
+
+    >>> show(("action",)), show(("next", "reward"))
+    ("'action'", "('next', 'reward')")
+    """
+    return repr(key[0] if len(key) == 1 else key)
+
+
+def is_private(key: Key) -> bool:
+    """Tell whether any part of ``key`` starts with an underscore (never delivered)."""
+    return any(part.startswith("_") for part in key)

@@ -1,0 +1,83 @@
+"""What one step looks like: keys, shapes and dtypes, known before the first step is taken."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from gleanrl.core.keys import Key
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One entry of a step."""
+
+    key: Key
+    """Where it stands in the delivered batch, ``("next", "reward")`` for example."""
+    shape: tuple[int, ...]
+    """Shape of one frame, without environment and time dimensions."""
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one frame."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class DoneGroup:
+    """The end-of-episode flags that stand side by side under one prefix.
+
+    Each flag has ``shape`` with a trailing 1 per frame, as TensorDict environments use it.
+    """
+
+    prefix: Key
+    """``()`` for ``"done"``, ``("agents",)`` for ``("agents", "done")``."""
+    shape: tuple[int, ...] = (1,)
+    truncated: bool = True
+    """Whether the environment tells truncation from termination."""
+
+    def keys(self) -> tuple[Key, ...]:
+        """Return the keys of the group's flags, ``done`` first."""
+        names = ("done", "terminated", "truncated") if self.truncated else ("done", "terminated")
+        return tuple((*self.prefix, name) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvLayout:
+    """The fields an `Env` reads and writes; keys are root keys, without ``"next"``."""
+
+    batch_shape: tuple[int, ...]
+    """Shape of the environment batch; ``()`` for a single environment."""
+    observations: tuple[Field, ...]
+    """Written at the root and under ``"next"``: observations, state, requested info entries."""
+    actions: tuple[Field, ...]
+    """Read by the environment."""
+    rewards: tuple[Field, ...]
+    """Written under ``"next"`` only."""
+    dones: tuple[DoneGroup, ...] = field(default=(DoneGroup(()),))
+
+    @property
+    def num_envs(self) -> int:
+        """Environments stepped at once (1 for a single one)."""
+        return math.prod(self.batch_shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Every field of one delivered step."""
+
+    batch_shape: tuple[int, ...]
+    fields: tuple[Field, ...]
+
+    @property
+    def num_envs(self) -> int:
+        """Environments stepped at once (1 for a single one)."""
+        return math.prod(self.batch_shape)
+
+    @property
+    def frame_nbytes(self) -> int:
+        """Bytes one frame takes over all fields."""
+        return sum(item.nbytes for item in self.fields)

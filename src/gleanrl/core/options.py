@@ -1,0 +1,245 @@
+"""Argument groups: frozen, picklable, each checks itself.
+
+A facade puts every argument into exactly one group; behaviour reads groups, never facades. "No
+limit" has one spelling inside, ``None``; the spellings users know (``-1``, ``0``) are read here and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from tensordict.nn import InteractionType
+
+from gleanrl.core.errors import ConfigError, PolicyTypeError
+
+
+def _positive_or_none(value: int | None) -> int | None:
+    return None if value is None or value <= 0 else int(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+    """What a source needs to know to make rollouts."""
+
+    max_frames_per_traj: int | None = None
+    """Steps after which an episode is truncated and reset; ``None`` for no limit."""
+    reset_at_each_iter: bool = False
+    track_traj_ids: bool = True
+    set_truncated: bool = False
+    """Mark the last valid step of every rollout as truncated."""
+    exploration: InteractionType = InteractionType.RANDOM
+    track_policy_version: bool = False
+    check_finite: bool = False
+    """Raise `EnvError` on NaN or infinity in observations and rewards."""
+    mask: bool = False
+    """Deliver ``("collector", "mask")``: rollouts may be stopped early."""
+    compact: bool = False
+    """Leave out observations under ``"next"``."""
+    index_base: int = 0
+    """Global index of this source's first environment."""
+    index_stride: int = 1
+    """Environments over all workers: ``traj_id = episode * stride + global index``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameBudget:
+    """How much is collected, in frames."""
+
+    frames_per_batch: int
+    """Frames of one batch, rounded up to whole env steps."""
+    total_frames: int | None
+    """Frames after which iteration ends (rounded up to whole batches); ``None`` for endless."""
+    init_random_frames: int = 0
+    """Frames for which the policy is not called, rounded up to whole batches."""
+
+    @property
+    def batches(self) -> int | None:
+        """Number of batches of one full iteration, ``None`` if endless."""
+        if self.total_frames is None:
+            return None
+        return -(-self.total_frames // self.frames_per_batch)
+
+    @classmethod
+    def from_arguments(
+        cls,
+        frames_per_batch: int,
+        total_frames: int | None,
+        init_random_frames: int | None,
+    ) -> FrameBudget:
+        """Read the users' spellings.
+
+        Raises:
+            ConfigError: ``frames_per_batch`` is not a positive whole number.
+        """
+        _check_whole("frames_per_batch", frames_per_batch, least=1)
+        if total_frames is not None:
+            _check_whole("total_frames", total_frames, least=None)
+        if init_random_frames is not None:
+            _check_whole("init_random_frames", init_random_frames, least=None)
+        total = None if total_frames is None or total_frames < 0 else int(total_frames)
+        return cls(
+            frames_per_batch=int(frames_per_batch),
+            total_frames=total,
+            init_random_frames=max(0, int(init_random_frames or 0)),
+        )
+
+    def over(self, num_envs: int) -> FrameBudget:
+        """Round the batch up to whole steps of ``num_envs`` environments, with a warning."""
+        steps = -(-self.frames_per_batch // num_envs)
+        rounded = replace(self, frames_per_batch=steps * num_envs)
+        rounded._warn_if_rounded(self.frames_per_batch, num_envs)
+        return rounded
+
+    def _warn_if_rounded(self, asked: int, num_envs: int) -> None:
+        notes = []
+        if asked != self.frames_per_batch:
+            notes.append(
+                f"frames_per_batch ({asked}) is not a multiple of the {num_envs} environments: "
+                f"batches "
+                f"hold {self.frames_per_batch} frames"
+            )
+        total = self.total_frames
+        if total is not None and total % self.frames_per_batch:
+            extra = -total % self.frames_per_batch
+            notes.append(
+                f"total_frames ({total}) is not a multiple of the batch ({self.frames_per_batch}): "
+                f"{extra} additional frames will be collected"
+            )
+        if notes and os.environ.get("RL_WARNINGS", "1") != "0":
+            warnings.warn("; ".join(notes), UserWarning, stacklevel=4)
+
+
+def _check_whole(name: str, value: object, least: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, float) and math.isinf(value) and name == "total_frames":
+            raise ConfigError(
+                f"{name} ({value}) must be a whole number; use -1 for endless collection"
+            )
+        raise ConfigError(f"{name} ({value!r}) must be a whole number of frames")
+    if least is not None and value < least:
+        raise ConfigError(f"{name} ({value}) must be at least {least}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """Which device does what; ``None`` where nothing was said."""
+
+    policy: torch.device | None = None
+    env: torch.device | None = None
+    storing: torch.device | None = None
+
+    @classmethod
+    def from_arguments(
+        cls,
+        device: torch.device | str | int | None,
+        storing_device: torch.device | str | int | None,
+        policy_device: torch.device | str | int | None,
+        env_device: torch.device | str | int | None,
+    ) -> DevicePlan:
+        """Fill what was not given from ``device``; storage follows policy and env if they agree.
+
+        Raises:
+            ConfigError: a device that does not exist here.
+        """
+        default = _device("device", device)
+        policy = _device("policy_device", policy_device) or default
+        env = _device("env_device", env_device) or default
+        storing = _device("storing_device", storing_device) or default
+        if storing is None and policy == env:
+            storing = policy
+        return cls(policy=policy, env=env, storing=storing)
+
+
+def _device(name: str, value: torch.device | str | int | None) -> torch.device | None:
+    if value is None:
+        return None
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as err:
+        raise ConfigError(f"{name} ({value!r}) is not a device torch knows: {err}") from err
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"{name} ({value!r}): this torch build or machine has no CUDA device")
+        if device.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryOptions:
+    """How trajectories are cut out of batches."""
+
+    split_trajs: bool = False
+    trajs_per_batch: int | None = None
+    traj_format: str = "padded"
+    """``"padded"`` (zeros and a mask) or ``"cat"``."""
+
+    def __post_init__(self) -> None:
+        """Check the combination."""
+        if self.traj_format not in ("padded", "cat"):
+            raise ConfigError(f"traj_format ({self.traj_format!r}) must be 'padded' or 'cat'")
+        if self.trajs_per_batch is None:
+            if self.traj_format == "cat":
+                raise ConfigError("traj_format='cat' needs trajs_per_batch")
+            return
+        if isinstance(self.trajs_per_batch, bool) or self.trajs_per_batch < 1:
+            raise ConfigError(f"trajs_per_batch ({self.trajs_per_batch}) must be at least 1")
+        if self.split_trajs:
+            raise ConfigError(
+                "trajs_per_batch already delivers whole trajectories; drop split_trajs"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvOptions:
+    """What to collect from. Everything a worker needs to build its environments."""
+
+    create_env_fn: Any
+    """An id, an environment, a callable that returns one, or a sequence of these."""
+    create_env_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    num_envs: int | None = None
+    """Copies of one id or callable to batch; ``None`` for a single unbatched environment."""
+    categorical: bool = True
+    """Discrete actions as indices (else one-hot vectors)."""
+    observation_dtype: torch.dtype | None = None
+    """Cast floating observations to this dtype on the way in."""
+    info_keys: Sequence[str] | Mapping[str, tuple[Sequence[int], torch.dtype]] = ()
+    """Numeric ``info`` entries to deliver beside the observation."""
+    device: torch.device | None = None
+    """Where a TensorDict environment is cast to."""
+
+    def __post_init__(self) -> None:
+        """Check counts."""
+        if self.num_envs is not None:
+            _check_whole("num_envs", self.num_envs, least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """What to act with."""
+
+    policy: Any = None
+    policy_factory: Callable[[], Any] | None = None
+    trust_policy: bool | None = None
+    compile_policy: bool | Mapping[str, Any] | None = None
+    cudagraph_policy: bool | Mapping[str, Any] | None = None
+    device: torch.device | None = None
+    provide_inputs: bool = True
+    """Provide ``"is_init"`` and zeroed recurrent states to policies that read them."""
+
+    def __post_init__(self) -> None:
+        """Check the combination."""
+        if self.policy is not None and self.policy_factory is not None:
+            raise PolicyTypeError("give either policy or policy_factory, not both")
+
+
+def limit(value: int | None) -> int | None:
+    """Read a limit the way users write it: ``None``, zero and negative numbers mean none."""
+    return _positive_or_none(value)

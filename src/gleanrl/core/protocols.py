@@ -1,0 +1,274 @@
+"""The nouns of the library on one page: what each part must offer to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from gleanrl.core.keys import Key
+from gleanrl.core.layout import EnvLayout, Field, Layout
+from gleanrl.core.messages import Command, Payload, Reply, Report, Snapshot
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Stop: TypeAlias = bytearray | memoryview
+"""One byte; nonzero asks the running rollout to end after the current step."""
+
+
+class Spec(Protocol):
+    """The set of values one tensor may take."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of one value."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of one value."""
+        ...
+
+    def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
+        """Draw ``[*shape, *self.shape]`` values from torch's global generator."""
+        ...
+
+
+class Window(Protocol):
+    """``[P, T, ...]`` memory of one rollout, seen as one tensor or as rows per step."""
+
+    envs: int
+    steps: int
+
+    def keys(self) -> Sequence[Key]:
+        """Return the fields this window has."""
+        ...
+
+    def tensor(self, key: Key) -> torch.Tensor:
+        """Return the field as ``[P, T, ...]``."""
+        ...
+
+    def array(self, key: Key) -> Array:
+        """Return the field as a numpy array over the same memory, ``[P, T, ...]``."""
+        ...
+
+    def rows(self, key: Key) -> list[Array]:
+        """Return ``T`` numpy views ``[P, ...]``, one per step."""
+        ...
+
+    def tensor_rows(self, key: Key) -> Sequence[torch.Tensor]:
+        """Return ``T`` tensor views ``[P, ...]``, one per step."""
+        ...
+
+
+class Env(Protocol):
+    """Steps ``P`` environments at once.
+
+    Every environment makes exactly one real transition per step; those that end are reset within
+    the same step, after their true final observation was written under ``"next"``.
+    """
+
+    layout: EnvLayout
+    action_specs: Mapping[Key, Spec]
+    """Per action key, the set one environment's action may be drawn from."""
+    can_cut: bool
+    """Whether environments can be truncated and reset one by one."""
+
+    @property
+    def inner(self) -> Any:
+        """What the user gave us: answers ``getattr_env``."""
+        ...
+
+    def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
+        """Reset ``envs`` (all of them by default) and write their root fields into ``carry``."""
+        ...
+
+    def begin(self, window: Window, carry: Window) -> None:
+        """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
+        ...
+
+    def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
+        """Take one step with the actions in row ``t``.
+
+        Writes ``"next"`` fields at ``t`` and root fields at ``t + 1``. The environments in ``cut``
+        are truncated at this step if they do not end by themselves. Returns the indices of all that
+        ended and were reset; an empty sequence almost always.
+        """
+        ...
+
+    def random(self, t: int) -> None:
+        """Write random actions into row ``t``."""
+        ...
+
+    def finish(self, steps: int) -> None:
+        """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""
+        ...
+
+    def seed(self, seed: int, static: bool = False) -> int:
+        """Seed every environment (from its next reset on); return the last seed used."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return what must be kept across a restart (transform state for example)."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what `state` returned."""
+        ...
+
+    def close(self) -> None:
+        """Release the environments. Idempotent."""
+        ...
+
+
+class Pool(Protocol):
+    """``P`` environments whose automatic reset costs a step of its own.
+
+    Works on one persistent row instead of a window: after `step`, ``real`` tells for which
+    environments the step was a transition; the others only moved on to their reset observation.
+    """
+
+    layout: EnvLayout
+    action_specs: Mapping[Key, Spec]
+
+    @property
+    def inner(self) -> Any:
+        """What the user gave us."""
+        ...
+
+    def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
+        """Reset everything and write the root fields into ``carry``."""
+        ...
+
+    def begin(self, stage: Window, carry: Window) -> None:
+        """Bind to ``stage``, one step long: actions are read there, ``"next"`` written there."""
+        ...
+
+    def step(self) -> tuple[Array, Array]:
+        """Step all; return boolean ``[P]`` masks ``real`` and ``ended`` (a subset of ``real``).
+
+        Writes ``"next"`` fields into the stage and the root fields that follow into ``carry``.
+        """
+        ...
+
+    def random(self, t: int) -> None:
+        """Write random actions into the stage."""
+        ...
+
+    def seed(self, seed: int, static: bool = False) -> int:
+        """Seed every environment; return the last seed used."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return what must be kept across a restart."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what `state` returned."""
+        ...
+
+    def close(self) -> None:
+        """Release the environments. Idempotent."""
+        ...
+
+
+class Policy(Protocol):
+    """Maps root fields to actions and extras, without gradients."""
+
+    outputs: tuple[Field, ...]
+    """Everything it writes per step, actions included; ``("next", state)`` for recurrent state."""
+    states: tuple[Key, ...]
+    """Root keys it reads that its own ``("next", ...)`` outputs feed; zero at every reset."""
+
+    def begin(self, window: Window, carry: Window) -> None:
+        """Bind to the rows of ``window``; reads the interaction type; ``carry`` gets row ``T``."""
+        ...
+
+    def act(self, t: int) -> None:
+        """Read root row ``t``, write actions and extras there, states at row ``t + 1``."""
+        ...
+
+    def reset(self, t: int, ended: Sequence[int]) -> None:
+        """Forget the state of the environments that ended at step ``t``."""
+        ...
+
+    def finish(self, steps: int) -> None:
+        """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""
+        ...
+
+
+class Source(Protocol):
+    """What a worker serves."""
+
+    def layout(self) -> Layout | None:
+        """Describe one step, or ``None`` if rollouts travel as payloads."""
+        ...
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
+        """Fill ``window`` with ``steps`` steps, fewer if ``stop`` is raised."""
+        ...
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Load weights; the next rollout is made with them."""
+        ...
+
+    def seed(self, seed: int, static: bool) -> int:
+        """Seed environments, action spaces and streams; reset all; return the last seed used."""
+        ...
+
+    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        """Reset environments; they start new trajectories."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return everything needed to continue elsewhere."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what `state` returned."""
+        ...
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Resolve a dotted path on the source and call it, or return it if not callable."""
+        ...
+
+    def get(self, path: str) -> Any:
+        """Return what a dotted path names on the source."""
+        ...
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        ...
+
+
+class SourceFactory(Protocol):
+    """Builds a `Source` where it will run."""
+
+    def __call__(self, worker: int) -> Source:
+        """Build the source of worker ``worker``."""
+        ...
+
+
+class Backend(Protocol):
+    """Starts workers and carries `Command`s to them and `Reply`s back."""
+
+    def start(self, factories: Sequence[SourceFactory]) -> None:
+        """Start one worker per factory; each answers with `Ready`."""
+        ...
+
+    def send(self, worker: int, command: Command) -> None:
+        """Post a command. Never blocks."""
+        ...
+
+    def receive(self, timeout: float | None) -> Reply:
+        """Return the next reply of any worker, or raise `CollectorTimeout` / `WorkerDied`."""
+        ...
+
+    def open(self, payload: Payload) -> Any:
+        """Return the rollout behind ``payload``. Called at most once per payload."""
+        ...
+
+    def stop(self, timeout: float) -> None:
+        """End all workers within ``timeout`` seconds. Idempotent, never raises."""
+        ...

@@ -1,0 +1,1 @@
+"""Many workers as one: gathers, budgets, batches, background collection."""

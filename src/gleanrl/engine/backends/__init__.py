@@ -1,0 +1,1 @@
+"""Where workers run: how commands reach them and replies come back."""

@@ -1,0 +1,65 @@
+"""Ask a running rollout to stop early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.protocols import Stop
+
+
+class Interruptor:
+    """A flag that ends rollouts after the step they are in.
+
+    Hand it to a collector and call `stop_collection` from another thread, a hook or the
+    environment. A rollout that was stopped keeps its shape: what it did not reach is zero, has
+    trajectory id -1 and is False in ``("collector", "mask")``.
+    """
+
+    def __init__(self) -> None:
+        """Start with collection allowed."""
+        self._byte = bytearray(1)
+
+    @property
+    def byte(self) -> Stop:
+        """The flag itself: one byte, nonzero once stopped."""
+        return self._byte
+
+    def start_collection(self) -> None:
+        """Let rollouts run to their full length."""
+        self._byte[0] = 0
+
+    def stop_collection(self) -> None:
+        """End running rollouts after the step they are in, and later ones after one step."""
+        self._byte[0] = 1
+
+    def collection_stopped(self) -> bool:
+        """Tell whether `stop_collection` was called last."""
+        return bool(self._byte[0])
+
+
+class PolledStop(bytearray):
+    """The stop byte of an object that has only ``collection_stopped()``."""
+
+    def __init__(self, interruptor: Any) -> None:
+        """Ask ``interruptor`` after every step."""
+        super().__init__(1)
+        self._stopped = getattr(interruptor, "collection_stopped", None)
+        if not callable(self._stopped):
+            raise ConfigError(
+                f"interruptor ({type(interruptor).__name__}) must have a collection_stopped() "
+                f"method; "
+                "use gleanrl.collectors.Interruptor()"
+            )
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._stopped()
+
+
+def stop_byte(interruptor: Any) -> Stop:
+    """Return the byte the hot loop looks at."""
+    if interruptor is None:
+        return bytearray(1)
+    if isinstance(interruptor, Interruptor):
+        return interruptor.byte
+    return PolledStop(interruptor)

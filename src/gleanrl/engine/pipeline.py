@@ -1,0 +1,78 @@
+"""What a collected batch goes through before the user sees it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from gleanrl.core.options import TrajectoryOptions
+from gleanrl.engine.assemble import drop_private
+from gleanrl.engine.sinks import Sink
+from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
+
+PostProc = Callable[[TensorDictBase], TensorDictBase]
+Hook = Callable[[Any], None]
+
+
+class Pipeline:
+    """Split, post-process, drop private entries, call the hook, hand over. Decided once.
+
+    One collected batch gives one result, except with whole trajectories, where it gives as many as
+    were completed.
+    """
+
+    def __init__(
+        self,
+        trajectories: TrajectoryOptions,
+        postproc: PostProc | None,
+        sink: Sink,
+        storing: torch.device | None,
+    ) -> None:
+        """Line up the stages."""
+        if isinstance(postproc, nn.Module) and storing is not None:
+            postproc = postproc.to(storing)
+        self._stages: list[PostProc] = []
+        if trajectories.split_trajs:
+            self._stages.append(split_trajectories)
+        if postproc is not None:
+            self._stages.append(postproc)
+        self._stages.append(drop_private)
+        self._sink = sink
+        self._whole: WholeTrajectories | None = None
+        if trajectories.trajs_per_batch is not None:
+            self._whole = WholeTrajectories(
+                trajectories.trajs_per_batch, traj_format=trajectories.traj_format
+            )
+
+    def __call__(self, batch: TensorDictBase, hook: Hook | None) -> deque[TensorDictBase | None]:
+        """Return what to deliver for ``batch``: one entry, or one per full set of trajectories."""
+        ready: deque[TensorDictBase | None] = deque()
+        if self._whole is None:
+            ready.append(self._finish(batch, hook))
+            return ready
+        self._whole.push(batch)
+        while (complete := self._whole.pop()) is not None:
+            ready.append(self._finish(complete, hook))
+        return ready
+
+    def finish(self, batch: TensorDictBase) -> TensorDictBase:
+        """Apply the stages alone (no trajectories, hook or sink)."""
+        for stage in self._stages:
+            batch = stage(batch)
+        return batch
+
+    def _finish(self, batch: TensorDictBase, hook: Hook | None) -> TensorDictBase | None:
+        batch = self.finish(batch)
+        if hook is not None:
+            hook(batch)
+        return self._sink.put(batch)
+
+    def forget(self) -> None:
+        """Drop partial trajectories (after a reset or a new seed)."""
+        if self._whole is not None:
+            self._whole.reset()

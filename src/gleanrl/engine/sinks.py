@@ -1,0 +1,80 @@
+"""Where a batch goes: to the caller, or into a buffer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from tensordict import TensorDictBase
+
+from gleanrl.core.errors import ConfigError
+
+
+class Buffer(Protocol):
+    """What we ask of a replay buffer: TorchRL's, ours, or anything with these two methods."""
+
+    def extend(self, data: Any) -> Any:
+        """Store every frame of ``data``."""
+        ...
+
+    def add(self, data: Any) -> Any:
+        """Store one frame."""
+        ...
+
+
+class Sink(Protocol):
+    """Takes a finished batch."""
+
+    def put(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """Store ``batch``, or return it for the caller."""
+        ...
+
+
+class YieldSink:
+    """Hands every batch to the caller."""
+
+    def put(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """Return ``batch``."""
+        return batch
+
+
+class ExtendSink:
+    """Extends a buffer with whole batches; the caller gets ``None``."""
+
+    def __init__(self, buffer: Any) -> None:
+        """Store into ``buffer``."""
+        self._extend = _method(buffer, "extend")
+
+    def put(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """Store ``batch``, its leading dimensions flattened into rows."""
+        self._extend(batch.reshape(-1))
+        return None
+
+
+class AddSink:
+    """Adds to a buffer step by step; the caller gets ``None``."""
+
+    def __init__(self, buffer: Any) -> None:
+        """Store into ``buffer``."""
+        self._add = _method(buffer, "add")
+
+    def put(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """Store ``batch`` step by step, every environment's frame of a step in one element."""
+        for step in batch.unbind(batch.ndim - 1):
+            self._add(step)
+        return None
+
+
+def make_sink(buffer: Any, extend: bool) -> Sink:
+    """Return the sink for ``buffer`` (or for no buffer)."""
+    if buffer is None:
+        return YieldSink()
+    return ExtendSink(buffer) if extend else AddSink(buffer)
+
+
+def _method(buffer: Any, name: str) -> Any:
+    method = getattr(buffer, name, None)
+    if not callable(method):
+        raise ConfigError(
+            f"replay_buffer ({type(buffer).__name__}) has no {name}() method; give a replay buffer"
+        )
+    return method

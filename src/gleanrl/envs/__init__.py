@@ -1,0 +1,1 @@
+"""Environments, each made to step into preallocated memory."""

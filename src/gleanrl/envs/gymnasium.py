@@ -1,0 +1,260 @@
+"""Single Gymnasium environments, several of them stepped one after the other into one window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
+from gleanrl.core.layout import EnvLayout, Field
+from gleanrl.core.protocols import Array, Spec, Window
+from gleanrl.envs.spaces import (
+    action_decoder,
+    action_leaves,
+    assemble,
+    leaf_field,
+    observation_leaves,
+    space_spec,
+)
+from gleanrl.envs.writers import InfoWriter, Writer, info_fields, make_writer
+
+_NOTHING: tuple[int, ...] = ()
+
+
+class GymnasiumEnv:
+    """``P`` single environments of one kind as one `Env`.
+
+    Each is stepped once per step; an environment that ends is reset in the same step, after the
+    final observations of all of them were copied (an environment may reuse its observation buffer).
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[gym.Env[Any, Any]],
+        batch_shape: tuple[int, ...],
+        *,
+        inner: Any = None,
+        categorical: bool = True,
+        observation_dtype: torch.dtype | None = None,
+        info_keys: Sequence[str] | Mapping[str, tuple[Sequence[int], torch.dtype]] = (),
+    ) -> None:
+        """Take over ``envs``.
+
+        Args:
+            envs: Built, not yet reset. Closed by `close`.
+            batch_shape: ``()`` for a single environment, else ``(P,)``.
+            inner: What the user gave; the environments themselves by default.
+            categorical: Discrete actions as indices (else one-hot vectors).
+            observation_dtype: Cast floating observations to this dtype on the way in.
+            info_keys: Numeric ``info`` entries to deliver beside the observation.
+
+        Raises:
+            ConfigError: spaces that differ between environments or have no fixed shape.
+        """
+        self._envs = list(envs)
+        _check_same_spaces(self._envs)
+        self._inner = inner if inner is not None else (envs[0] if batch_shape == () else list(envs))
+        observed = observation_leaves(envs[0].observation_space)
+        fields = [leaf_field(leaf, observation_dtype) for leaf in observed]
+        infos = info_fields(info_keys)
+        self._writers: list[Writer] = [
+            *(make_writer(leaf, item) for leaf, item in zip(observed, fields, strict=True)),
+            *(InfoWriter(name, item) for name, item in infos.items()),
+        ]
+        self._action_leaves = action_leaves(envs[0].action_space)
+        specs = [space_spec(leaf.space, categorical) for leaf in self._action_leaves]
+        keys = [leaf.key for leaf in self._action_leaves]
+        self.action_specs: Mapping[tuple[str, ...], Spec] = dict(zip(keys, specs, strict=True))
+        self._decoders = [action_decoder(leaf.space, categorical) for leaf in self._action_leaves]
+        self.layout = EnvLayout(
+            batch_shape=batch_shape,
+            observations=(*fields, *infos.values()),
+            actions=tuple(
+                Field(key, tuple(spec.shape), spec.dtype)
+                for key, spec in zip(keys, specs, strict=True)
+            ),
+            rewards=(Field(REWARD, (1,), torch.float32),),
+        )
+        single = len(keys) == 1 and not self._action_leaves[0].path
+        self._actions: Callable[[int], Sequence[Any]] = (
+            self._plain_actions if single else self._nested_actions
+        )
+        self._decode = self._decoders[0]
+        self._draws_at_once = len(specs) == 1 and specs[0].stepwise
+        self._steps = [env.step for env in self._envs]
+        self._seeds: list[int | None] = [None] * len(self._envs)
+        self._rewards: list[Sequence[Any]] = []
+        self._action_rows: list[list[Array]] = []
+        self._window: Window
+        self._carry: Window
+
+    @property
+    def inner(self) -> Any:
+        """What the user gave us."""
+        return self._inner
+
+    def begin(self, window: Window, carry: Window) -> None:
+        """Bind to the rows of ``window``."""
+        self._window, self._carry = window, carry
+        for writer in self._writers:
+            writer.begin(window, carry)
+        self._action_rows = [window.rows(leaf.key) for leaf in self._action_leaves]
+        self._rows = self._action_rows[0]
+        self._flag_rows = [window.rows(next_key(key)) for key in (TERMINATED, TRUNCATED, DONE)]
+        self._rewards = []
+
+    def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
+        """Step every environment with the actions in row ``t``."""
+        moves = zip(self._steps, self._actions(t), strict=True)
+        results = [step(action) for step, action in moves]
+        try:
+            observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
+        except ValueError as err:
+            raise EnvError(_not_five(results)) from err
+        for writer in self._writers:
+            writer.write(t, observations, infos)
+        self._rewards.append(rewards)
+        if cut or any(terminated) or any(truncated):
+            return self._end(t, terminated, truncated, cut)
+        return _NOTHING
+
+    def _end(
+        self, t: int, terminated: Sequence[Any], truncated: Sequence[Any], cut: Sequence[int]
+    ) -> Sequence[int]:
+        dead_row, late_row, done_row = (rows[t] for rows in self._flag_rows)
+        ended = []
+        for env, (dead, late) in enumerate(zip(terminated, truncated, strict=True)):
+            if dead or late or env in cut:
+                ended.append(env)
+                done_row[env] = True
+                dead_row[env] = dead
+                late_row[env] = late or not dead
+        for env in ended:
+            observation, info = self._reset_one(env, None)
+            for writer in self._writers:
+                writer.write_root(t, env, observation, info)
+        return ended
+
+    def random(self, t: int) -> None:
+        """Write random actions into row ``t``."""
+        if self._draws_at_once:
+            # One call for the whole rollout draws the same numbers in the same order.
+            if t == 0:
+                ((key, spec),) = self.action_specs.items()
+                field = self._window.tensor(key)
+                field.copy_(spec.rand((self._window.steps, len(self._envs))).transpose(0, 1))
+            return
+        for key, spec in self.action_specs.items():
+            self._window.tensor_rows(key)[t].copy_(spec.rand((len(self._envs),)))
+
+    def finish(self, steps: int) -> None:
+        """Write the rewards of all steps."""
+        rewards = np.array(self._rewards)
+        if rewards.shape != (steps, len(self._envs)) or rewards.dtype.kind not in "biuf":
+            raise EnvError(_not_a_number(self._rewards))
+        with np.errstate(over="ignore"):
+            narrow = rewards.astype(np.float32)
+        lost = np.isinf(narrow) & np.isfinite(rewards)
+        if lost.any():
+            t, env = (int(index) for index in np.argwhere(lost)[0])
+            raise EnvError(
+                f"environment {env} returned reward {rewards[t, env]} at step {t}, which overflows "
+                "float32; scale it with gymnasium.wrappers.TransformReward"
+            )
+        self._window.array(next_key(REWARD))[:, :steps, 0] = narrow.T
+
+    def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
+        """Reset ``envs`` (all by default) and write their observations into ``carry``."""
+        for env in range(len(self._envs)) if envs is None else envs:
+            observation, info = self._reset_one(env, options or None)
+            for writer in self._writers:
+                writer.write_carry(carry, env, observation, info)
+
+    def _reset_one(self, env: int, options: dict[str, Any] | None) -> tuple[Any, Any]:
+        seed, self._seeds[env] = self._seeds[env], None
+        result = self._envs[env].reset(seed=seed, options=options)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise EnvError(
+                f"environment {env}: reset must return (observation, info), it returned "
+                f"{result!r:.200}"
+            )
+        return result
+
+    def seed(self, seed: int, static: bool = False) -> int:
+        """Seed environment ``i`` and its action space with ``seed + i`` from the next reset on."""
+        for i, env in enumerate(self._envs):
+            own = seed if static else seed + i
+            self._seeds[i] = own
+            env.action_space.seed(own)
+        return seed if static else seed + len(self._envs) - 1
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing: Gymnasium environments have no state to read."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Accept what `state` returned."""
+        if state and strict:
+            raise ConfigError(f"Gymnasium environments take no state, got {sorted(state)}")
+
+    def close(self) -> None:
+        """Close every environment; the first error is raised after all were closed."""
+        errors: list[Exception] = []
+        envs, self._envs, self._steps = self._envs, [], []
+        for env in envs:
+            try:
+                env.close()
+            except Exception as err:
+                errors.append(err)
+        if errors:
+            raise errors[0]
+
+    def _plain_actions(self, t: int) -> Sequence[Any]:
+        return self._decode(self._rows[t])
+
+    def _nested_actions(self, t: int) -> Sequence[Any]:
+        parts = [
+            decode(rows[t]) for decode, rows in zip(self._decoders, self._action_rows, strict=True)
+        ]
+        space = self._envs[0].action_space
+        return [assemble(self._action_leaves, values, space) for values in zip(*parts, strict=True)]
+
+
+def _check_same_spaces(envs: Sequence[gym.Env[Any, Any]]) -> None:
+    if not envs:
+        raise ConfigError("no environments were given")
+    for env, other in enumerate(envs):
+        for name in ("observation_space", "action_space"):
+            first, mine = getattr(envs[0], name), getattr(other, name)
+            if mine != first:
+                raise ConfigError(
+                    f"environment {env} has {name} {mine}, environment 0 has {first}; environments "
+                    "collected in one batch must agree"
+                )
+
+
+def _not_five(results: Sequence[Any]) -> str:
+    for env, result in enumerate(results):
+        if not isinstance(result, tuple) or len(result) != 5:
+            size = len(result) if isinstance(result, tuple) else type(result).__name__
+            return (
+                f"environment {env}: step must return (observation, reward, terminated, truncated, "
+                f"info), it returned {size} instead; wrap old Gym environments with shimmy"
+            )
+    return "environments returned results of different lengths"
+
+
+def _not_a_number(rewards: Sequence[Sequence[Any]]) -> str:
+    for t, row in enumerate(rewards):
+        for env, reward in enumerate(row):
+            value = np.asarray(reward)
+            if value.shape != () or value.dtype.kind not in "biuf":
+                return (
+                    f"environment {env} returned reward {reward!r} at step {t}; it must be a number"
+                )
+    return "rewards of different kinds in one rollout"

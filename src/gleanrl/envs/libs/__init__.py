@@ -1,0 +1,1 @@
+"""Environment libraries, one module each. Re-exports only."""

@@ -1,0 +1,192 @@
+"""From what a user calls an environment to something that steps into memory."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+
+from gleanrl.core.errors import ConfigError, UnknownEnvError
+from gleanrl.core.options import EnvOptions
+from gleanrl.core.protocols import Env, Pool
+from gleanrl.envs.gymnasium import GymnasiumEnv
+from gleanrl.envs.tensordict_env import TensorDictEnv, is_tensordict_env, needs_carrier
+from gleanrl.envs.unwrap import unwrap
+from gleanrl.envs.vector import is_vector_env, make_vector
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A TensorDict environment whose data have no fixed layout: it needs the carrier loop."""
+
+    env: Any
+
+
+Made: TypeAlias = Env | Pool | Carried
+
+
+def make_env(options: EnvOptions) -> Made:
+    """Build the environment ``options`` describe.
+
+    Raises:
+        UnknownEnvError: an id that is not registered.
+        ConfigError: a combination that cannot be built.
+    """
+    given = options.create_env_fn
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return _from_sequence(list(given), options)
+    if options.num_envs is not None and not _is_recipe(given):
+        raise ConfigError(
+            f"num_envs ({options.num_envs}) needs an id or a callable that makes one environment "
+            f"per "
+            f"call, not a {type(given).__name__}"
+        )
+    if options.num_envs is not None:
+        return _from_sequence([given] * options.num_envs, replace(options, num_envs=None))
+    return _adapt(_build(given, options.create_env_kwargs), options)
+
+
+def _is_recipe(given: Any) -> bool:
+    return isinstance(given, (str, gym.envs.registration.EnvSpec)) or (
+        callable(given) and not _is_built(given)
+    )
+
+
+def _is_built(given: Any) -> bool:
+    return isinstance(given, gym.Env) or is_vector_env(given) or is_tensordict_env(given)
+
+
+def _from_sequence(items: Sequence[Any], options: EnvOptions) -> Made:
+    if not items:
+        raise ConfigError("create_env_fn is an empty sequence: give at least one environment")
+    if options.num_envs is not None:
+        raise ConfigError(
+            f"num_envs ({options.num_envs}) and a sequence of {len(items)} environments exclude "
+            f"each other"
+        )
+    built = [_build(item, options.create_env_kwargs) for item in items]
+    if len({id(env) for env in built}) < len(built):
+        raise ConfigError(
+            "the same environment object was given more than once; give callables that each make "
+            "one"
+        )
+    flat = [_single_gym(env) for env in built]
+    if all(env is not None for env in flat):
+        return _gymnasium(flat, (len(flat),), options, inner=None)
+    if all(is_tensordict_env(env) for env in built):
+        return _adapt(_serial(built), options)
+    kinds = sorted({type(env).__name__ for env in built})
+    raise ConfigError(
+        f"a sequence must hold single Gymnasium or TensorDict environments of one kind, not {kinds}"
+    )
+
+
+def _single_gym(env: Any) -> Any:
+    return env if isinstance(env, gym.Env) else None
+
+
+def _serial(built: list[Any]) -> Any:
+    from gleanrl.envs.serial import SerialEnv
+
+    makers: list[Callable[[], Any]] = [lambda env=env: env for env in built]
+    return SerialEnv(len(built), makers)
+
+
+def _build(given: Any, kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(given, (str, gym.envs.registration.EnvSpec)):
+        return make_gym(given, **kwargs)
+    if _is_built(given):
+        if kwargs:
+            raise ConfigError(
+                f"create_env_kwargs ({sorted(kwargs)}) need a callable or an id; a "
+                f"{type(given).__name__} was given, which is built already"
+            )
+        return given
+    if not callable(given):
+        raise ConfigError(
+            f"create_env_fn ({given!r:.100}) is neither an environment id, an environment nor a "
+            f"callable "
+            "that returns one"
+        )
+    env = given(**kwargs)
+    if isinstance(env, str):
+        return make_gym(env)
+    if not _is_built(env):
+        raise ConfigError(
+            f"create_env_fn returned a {type(env).__name__}; it must return a gymnasium.Env, a "
+            "gymnasium.vector.VectorEnv or an environment with TensorDict methods"
+        )
+    return env
+
+
+def _adapt(env: Any, options: EnvOptions) -> Made:
+    if isinstance(env, gym.Env):
+        return _gymnasium([env], (), options, inner=env)
+    if is_vector_env(env):
+        return make_vector(
+            env, observation_dtype=options.observation_dtype, info_keys=options.info_keys
+        )
+    bare = unwrap(env)
+    if bare is not None:
+        return GymnasiumEnv(
+            bare.envs,
+            bare.batch_shape,
+            inner=env,
+            categorical=bare.categorical,
+            observation_dtype=options.observation_dtype or bare.observation_dtype,
+            info_keys=options.info_keys or bare.info_keys,
+        )
+    if needs_carrier(env):
+        return Carried(env)
+    return TensorDictEnv(env)
+
+
+def _gymnasium(
+    envs: Sequence[Any], shape: tuple[int, ...], options: EnvOptions, inner: Any
+) -> GymnasiumEnv:
+    return GymnasiumEnv(
+        envs,
+        shape,
+        inner=inner,
+        categorical=options.categorical,
+        observation_dtype=options.observation_dtype,
+        info_keys=options.info_keys,
+    )
+
+
+def make_gym(given: str | gym.envs.registration.EnvSpec, **kwargs: Any) -> gym.Env[Any, Any]:
+    """Make a registered environment.
+
+    The two wrappers that only check how an environment is called are left out: this library calls
+    it right, and checks what it returns itself.
+
+    Raises:
+        UnknownEnvError: the id is not registered.
+    """
+    try:
+        spec = gym.spec(given) if isinstance(given, str) else given
+    except gym.error.Error as err:
+        raise UnknownEnvError(unknown_env_message(str(given), err)) from err
+    lean = replace(spec, order_enforce=False, disable_env_checker=True)
+    try:
+        return gym.make(lean, **kwargs)
+    except gym.error.DependencyNotInstalled as err:
+        raise ConfigError(
+            f"environment {spec.id!r} needs a package that is missing: {err}"
+        ) from err
+
+
+def unknown_env_message(env_id: str, err: Exception) -> str:
+    """Return a sentence for an unknown id: what is close to it, or which package may be missing."""
+    close = difflib.get_close_matches(env_id, list(gym.registry), n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else _package_hint(env_id)
+    return f"no environment is registered as {env_id!r}: {hint} ({err})"
+
+
+def _package_hint(env_id: str) -> str:
+    if env_id.startswith("ALE/"):
+        return "Atari needs `pip install ale-py`, then `import ale_py` before the collector is made"
+    return "import the package that registers it first, or write 'module:id'"

@@ -1,0 +1,1 @@
+"""Preallocated memory: arenas, windows on them, and leases on what was handed out."""

@@ -1,0 +1,104 @@
+"""Build a source where it will run: environment, policy, and the loop that fits them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
+from gleanrl.core.protocols import Env, Policy, Pool, Source
+from gleanrl.envs.make import Carried, make_env
+from gleanrl.memory.window import RolloutWindow
+from gleanrl.policies import adapt
+from gleanrl.rollout.carrier import CarrierRollout
+from gleanrl.rollout.cursor import CursorRollout
+from gleanrl.rollout.rollout import Rollout
+from gleanrl.rollout.streams import preserved
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltPolicies:
+    """The policy, its stand-in for random frames, and the user's own object."""
+
+    policy: Policy
+    random: Policy
+    needs_is_init: bool
+    user: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SourceBuilder:
+    """A `SourceFactory`: everything a worker needs to build its source, in picklable groups."""
+
+    env: EnvOptions
+    policy: PolicyOptions
+    rollout: RolloutOptions
+
+    def __call__(self, worker: int) -> Source:
+        """Build the source. Random states are as before afterwards.
+
+        Raises:
+            ConfigError: options the environment cannot honour.
+        """
+        with preserved():
+            made = make_env(self.env)
+            try:
+                return self._serve(made)
+            except BaseException:
+                made.close()
+                raise
+
+    def _serve(self, made: Env | Pool | Carried) -> Source:
+        options = self.rollout
+        if isinstance(made, Carried):
+            return CarrierRollout(made.env, self._user_policy(), options)
+        layout = made.layout
+        if options.index_stride == 0:
+            options = replace(options, index_stride=layout.num_envs)
+        if options.max_frames_per_traj is not None and not made.can_cut:
+            raise ConfigError(
+                f"max_frames_per_traj ({options.max_frames_per_traj}) needs to reset "
+                f"environments one "
+                f"by one, which {type(made.inner).__name__} cannot do; set the limit where it is "
+                f"made "
+                "(max_episode_steps), or vectorise single environments with num_envs="
+            )
+        if made.costs_reset_step:
+            return CursorRollout(made, self._policies, options)
+        return Rollout(made, self._policies, options)
+
+    def _policies(self, env: Env, probe: RolloutWindow) -> BuiltPolicies:
+        user = self._user_policy()
+        policy = adapt.make_policy(
+            user,
+            env=env.layout,
+            action_specs=env.action_specs,
+            random=env.random,
+            probe=probe,
+            exploration=self.rollout.exploration,
+            trust_policy=self.policy.trust_policy,
+            compile_policy=self.policy.compile_policy,
+            cudagraph_policy=self.policy.cudagraph_policy,
+            policy_device=self.policy.device,
+        )
+        stand_in = adapt.random_policy(policy, env.random)
+        return BuiltPolicies(policy, stand_in, policy.needs_is_init, user)
+
+    def _user_policy(self) -> Any:
+        """Return the policy that runs: the user's own unless it lives on another device."""
+        given = self.policy
+        policy = given.policy if given.policy_factory is None else given.policy_factory()
+        if given.device is None or not isinstance(policy, nn.Module):
+            return policy
+        if all(tensor.device == given.device for tensor in _tensors(policy)):
+            return policy
+        return copy.deepcopy(policy).to(given.device)
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]

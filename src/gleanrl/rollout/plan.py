@@ -1,0 +1,180 @@
+"""Which fields a source delivers, and everything about a rollout that is cheaper in bulk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.keys import (
+    IS_INIT,
+    MASK,
+    NEXT,
+    POLICY_VERSION,
+    STEP_COUNT,
+    TRAJ_IDS,
+    TRUNCATED,
+    Key,
+    is_private,
+    next_key,
+    show,
+)
+from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Layout
+from gleanrl.core.options import RolloutOptions
+from gleanrl.core.protocols import Window
+from gleanrl.memory.window import RolloutWindow
+from gleanrl.rollout.tracker import Tracker
+
+
+class RolloutPlan:
+    """The fields of one source's rollouts, and their bulk work before and after the loop."""
+
+    def __init__(
+        self,
+        env: EnvLayout,
+        outputs: tuple[Field, ...],
+        states: tuple[Key, ...],
+        options: RolloutOptions,
+        is_init: bool = False,
+    ) -> None:
+        """Compose the layout.
+
+        Args:
+            env: What the environment reads and writes.
+            outputs: What the policy writes.
+            states: Root keys of the policy's recurrent state.
+            options: What the user asked for.
+            is_init: Whether the policy reads ``"is_init"``.
+
+        Raises:
+            ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
+            EnvError: ``set_truncated`` with an environment that cannot tell truncation.
+        """
+        self._options = options
+        self._env = env
+        self._groups = env.dones
+        after = {field.key[1:]: field for field in outputs if field.key[0] == NEXT}
+        state_fields = [Field(key, after[key].shape, after[key].dtype) for key in states]
+        init = [Field(IS_INIT, (1,), torch.bool)] if is_init else []
+        self.carried: tuple[Field, ...] = (*env.observations, *state_fields, *init)
+        """Root fields that pass from one rollout to the next."""
+        self._flags = [
+            Field(key, group.shape, torch.bool) for group in env.dones for key in group.keys()
+        ]
+        self._check()
+        self.layout = Layout(env.batch_shape, self._compose(outputs))
+        self._finite = _floats(field for field in self.layout.fields if self._from_env(field))
+
+    def _check(self) -> None:
+        options = self._options
+        if options.max_frames_per_traj is not None and any(
+            field.key[-1] == STEP_COUNT[0] for field in self._env.observations
+        ):
+            raise ConfigError(
+                "max_frames_per_traj needs to count steps, but the environment already delivers "
+                "'step_count'; pass max_frames_per_traj=0 and let the environment truncate"
+            )
+        if options.set_truncated and not any(group.truncated for group in self._groups):
+            raise EnvError(
+                "set_truncated=True needs a 'truncated' key, but the environment has only "
+                f"{[show(key) for group in self._groups for key in group.keys()]}; add one with "
+                "env.add_truncated_keys()"
+            )
+
+    def _compose(self, outputs: tuple[Field, ...]) -> tuple[Field, ...]:
+        options, env = self._options, self._env
+        root: dict[Key, Field] = {}
+        for field in (*self.carried, *outputs, *env.actions, *self._flags):
+            if field.key[0] != NEXT:
+                root[field.key] = field
+        if options.track_traj_ids:
+            root[TRAJ_IDS] = Field(TRAJ_IDS, (), torch.int64)
+        if options.mask:
+            root[MASK] = Field(MASK, (), torch.bool)
+        after = {f.key: f for f in (*env.rewards, *self._flags)}
+        if not options.compact:
+            after.update({f.key: f for f in env.observations})
+        after.update({f.key[1:]: f for f in outputs if f.key[0] == NEXT})
+        for key, shape in self._counters():
+            root[key] = after[key] = Field(key, shape, torch.int64)
+        nexts = [Field(next_key(key), f.shape, f.dtype) for key, f in after.items()]
+        return tuple(f for f in (*root.values(), *nexts) if not is_private(f.key))
+
+    def _counters(self) -> list[tuple[Key, tuple[int, ...]]]:
+        counters: list[tuple[Key, tuple[int, ...]]] = []
+        if self._options.max_frames_per_traj is not None:
+            counters.append((STEP_COUNT, (1,)))
+        if self._options.track_policy_version:
+            counters.append((POLICY_VERSION, ()))
+        return counters
+
+    def _from_env(self, field: Field) -> bool:
+        own = {f.key for f in (*self._env.observations, *self._env.rewards)}
+        return field.key in own or (field.key[0] == NEXT and field.key[1:] in own)
+
+    def make_carry(self) -> RolloutWindow:
+        """Allocate the memory of the fields that pass from one rollout to the next."""
+        return RolloutWindow.allocate(self.carried, self.layout.num_envs, 1)
+
+    def begin(self, window: Window, carry: Window) -> None:
+        """Prepare ``window``: flags down, root row 0 from ``carry``."""
+        for flag in self._flags:
+            window.tensor(flag.key).zero_()
+            window.tensor(next_key(flag.key)).zero_()
+        for field in self.carried:
+            window.tensor(field.key)[:, :1] = carry.tensor(field.key)
+
+    def finish(self, window: RolloutWindow, tracker: Tracker, steps: int, version: int) -> None:
+        """Write ids, counts, versions and marks of a rollout of ``steps`` steps."""
+        options = self._options
+        if steps < window.steps:
+            window.zero_from(steps)
+        ids = window.array(TRAJ_IDS) if options.track_traj_ids else None
+        counts = None
+        if options.max_frames_per_traj is not None:
+            counts = np.zeros((window.envs, window.steps + 1), np.int64)
+        tracker.finish(steps, ids, counts)
+        if counts is not None:
+            window.array(STEP_COUNT)[:, :steps, 0] = counts[:, :steps]
+            window.array(next_key(STEP_COUNT))[:, :steps, 0] = counts[:, :steps] + 1
+        if options.track_policy_version:
+            window.tensor(POLICY_VERSION)[:, :steps] = version
+            window.tensor(next_key(POLICY_VERSION))[:, :steps] = version
+        if options.mask:
+            window.tensor(MASK)[:, :steps] = True
+            window.tensor(MASK)[:, steps:] = False
+        if options.set_truncated:
+            for group in self._groups:
+                _truncate_last(window, group, steps - 1)
+        if options.check_finite:
+            self._check_finite(window, steps)
+
+    def _check_finite(self, window: Window, steps: int) -> None:
+        for field in self._finite:
+            values = window.tensor(field.key)[:, :steps]
+            # One sum finds a NaN or infinity anywhere; only then is it worth looking where.
+            if torch.isfinite(values.sum()):
+                continue
+            bad = ~torch.isfinite(values)
+            if bad.any():
+                env, step = (int(index) for index in bad.nonzero()[0][:2])
+                raise EnvError(
+                    f"environment {env} returned {values[env, step].flatten()[:4].tolist()} as "
+                    f"{show(field.key)} at step {step} of the rollout (check_finite=True)"
+                )
+
+
+def _floats(fields: Iterable[Field]) -> tuple[Field, ...]:
+    return tuple(field for field in fields if field.dtype.is_floating_point)
+
+
+def _truncate_last(window: Window, group: DoneGroup, last: int) -> None:
+    """Mark step ``last`` as truncated where the episode did not end by itself."""
+    if not group.truncated or last < 0:
+        return
+    prefix = (NEXT, *group.prefix)
+    done = window.tensor((*prefix, "done"))[:, last]
+    window.tensor((*prefix, *TRUNCATED))[:, last] |= ~done
+    done |= True

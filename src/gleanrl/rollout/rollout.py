@@ -1,0 +1,186 @@
+"""A policy in an environment, served as a `Source`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from tensordict.nn import set_interaction_type
+from torch import nn
+
+from gleanrl.core import paths
+from gleanrl.core.errors import WeightsError
+from gleanrl.core.layout import Layout
+from gleanrl.core.messages import Report, Snapshot
+from gleanrl.core.options import RolloutOptions
+from gleanrl.core.protocols import Env, Policy, Stop
+from gleanrl.memory.window import RolloutWindow
+from gleanrl.rollout.dense import dense
+from gleanrl.rollout.plan import RolloutPlan
+from gleanrl.rollout.streams import Streams
+from gleanrl.rollout.tracker import Tracker
+from gleanrl.weights.snapshot import check_weights, load_weights
+
+
+class MakePolicies(Protocol):
+    """Builds the policy, and its stand-in for random frames, once the environment is known."""
+
+    def __call__(self, env: Env, probe: RolloutWindow) -> Policies:
+        """Build both; ``probe`` is one step long and holds the first reset observation."""
+        ...
+
+
+class Policies(Protocol):
+    """What `MakePolicies` returns."""
+
+    policy: Policy
+    random: Policy
+    needs_is_init: bool
+    user: Any
+    """The callable that runs, as `getattr_policy` sees it."""
+
+
+class Served:
+    """What every source shares: random streams, weights, remote access."""
+
+    def __init__(self, inner: Any, user_policy: Any, options: RolloutOptions) -> None:
+        """Remember whom remote access and weights go to."""
+        self.options = options
+        self.env = inner
+        self.policy = user_policy
+        self.streams = Streams()
+        self.policy_version = 0
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Load weights of one or more models; the next rollout is made with them."""
+        models = {name: self._module(name) for name in snapshot.models}
+        for name, weights in snapshot.models.items():
+            check_weights(models[name], weights)
+        for name, weights in snapshot.models.items():
+            load_weights(models[name], weights)
+        self.policy_version = snapshot.version
+
+    def _module(self, model_id: str) -> nn.Module:
+        try:
+            module = paths.resolve(self, model_id)
+        except (AttributeError, LookupError, ValueError) as err:
+            raise KeyError(f"no model {model_id!r} in this collector: {err}") from err
+        if isinstance(module, nn.Module):
+            return module
+        raise WeightsError(
+            f"{model_id!r} is a {type(module).__name__}, not an nn.Module: it has no weights to "
+            f"update"
+        )
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Resolve ``path`` (from ``env``, ``policy`` and so on) and call what it names."""
+        return paths.call(self, path, args, kwargs)
+
+    def get(self, path: str) -> Any:
+        """Return what ``path`` names."""
+        return paths.resolve(self, path)
+
+
+class Rollout(Served):
+    """The source of dense environments: fixed layout, one real transition per step."""
+
+    def __init__(self, env: Env, make_policies: MakePolicies, options: RolloutOptions) -> None:
+        """Reset ``env`` once, learn the layout, build the policy on that first observation."""
+        self._env = env
+        probe = RolloutWindow.allocate(env.layout.observations, env.layout.num_envs, 1)
+        env.reset(probe)
+        made = make_policies(env, probe)
+        super().__init__(env.inner, made.user, options)
+        self._policy, self._random = made.policy, made.random
+        self._plan = RolloutPlan(
+            env.layout, made.policy.outputs, made.policy.states, options, made.needs_is_init
+        )
+        self._carry = self._plan.make_carry()
+        for key in probe.keys():
+            self._carry.tensor(key).copy_(probe.tensor(key))
+        self._tracker = Tracker(
+            env.layout.num_envs,
+            options.index_base,
+            options.index_stride,
+            options.max_frames_per_traj,
+        )
+        self._fresh = True
+        self._mark_init(None)
+
+    def layout(self) -> Layout:
+        """Describe one step."""
+        return self._plan.layout
+
+    def collect(self, window: RolloutWindow, steps: int, stop: Stop, random: bool) -> Report:
+        """Fill ``window`` with ``steps`` steps, fewer if ``stop`` is raised."""
+        policy = self._random if random else self._policy
+        with self.streams.active(), torch.no_grad(), self._exploration():
+            if self.options.reset_at_each_iter and not self._fresh:
+                self._reset(None, {})
+            self._fresh = False
+            self._plan.begin(window, self._carry)
+            self._tracker.begin(window, self._carry)
+            self._env.begin(window, self._carry)
+            policy.begin(window, self._carry)
+            taken = dense(self._env, policy, self._tracker, steps, stop)
+            self._env.finish(taken)
+            policy.finish(taken)
+        if taken < window.steps:
+            self._carry_from(window, taken)
+        self._plan.finish(window, self._tracker, taken, self.policy_version)
+        return Report(taken, taken * window.envs, self.policy_version)
+
+    def _exploration(self) -> Any:
+        return set_interaction_type(self.options.exploration)
+
+    def _carry_from(self, window: RolloutWindow, step: int) -> None:
+        for field in self._plan.carried:
+            self._carry.tensor(field.key).copy_(window.tensor(field.key)[:, step : step + 1])
+
+    def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        self._env.reset(self._carry, envs, **options)
+        self._tracker.restart(envs)
+        self._mark_init(envs)
+
+    def _mark_init(self, envs: Sequence[int] | None) -> None:
+        """Zero recurrent states and raise ``is_init`` of ``envs`` in the carried row."""
+        observed = {field.key for field in self._env.layout.observations}
+        rows = slice(None) if envs is None else list(envs)
+        for field in self._plan.carried:
+            if field.key not in observed:
+                self._carry.tensor(field.key)[rows] = int(field.dtype == torch.bool)
+
+    def seed(self, seed: int, static: bool) -> int:
+        """Seed everything and reset; returns the last seed an environment got."""
+        last = self._env.seed(seed, static)
+        self.streams.seed(seed)
+        self.reset(None, {})
+        return last
+
+    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        """Reset environments; they start new trajectories."""
+        with self.streams.active():
+            self._reset(envs, options)
+        self._fresh = envs is None
+
+    def state(self) -> dict[str, Any]:
+        """Return counters, streams, version and what the environment keeps."""
+        return {
+            "env": self._env.state(),
+            "tracker": self._tracker.state(),
+            "streams": self.streams.state(),
+            "policy_version": self.policy_version,
+        }
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what `state` returned; environments restart on fresh resets."""
+        self._env.load_state(state["env"], strict)
+        self.policy_version = int(state["policy_version"])
+        self.streams.load_state(state["streams"])
+        self._tracker.load_state(state["tracker"])
+        self.reset(None, {})
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._env.close()

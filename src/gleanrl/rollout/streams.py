@@ -1,0 +1,106 @@
+"""A worker's own random streams, so that collecting leaves the learner's alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+_legacy: Any = np.random
+"""The swap functions are public but missing from numpy's type stubs."""
+
+
+class Streams:
+    """torch, numpy and Python random state, swapped in around everything a worker does.
+
+    Before the first `seed`, nothing is swapped: an in-process collector then draws from the global
+    generators like any other code of the user.
+    """
+
+    def __init__(self) -> None:
+        """Use the global streams until seeded."""
+        self._own: _State | None = None
+
+    def seed(self, seed: int) -> None:
+        """Make streams of our own, a function of ``seed`` only."""
+        words = np.random.SeedSequence(seed).generate_state(3, np.uint64)
+        torch_state = torch.Generator().manual_seed(int(words[0] >> 1)).get_state()
+        python_state = random.Random(int(words[2])).getstate()
+        self._own = _State(torch_state, np.random.MT19937(int(words[1])), python_state)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run the body on these streams; the global ones are as before afterwards."""
+        own = self._own
+        if own is None:
+            yield
+            return
+        outer = _State.current()
+        own.install()
+        try:
+            yield
+        finally:
+            own.update()
+            outer.install()
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the streams' state, ``None`` while the global ones are used."""
+        return None if self._own is None else self._own.describe()
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Continue from a saved state."""
+        self._own = None if state is None else _State.from_description(state)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Leave torch, numpy and Python random state as they were, whatever the body draws."""
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+class _State:
+    """One set of stream states."""
+
+    def __init__(self, torch_state: torch.Tensor, bits: Any, python_state: Any) -> None:
+        self.torch_state = torch_state
+        self.bits = bits
+        self.python_state = python_state
+
+    @classmethod
+    def current(cls) -> _State:
+        # The numpy bit generator object itself is swapped: reading its state costs 30 times as
+        # much.
+        return cls(torch.get_rng_state(), _legacy.get_bit_generator(), random.getstate())
+
+    def install(self) -> None:
+        torch.set_rng_state(self.torch_state)
+        _legacy.set_bit_generator(self.bits)
+        random.setstate(self.python_state)
+
+    def update(self) -> None:
+        self.torch_state = torch.get_rng_state()
+        self.python_state = random.getstate()
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "torch": self.torch_state.clone(),
+            "numpy": self.bits.state,
+            "python": self.python_state,
+        }
+
+    @classmethod
+    def from_description(cls, state: dict[str, Any]) -> _State:
+        bits = np.random.MT19937()
+        bits.state = state["numpy"]
+        return cls(state["torch"].clone(), bits, state["python"])

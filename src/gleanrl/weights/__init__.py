@@ -1,0 +1,1 @@
+"""Weights: what a snapshot holds and how it is loaded."""

@@ -1,0 +1,116 @@
+"""Take the weights out of whatever the user hands over, and load them into a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from gleanrl.core.errors import WeightsError
+
+Weights: TypeAlias = dict[str, Any]
+"""Dotted name to tensor; extra state under its ``state_dict`` name."""
+
+
+def weights_of(source: Any) -> Weights:
+    """Return the weights in ``source`` by dotted name. Tensors are not copied.
+
+    Args:
+        source: A module (parameters, all buffers, extra state), a `TensorDict` of weights (nested
+        by
+            module, as `TensorDict.from_module` makes it), or a state dict.
+
+    Raises:
+        WeightsError: anything else.
+    """
+    if isinstance(source, nn.Module):
+        return module_weights(source)
+    if isinstance(source, TensorDictBase):
+        flat = source.flatten_keys(".")
+        return {str(name): flat.get(name).detach() for name in flat.keys()}
+    if isinstance(source, Mapping):
+        return _flatten(source, "")
+    raise WeightsError(
+        f"weights must come from a module, a TensorDict or a state dict, not "
+        f"{type(source).__name__}"
+    )
+
+
+def module_weights(module: nn.Module) -> Weights:
+    """Return parameters, buffers (non-persistent ones too) and extra state of ``module``."""
+    weights: Weights = {name: p.detach() for name, p in module.named_parameters()}
+    weights.update({name: b.detach() for name, b in module.named_buffers()})
+    for name, value in module.state_dict().items():
+        if name.rpartition(".")[2] == "_extra_state":
+            weights[name] = value
+    return weights
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Copy ``weights`` into ``module`` in place.
+
+    Buffers may be missing (a `TensorDict` of parameters has none), parameters may not.
+
+    Raises:
+        WeightsError: names or shapes that do not fit; the module is unchanged.
+    """
+    check_weights(module, weights)
+    tensors, extra = _sort(weights)
+    targets = _targets(module)
+    with torch.no_grad():
+        for name, value in tensors.items():
+            if value is not targets[name]:
+                targets[name].copy_(value)
+    for name, value in extra.items():
+        module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+
+
+def check_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Raise `WeightsError` unless ``weights`` can be loaded into ``module``."""
+    tensors, _ = _sort(weights)
+    targets, kind = _targets(module), type(module).__name__
+    needed = {name for name, _ in module.named_parameters()}
+    unknown, missing = sorted(set(tensors) - set(targets)), sorted(needed - set(tensors))
+    if unknown or missing:
+        raise WeightsError(
+            f"weights do not fit {kind}: missing {missing[:5]}, unexpected {unknown[:5]}"
+        )
+    for name, value in tensors.items():
+        if tuple(value.shape) != tuple(targets[name].shape):
+            raise WeightsError(
+                f"weights do not fit {kind}: {name!r} has shape {tuple(value.shape)}, the "
+                f"model's is "
+                f"{tuple(targets[name].shape)}"
+            )
+
+
+def _targets(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _sort(weights: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], Weights]:
+    """Split into tensors and extra state."""
+    extra = {k: v for k, v in weights.items() if k.rpartition(".")[2] == "_extra_state"}
+    return {k: torch.as_tensor(v) for k, v in weights.items() if k not in extra}, extra
+
+
+def _flatten(tree: Mapping[Any, Any], prefix: str) -> Weights:
+    flat: Weights = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and not path.endswith("_extra_state"):
+            flat.update(_flatten(value, f"{path}."))
+        elif isinstance(value, torch.Tensor):
+            flat[path] = value.detach()
+        else:
+            flat[path] = value
+    return flat
+
+
+def as_tensordict(weights: Mapping[str, Any]) -> TensorDict:
+    """Return weights as a nested `TensorDict`, the form `TensorDict.from_module` has."""
+    tensors = {k: v for k, v in weights.items() if isinstance(v, torch.Tensor)}
+    return TensorDict(tensors, batch_size=[]).unflatten_keys(".")

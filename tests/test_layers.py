@@ -1,0 +1,64 @@
+"""Imports go inward only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "gleanrl"
+ALLOWED = {
+    "core": {"core"},
+    "memory": {"core", "memory"},
+    "envs": {"core", "memory", "envs"},
+    "policies": {"core", "memory", "policies"},
+    "weights": {"core", "memory", "weights"},
+    "rollout": {"core", "memory", "envs", "policies", "weights", "rollout"},
+}
+ALLOWED["engine"] = ALLOWED["rollout"] | {"engine"}
+ALLOWED["testing"] = ALLOWED["engine"] | {"testing"}
+ALLOWED["collectors"] = ALLOWED["engine"] | {"collectors"}
+ALLOWED["cli"] = ALLOWED["collectors"] | {"cli"}
+RE_EXPORTS = {"data", "modules", "weight_update"}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_go_inward(path):
+    ring = path.relative_to(SOURCE).parts[0]
+    if ring not in ALLOWED:
+        return
+    rings = {p.name for p in SOURCE.iterdir() if p.is_dir()}
+    used = {
+        parts[1]
+        for parts in (name.split(".") for name in imported(path))
+        if parts[0] == "gleanrl" and len(parts) > 1 and parts[1] in rings
+    }
+    assert used <= ALLOWED[ring], f"{ring} may not import {sorted(used - ALLOWED[ring])}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_the_package_never_imports_torchrl(path):
+    assert not {n for n in imported(path) if n.split(".")[0] == "torchrl"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_files_stay_short(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("name", sorted(RE_EXPORTS))
+def test_namespaces_hold_nothing_of_their_own(name):
+    for path in (SOURCE / name).rglob("*.py"):
+        kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)
+        assert all(isinstance(node, kinds) for node in ast.parse(path.read_text()).body), path

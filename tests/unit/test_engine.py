@@ -1,0 +1,168 @@
+"""The engine over scripted workers: whole batches, memory that is never written under a learner."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gleanrl.core import messages as m
+from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
+from gleanrl.engine.backends.inline import InlineBackend
+from gleanrl.engine.engine import Engine
+from gleanrl.testing import (
+    Act,
+    Die,
+    Fail,
+    KeepingLearner,
+    ScriptedBackend,
+    StampedSource,
+    check_stamps,
+)
+
+
+def make_engine(script=None, workers=2, steps=8, **options):
+    engine = Engine(
+        functools.partial(ScriptedBackend, script=script or {}),
+        [StampedSource] * workers,
+        stacked=True,
+        **options,
+    )
+    engine.allocate(steps, None)
+    return engine
+
+
+def collect(engine, timeout=None):
+    batch, _ = engine.collect(8, random=False, timeout=timeout)
+    return batch
+
+
+def test_a_batch_holds_one_whole_rollout_per_worker():
+    engine = make_engine(workers=3)
+    batch = collect(engine)
+    assert batch.shape == (3, 2, 8)
+    assert batch.names == [None, None, "time"]
+    assert check_stamps(batch) == [0, 10**6, 2 * 10**6]
+
+
+@given(
+    delays=st.lists(st.floats(0, 3), min_size=24, max_size=24),
+    keep=st.lists(st.booleans(), min_size=8, max_size=8),
+)
+@settings(deadline=None, max_examples=40)
+def test_no_batch_is_torn_or_changes_in_the_learners_hands(delays, keep):
+    script = {(w, n): Act(after=delays[8 * w + n]) for w in range(3) for n in range(8)}
+    engine = make_engine(script, workers=3)
+    learner = KeepingLearner()
+    for number in range(8):
+        batch = collect(engine)
+        assert check_stamps(batch) == [w * 10**6 + number for w in range(3)]
+        if keep[number]:
+            learner.take(batch)
+    learner.check_unchanged()
+
+
+def test_a_learner_that_keeps_everything_gets_copies_and_is_never_waited_for():
+    engine = make_engine()
+    learner = KeepingLearner()
+    for _ in range(10):
+        learner.take(collect(engine))
+    learner.check_unchanged()
+    assert engine.copies == 8
+    assert [check_stamps(batch)[0] for batch in learner.batches] == list(range(10))
+
+
+def test_a_learner_that_lets_go_gets_no_copies():
+    engine = make_engine()
+    for _ in range(10):
+        batch = collect(engine)
+    assert engine.copies == 0
+    assert check_stamps(batch)[0] == 9
+
+
+def test_a_slice_or_a_numpy_view_keeps_the_memory():
+    engine = make_engine()
+    view = collect(engine)["next", "wide"][0, 0, 3].numpy()
+    part = collect(engine)["stamp"][1, 1]
+    for _ in range(5):
+        collect(engine)
+    assert set(view.tolist()) == {0}
+    assert set(part.tolist()) == {10**6 + 1}
+
+
+def test_batches_outlive_the_engine():
+    engine = make_engine()
+    batch = collect(engine)
+    engine.close(1.0)
+    del engine
+    assert check_stamps(batch) == [0, 10**6]
+
+
+def test_the_same_memory_is_written_again_when_asked_for():
+    engine = make_engine(same_memory=True)
+    first, second = collect(engine), collect(engine)
+    assert first is second
+    assert check_stamps(first)[0] == 1
+
+
+def test_a_late_worker_is_named_when_the_deadline_passes():
+    engine = make_engine({(1, 0): Act(after=10)})
+    with pytest.raises(CollectorTimeout, match=r"workers \[1\] did not deliver"):
+        collect(engine, timeout=5.0)
+
+
+def test_a_reply_to_an_abandoned_request_is_not_taken_for_the_next_batch():
+    engine = make_engine({(1, 0): Act(after=10)})
+    with pytest.raises(CollectorTimeout):
+        collect(engine, timeout=5.0)
+    batch = collect(engine, timeout=20.0)
+    assert check_stamps(batch) == [1, 10**6 + 1]
+
+
+def test_a_repeated_reply_changes_nothing():
+    engine = make_engine({(0, 0): Act(copies=3)})
+    assert check_stamps(collect(engine)) == [0, 10**6]
+    assert check_stamps(collect(engine)) == [1, 10**6 + 1]
+
+
+def test_what_a_worker_raises_comes_through_unchanged():
+    error = ZeroDivisionError("in step")
+    engine = make_engine({(0, 1): Fail(error)})
+    collect(engine)
+    with pytest.raises(ZeroDivisionError, match="in step") as caught:
+        collect(engine)
+    assert caught.value is error
+
+
+def test_a_dead_worker_is_named():
+    engine = make_engine({(1, 0): Die(after=1.0)})
+    with pytest.raises(WorkerDied, match="worker 1 died"):
+        collect(engine)
+
+
+def test_a_closed_engine_says_so():
+    engine = make_engine()
+    engine.close(1.0)
+    engine.close(1.0)
+    with pytest.raises(ClosedError, match="was shut down"):
+        collect(engine)
+
+
+def test_control_commands_return_values_and_raise_errors():
+    engine = make_engine({(0, 0): Fail(KeyError("nothing there"))})
+    with pytest.raises(KeyError, match="nothing there"):
+        engine.request(0, m.GetState())
+    collect(engine)
+    assert engine.request_all(m.GetState()) == [{"rollouts": 1}, {"rollouts": 1}]
+
+
+def test_inline_workers_run_in_the_order_they_were_asked():
+    engine = Engine(
+        lambda windows: InlineBackend(windows, bytearray(1)), [StampedSource] * 2, stacked=True
+    )
+    engine.allocate(8, torch.device("cpu"))
+    batch = collect(engine)
+    assert check_stamps(batch) == [0, 10**6]
+    assert batch.device == torch.device("cpu")
+    engine.close(1.0)
