@@ -1,7 +1,7 @@
 """Counters that are the same on every machine: calls per step, bytes written, bytes allocated.
 
-Rates depend on the machine and its neighbours, these numbers only on the code, so that a test can hold
-them. Environments are `Still`: they do nothing, so that what is counted is ours.
+Rates depend on the machine and its neighbours, these numbers only on the code, so that a test can
+hold them. Environments are `Still`: they do nothing, so that what is counted is ours.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Traffic:
     """What one rollout wrote and allocated."""
 
     written: Mapping[str, float]
-    """Per field, bytes written into delivered memory over bytes delivered: 1.0 is one write each."""
+    """Per field, bytes written over bytes delivered: 1.0 is one write of everything."""
     unnamed: int
     """Bytes written by torch into memory that is not delivered."""
     transient: int
@@ -133,7 +133,9 @@ def count_traffic(
     """
     source, fields = _source(factories, policy)
     try:
-        plain, counting = (_window(fields, len(factories), steps, counted) for counted in (0, 1))
+        plain, counting = (
+            _window(fields, len(factories), steps, counted) for counted in (False, True)
+        )
         stop = bytearray(1)
         for _ in range(2):
             source.collect(plain, steps, stop, policy is None)
@@ -214,14 +216,14 @@ class _CountingArray(np.ndarray[Any, Any]):
             target._count(target.nbytes)
         return super().__array_function__(function, types, args, kwargs)
 
-    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         outputs = kwargs.get("out", ())
         for target in outputs:
             if isinstance(target, _CountingArray):
                 target._count(target.nbytes)
         if outputs:
             kwargs["out"] = tuple(map(_bare, outputs))
-        return getattr(function, method)(*map(_bare, inputs), **kwargs)
+        return getattr(ufunc, method)(*map(_bare, inputs), **kwargs)
 
 
 def _bare(value: Any) -> Any:
@@ -233,7 +235,7 @@ def _torch_writes() -> Iterator[Counter[int]]:
     """Count bytes torch writes in place, by the address of the memory written to."""
     written: Counter[int] = Counter()
 
-    class Watch(TorchDispatchMode):
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -247,7 +249,7 @@ def _torch_writes() -> Iterator[Counter[int]]:
                     written[target.untyped_storage().data_ptr()] += target.nbytes
             return function(*args, **kwargs)
 
-    with Watch():
+    with Watch():  # type: ignore[no-untyped-call]
         yield written
 
 

@@ -202,7 +202,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def tensordict_fields(batch: Any) -> Fields:
-    """Return the leaves of a batch as arrays, ``[P, T, ...]``; flags and rewards lose their last 1."""
+    """Return the leaves of a batch as ``[P, T, ...]``; flags and rewards lose their last 1."""
     if batch.ndim == 1:
         batch = batch.unsqueeze(0)
     fields: dict[str, Any] = {}

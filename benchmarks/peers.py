@@ -72,8 +72,8 @@ def torchrl_transformed(env: Any) -> Any:
 class CleanRL:
     """A rollout phase as single-file PPO scripts write it, over Gymnasium's ``SyncVectorEnv``.
 
-    Stores what such scripts store: no ``next`` observations, no trajectory ids, one flag. The critic is
-    left out, so that everybody runs the same network.
+    Stores what such scripts store: no ``next`` observations, no trajectory ids, one flag. The
+    critic is left out, so that everybody runs the same network.
     """
 
     def __init__(self, factories: Sequence[EnvFactory], net: nn.Module, steps: int) -> None:
@@ -98,8 +98,8 @@ class CleanRL:
             self._dones[step] = next_done
             with torch.no_grad():
                 probs = Categorical(logits=self._net(next_obs))
-                action = probs.sample()
-                logprob = probs.log_prob(action)
+                action = probs.sample()  # type: ignore[no-untyped-call]
+                logprob = probs.log_prob(action)  # type: ignore[no-untyped-call]
             self._actions[step] = action
             self._logprobs[step] = logprob
             obs, reward, terminations, truncations, _ = self._envs.step(action.numpy())

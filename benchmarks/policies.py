@@ -32,7 +32,7 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
         return nn.Sequential(*hidden, last)
 
 
-class IndependentNormal(Independent):
+class IndependentNormal(Independent):  # type: ignore[type-arg]
     """A diagonal normal with one log-probability per action vector."""
 
     def __init__(self, loc: torch.Tensor, scale: torch.Tensor) -> None:
@@ -74,4 +74,4 @@ def tanh_normal() -> type[Any]:
     """Return TorchRL's squashed normal, the one TensorDict users have."""
     from torchrl.modules import TanhNormal
 
-    return TanhNormal
+    return TanhNormal  # type: ignore[no-any-return]

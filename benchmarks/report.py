@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.harness import OURS, WRONG, Result
@@ -81,23 +82,21 @@ def show(doc: dict[str, Any], console: Console) -> None:
             row = [name, other, _rate(ours), _rate(rates), *_ratio_cells(ratio)]
             table.add_row(*row)
     console.print(table)
+    for line in _remarks(doc):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _remarks(doc: dict[str, Any]) -> Iterator[str]:
     for name, entry in doc["cases"].items():
         for line in entry["agreement"]:
-            console.print(f"[dim]{name}: {line}[/dim]", highlight=False, soft_wrap=True)
+            yield f"[dim]{name}: {escape(line)}[/dim]"
         for other, why in entry["skipped"].items():
-            console.print(
-                f"[yellow]{name}: {other} skipped: {why}[/yellow]", highlight=False, soft_wrap=True
-            )
+            yield f"[yellow]{name}: {other} skipped: {escape(why)}[/yellow]"
         if entry["extra"]:
-            console.print(f"{name}: {json.dumps(entry['extra'])}", highlight=False, soft_wrap=True)
-    if doc["memory"]:
-        readings = doc["memory"].get("rss_mib", [])
-        brief = {key: value for key, value in doc["memory"].items() if key != "rss_mib"}
-        console.print(
-            f"memory: {json.dumps(brief)} {[round(x, 1) for x in readings]}",
-            highlight=False,
-            soft_wrap=True,
-        )
+            yield f"{name}: {escape(json.dumps(entry['extra']))}"
+    memory = doc["memory"]
+    if memory:
+        yield f"memory: {escape(json.dumps(memory))}"
 
 
 def _rate(system: dict[str, Any] | None) -> str:
@@ -126,6 +125,7 @@ def _draw(doc: dict[str, Any], path: Path) -> bool:
     """Draw the ratios as bars on a logarithmic axis, each with its target and quartiles."""
     try:
         import matplotlib as mpl
+        import matplotlib.ticker
     except ImportError:
         return False
     mpl.use("Agg")
@@ -144,14 +144,20 @@ def _draw(doc: dict[str, Any], path: Path) -> bool:
         color = {True: "#2a9d5c", False: "#d1495b", None: "#8d99ae"}[ratio["met"]]
         spread = [[middle - ratio["q1"]], [ratio["q3"] - middle]]
         axes.barh(place, middle, color=color, xerr=spread, error_kw={"lw": 1, "ecolor": "#333"})
-        axes.text(middle * 1.04, place, f" {middle:.2f}", va="center", fontsize=8)
+        edge = max(ratio["q3"], ratio["target"] or 0)
+        axes.text(edge * 1.03, place, f" {middle:.2f}", va="center", fontsize=8)
         if ratio["target"] is not None:
             axes.plot([ratio["target"]] * 2, [place - 0.45, place + 0.45], color="black", lw=2)
     axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.axvline(1.0, color="#aaa", lw=0.8, zorder=0)
-    axes.set_xlim(right=max(max(r["median"], r["target"] or 0) for _, r in bars) * 1.6)
+    middles = [ratio["median"] for _, ratio in bars]
+    highest = max(max(ratio["q3"], ratio["target"] or 0) for _, ratio in bars)
+    axes.set_xlim(min(0.5, 0.9 * min(middles)), highest * 1.6)
+    axes.xaxis.set_major_locator(mpl.ticker.FixedLocator([0.25, 0.5, 0.9, 1.5, 3, 6, 15, 30]))
+    axes.xaxis.set_major_formatter(mpl.ticker.StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_locator(mpl.ticker.NullLocator())
     axes.set_xlabel("agent steps per second, ours / theirs (black: target; whiskers: quartiles)")
     found = doc["versions"]
     axes.set_title(

@@ -102,12 +102,11 @@ def read_card(directory: Path) -> Card:
         DatasetError: it is missing, is not a card, or contradicts itself.
     """
     path = directory / CARD
-    try:
-        size = path.stat().st_size
-    except OSError as err:
+    if not path.is_file():
         raise DatasetError(
             f"{directory} has no {CARD}, so it was not written by 'gleanrl collect --out'"
-        ) from err
+        )
+    size = path.stat().st_size
     if size > _MAX_CARD_BYTES:
         raise DatasetError(f"{path} has {size:,} bytes, more than any card (at most 16 MiB)")
     try:
@@ -164,4 +163,5 @@ def _column(path: Path, entry: Any) -> Column:
 
 def _stays_inside(file: str) -> bool:
     parts = file.split("/")
-    return all(part not in ("", ".", "..") for part in parts) and not set(file) & set("\\:\0")
+    tame = file.isprintable() and not set(file) & set("\\:")
+    return tame and all(part not in ("", ".", "..") for part in parts)

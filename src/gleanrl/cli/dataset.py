@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import MemoryMappedTensor, TensorDictBase
+from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_tensor
 
 from gleanrl.cli.card import Card, Column, DatasetError, read_card, write_card
 from gleanrl.core.errors import ConfigError
@@ -61,12 +61,13 @@ class DatasetWriter:
         """Bytes of the frames written."""
         return self.frames * sum(column.row_nbytes for column in self._columns.values())
 
-    def write(self, frames: TensorDictBase, facts: Mapping[str, Any]) -> None:
-        """Append ``frames`` ``[K]``, and note ``facts`` on the card now and then.
+    def write(self, frames: TensorDictBase, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Append ``frames`` ``[K]``; now and then, put what ``facts`` returns on the card.
 
         Raises:
             DatasetError: there is not enough room, or the frames cannot be stored as arrays.
         """
+        frames = _dense(frames)
         if not self._files:
             self._reserve(frames)
         stop = self.frames + frames.shape[0]
@@ -79,7 +80,7 @@ class DatasetWriter:
         now = self._clock()
         if now >= self._card_due:
             self._card_due = now + _CARD_EVERY_S
-            self._write_card("collecting", self._capacity, facts)
+            self._write_card("collecting", self._capacity, facts())
 
     def finish(self, status: str, facts: Mapping[str, Any]) -> None:
         """Cut the files to what was written and write the final card; idempotent.
@@ -96,10 +97,7 @@ class DatasetWriter:
         self._write_card(status, self.frames, facts)
 
     def _reserve(self, frames: TensorDictBase) -> None:
-        keys = [as_key(key) for key in frames.keys(include_nested=True, leaves_only=True)]
-        odd = [show(key) for key in keys if not isinstance(frames.get(key), torch.Tensor)]
-        if odd:
-            raise DatasetError(f"{', '.join(odd)} cannot be written with --out: not a tensor")
+        keys = _tensor_keys(frames)
         row = sum(frames.get(key)[:1].nbytes for key in keys)
         free = shutil.disk_usage(self.directory).free
         if row * self._capacity > free:
@@ -130,6 +128,30 @@ class DatasetWriter:
         columns = [column.as_json() for column in self._columns.values()]
         known = {"status": status, "frames": self.frames, "rows": rows}
         write_card(self.directory, {**known, **facts, "keys": columns})
+
+
+def _tensor_keys(frames: TensorDictBase) -> list[Key]:
+    entries = {as_key(key): value for key, value in frames.items(include_nested=True)}
+    plain = (torch.Tensor, TensorDictBase)
+    odd = [
+        show(key)
+        for key, value in entries.items()
+        if is_non_tensor(value) or not isinstance(value, plain)
+    ]
+    if odd:
+        raise DatasetError(f"{', '.join(odd)} cannot be written with --out: not a tensor")
+    return [key for key, value in entries.items() if isinstance(value, torch.Tensor)]
+
+
+def _dense(frames: TensorDictBase) -> TensorDictBase:
+    if isinstance(frames, TensorDict):
+        return frames
+    try:
+        return frames.contiguous()
+    except RuntimeError as err:
+        raise DatasetError(
+            "entries whose shape changes from frame to frame cannot be written with --out"
+        ) from err
 
 
 def check_target(directory: Path) -> None:

@@ -19,8 +19,8 @@ RANDOM = "random"
 def load_policy(text: str) -> Any:
     """Return the policy that ``text`` names; ``None`` acts at random.
 
-    The file is run. A class, or a function without required parameters, is called to make the policy;
-    anything else that can be called is the policy itself.
+    The file is run. A class, or a function without parameters to fill, is called to make the
+    policy; anything else that can be called is the policy itself.
 
     Raises:
         ConfigError: the file or the name does not exist, or is not callable.
@@ -63,11 +63,9 @@ def _is_recipe(made: Any) -> bool:
         return False
     if inspect.isclass(made):
         return True
-    required = [
-        parameter
-        for parameter in inspect.signature(made).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    variable = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(made).parameters.values())
-    return not required and not variable
+    try:
+        parameters = inspect.signature(made).parameters.values()
+    except ValueError:
+        return False
+    # ``*args`` is a parameter to fill: a policy may be written that way.
+    return all(p.kind is p.VAR_KEYWORD or p.default is not p.empty for p in parameters)

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Protocol, TextIO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -60,9 +61,6 @@ class Display(Protocol):
     def show(self, moment: Moment) -> None:
         """Show ``moment``."""
 
-    def say(self, text: str) -> None:
-        """Show a line of text."""
-
 
 class Bar:
     """A live progress bar, for terminals."""
@@ -82,7 +80,7 @@ class Bar:
             refresh_per_second=5,
         )
         self._task = self._progress.add_task(
-            plain(title).replace("[", r"\["), total=total, frames="0", facts=""
+            escape(plain(title)), total=total, frames="0", facts=""
         )
 
     def __enter__(self) -> Bar:
@@ -101,10 +99,6 @@ class Bar:
             frames=f"{moment.frames:,}/{moment.total:,}",
             facts=str(moment),
         )
-
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False)
 
 
 class Lines:
@@ -132,12 +126,8 @@ class Lines:
             self._due = now + _LINE_EVERY_S
             percent = 100 * moment.frames // max(moment.total, 1)
             count = f"{moment.frames:,}/{moment.total:,} frames ({percent}%)"
-            self.say(f"{self._title}: {count}, {moment}")
-
-    def say(self, text: str) -> None:
-        """Write a line."""
-        self._stream.write(text + "\n")
-        self._stream.flush()
+            self._stream.write(f"{self._title}: {count}, {moment}\n")
+            self._stream.flush()
 
 
 def make_display(title: str, total: int) -> Display:
@@ -159,7 +149,7 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for name, value in facts:
-        table.add_row(name, plain(value).replace("[", r"\["))
+        table.add_row(name, escape(plain(value)))
     console.print(table)
 
 

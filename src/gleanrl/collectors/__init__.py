@@ -4,6 +4,7 @@ from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.single import Collector
 from gleanrl.collectors.utils import split_trajectories
 from gleanrl.engine.interruptor import Interruptor
+from gleanrl.engine.profiling import ProfileConfig
 from gleanrl.policies.random import RandomPolicy
 from gleanrl.weights.version import PolicyVersion
 
@@ -16,6 +17,7 @@ __all__ = [
     "DataCollectorBase",
     "Interruptor",
     "PolicyVersion",
+    "ProfileConfig",
     "RandomPolicy",
     "SyncDataCollector",
     "split_trajectories",

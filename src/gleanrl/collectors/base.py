@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.engine.profiling import ProfileConfig, RolloutProfiler
 
 PreHook = Callable[[], None]
 PostHook = Callable[[Any], None]
@@ -38,21 +39,26 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         self.pre_collect_hook = pre_collect_hook
         self.post_collect_hook = post_collect_hook
         self._iterator: Iterator[Any] | None = None
+        self._iterating = False
+        self._profiler: RolloutProfiler | None = None
+        self._profile_config: ProfileConfig | None = None
 
     # -- iteration -------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
         """Continue iteration; if collecting fails, shut down and raise what it raised."""
+        self._iterating = True
         iterator = self.iterator()
         while True:
             try:
-                batch = next(iterator)
+                held = [next(iterator)]
             except StopIteration:
                 return
             except BaseException:
                 self.shutdown(raise_on_error=False)
                 raise
-            yield batch
+            # Popped, so that this frame does not keep the batch's memory while the user works.
+            yield held.pop()
 
     @abc.abstractmethod
     def iterator(self) -> Iterator[Any]:
@@ -117,6 +123,38 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
     def set_post_collect_hook(self, hook: PostHook | None) -> None:
         """Set the hook that sees each batch (a method, for handles without properties)."""
         self.post_collect_hook = hook
+
+    # -- profiling -------------------------------------------------------------------------------
+
+    def enable_profile(self, **config: Any) -> None:
+        """Profile the first rollouts with `torch.profiler`; call before iterating.
+
+        Args:
+            **config: The fields of `ProfileConfig`.
+
+        Raises:
+            RuntimeError: iteration has started.
+            ConfigError: counts or names that make no sense.
+        """
+        if self._iterating:
+            raise RuntimeError("enable_profile must be called before the collector is iterated")
+        self.disable_profile()
+        self._profile_config = ProfileConfig(**config)
+        index = self._worker_idx or 0
+        if self._profile_config.should_profile_worker(index):
+            self._profiler = RolloutProfiler(self._profile_config, index, self.post_collect_hook)
+            self.post_collect_hook = self._profiler
+
+    def disable_profile(self) -> None:
+        """Stop profiling and put the user's hook back."""
+        if self._profiler is not None:
+            self.post_collect_hook = self._profiler.close()
+        self._profiler, self._profile_config = None, None
+
+    @property
+    def profile_config(self) -> ProfileConfig | None:
+        """What is being profiled, ``None`` if nothing."""
+        return self._profile_config
 
     # -- weights ---------------------------------------------------------------------------------
 

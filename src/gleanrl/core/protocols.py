@@ -125,12 +125,14 @@ class Env(Protocol):
 class Pool(Protocol):
     """``P`` environments whose automatic reset costs a step of its own.
 
-    Works on one persistent row instead of a window: after `step`, ``real`` tells for which
-    environments the step was a transition; the others only moved on to their reset observation.
+    Its window is a log of raw steps: the step after an end is no transition, the environment only
+    moves on to its reset observation. Who delivers from the log leaves those rows out.
     """
 
     layout: EnvLayout
     action_specs: Mapping[Key, Spec]
+    can_cut: bool
+    """Whether environments can be truncated and reset one by one."""
 
     @property
     def inner(self) -> Any:
@@ -138,22 +140,34 @@ class Pool(Protocol):
         ...
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
-        """Reset everything and write the root fields into ``carry``."""
+        """Reset ``envs`` (all of them by default) and write their root fields into ``carry``."""
         ...
 
-    def begin(self, stage: Window, carry: Window) -> None:
-        """Bind to ``stage``, one step long: actions are read there, ``"next"`` written there."""
+    def begin(self, window: Window, carry: Window) -> None:
+        """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
         ...
 
-    def step(self) -> tuple[Array, Array]:
-        """Step all; return boolean ``[P]`` masks ``real`` and ``ended`` (a subset of ``real``).
+    def step(self, t: int) -> tuple[Array, Array]:
+        """Step all with the actions in row ``t``; write the row and root row ``t + 1``.
 
-        Writes ``"next"`` fields into the stage and the root fields that follow into ``carry``.
+        ``"next"`` observations are not written: in a log they are the root row that follows.
+        Returns the indices of those that only were reset, and of those that ended.
+        """
+        ...
+
+    def restart(self, t: int, envs: Array) -> None:
+        """Reset ``envs`` now, after step ``t``, not in the next; needs `can_cut`.
+
+        Overwrites their root row ``t + 1``. Those that had not ended count as truncated.
         """
         ...
 
     def random(self, t: int) -> None:
-        """Write random actions into the stage."""
+        """Write random actions into row ``t``."""
+        ...
+
+    def finish(self, steps: int) -> None:
+        """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""
         ...
 
     def seed(self, seed: int, static: bool = False) -> int:

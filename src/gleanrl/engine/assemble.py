@@ -27,25 +27,16 @@ class Assembler:
             stacked: Keep a leading worker dimension.
             device: Storing device; ``None`` leaves tensors where they are.
         """
-        self._lead = ((workers,) if stacked else ()) + layout.batch_shape
+        self.lead = ((workers,) if stacked else ()) + layout.batch_shape
+        """Shape of a batch without its time dimension."""
+        self._names = [None] * len(self.lead) + [TIME]
         self._device = device
 
     def batch(self, views: Mapping[Key, torch.Tensor]) -> TensorDict:
-        """Return the batch over ``views`` ``[W, P, T, ...]``: ``[*lead, T]``, nothing copied."""
-        lead = self._lead
-        flat = {key: view.view(*lead, *view.shape[2:]) for key, view in views.items()}
-        steps = next(iter(views.values())).shape[2]
-        batch = TensorDict(nest(flat), batch_size=(*lead, steps), names=[None] * len(lead) + [TIME])
-        if self._device is None:
-            return batch
-        if self._device.type == "cpu":
-            return _on_cpu(batch, self._device)
-        return batch.to(self._device)
-
-
-def _on_cpu(batch: TensorDict, device: torch.device) -> TensorDict:
-    # Everything is in host memory already: only the mark on the container is missing.
-    return batch.to(device)
+        """Return the batch over ``views`` ``[*lead, T, ...]``; copies only to another device."""
+        steps = next(iter(views.values())).shape[len(self.lead)]
+        batch = TensorDict(nest(views), batch_size=(*self.lead, steps), names=self._names)
+        return batch if self._device is None else batch.to(self._device)
 
 
 def combine(payloads: Sequence[TensorDictBase], stacked: bool) -> TensorDictBase:

@@ -93,8 +93,8 @@ class Engine:
         if self.layout is None:
             return
         slots = 1 if self._same_memory else _SPARE_SLOTS
-        self._arena = Arena(self.layout, steps, slots, self._workers)
         self._assembler = Assembler(self.layout, self._workers, self._stacked, device)
+        self._arena = Arena(self.layout, steps, slots, self._workers, self._assembler.lead)
         self._windows = [
             [self._arena.reference(slot, worker) for worker in range(self._workers)]
             for slot in range(slots)
@@ -197,7 +197,7 @@ class Engine:
             raise NotImplementedError(
                 "the data of this environment have no fixed layout; collect a batch to see one"
             )
-        arena = Arena(self.layout, steps, 1, self._workers)
+        arena = Arena(self.layout, steps, 1, self._workers, self._assembler.lead)
         return self._assembler.batch(arena.lease(0))
 
     def close(self, timeout: float, close_env: bool = True, raise_on_error: bool = False) -> None:

@@ -43,6 +43,8 @@ class Pipeline:
             self._stages.append(postproc)
         self._stages.append(drop_private)
         self._sink = sink
+        self.discarded = 0
+        """Frames of partial trajectories that were dropped."""
         self._whole: WholeTrajectories | None = None
         if trajectories.trajs_per_batch is not None:
             self._whole = WholeTrajectories(
@@ -73,6 +75,6 @@ class Pipeline:
         return self._sink.put(batch)
 
     def forget(self) -> None:
-        """Drop partial trajectories (after a reset or a new seed)."""
+        """Drop partial trajectories (after a reset or a new seed); they count as discarded."""
         if self._whole is not None:
-            self._whole.reset()
+            self.discarded += self._whole.reset()

@@ -33,6 +33,8 @@ class GymnasiumEnv:
     final observations of all of them were copied (an environment may reuse its observation buffer).
     """
 
+    can_cut = True
+
     def __init__(
         self,
         envs: Sequence[gym.Env[Any, Any]],
@@ -126,7 +128,8 @@ class GymnasiumEnv:
     def _end(
         self, t: int, terminated: Sequence[Any], truncated: Sequence[Any], cut: Sequence[int]
     ) -> Sequence[int]:
-        dead_row, late_row, done_row = (rows[t] for rows in self._flag_rows)
+        dead_rows, late_rows, done_rows = self._flag_rows
+        dead_row, late_row, done_row = dead_rows[t], late_rows[t], done_rows[t]
         ended = []
         for env, (dead, late) in enumerate(zip(terminated, truncated, strict=True)):
             if dead or late or env in cut:
@@ -157,16 +160,16 @@ class GymnasiumEnv:
         rewards = np.array(self._rewards)
         if rewards.shape != (steps, len(self._envs)) or rewards.dtype.kind not in "biuf":
             raise EnvError(_not_a_number(self._rewards))
-        with np.errstate(over="ignore"):
-            narrow = rewards.astype(np.float32)
-        lost = np.isinf(narrow) & np.isfinite(rewards)
-        if lost.any():
-            t, env = (int(index) for index in np.argwhere(lost)[0])
+        target = self._window.array(next_key(REWARD))[:, :steps, 0]
+        try:
+            with np.errstate(over="raise"):
+                target[...] = rewards.T
+        except FloatingPointError as err:
+            t, env = np.unravel_index(np.abs(rewards).argmax(), rewards.shape)
             raise EnvError(
-                f"environment {env} returned reward {rewards[t, env]} at step {t}, which overflows "
-                "float32; scale it with gymnasium.wrappers.TransformReward"
-            )
-        self._window.array(next_key(REWARD))[:, :steps, 0] = narrow.T
+                f"environment {env} returned reward {rewards[t, env]} at step {t}, which "
+                "overflows float32; scale it with gymnasium.wrappers.TransformReward"
+            ) from err
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
         """Reset ``envs`` (all by default) and write their observations into ``carry``."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import gymnasium as gym
 
-from gleanrl.core.errors import ConfigError, UnknownEnvError
+from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import EnvOptions
 from gleanrl.core.protocols import Env, Pool
 from gleanrl.envs.gymnasium import GymnasiumEnv
-from gleanrl.envs.tensordict_env import TensorDictEnv, is_tensordict_env, needs_carrier
-from gleanrl.envs.unwrap import unwrap
+from gleanrl.envs.gym_env import GymEnv
+from gleanrl.envs.registry import make_gym, without_call_checks
+from gleanrl.envs.serial import SerialEnv
+from gleanrl.envs.tensordict_env import TensorDictEnv
+from gleanrl.envs.tensordict_layout import is_tensordict_env, needs_carrier
 from gleanrl.envs.vector import is_vector_env, make_vector
 
 
@@ -73,9 +75,8 @@ def _from_sequence(items: Sequence[Any], options: EnvOptions) -> Made:
             "the same environment object was given more than once; give callables that each make "
             "one"
         )
-    flat = [_single_gym(env) for env in built]
-    if all(env is not None for env in flat):
-        return _gymnasium(flat, (len(flat),), options, inner=None)
+    if all(isinstance(env, gym.Env) for env in built):
+        return _gymnasium(built, (len(built),), options, inner=None)
     if all(is_tensordict_env(env) for env in built):
         return _adapt(_serial(built), options)
     kinds = sorted({type(env).__name__ for env in built})
@@ -84,20 +85,14 @@ def _from_sequence(items: Sequence[Any], options: EnvOptions) -> Made:
     )
 
 
-def _single_gym(env: Any) -> Any:
-    return env if isinstance(env, gym.Env) else None
-
-
 def _serial(built: list[Any]) -> Any:
-    from gleanrl.envs.serial import SerialEnv
-
     makers: list[Callable[[], Any]] = [lambda env=env: env for env in built]
     return SerialEnv(len(built), makers)
 
 
 def _build(given: Any, kwargs: Mapping[str, Any]) -> Any:
     if isinstance(given, (str, gym.envs.registration.EnvSpec)):
-        return make_gym(given, **kwargs)
+        return without_call_checks(make_gym(given, **kwargs))
     if _is_built(given):
         if kwargs:
             raise ConfigError(
@@ -113,13 +108,13 @@ def _build(given: Any, kwargs: Mapping[str, Any]) -> Any:
         )
     env = given(**kwargs)
     if isinstance(env, str):
-        return make_gym(env)
+        env = make_gym(env)
     if not _is_built(env):
         raise ConfigError(
             f"create_env_fn returned a {type(env).__name__}; it must return a gymnasium.Env, a "
             "gymnasium.vector.VectorEnv or an environment with TensorDict methods"
         )
-    return env
+    return without_call_checks(env) if isinstance(env, gym.Env) else env
 
 
 def _adapt(env: Any, options: EnvOptions) -> Made:
@@ -127,12 +122,15 @@ def _adapt(env: Any, options: EnvOptions) -> Made:
         return _gymnasium([env], (), options, inner=env)
     if is_vector_env(env):
         return make_vector(
-            env, observation_dtype=options.observation_dtype, info_keys=options.info_keys
+            env,
+            categorical=options.categorical,
+            observation_dtype=options.observation_dtype,
+            info_keys=options.info_keys,
         )
-    bare = unwrap(env)
+    bare = env.unwrap() if isinstance(env, (GymEnv, SerialEnv)) else None
     if bare is not None:
         return GymnasiumEnv(
-            bare.envs,
+            [without_call_checks(single) for single in bare.envs],
             bare.batch_shape,
             inner=env,
             categorical=bare.categorical,
@@ -155,38 +153,3 @@ def _gymnasium(
         observation_dtype=options.observation_dtype,
         info_keys=options.info_keys,
     )
-
-
-def make_gym(given: str | gym.envs.registration.EnvSpec, **kwargs: Any) -> gym.Env[Any, Any]:
-    """Make a registered environment.
-
-    The two wrappers that only check how an environment is called are left out: this library calls
-    it right, and checks what it returns itself.
-
-    Raises:
-        UnknownEnvError: the id is not registered.
-    """
-    try:
-        spec = gym.spec(given) if isinstance(given, str) else given
-    except gym.error.Error as err:
-        raise UnknownEnvError(unknown_env_message(str(given), err)) from err
-    lean = replace(spec, order_enforce=False, disable_env_checker=True)
-    try:
-        return gym.make(lean, **kwargs)
-    except gym.error.DependencyNotInstalled as err:
-        raise ConfigError(
-            f"environment {spec.id!r} needs a package that is missing: {err}"
-        ) from err
-
-
-def unknown_env_message(env_id: str, err: Exception) -> str:
-    """Return a sentence for an unknown id: what is close to it, or which package may be missing."""
-    close = difflib.get_close_matches(env_id, list(gym.registry), n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else _package_hint(env_id)
-    return f"no environment is registered as {env_id!r}: {hint} ({err})"
-
-
-def _package_hint(env_id: str) -> str:
-    if env_id.startswith("ALE/"):
-        return "Atari needs `pip install ale-py`, then `import ale_py` before the collector is made"
-    return "import the package that registers it first, or write 'module:id'"

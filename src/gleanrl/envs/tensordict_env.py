@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +12,11 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import EnvError
-from gleanrl.core.keys import NEXT, TRUNCATED, Key, next_key, show
+from gleanrl.core.keys import NEXT, TERMINATED, TRUNCATED, Key, next_key, show
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import Spec, Window
+from gleanrl.envs.tensordict_handle import TensorDictHandle
 from gleanrl.envs.tensordict_layout import (
-    EndFlags,
     OneEnvSpec,
     is_tensordict_env,
     learn_layout,
@@ -65,8 +63,8 @@ class _Bound:
     """Observations under ``"next"``; written where they differ from the root row that follows."""
     flags: tuple[_Node, ...]
     root_flags: tuple[_Node, ...]
-    late: tuple[Rows, ...]
-    """``("next", ..., "truncated")`` rows of groups in which the environment has no such flag."""
+    late: tuple[tuple[Rows, Rows], ...]
+    """``"truncated"`` and ``"terminated"`` rows of groups whose environment has only the latter."""
     staged: Mapping[Key, torch.Tensor]
     """Rewards ``[T, *batch, ...]`` of an environment on another device, moved once by `finish`."""
 
@@ -79,6 +77,8 @@ class TensorDictEnv:
     ``"next"`` they are the same but where an episode ended, so they are filled in bulk by `finish`.
     """
 
+    can_cut = True
+
     def __init__(self, env: Any, first: TensorDictBase | None = None) -> None:
         """Learn the layout.
 
@@ -89,23 +89,16 @@ class TensorDictEnv:
         Raises:
             EnvError: specs or reset data that do not begin with the batch dimensions.
         """
-        self._env = env
-        self._root = env.reset() if first is None else first
-        self._unstepped = True
-        """Whether the root TensorDict is a reset that nobody has seen yet."""
-        self.layout: EnvLayout = learn_layout(env, self._root)
+        self._handle = TensorDictHandle(env, first)
+        self.layout: EnvLayout = learn_layout(env, self._handle.root)
         self._batch = tuple(env.batch_size)
         self._num_envs = self.layout.num_envs
-        self._ends = EndFlags(env.full_done_spec, self._batch)
         self.action_specs: Mapping[Key, Spec] = {
             key: OneEnvSpec(spec, len(self._batch)) if self._batch else spec
             for key, spec in spec_leaves(env.full_action_spec)
         }
-        self._advance = env.step_and_maybe_reset
-        self._random = env.rand_action
         self._away = _other_device(env)
         self._fed: tuple[Key, ...] = ()
-        self._closed = False
         self._known: weakref.WeakKeyDictionary[Window, _Bound] = weakref.WeakKeyDictionary()
         self._finals: list[tuple[int, list[tuple[Rows, torch.Tensor]]]] = []
         self._bound: _Bound
@@ -114,7 +107,7 @@ class TensorDictEnv:
     @property
     def inner(self) -> Any:
         """The environment the user gave."""
-        return self._env
+        return self._handle.env
 
     def feed(self, outputs: Iterable[Key]) -> None:
         """Name what the policy writes, so that the environment gets what it asks for of it.
@@ -138,49 +131,38 @@ class TensorDictEnv:
 
     def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
         """Step with the actions in row ``t``."""
-        root, bound = self._root, self._bound
+        handle, bound = self._handle, self._bound
         for key, rows in bound.inputs:
             # What the environment gets is its own: it may keep it, the window is used again.
-            root.set(key, rows[t].clone())
-        finished, root = self._advance(root)
-        after = finished.get(NEXT)
+            handle.root.set(key, rows[t].clone())
+        _, after, ended = handle.step(cut)
         for node in bound.rewards:
             _copy(node, after, t)
-        ended: Sequence[int] = _NOTHING
-        if cut or self._ends.any(after):
-            root, ended = self._end(t, cut, after, root)
+        if ended is not None:
+            self._end(t, after, [env for env in cut if env in ended])
         for node in bound.roots:
-            _copy(node, root, t)
-        self._root = root
-        self._unstepped = False
-        return ended
+            _copy(node, handle.root, t)
+        return ended or _NOTHING
 
-    def _end(
-        self, t: int, cut: Sequence[int], after: TensorDictBase, root: TensorDictBase
-    ) -> tuple[TensorDictBase, Sequence[int]]:
-        """Write flags and final observations of step ``t``; reset what is cut."""
-        ended, bound = self._ends.ended(after), self._bound
-        late = [env for env in cut if env not in ended]
-        if late:
-            after = after.copy()
-            self._ends.truncate(after, late)
-            self._ends.truncate(root, late)
-            root = self._env.maybe_reset(root)
-            for rows in bound.late:
-                rows[t][late] = True
+    def _end(self, t: int, after: TensorDictBase, cut: Sequence[int]) -> None:
+        """Write flags and final observations of step ``t``."""
+        bound, root = self._bound, self._handle.root
         self._finals.append((t, _snapshot(bound.finals, after)))
         for node in bound.flags:
             _copy_flags(node, after, t)
-        if self._ends.any(root):
+        if cut:
+            for late, dead in bound.late:
+                late[t][cut] = ~dead[t][cut]
+        if self._handle.ends.any(root):
             for node in bound.root_flags:
                 _copy_flags(node, root, t)
-        return root, sorted(ended + late)
 
     def random(self, t: int) -> None:
         """Write random actions into row ``t``."""
-        self._root = self._random(self._root)
+        handle = self._handle
+        handle.root = handle.env.rand_action(handle.root)
         for key, rows in self._bound.inputs[: len(self.layout.actions)]:
-            rows[t].copy_(self._root.get(key))
+            rows[t].copy_(handle.root.get(key))
 
     def finish(self, steps: int) -> None:
         """Fill in observations under ``"next"``, and rewards made on another device."""
@@ -210,51 +192,25 @@ class TensorDictEnv:
 
         The first call after construction writes the reset made there.
         """
-        if envs is None:
-            if options or not self._unstepped:
-                self._root = self._env.reset(**options)
-        elif options or not self._unstepped:
-            self._root = self._reset_some(envs, options)
-        self._unstepped = False
+        self._handle.reset(envs, options)
         for node in self._nodes(self.layout.observations, carry):
-            _copy(node, self._root, 0)
-
-    def _reset_some(self, envs: Sequence[int], options: Mapping[str, Any]) -> TensorDictBase:
-        root = self._root.copy()
-        if not options:
-            self._ends.truncate(root, envs)
-            return self._env.maybe_reset(root)
-        for key, mask in self._ends.masks(envs).items():
-            root.set(key, mask)
-        return self._env.reset(root, **options)
+            _copy(node, self._handle.root, 0)
 
     def seed(self, seed: int, static: bool = False) -> int:
-        """Give ``seed`` to the environment, which derives its elements' from it.
-
-        Returns:
-            ``seed + P - 1``: a batched environment counts as ``P``; ``seed`` itself if static.
-        """
-        self._env.set_seed(seed, static_seed=static)
-        self._unstepped = False
-        return seed if static else seed + self._num_envs - 1
+        """Give ``seed`` to the environment; return ``seed + P - 1``, or ``seed`` if static."""
+        return self._handle.seed(seed, static)
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the environment's ``state_dict``."""
-        return copy.deepcopy(dict(self._env.state_dict()))
+        return self._handle.state()
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state` returned; ``strict`` is passed on where the environment takes it."""
-        load = self._env.load_state_dict
-        takes_strict = "strict" in inspect.signature(load).parameters
-        load(dict(state), **({"strict": strict} if takes_strict else {}))
-        self._unstepped = False
+        """Restore what `state` returned."""
+        self._handle.load_state(state, strict)
 
     def close(self) -> None:
-        """Close the environment, unless its owner did."""
-        # Closing twice is an error in TorchRL, whose environments tell by `is_closed`.
-        if not self._closed and not getattr(self._env, "is_closed", False):
-            self._env.close()
-        self._closed = True
+        """Close the environment, unless that was done already."""
+        self._handle.close()
 
     # -- binding ---------------------------------------------------------------------------------
 
@@ -263,11 +219,7 @@ class TensorDictEnv:
         flags = [
             Field(key, group.shape, torch.bool) for group in layout.dones for key in group.keys()
         ]
-        late = [
-            (*group.prefix, *TRUNCATED)
-            for group in layout.dones
-            if not group.truncated and next_key((*group.prefix, *TRUNCATED)) in present
-        ]
+        mute = [(NEXT, *group.prefix) for group in layout.dones if not group.truncated]
         inputs = [field.key for field in layout.actions]
         inputs += [key for key in self._fed if key in present]
         finals = [field for field in layout.observations if next_key(field.key) in present]
@@ -281,7 +233,14 @@ class TensorDictEnv:
             finals=self._nodes(finals, window, (NEXT,)),
             flags=self._nodes(flags, window, (NEXT,)),
             root_flags=self._nodes(flags, window, carry=carry),
-            late=tuple(window.tensor_rows(next_key(key)) for key in late),
+            late=tuple(
+                (
+                    window.tensor_rows((*prefix, *TRUNCATED)),
+                    window.tensor_rows((*prefix, *TERMINATED)),
+                )
+                for prefix in mute
+                if (*prefix, *TRUNCATED) in present
+            ),
             staged=staged,
         )
 

@@ -217,6 +217,7 @@ class EndFlags:
         self._deciding = tuple(
             key for key in fields if not any(key[:cut] in names for cut in range(len(key) - 1))
         )
+        self.reset_keys: tuple[Key, ...] = tuple((*prefix, "_reset") for prefix in names)
         self._shapes = {key: (*batch, *field.shape) for key, field in fields.items()}
         self._envs = math.prod(batch)
         # Asking a single flag is five times as fast as asking any of several.
@@ -245,9 +246,11 @@ class EndFlags:
             node = data
             for part in prefix:
                 node = node.get(part)
-            values: dict[str, Any] = dict(node.items())
+            # A plain dict is faster to ask, but a lazy stack cannot always stack all it holds.
+            lazy = isinstance(node, LazyStackedTensorDict)
+            values: Any = node if lazy else dict(node.items())
             for name, is_set in probes:
-                value = values.get(name)
+                value = values.get(name, None)
                 if value is not None and is_set(value):
                     return True
         return False
@@ -312,4 +315,4 @@ class OneEnvSpec:
         size = math.prod(shape)
         draws: torch.Tensor = self._spec.rand((-(-size // self._envs),))
         flat = draws.reshape(-1, *self.shape)[:size]
-        return flat.reshape(*shape, *self.shape)
+        return flat.reshape((*shape, *self.shape))

@@ -17,6 +17,7 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from gleanrl.core.messages import Block, WindowRef
 from gleanrl.memory.window import RolloutWindow
 
 _ALIGN = 64
+_View: TypeAlias = tuple[Key, tuple[int, ...], tuple[int, ...], int]
 
 
 def _aligned(nbytes: int) -> int:
@@ -40,7 +42,14 @@ class Arena:
     that lets go of its batches keeps the collector in the same warm pages.
     """
 
-    def __init__(self, layout: Layout, steps: int, slots: int, workers: int = 1) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        steps: int,
+        slots: int,
+        workers: int = 1,
+        lead: tuple[int, ...] | None = None,
+    ) -> None:
         """Reserve the memory.
 
         Args:
@@ -48,6 +57,7 @@ class Arena:
             steps: Steps per rollout, ``T``.
             slots: Batches that can exist at once.
             workers: Rollouts per batch, ``W``.
+            lead: Shape in which ``W x P`` environments are handed out; ``(W, P)`` by default.
         """
         self.layout = layout
         self.steps = steps
@@ -58,6 +68,7 @@ class Arena:
             self._offsets[field.key] = size
             size += _aligned(field.nbytes * layout.num_envs * steps * workers)
         self.slab_nbytes = max(size, _ALIGN)
+        self._views_of = self._plan_views((workers, layout.num_envs) if lead is None else lead)
         self._memory = mmap.mmap(-1, _page_aligned(self.slab_nbytes) * slots)
         self._free = list(range(slots))[::-1]
         # Finalizers run in any thread, also inside the garbage collector: all they may do is
@@ -107,30 +118,34 @@ class Arena:
         return window
 
     def lease(self, slot: int) -> dict[Key, torch.Tensor]:
-        """Hand ``slot`` out as fresh tensors ``[W, P, T, ...]``; it returns when all are gone."""
+        """Hand ``slot`` out as fresh tensors ``[*lead, T, ...]``; it returns when all are gone."""
         start = slot * _page_aligned(self.slab_nbytes)
         base = np.frombuffer(self._memory, np.uint8, self.slab_nbytes, start)
         weakref.finalize(base, self._returned.append, slot).atexit = False
         return self._views(torch.from_numpy(base))
 
     def copy(self, slot: int) -> dict[Key, torch.Tensor]:
-        """Copy ``slot`` into ordinary memory, ``[W, P, T, ...]``; the slot stays acquired."""
+        """Copy ``slot`` into ordinary memory, ``[*lead, T, ...]``; the slot stays acquired."""
         start = slot * _page_aligned(self.slab_nbytes)
         base = np.frombuffer(self._memory, np.uint8, self.slab_nbytes, start).copy()
         return self._views(torch.from_numpy(base))
 
-    def _views(self, base: torch.Tensor) -> dict[Key, torch.Tensor]:
-        by_dtype: dict[torch.dtype, torch.Tensor] = {}
-        lead = (self.workers, self.layout.num_envs, self.steps)
-        views = {}
+    def _plan_views(self, lead: tuple[int, ...]) -> list[tuple[torch.dtype, list[_View]]]:
+        """Group the fields by dtype, with shapes, strides and offsets in elements."""
+        plan: dict[torch.dtype, list[_View]] = {}
         for field in self.layout.fields:
-            typed = by_dtype.get(field.dtype)
-            if typed is None:
-                whole = self.slab_nbytes // _ALIGN * _ALIGN
-                typed = by_dtype[field.dtype] = base[:whole].view(field.dtype)
-            shape = (*lead, *field.shape)
+            shape = (*lead, self.steps, *field.shape)
             offset = self._offsets[field.key] // field.dtype.itemsize
-            views[field.key] = typed.as_strided(shape, _contiguous_strides(shape), offset)
+            view = (field.key, shape, _contiguous_strides(shape), offset)
+            plan.setdefault(field.dtype, []).append(view)
+        return list(plan.items())
+
+    def _views(self, base: torch.Tensor) -> dict[Key, torch.Tensor]:
+        views = {}
+        for dtype, group in self._views_of:
+            typed = base.view(dtype)
+            for key, shape, strides, offset in group:
+                views[key] = typed.as_strided(shape, strides, offset)
         return views
 
 

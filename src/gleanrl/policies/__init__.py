@@ -1,1 +1,23 @@
-"""."""
+"""Policies: what the user gives, adapted to the environment and run as a program of tensor calls."""
+
+from gleanrl.policies.exploration import (
+    ExplorationType,
+    exploration_type,
+    parse_exploration_mode,
+    set_exploration_type,
+)
+from gleanrl.policies.make import make_policy
+from gleanrl.policies.program import ProgramPolicy
+from gleanrl.policies.random import RandomActions, RandomPolicy, random_policy
+
+__all__ = [
+    "ExplorationType",
+    "ProgramPolicy",
+    "RandomActions",
+    "RandomPolicy",
+    "exploration_type",
+    "make_policy",
+    "parse_exploration_mode",
+    "random_policy",
+    "set_exploration_type",
+]

@@ -13,8 +13,11 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Source
 from gleanrl.envs.make import Carried, make_env
+from gleanrl.envs.pool import NextStepPool
+from gleanrl.envs.tensordict_env import TensorDictEnv
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.policies import adapt
+from gleanrl.policies.random import random_policy
 from gleanrl.rollout.carrier import CarrierRollout
 from gleanrl.rollout.cursor import CursorRollout
 from gleanrl.rollout.rollout import Rollout
@@ -68,7 +71,7 @@ class SourceBuilder:
                 f"made "
                 "(max_episode_steps), or vectorise single environments with num_envs="
             )
-        if made.costs_reset_step:
+        if isinstance(made, NextStepPool):
             return CursorRollout(made, self._policies, options)
         return Rollout(made, self._policies, options)
 
@@ -86,7 +89,9 @@ class SourceBuilder:
             cudagraph_policy=self.policy.cudagraph_policy,
             policy_device=self.policy.device,
         )
-        stand_in = adapt.random_policy(policy, env.random)
+        if isinstance(env, TensorDictEnv):
+            env.feed(field.key for field in policy.outputs)
+        stand_in = random_policy(env.random, env.layout.actions, policy)
         return BuiltPolicies(policy, stand_in, policy.needs_is_init, user)
 
     def _user_policy(self) -> Any:

@@ -65,7 +65,9 @@ class RolloutPlan:
         ]
         self._check()
         self.layout = Layout(env.batch_shape, self._compose(outputs))
-        self._finite = _floats(field for field in self.layout.fields if self._from_env(field))
+        found = _floats(field for field in self.layout.fields if self._from_env(field))
+        # "next" first: a bad value is named at the step that returned it.
+        self._finite = sorted(found, key=lambda field: field.key[0] != NEXT)
 
     def _check(self) -> None:
         options = self._options

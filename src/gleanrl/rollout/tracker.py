@@ -30,14 +30,15 @@ class Tracker:
         self._age = np.zeros(envs, np.int64)
         """Steps each environment has taken in its running episode, at rollout start."""
         self._due = np.full(envs, _NEVER)
-        self._ends: list[tuple[int, Sequence[int]]] = []
+        self._ended: list[int] = []
+        self._ended_at: list[int] = []
         self._init_rows: list[Array] = []
         self.next_cut = -1
         """The next step at which some environment has to be truncated, or -1."""
 
     def begin(self, window: Window, carry: Window) -> None:
         """Start a rollout at step 0; keeps root ``"is_init"`` right if the window has it."""
-        self._ends = []
+        self._ended, self._ended_at = [], []
         if IS_INIT in window.keys():
             window.tensor(IS_INIT)[:, 1:] = False
             carry.tensor(IS_INIT).zero_()
@@ -52,12 +53,18 @@ class Tracker:
 
     def end(self, t: int, ended: Sequence[int]) -> None:
         """Note that ``ended`` finished an episode with step ``t``."""
-        self._ends.append((t, ended))
+        self._ended += ended
+        self._ended_at += [t + 1] * len(ended)
         if self._init_rows:
             self._init_rows[t][list(ended)] = True
         if self._max is not None:
             self._due[list(ended)] = t + self._max
             self.next_cut = int(self._due.min())
+
+    def end_all(self, done: Array) -> None:
+        """Note every end of a rollout at once, instead of `end`: ``done`` is ``[P, T]``."""
+        at, ended = done.T.nonzero()
+        self._ended, self._ended_at = ended.tolist(), (at + 1).tolist()
 
     def finish(self, steps: int, ids: Array | None, counts: Array | None) -> None:
         """Close a rollout of ``steps`` steps.
@@ -69,20 +76,23 @@ class Tracker:
                 Or ``None``.
         """
         envs = len(self._episode)
-        ended = np.zeros((envs, steps + 1), bool)
-        for t, which in self._ends:
-            ended[list(which), t + 1] = True
-        episode = np.cumsum(ended, 1, dtype=np.int64)
-        time = np.arange(steps + 1)
-        started = np.maximum.accumulate(np.where(ended, time, 0), 1)
-        age = time - started + np.where(episode == 0, self._age[:, None], 0)
-        episode += self._episode[:, None]
+        rows, columns = self._ended, self._ended_at
+        begins = np.zeros((envs, steps + 1), bool)
+        begins[rows, columns] = True
         if ids is not None:
-            ids[:, :steps] = episode[:, :-1] * self._stride + self._index[:, None]
+            found = ids[:, :steps]
+            np.cumsum(begins[:, :-1], 1, out=found)
+            found *= self._stride
+            found += (self._episode * self._stride + self._index)[:, None]
             ids[:, steps:] = -1
         if counts is not None:
-            counts[:, : steps + 1] = age
-        self._episode, self._age = episode[:, -1].copy(), age[:, -1].copy()
+            time = np.arange(steps + 1)
+            started = np.where(begins, time, -self._age[:, None])
+            counts[:, : steps + 1] = time - np.maximum.accumulate(started, 1)
+        self._age += steps
+        # Of several ends of one environment the last assignment stays: they come in step order.
+        self._age[rows] = steps - np.array(columns, np.int64)
+        self._episode += np.bincount(rows, minlength=envs) if rows else 0
 
     def restart(self, envs: Sequence[int] | None = None) -> None:
         """Begin a new episode in ``envs`` (all by default) that have taken a step."""

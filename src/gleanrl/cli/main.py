@@ -1,0 +1,241 @@
+"""The ``gleanrl`` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from gleanrl import __version__
+from gleanrl.core.errors import ConfigError
+
+USAGE_ERROR = 2
+FAILURE = 1
+INTERRUPTED = 130
+
+_DESCRIPTION = (
+    "Gather experience for reinforcement learning: environments and a policy in, data out."
+)
+_EXAMPLES = """\
+examples:
+  gleanrl collect CartPole-v1
+  gleanrl collect Pendulum-v1 --num-envs 8 --frames 100_000 --out data/pendulum
+  gleanrl collect CartPole-v1 --policy my_policy.py:make_policy --seed 0
+  gleanrl inspect data/pendulum
+"""
+_COLLECT_EXAMPLES = """\
+ENV is a Gymnasium id; 'module:id' imports the module that registers it first.
+
+examples:
+  gleanrl collect CartPole-v1
+      act at random for 10,000 frames and print returns and speed
+  gleanrl collect Pendulum-v1 --num-envs 8 --frames 100_000 --out data/pendulum
+      keep the frames as a memory-mapped TensorDict; load them with
+      TensorDict.load_memmap("data/pendulum")
+  gleanrl collect CartPole-v1 --policy my_policy.py:make_policy --seed 0
+      call make_policy() for the policy; the same seed gives the same frames
+
+Ctrl-C stops after the current step; what was collected until then is kept.
+"""
+_INSPECT_EXAMPLES = """\
+examples:
+  gleanrl inspect data/pendulum
+  gleanrl inspect data/pendulum --plot pendulum.png
+
+Nothing in the directory is executed or unpickled.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    0: done, 1: it failed, 2: an option or id is wrong, 130: interrupted. Errors are one line on
+    standard error; ``--traceback`` adds where they come from.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0
+    command: Callable[[argparse.Namespace, list[str]], int] = options.run
+    try:
+        return command(options, arguments)
+    except KeyboardInterrupt:
+        return _fail(INTERRUPTED, "interrupted", False)
+    except BrokenPipeError:
+        # The reader (a pager, head) left; leave quietly too, also when Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+    except ConfigError as err:
+        return _fail(USAGE_ERROR, str(err), options.traceback)
+    except Exception as err:
+        name = "" if type(err).__module__.startswith("gleanrl.") else f"{type(err).__name__}: "
+        return _fail(FAILURE, name + str(err), options.traceback)
+
+
+def _fail(code: int, message: str, with_traceback: bool) -> int:
+    if with_traceback:
+        traceback.print_exc()
+    sys.stderr.write(f"gleanrl: error: {' '.join(message.split())}\n")
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        prog="gleanrl", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw
+    )
+    parser.add_argument("--version", action="version", version=f"gleanrl {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_collect(
+        commands.add_parser(
+            "collect",
+            help="run a policy in an environment; show or keep what happens",
+            description="Run a policy in an environment; show, and with --out keep, what happens.",
+            epilog=_COLLECT_EXAMPLES,
+            formatter_class=raw,
+        )
+    )
+    _add_inspect(
+        commands.add_parser(
+            "inspect",
+            help="say what a directory written by collect holds, and plot its returns",
+            description="Say what a directory written by 'collect --out' holds; plot its returns.",
+            epilog=_INSPECT_EXAMPLES,
+            formatter_class=raw,
+        )
+    )
+    return parser
+
+
+def _add_collect(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("env", metavar="ENV", help="Gymnasium id, such as CartPole-v1")
+    add(
+        "--policy",
+        metavar="random|FILE.py:NAME",
+        default="random",
+        help="what acts: 'random' (default), or NAME in a Python file: an nn.Module, a callable, "
+        "or a class or function that makes one when called without arguments",
+    )
+    add("--num-envs", metavar="N", type=count, default=1, help="environments at once (default: 1)")
+    add(
+        "--frames",
+        metavar="N",
+        type=count,
+        default=10_000,
+        help="frames to collect over all environments, rounded up to whole batches "
+        "(default: 10,000)",
+    )
+    add(
+        "--frames-per-batch",
+        metavar="N",
+        type=count,
+        default=None,
+        help="frames between two updates of the display (default: chosen to fit)",
+    )
+    add(
+        "--seed",
+        metavar="S",
+        type=seed,
+        default=None,
+        help="seed of environments and policy (default: drawn, and printed)",
+    )
+    add(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        default=None,
+        help="keep the frames in DIR, a new directory",
+    )
+    _add_traceback(parser)
+    parser.set_defaults(run=_collect)
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", type=Path, help="written by collect --out")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        type=Path,
+        default=None,
+        help="where to plot returns over frames (default: DIR/returns.png)",
+    )
+    _add_traceback(parser)
+    parser.set_defaults(run=_inspect)
+
+
+def _add_traceback(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--traceback",
+        action="store_true",
+        help="show where an error comes from, not just what it is",
+    )
+
+
+def _collect(options: argparse.Namespace, arguments: list[str]) -> int:
+    from gleanrl.cli import collect
+
+    return collect.run(
+        collect.CollectOptions(
+            env=options.env,
+            policy=options.policy,
+            num_envs=options.num_envs,
+            frames=options.frames,
+            frames_per_batch=options.frames_per_batch,
+            seed=options.seed,
+            out=options.out,
+            command=collect.command_line(arguments),
+        )
+    )
+
+
+def _inspect(options: argparse.Namespace, arguments: list[str]) -> int:
+    from gleanrl.cli import show
+
+    return show.run(show.InspectOptions(directory=options.directory, plot=options.plot))
+
+
+def count(text: str) -> int:
+    """Read a number of things: ``10000``, ``10_000``, ``10,000`` or ``1e4``.
+
+    >>> count("10_000"), count("1e4")
+    (10000, 10000)
+    """
+    value = _whole(text)
+    if value is None or value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return value
+
+
+def seed(text: str) -> int:
+    """Read a seed: a whole number that every random generator takes."""
+    value = _whole(text)
+    if value is None or not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2**32 - 1")
+    return value
+
+
+def _whole(text: str) -> int | None:
+    digits = text.replace(",", "_")
+    try:
+        return int(digits)
+    except ValueError:
+        pass
+    try:
+        value = float(digits)
+    except ValueError:
+        return None
+    return int(value) if value.is_integer() else None

@@ -1,0 +1,347 @@
+"""What adapters over an already-vectorised environment share: whole arrays in, rows out."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from gymnasium import Space, spaces
+
+from gleanrl.core.errors import EnvError
+from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key, show
+from gleanrl.core.layout import Field
+from gleanrl.core.protocols import Array, Spec, Window
+from gleanrl.envs.spaces import Leaf, action_leaves, assemble, space_spec
+
+Rows: TypeAlias = "Array | slice"
+"""Which rows of what a reset returned belong to the environments that were reset."""
+
+
+class Reader(Protocol):
+    """Reads one field of all environments out of what they returned."""
+
+    field: Field
+
+    def read(self, observation: Any, infos: Mapping[str, Any], count: int) -> Array:
+        """Return ``[count, ...]``; a view of the environment's memory unless it had to be cast."""
+        ...
+
+    def read_final(self, infos: Mapping[str, Any], envs: Array) -> Array:
+        """Return ``[len(envs), ...]``: what ``envs`` ended with, in same-step mode."""
+        ...
+
+
+class LeafReader:
+    """One array of the observation, checked against its space."""
+
+    def __init__(self, leaf: Leaf, field: Field, casts: bool) -> None:
+        """Bind to a leaf of the single observation space; ``casts`` takes any float dtype."""
+        self.field = field
+        self._declared = np.dtype(leaf.space.dtype)
+        self._casts = casts and self._declared.kind == "f"
+        self._target = numpy_dtype(field.dtype)
+        one = len(leaf.path) == 1
+        self._get: Callable[[Any], Any] = operator.itemgetter(leaf.path[0]) if one else leaf.of
+
+    def read(self, observation: Any, infos: Mapping[str, Any], count: int) -> Array:
+        """Return this leaf's ``[count, ...]`` part of a batched ``observation``."""
+        values = self._get(observation)
+        if type(values) is not np.ndarray:
+            values = np.asarray(values)
+        if values.dtype != self._target or values.shape != (count, *self.field.shape):
+            return self._fit(values, (count, *self.field.shape), "the vector environment")
+        return values  # type: ignore[no-any-return]  # spaces are untyped
+
+    def read_final(self, infos: Mapping[str, Any], envs: Array) -> Array:
+        """Return this leaf of the final observations of ``envs``."""
+        finals = infos.get("final_obs")
+        if finals is None:
+            raise EnvError(
+                f"environments {envs.tolist()[:5]} ended, but infos has no 'final_obs' (it has "
+                f"{sorted(infos)}); an environment in SAME_STEP mode must return final observations"
+            )
+        if isinstance(finals, np.ndarray) and finals.dtype == object:
+            return np.stack([self._one_final(finals[env], int(env)) for env in envs])
+        whole = np.asarray(self._get(finals))
+        return self._fit(whole[envs], (len(envs), *self.field.shape), "final_obs")
+
+    def _one_final(self, final: Any, env: int) -> Array:
+        if final is None:
+            raise EnvError(f"environment {env} ended, but infos['final_obs'][{env}] is None")
+        value = np.asarray(self._get(final))
+        return self._fit(value, self.field.shape, f"environment {env} (final_obs)")
+
+    def _fit(self, values: Array, shape: tuple[int, ...], who: str) -> Array:
+        """Return ``values`` in the field's dtype, or say what is wrong with them."""
+        got, declared = values.dtype, self._declared
+        if values.shape == shape:
+            if self._casts and got.kind == "f":
+                return _narrow(values, self._target, self.field.key)
+            # Indices are delivered as the space declares them; pools like to count in 32 bits.
+            whole = got.kind in "iub" and declared.kind in "iub" and np.can_cast(got, declared)
+            if got == declared or whole:
+                return values.astype(self._target)
+        hint = ""
+        if got.kind == "f" and declared.kind == "f" and got != declared:
+            hint = ", or pass observation_dtype=torch.float32 to cast floats on the way in"
+        expected = f"shape {shape} and dtype {declared}"
+        raise EnvError(
+            f"{who} returned {show(self.field.key)} with shape {values.shape} and dtype {got}, but "
+            f"its observation space declares {expected}; correct the space or the observation{hint}"
+        )
+
+
+class InfoReader:
+    """One numeric entry of ``infos``; zero where an environment did not give it."""
+
+    def __init__(self, name: str, field: Field) -> None:
+        """Bind to the entry ``name`` and the field it fills."""
+        self.field = field
+        self._name = name
+        self._dtype = numpy_dtype(field.dtype)
+
+    def read(self, observation: Any, infos: Mapping[str, Any], count: int) -> Array:
+        """Return ``[count, ...]`` of the entry."""
+        shape = (count, *self.field.shape)
+        given = infos.get(self._name)
+        if given is None:
+            return np.zeros(shape, self._dtype)
+        values = np.asarray(given)
+        if values.shape != shape or values.dtype.kind not in "biuf":
+            raise EnvError(
+                f"the vector environment gave infos[{self._name!r}] with shape {values.shape} and "
+                f"dtype {values.dtype}; numbers of shape {shape} were declared (info_keys)"
+            )
+        present = infos.get(f"_{self._name}")
+        if present is None or np.all(present):
+            return values
+        values = values.astype(self._dtype)
+        values[~np.asarray(present, bool)] = 0
+        return values
+
+    def read_final(self, infos: Mapping[str, Any], envs: Array) -> Array:
+        """Return the entry that came with the final observations of ``envs``."""
+        finals = infos.get("final_info")
+        if not isinstance(finals, Mapping):
+            return np.zeros((len(envs), *self.field.shape), self._dtype)
+        given = finals.get(self._name)
+        count = len(envs) if given is None else len(given)
+        return self.read(None, finals, count)[slice(None) if given is None else envs]
+
+
+class FieldRows:
+    """The rows of one field that a `Reader` fills."""
+
+    def __init__(self, reader: Reader, envs: int) -> None:
+        """Read with ``reader`` for ``envs`` environments."""
+        self._read = reader.read
+        self._reader = reader
+        self._key = reader.field.key
+        self._envs = envs
+        self._root: list[Array] = []
+        self._next: list[Array] | None = None
+
+    def begin(self, window: Window, carry: Window) -> None:
+        """Bind to the rows of ``window``; what it lacks under ``"next"`` is not written there."""
+        self._root = window.rows(self._key)[1:] + carry.rows(self._key)
+        after = next_key(self._key)
+        self._next = window.rows(after) if after in window.keys() else None
+
+    def write(self, t: int, observation: Any, infos: Mapping[str, Any]) -> None:
+        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
+        values = self._read(observation, infos, self._envs)
+        if self._next is not None:
+            self._next[t][...] = values
+        self._root[t][...] = values
+
+    def write_final(self, t: int, envs: Array, infos: Mapping[str, Any]) -> None:
+        """Replace row ``t`` under ``"next"`` of ``envs`` by what they ended with."""
+        if self._next is not None:
+            self._next[t][envs] = self._reader.read_final(infos, envs)
+
+    def write_reset(self, t: int, envs: Array, rows: Rows, back: ResetResult) -> None:
+        """Replace root row ``t + 1`` of ``envs`` by what a reset returned."""
+        self._root[t][envs] = self._read(back.observation, back.infos, back.count)[rows]
+
+    def write_carry(self, carry: Window, envs: Rows, rows: Rows, back: ResetResult) -> None:
+        """Write what a reset of ``envs`` returned into ``carry``."""
+        values = self._read(back.observation, back.infos, back.count)
+        carry.rows(self._key)[0][envs] = values[rows]
+
+
+class ResetResult:
+    """What ``reset`` returned."""
+
+    def __init__(self, result: Any, count: int) -> None:
+        """Take ``result`` apart; it holds ``count`` environments.
+
+        Raises:
+            EnvError: it is not ``(observation, infos)``.
+        """
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise EnvError(
+                f"the vector environment's reset must return (observation, infos), it returned "
+                f"{result!r:.200}"
+            )
+        self.observation, self.infos = result
+        self.count = count
+
+
+class Outcomes:
+    """Rewards and flags of a rollout: kept as rows per step, written in bulk at its end."""
+
+    def __init__(self, envs: int) -> None:
+        """Allocate nothing yet: the number of steps is not known."""
+        self._envs = envs
+        self._shape = (envs,)
+        self._over = np.zeros(envs, bool)
+        self._rewards = np.zeros((0, envs))
+        self._dead = np.zeros((0, envs), bool)
+        self._late = np.zeros((0, envs), bool)
+
+    def begin(self, steps: int) -> None:
+        """Make room for ``steps`` steps."""
+        if len(self._rewards) < steps:
+            self._rewards = np.zeros((steps, self._envs))
+            self._dead = np.zeros((steps, self._envs), bool)
+            self._late = np.zeros((steps, self._envs), bool)
+
+    def keep(self, t: int, reward: Any, terminated: Any, truncated: Any) -> Array:
+        """Keep step ``t``; returns the indices of the environments that ended."""
+        reward, dead, late = np.asarray(reward), np.asarray(terminated), np.asarray(truncated)
+        if not (reward.shape == dead.shape == late.shape == self._shape):
+            raise EnvError(
+                f"the vector environment returned rewards, terminated and truncated of shapes "
+                f"{reward.shape}, {dead.shape}, {late.shape} at step {t}; all must be {self._shape}"
+            )
+        if reward.dtype.kind not in "biuf":
+            raise EnvError(
+                f"the vector environment returned rewards of dtype {reward.dtype} at step {t}: "
+                f"{reward.tolist()[:4]}; they must be numbers"
+            )
+        self._rewards[t] = reward
+        self._dead[t] = dead
+        self._late[t] = late
+        np.logical_or(dead, late, out=self._over)
+        return self._over.nonzero()[0]
+
+    def truncate(self, t: int, envs: Array) -> None:
+        """Mark ``envs`` as truncated at step ``t`` unless they terminated there."""
+        self._late[t, envs] |= ~self._dead[t, envs]
+
+    def finish(self, window: Window, steps: int) -> None:
+        """Write the rewards and flags of ``steps`` steps into ``window``.
+
+        Raises:
+            EnvError: a finite reward that does not fit float32.
+        """
+        rewards = self._rewards[:steps]
+        with np.errstate(over="ignore"):
+            narrow = rewards.astype(np.float32)
+        infinite = np.isinf(narrow)
+        if infinite.any() and (lost := infinite & np.isfinite(rewards)).any():
+            t, env = (int(index) for index in np.argwhere(lost)[0])
+            raise EnvError(
+                f"environment {env} returned reward {rewards[t, env]} at step {t}, which overflows "
+                "float32; scale it with gymnasium.wrappers.vector.TransformReward"
+            )
+        dead, late = self._dead[:steps], self._late[:steps]
+        for key, values in (
+            (REWARD, narrow),
+            (TERMINATED, dead),
+            (TRUNCATED, late),
+            (DONE, dead | late),
+        ):
+            window.array(next_key(key))[:, :steps, 0] = values.T
+
+
+class BatchedActions:
+    """Turns stored actions ``[P, ...]`` into one batched action of a vector environment."""
+
+    def __init__(self, space: Space[Any], envs: int, categorical: bool) -> None:
+        """Read the single action ``space``."""
+        self._space = space
+        self._leaves = action_leaves(space)
+        self._envs = envs
+        found = [space_spec(leaf.space, categorical) for leaf in self._leaves]
+        keys = [leaf.key for leaf in self._leaves]
+        self.specs: Mapping[Key, Spec] = dict(zip(keys, found, strict=True))
+        self.fields = tuple(
+            Field(key, tuple(spec.shape), spec.dtype) for key, spec in zip(keys, found, strict=True)
+        )
+        self._stepwise = len(found) == 1 and found[0].stepwise
+        self._decoders = [_batch_decoder(leaf.space, categorical) for leaf in self._leaves]
+        self._plain = len(self._leaves) == 1 and not self._leaves[0].path
+        self._rows: list[list[Array]] = []
+        self._window: Window
+
+    def begin(self, window: Window) -> None:
+        """Bind to the rows of ``window``."""
+        self._window = window
+        self._rows = [window.rows(leaf.key) for leaf in self._leaves]
+
+    def read(self, t: int) -> Any:
+        """Return the batched action in row ``t``; its arrays are copies."""
+        if self._plain:
+            return self._decoders[0](self._rows[0][t])
+        parts = [decode(rows[t]) for decode, rows in zip(self._decoders, self._rows, strict=True)]
+        return assemble(self._leaves, parts, self._space)
+
+    def random(self, t: int, ahead: bool) -> None:
+        """Write random actions into row ``t``; ``ahead`` allows to draw a whole window at once."""
+        if ahead and self._stepwise:
+            # One call for the whole rollout draws the same numbers in the same order.
+            if t == 0:
+                ((key, spec),) = self.specs.items()
+                draw = spec.rand((self._window.steps, self._envs))
+                self._window.tensor(key).copy_(draw.transpose(0, 1))
+            return
+        for key, spec in self.specs.items():
+            self._window.tensor_rows(key)[t].copy_(spec.rand((self._envs,)))
+
+
+def _batch_decoder(space: Space[Any], categorical: bool) -> Callable[[Array], Array]:
+    dtype = space.dtype
+    if isinstance(space, spaces.Discrete):
+        start = int(space.start)
+        if not categorical:
+            return lambda row: (row.argmax(-1) + start).astype(dtype)
+        if start:
+            return lambda row: (row + start).astype(dtype)
+    if isinstance(space, spaces.MultiDiscrete) and np.any(space.start):
+        offset = space.start
+        return lambda row: row.astype(dtype, order="C") + offset
+    return lambda row: row.astype(dtype, order="C")
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return the numpy dtype of a torch dtype."""
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def _narrow(values: Array, target: np.dtype[Any], key: Key) -> Array:
+    with np.errstate(over="raise"):
+        try:
+            return values.astype(target)
+        except FloatingPointError as err:
+            raise EnvError(
+                f"{show(key)} holds {np.abs(values).max():g}, which does not fit {target}"
+            ) from err
+
+
+def unpack(result: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Return the five results of a step.
+
+    Raises:
+        EnvError: there are not five.
+    """
+    if not isinstance(result, tuple) or len(result) != 5:
+        size = len(result) if isinstance(result, tuple) else type(result).__name__
+        raise EnvError(
+            "the vector environment's step must return (observation, reward, terminated, "
+            f"truncated, infos), it returned {size} instead"
+        )
+    return result

@@ -1,0 +1,200 @@
+"""Several TensorDict environments as one batch, stepped one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import NEXT, Key
+from gleanrl.envs.base import EnvBase, EnvSpecs, batched
+from gleanrl.envs.gym_env import GymEnv, GymSource
+from gleanrl.envs.tensordict_layout import EndFlags, is_tensordict_env, spec_leaves
+
+MakeEnv = Callable[..., Any]
+
+
+class SerialEnv(EnvBase):
+    """``num_workers`` environments of one kind, batch size ``[num_workers, *theirs]``.
+
+    Any environment with TensorDict methods will do, TorchRL's too.
+
+    Example:
+        >>> from gleanrl.envs import GymEnv
+        >>> env = SerialEnv(2, lambda: GymEnv("CartPole-v1"))
+        >>> env.rollout(3)["observation"].shape
+        torch.Size([2, 3, 4])
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        create_env_fn: MakeEnv | Sequence[MakeEnv],
+        *,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Make the environments.
+
+        Args:
+            num_workers: How many.
+            create_env_fn: A callable that makes one per call, or one callable for each.
+            create_env_kwargs: Arguments of the callable, or of each of them.
+            device: Where data are returned; the environments' own device by default.
+
+        Raises:
+            ConfigError: the wrong number of callables, or environments that do not fit together.
+        """
+        makers = _spread("create_env_fn", create_env_fn, num_workers)
+        kwargs = _spread("create_env_kwargs", create_env_kwargs or {}, num_workers)
+        self._envs = [make(**own) for make, own in zip(makers, kwargs, strict=True)]
+        for env in self._envs:
+            if not is_tensordict_env(env):
+                raise ConfigError(
+                    f"create_env_fn must make environments with TensorDict methods, it made a "
+                    f"{type(env).__name__}; wrap a gymnasium.Env with GymEnv"
+                )
+        _check_alike(self._envs)
+        first = self._envs[0]
+        self._inner = tuple(first.batch_size)
+        batch = (num_workers, *self._inner)
+        wide = [batched(dict(spec_leaves(tree)), (num_workers,)) for tree in _trees(first)]
+        self._inner_ends = EndFlags(first.full_done_spec, self._inner)
+        super().__init__(EnvSpecs(*wide), batch, device if device is not None else first.device)
+
+    def unwrap(self) -> GymSource | None:
+        """Return the Gymnasium environments inside, or ``None`` if not all are `GymEnv` alike."""
+        found: list[GymSource] = []
+        for env in self._envs:
+            source = env.unwrap() if isinstance(env, (GymEnv, SerialEnv)) else None
+            if source is None or (found and not _same_options(source, found[0])):
+                return None
+            found.append(source)
+        if self.device is not None and self.device.type != "cpu":
+            return None
+        first = found[0]
+        return GymSource(
+            tuple(env for source in found for env in source.envs),
+            tuple(self.batch_size),
+            first.categorical,
+            first.observation_dtype,
+            first.info_keys,
+        )
+
+    # -- stepping --------------------------------------------------------------------------------
+
+    def _reset(self, tensordict: TensorDictBase | None, **options: Any) -> TensorDictBase:
+        masks = [] if tensordict is None else _present(tensordict, self._inner_ends.reset_keys)
+        if tensordict is None or not masks:
+            return self._stack([env.reset(**options) for env in self._envs])
+        roots = []
+        for env, part in zip(self._envs, tensordict.unbind(0), strict=True):
+            if any(bool(part.get(key).any()) for key in masks):
+                roots.append(env.reset(part.copy(), **options))
+            else:
+                roots.append(part.exclude(*masks))
+        return self._stack(roots)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        parts = tensordict.unbind(0)
+        steps = [env.step(part.copy()) for env, part in zip(self._envs, parts, strict=True)]
+        return self._stack([step.get(NEXT) for step in steps])
+
+    def _stack(self, parts: Sequence[TensorDictBase]) -> TensorDictBase:
+        stacked: TensorDictBase = LazyStackedTensorDict.maybe_dense_stack(list(parts), 0)
+        return stacked if self.device is None else stacked.to(self.device)
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def _set_seed(self, seed: int, static: bool) -> None:
+        sizes = [env.batch_size.numel() for env in self._envs]
+        for env, offset in zip(self._envs, accumulate(sizes, initial=0), strict=False):
+            env.set_seed(seed if static else seed + offset, static_seed=static)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every environment, ``"worker0"`` and so on."""
+        return {f"worker{i}": env.state_dict() for i, env in enumerate(self._envs)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ConfigError: the state of another number of environments.
+        """
+        if len(state_dict) != len(self._envs):
+            raise ConfigError(
+                f"the state is that of {len(state_dict)} environments, there are {len(self._envs)}"
+            )
+        for i, env in enumerate(self._envs):
+            env.load_state_dict(state_dict[f"worker{i}"])
+
+    def _close(self) -> None:
+        for env in self._envs:
+            env.close()
+
+    def __repr__(self) -> str:
+        return f"SerialEnv({len(self._envs)} x {self._envs[0]!r})"
+
+
+def _spread(name: str, given: Any, number: int) -> list[Any]:
+    if number < 1:
+        raise ConfigError(f"num_workers ({number}) must be at least 1")
+    if callable(given) or isinstance(given, Mapping):
+        return [given] * number
+    items = list(given)
+    if len(items) != number:
+        raise ConfigError(f"{name} has {len(items)} entries for num_workers={number}")
+    return items
+
+
+def _check_alike(envs: Sequence[Any]) -> None:
+    first = envs[0]
+    if len({id(env) for env in envs}) < len(envs):
+        raise ConfigError(
+            "create_env_fn returned the same environment more than once; it must make a new one"
+        )
+    for index, env in enumerate(envs):
+        if env.batch_size != first.batch_size:
+            raise ConfigError(
+                f"environment {index} has batch size {tuple(env.batch_size)}, environment 0 has "
+                f"{tuple(first.batch_size)}; environments of one batch must agree"
+            )
+        differing = sorted(_signature(env) ^ _signature(first), key=str)
+        if differing:
+            raise ConfigError(
+                f"environments {index} and 0 do not declare the same data, they differ in "
+                f"{differing[:4]}; environments of one batch must agree"
+            )
+
+
+def _signature(env: Any) -> set[tuple[Key, tuple[int, ...], Any]]:
+    return {
+        (key, tuple(spec.shape), spec.dtype)
+        for tree in _trees(env)
+        for key, spec in spec_leaves(tree)
+    }
+
+
+def _trees(env: Any) -> tuple[Any, Any, Any, Any]:
+    return (
+        env.full_observation_spec,
+        env.full_action_spec,
+        env.full_reward_spec,
+        env.full_done_spec,
+    )
+
+
+def _present(tensordict: TensorDictBase, keys: Sequence[Key]) -> list[Key]:
+    return [key for key in keys if tensordict.get(key, None) is not None]
+
+
+def _same_options(one: GymSource, other: GymSource) -> bool:
+    return (one.categorical, one.observation_dtype, one.info_keys) == (
+        other.categorical,
+        other.observation_dtype,
+        other.info_keys,
+    )

@@ -1,0 +1,223 @@
+"""What users may give as a policy, and how it is called."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+
+from gleanrl.core.errors import PolicyError, PolicyTypeError
+from gleanrl.core.keys import Key, as_key, as_keys, show
+
+_TENSORDICT_NAMES = ("tensordict", "td")
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class TensorCall:
+    """A callable on tensors, seen as one on TensorDicts."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        in_keys: Sequence[Key],
+        action_keys: Sequence[Key],
+        names: Sequence[str] | None,
+    ) -> None:
+        """Describe how ``fn`` is called.
+
+        Args:
+            fn: Returns the action, or a tuple that starts with the actions.
+            in_keys: What it is given.
+            action_keys: Where the actions go; what else it returns is called ``output1``, ``output2``, ...
+            names: Argument names if it is called by keyword, else ``None``.
+        """
+        self.fn = fn
+        self.in_keys = tuple(in_keys)
+        self.out_keys = tuple(action_keys)
+        self.names = None if names is None else tuple(names)
+        self._actions = tuple(action_keys)
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Call ``fn`` on entries of ``tensordict`` and write what it returns.
+
+        Raises:
+            PolicyTypeError: it returned something else than tensors.
+            PolicyError: it returned too few.
+        """
+        values = [tensordict.get(key) for key in self.in_keys]
+        if self.names is None:
+            out = self.fn(*values)
+        else:
+            out = self.fn(**dict(zip(self.names, values, strict=True)))
+        outs = out if isinstance(out, tuple) else (out,)
+        if not all(isinstance(value, torch.Tensor) for value in outs):
+            kinds = ", ".join(type(value).__name__ for value in outs)
+            raise PolicyTypeError(
+                f"the policy was called with tensors and returned {kinds}; it must return the action as a "
+                "tensor, or a tuple of tensors that starts with it. To work on a TensorDict, name its "
+                "argument 'tensordict'"
+            )
+        if len(outs) < len(self._actions):
+            raise PolicyError(
+                f"the policy returned {len(outs)} tensors for {len(self._actions)} actions "
+                f"{_list(self._actions)}"
+            )
+        extra = len(outs) - len(self._actions)
+        self.out_keys = (*self._actions, *((f"output{i + 1}",) for i in range(extra)))
+        for key, value in zip(self.out_keys, outs, strict=True):
+            tensordict.set(key, value)
+        return tensordict
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A policy ready to be called on a TensorDict."""
+
+    call: Callable[[Any], Any]
+    in_keys: tuple[Key, ...] | None
+    """What it says it reads; ``None`` if it does not say."""
+    out_keys: tuple[Key, ...] | None
+    """What it says it writes; ``None`` if it does not say."""
+
+
+def adapt(
+    policy: Any,
+    observation_keys: Sequence[Key],
+    action_keys: Sequence[Key],
+    *,
+    trust: bool | None = None,
+) -> Adapted:
+    """Find out how ``policy`` wants to be called.
+
+    TensorDict modules, callables with ``in_keys`` and ``out_keys``, and callables whose one argument is
+    named ``tensordict`` or ``td`` or is annotated as a TensorDict are called with a TensorDict. Any other is
+    called with tensors: those its arguments are named after, or the only observation there is.
+
+    Args:
+        policy: What the user gave.
+        observation_keys: What the environment gives.
+        action_keys: What the environment wants.
+        trust: Take ``policy`` to be a callable on TensorDicts without looking.
+
+    Raises:
+        PolicyTypeError: ``policy`` cannot be called with what the environment gives.
+    """
+    if isinstance(policy, type) or not callable(policy):
+        raise PolicyTypeError(
+            f"policy ({policy!r:.200}) must be a callable: a TensorDict module, an nn.Module or a "
+            "function; pass an instance rather than a class, or use policy_factory"
+        )
+    # torch.compile hides the signature of what it wraps.
+    looked_at = getattr(policy, "_orig_mod", policy) if isinstance(policy, nn.Module) else policy
+    if trust or isinstance(looked_at, TensorDictModuleBase):
+        return Adapted(policy, *_declared(looked_at))
+    parameters = _parameters(looked_at)
+    in_keys, out_keys = _declared(looked_at)
+    declared = in_keys is not None and out_keys is not None and len(_required(parameters)) <= 1
+    if declared or _takes_tensordict(looked_at, parameters):
+        return Adapted(policy, in_keys, out_keys)
+    call = _tensor_call(policy, parameters, observation_keys, action_keys)
+    return Adapted(call, call.in_keys, None)
+
+
+def _declared(policy: Any) -> tuple[tuple[Key, ...] | None, tuple[Key, ...] | None]:
+    found = []
+    for name in ("in_keys", "out_keys"):
+        keys = getattr(policy, name, None)
+        found.append(None if keys is None else as_keys(keys))
+    return found[0], found[1]
+
+
+def _parameters(policy: Any) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(_function(policy)).parameters.values())
+    except (TypeError, ValueError) as err:
+        raise PolicyTypeError(
+            f"policy ({policy!r:.200}) has no signature to tell whether it takes a TensorDict or tensors; "
+            "wrap it in a tensordict.nn.TensorDictModule"
+        ) from err
+
+
+def _function(policy: Any) -> Callable[..., Any]:
+    return policy.forward if isinstance(policy, nn.Module) else policy
+
+
+def _required(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    return [one for one in parameters if one.default is one.empty and one.kind not in _VARIADIC]
+
+
+def _takes_tensordict(policy: Any, parameters: Sequence[inspect.Parameter]) -> bool:
+    required = _required(parameters)
+    if len(required) > 1 or not parameters or parameters[0].kind not in _POSITIONAL:
+        return False
+    first = parameters[0]
+    return first.name in _TENSORDICT_NAMES or _means_tensordict(_annotation(policy, first))
+
+
+def _annotation(policy: Any, parameter: inspect.Parameter) -> Any:
+    if not isinstance(parameter.annotation, str):
+        return parameter.annotation
+    function = _function(policy)
+    if not inspect.isroutine(function):
+        function = type(policy).__call__
+    try:
+        return typing.get_type_hints(function).get(parameter.name, parameter.annotation)
+    except (NameError, TypeError, AttributeError):
+        return parameter.annotation
+
+
+def _means_tensordict(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        # A name that is only imported for type checkers.
+        return annotation.rpartition(".")[2].strip() in ("TensorDict", "TensorDictBase")
+    if isinstance(annotation, type):
+        return issubclass(annotation, TensorDictBase)
+    return any(map(_means_tensordict, typing.get_args(annotation)))
+
+
+def _tensor_call(
+    policy: Callable[..., Any],
+    parameters: Sequence[inspect.Parameter],
+    observation_keys: Sequence[Key],
+    action_keys: Sequence[Key],
+) -> TensorCall:
+    names = {key[0]: key for key in observation_keys if len(key) == 1}
+    required = _required(parameters)
+    if required and all(one.name in names for one in required):
+        taken = [one for one in parameters if one.name in names and one.kind not in _VARIADIC]
+        keys = [names[one.name] for one in taken]
+        by_position = any(one.kind is one.POSITIONAL_ONLY for one in taken)
+        return TensorCall(
+            policy, keys, action_keys, None if by_position else [o.name for o in taken]
+        )
+    fits_one = len(required) == 1 and required[0].kind in _POSITIONAL
+    fits_any = not required and any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    if len(observation_keys) == 1 and (fits_one or fits_any):
+        return TensorCall(policy, observation_keys, action_keys, None)
+    signature = ", ".join(map(str, parameters))
+    raise PolicyTypeError(
+        f"policy {_name(policy)}({signature}) cannot be called with what the environment gives: "
+        f"{_list(observation_keys)}. Name its arguments after these keys, or let it take one argument named "
+        "'tensordict', or wrap it in tensordict.nn.TensorDictModule(policy, in_keys=..., out_keys=...)"
+    )
+
+
+def _name(policy: Any) -> str:
+    return getattr(policy, "__name__", None) or type(policy).__name__
+
+
+def _list(keys: Sequence[Key]) -> str:
+    return "[" + ", ".join(map(show, keys)) + "]"
+
+
+def missing_keys(adapted: Adapted, given: Mapping[Key, Any]) -> list[Key]:
+    """Return the entries that a policy says it reads and that are not given."""
+    return [key for key in adapted.in_keys or () if as_key(key) not in given]

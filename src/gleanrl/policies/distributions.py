@@ -1,0 +1,316 @@
+"""Sampling and scoring as recorded calls: the distributions whose arithmetic we know.
+
+Every recipe does what the distribution's own methods do, operation by operation, so that values and random
+stream are the same bit for bit. A recipe is a proposal: `lower` replays it against the module it stands
+for before it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import distributions as D
+
+from gleanrl.policies.exploration import ExplorationType
+from gleanrl.policies.structure import qualified
+from gleanrl.policies.tape import Tape
+
+Tensor: TypeAlias = torch.Tensor
+
+_RANDOM = ExplorationType.RANDOM
+_MODE = ExplorationType.MODE
+_MEAN = ExplorationType.MEAN
+_DETERMINISTIC = ExplorationType.DETERMINISTIC
+_LOG_ROOT_TWO_PI = math.log(math.sqrt(2 * math.pi))
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What is asked of a distribution."""
+
+    tape: Tape
+    params: Mapping[str, Tensor]
+    options: Mapping[str, Any]
+    kind: ExplorationType
+    log_prob: bool
+    """Whether the log-probability is asked for."""
+    joint: bool
+    """Whether sample and log-probability come from one method where the distribution has one."""
+    name: str
+    """What the parameters are called in messages."""
+
+    @property
+    def validated(self) -> bool:
+        """Tell whether the distribution would check its parameters."""
+        asked = self.options.get("validate_args")
+        return bool(D.Distribution._validate_args if asked is None else asked)
+
+
+Drawn: TypeAlias = tuple[Tensor, Tensor | None]
+"""Sample and log-probability."""
+Recipe: TypeAlias = Callable[[Draw], Drawn | None]
+
+
+def recipe_of(kind: Any) -> Recipe | None:
+    """Return how to draw from distributions of the exact class ``kind``, ``None`` if unknown."""
+    return _RECIPES.get(qualified(kind))
+
+
+# -- categorical ---------------------------------------------------------------------------------
+
+
+def _categorical(draw: Draw) -> Drawn | None:
+    return _discrete(draw, _index)
+
+
+def _one_hot_float(draw: Draw) -> Drawn | None:
+    return _discrete(draw, _one_hot_like_probs)
+
+
+def _one_hot_long(draw: Draw) -> Drawn | None:
+    # The most likely action is wherever the logit is the largest: more than one place if there is a tie.
+    return _discrete(draw, _one_hot_of_integers if draw.kind is _RANDOM else _largest)
+
+
+def _discrete(draw: Draw, encode: Callable[[Tape, Tensor, Tensor], Tensor]) -> Drawn | None:
+    if draw.kind not in (_RANDOM, _MODE, _DETERMINISTIC) or set(draw.options) - {"validate_args"}:
+        return None
+    found = _probabilities(draw)
+    if found is None:
+        return None
+    probs, logits = found
+    tape = draw.tape
+    if encode is _largest:
+        index = tape(torch.argmax, logits, -1)
+        probs = logits
+    elif draw.kind is _RANDOM:
+        # torch.multinomial of one draw is this division, without its checks and copies.
+        noise = torch.empty_like(probs)
+        tape.do(noise.exponential_)
+        tape.into(noise, torch.div, probs, noise)
+        index = tape(torch.argmax, noise, -1)
+    else:
+        index = tape(torch.argmax, probs, -1)
+    value = encode(tape, index, probs)
+    if not draw.log_prob:
+        return value, None
+    picked = tape(torch.gather, logits, -1, index.unsqueeze(-1))
+    return value, picked.squeeze(-1)
+
+
+def _probabilities(draw: Draw) -> tuple[Tensor, Tensor] | None:
+    """Return normalised probabilities and logits as ``Categorical`` makes them."""
+    tape, params = draw.tape, draw.params
+    if set(params) == {"logits"} and params["logits"].shape[-1] > 1:
+        raw = params["logits"]
+        total = tape(torch.logsumexp, raw, -1, True)
+        logits = tape(torch.sub, raw, total)
+        # NaN, +inf and rows of -inf all show in the normaliser; single -inf are legal masks.
+        tape.check_finite(total, _not_finite(draw.name))
+        return tape(torch.softmax, logits, -1), logits
+    if set(params) == {"probs"} and params["probs"].shape[-1] > 1:
+        raw = params["probs"]
+        total = tape(torch.sum, raw, -1, True)
+        probs = tape(torch.div, raw, total)
+        tape.check_finite(total, _not_finite(draw.name))
+        tiny = torch.finfo(raw.dtype).tiny
+        tape.check_above(raw, -tiny, f"the policy gave negative probabilities in {draw.name}")
+        eps = torch.finfo(probs.dtype).eps
+        logits = tape(torch.clamp, probs, eps, 1 - eps)
+        tape.do(logits.log_)
+        return probs, logits
+    return None
+
+
+def _index(tape: Tape, index: Tensor, probs: Tensor) -> Tensor:
+    return index
+
+
+def _one_hot_like_probs(tape: Tape, index: Tensor, probs: Tensor) -> Tensor:
+    return _one_hot(tape, index, torch.zeros_like(probs))
+
+
+def _one_hot_of_integers(tape: Tape, index: Tensor, probs: Tensor) -> Tensor:
+    return _one_hot(tape, index, torch.zeros_like(probs, dtype=torch.int64))
+
+
+def _largest(tape: Tape, index: Tensor, logits: Tensor) -> Tensor:
+    hot = torch.zeros_like(logits, dtype=torch.int64)
+    tape.do(hot.copy_, tape(torch.eq, logits, tape(torch.amax, logits, -1, True)))
+    return hot
+
+
+def _one_hot(tape: Tape, index: Tensor, hot: Tensor) -> Tensor:
+    tape.do(hot.zero_)
+    tape.do(hot.scatter_, -1, index.unsqueeze(-1), 1)
+    return hot
+
+
+# -- normal ----------------------------------------------------------------------------------------
+
+
+def _normal(draw: Draw) -> Drawn | None:
+    return _gaussian(draw, 0, {"validate_args"})
+
+
+def _independent_normal(draw: Draw) -> Drawn | None:
+    if draw.options.get("tanh_loc", False):
+        return None
+    known = {"validate_args", "tanh_loc", "upscale", "event_dim"}
+    return _gaussian(draw, draw.options.get("event_dim", 1), known)
+
+
+def _gaussian(draw: Draw, event_dims: int, known: set[str]) -> Drawn | None:
+    modes = (_RANDOM, _MEAN, _MODE, _DETERMINISTIC)
+    found = _loc_scale(draw)
+    if found is None or draw.kind not in modes or set(draw.options) - known:
+        return None
+    loc, scale = found
+    tape = draw.tape
+    if draw.validated:
+        _check_normal(draw, loc, scale, 0.0)
+    value = _shifted(tape, loc, scale) if draw.kind is _RANDOM else loc
+    if not draw.log_prob:
+        return value, None
+    return value, _rightmost(tape, _normal_log_prob(tape, value, loc, scale), event_dims)
+
+
+def _loc_scale(draw: Draw) -> tuple[Tensor, Tensor] | None:
+    params = draw.params
+    if set(params) != {"loc", "scale"}:
+        return None
+    loc, scale = params["loc"], params["scale"]
+    return (loc, scale) if loc.shape == scale.shape and loc.dtype == scale.dtype else None
+
+
+def _check_normal(draw: Draw, loc: Tensor, scale: Tensor, least: float) -> None:
+    message = _not_finite(draw.name)
+    draw.tape.check_finite(loc, message)
+    draw.tape.check_above(scale, least, f"the policy gave a scale of at most {least:g}; {message}")
+
+
+def _shifted(tape: Tape, loc: Tensor, scale: Tensor) -> Tensor:
+    noise = torch.empty(loc.shape, dtype=loc.dtype, device=loc.device)
+    tape.do(noise.normal_)
+    return tape(torch.add, loc, tape(torch.mul, noise, scale))
+
+
+def _normal_log_prob(tape: Tape, value: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+    variance = tape(torch.mul, scale, scale)
+    doubled = tape(torch.add, variance, variance)
+    log_scale = tape(torch.log, scale)
+    away = tape(torch.sub, value, loc)
+    square = tape(torch.mul, away, away)
+    tape.do(square.neg_)
+    tape.do(square.div_, doubled)
+    tape.do(square.sub_, log_scale)
+    tape.do(square.sub_, _LOG_ROOT_TWO_PI)
+    return square
+
+
+def _rightmost(tape: Tape, value: Tensor, dims: int) -> Tensor:
+    if dims == 0:
+        return value
+    flat = value.view(*value.shape[: value.ndim - dims], -1)
+    return tape(torch.sum, flat, -1)
+
+
+# -- squashed normal ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Squash:
+    """``loc + scale * tanh(x)``, kept off the bounds of tanh if ``limit`` is given."""
+
+    limit: float | None
+    loc: Tensor | None
+    scale: Tensor | None
+
+    def forward(self, tape: Tape, value: Tensor) -> Tensor:
+        out = tape(torch.tanh, value)
+        if self.limit is not None:
+            tape.do(out.clamp_, -self.limit, self.limit)
+        if self.loc is None or self.scale is None:
+            return out
+        return tape(torch.add, self.loc, tape(torch.mul, self.scale, out))
+
+    def inverse(self, tape: Tape, value: Tensor) -> Tensor:
+        if self.loc is not None and self.scale is not None:
+            value = tape(torch.sub, value, self.loc)
+            tape.do(value.div_, self.scale)
+        if self.limit is None:
+            return tape(torch.atanh, value)
+        out = tape(torch.clamp, value, -self.limit, self.limit)
+        tape.do(out.atanh_)
+        return out
+
+    def log_slope(self, tape: Tape, value: Tensor) -> Tensor:
+        soft = tape(F.softplus, tape(torch.mul, value, -2.0))
+        out = tape(torch.sub, _number(math.log(2.0), value), value)
+        tape.do(out.sub_, soft)
+        tape.do(out.mul_, 2.0)
+        if self.scale is not None:
+            tape.do(out.add_, self.scale.abs().log())
+        return out
+
+
+def _tanh_normal(draw: Draw) -> Drawn | None:
+    options = draw.options
+    known = {"low", "high", "event_dims", "tanh_loc", "safe_tanh", "upscale"}
+    found = _loc_scale(draw)
+    if found is None or draw.kind not in (_RANDOM, _DETERMINISTIC):
+        return None
+    if set(options) - known or options.get("tanh_loc", False):
+        return None
+    loc, scale = found
+    tape, squash = draw.tape, _squash(options, loc)
+    if draw.validated:
+        _check_normal(draw, loc, scale, 1e-6)
+    before = _shifted(tape, loc, scale) if draw.kind is _RANDOM else loc
+    value = squash.forward(tape, before)
+    if not draw.log_prob:
+        return value, None
+    joint = draw.joint and draw.kind is _RANDOM
+    point = before if joint else squash.inverse(tape, value)
+    dims = options.get("event_dims")
+    dims = min(1, loc.ndim) if dims is None else dims
+    slope = _rightmost(tape, squash.log_slope(tape, point), dims)
+    base = _rightmost(tape, _normal_log_prob(tape, point, loc, scale), dims)
+    return value, tape(torch.sub, base, slope)
+
+
+def _squash(options: Mapping[str, Any], loc: Tensor) -> _Squash:
+    low = torch.as_tensor(options.get("low", -1.0), device=loc.device)
+    high = torch.as_tensor(options.get("high", 1.0), device=loc.device)
+    limit = 1.0 - torch.finfo(loc.dtype).resolution if options.get("safe_tanh", True) else None
+    if bool((high == 1.0).all() and (low == -1.0).all()):
+        return _Squash(limit, None, None)
+    return _Squash(limit, (high + low) / 2, (high - low) / 2)
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    return torch.tensor(value, dtype=like.dtype, device=like.device)
+
+
+def _not_finite(name: str) -> str:
+    return (
+        f"the policy gave NaN or infinite values in {name} during this rollout; look at its weights "
+        "and at the observations it was fed"
+    )
+
+
+# Full names, because the package of some of them is not imported here.
+_RECIPES: dict[str, Recipe] = {
+    qualified(D.Categorical): _categorical,
+    qualified(D.OneHotCategorical): _one_hot_float,
+    qualified(D.Normal): _normal,
+    "tensordict.nn.distributions.discrete.OneHotCategorical": _one_hot_long,
+    "torchrl.modules.distributions.discrete.OneHotCategorical": _one_hot_long,
+    "torchrl.modules.distributions.continuous.IndependentNormal": _independent_normal,
+    "torchrl.modules.distributions.continuous.TanhNormal": _tanh_normal,
+}

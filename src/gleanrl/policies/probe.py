@@ -1,0 +1,196 @@
+"""The one call of a policy at construction: what it reads and writes, learnt without leaving a trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from gleanrl.core.errors import PolicyError, PolicyTypeError
+from gleanrl.core.keys import Key, as_key, is_private, show
+from gleanrl.policies.structure import children_of, modules_of, selects, units_of
+
+
+@dataclass(slots=True)
+class Unit:
+    """One module of a policy, as it was seen to act."""
+
+    module: Callable[[Any], Any]
+    """Takes and returns a TensorDict."""
+    visible: tuple[Key, ...]
+    """The entries that were there when it was called."""
+    writes: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """The entries it made or replaced, with the values it gave."""
+
+
+@dataclass(slots=True)
+class Probed:
+    """What one call showed."""
+
+    units: list[Unit]
+    """The modules the policy is made of; the policy itself if it cannot be taken apart."""
+    whole: Unit
+    """The policy as one unit."""
+
+    @property
+    def outputs(self) -> dict[Key, torch.Tensor]:
+        """What the policy wrote, without private entries."""
+        return {key: value for key, value in self.whole.writes.items() if not is_private(key)}
+
+
+def run_once(
+    policy: Callable[[Any], Any], inputs: Mapping[Key, torch.Tensor], batch_shape: Sequence[int]
+) -> Probed:
+    """Call ``policy`` on ``inputs``, module by module where it is a sequence.
+
+    Args:
+        policy: Takes a TensorDict, returns one (or ``None`` after changing the given one).
+        inputs: Root entries, each ``[*batch_shape, ...]``. Copied.
+        batch_shape: Batch size of the TensorDict.
+
+    Raises:
+        PolicyTypeError: the policy returned something else than a TensorDict.
+        PolicyError: an entry is no tensor.
+    """
+    td = _tensordict(inputs, batch_shape)
+    start = _entries(td)
+    units, apart = [], True
+    for module in units_of(policy):
+        before = _entries(td)
+        td = call_on(module, td)
+        after = _entries(td)
+        units.append(Unit(module, tuple(before), _written(before, after)))
+        apart = apart and td.batch_size == tuple(batch_shape) and _all_tensors(after)
+    end = _entries(td)
+    whole = Unit(policy, tuple(start), _written(start, end, _dropped(policy, end)))
+    if units[0].module is policy:
+        units = [whole]
+    for key, value in whole.writes.items():
+        if not isinstance(value, torch.Tensor) and not is_private(key):
+            raise PolicyError(
+                f"the policy wrote {show(key)} as {type(value).__name__}, which is no tensor; only "
+                "tensors of one shape can be collected, write it under a key that starts with '_'"
+            )
+    return Probed(units if apart else [whole], whole)
+
+
+def call_on(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
+    """Call ``policy`` and return the TensorDict it left or returned."""
+    result = policy(td)
+    if result is None:
+        return td
+    if not isinstance(result, TensorDictBase):
+        raise PolicyTypeError(
+            f"the policy was called with a TensorDict and returned {type(result).__name__}; it must "
+            "return a TensorDict (or None after writing into the one it got)"
+        )
+    return result
+
+
+def _tensordict(inputs: Mapping[Key, torch.Tensor], batch_shape: Sequence[int]) -> TensorDict:
+    td = TensorDict({}, batch_size=list(batch_shape))
+    for key, value in inputs.items():
+        td.set(key, value.clone())
+    return td
+
+
+def _entries(td: TensorDictBase) -> dict[Key, Any]:
+    return {as_key(key): value for key, value in td.items(include_nested=True, leaves_only=True)}
+
+
+def _all_tensors(entries: Mapping[Key, Any]) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in entries.values())
+
+
+def _written(
+    before: Mapping[Key, Any], after: Mapping[Key, Any], dropped: Sequence[Key] = ()
+) -> dict[Key, Any]:
+    return {
+        key: value
+        for key, value in after.items()
+        if key not in dropped and not (key in before and _same_memory(before[key], value))
+    }
+
+
+def _same_memory(one: Any, other: Any) -> bool:
+    """Tell whether two entries are views of the same numbers: what merely passed through a module."""
+    if one is other:
+        return True
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.stride() == other.stride()
+    )
+
+
+def _dropped(policy: Any, entries: Mapping[Key, Any]) -> list[Key]:
+    """Return what a sequence with selected outputs writes and does not keep."""
+    if not isinstance(policy, nn.Module) or not selects(policy) or children_of(policy) is None:
+        return []
+    keys: Any = policy.out_keys
+    kept = {as_key(key) for key in keys}
+    return [key for key in entries if key not in kept]
+
+
+@contextmanager
+def untouched(policy: Any) -> Iterator[None]:
+    """Leave random streams and the policy's buffers as they were before the body."""
+    torch_state, python_state, numpy_state = (
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state(),
+    )
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    modules = list(modules_of(policy))
+    generators = [(one, one.get_state()) for one in _generators(modules)]
+    buffers = [(module, _copies(module)) for module in modules]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)
+        for generator, state in generators:
+            generator.set_state(state)
+        for module, copies in buffers:
+            _restore(module, copies)
+
+
+def _generators(modules: Sequence[nn.Module]) -> list[torch.Generator]:
+    return [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, torch.Generator)
+    ]
+
+
+def _copies(module: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    return {
+        name: (buffer, buffer.detach().clone())
+        for name, buffer in vars(module)["_buffers"].items()
+        if buffer is not None and not is_lazy(buffer)
+    }
+
+
+def _restore(module: nn.Module, copies: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    buffers = vars(module)["_buffers"]
+    with torch.no_grad():
+        for name, (buffer, values) in copies.items():
+            if buffers.get(name) is not buffer:
+                buffers[name] = buffer
+            if not torch.equal(buffer, values):
+                buffer.copy_(values)

@@ -1,0 +1,173 @@
+"""Feed-forward modules as recorded calls: linear layers, activations, and sequences of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from tensordict.nn import NormalParamExtractor, biased_softplus
+from torch import nn
+
+from gleanrl.policies.structure import Watch, is_plain, qualified, uses
+from gleanrl.policies.tape import Tape
+
+Tensor: TypeAlias = torch.Tensor
+
+_TRIALS = 3
+
+# Activations that exist in place, as the function that applies one.
+_IN_PLACE: dict[type, Callable[[Any], Callable[[Tensor], Any]]] = {
+    nn.Tanh: lambda m: torch.tanh_,
+    nn.ReLU: lambda m: torch.relu_,
+    nn.Sigmoid: lambda m: torch.sigmoid_,
+    nn.ELU: lambda m: partial(F.elu, alpha=m.alpha, inplace=True),
+    nn.CELU: lambda m: partial(F.celu, alpha=m.alpha, inplace=True),
+    nn.SELU: lambda m: partial(F.selu, inplace=True),
+    nn.SiLU: lambda m: partial(F.silu, inplace=True),
+    nn.Mish: lambda m: partial(F.mish, inplace=True),
+    nn.ReLU6: lambda m: partial(F.relu6, inplace=True),
+    nn.Hardtanh: lambda m: partial(F.hardtanh, min_val=m.min_val, max_val=m.max_val, inplace=True),
+    nn.LeakyReLU: lambda m: partial(F.leaky_relu, negative_slope=m.negative_slope, inplace=True),
+}
+# Modules that make one new tensor from one tensor and hold nothing but parameters.
+_PURE = (nn.GELU, nn.Softplus, nn.Softsign, nn.Softmax, nn.LogSoftmax, nn.LayerNorm, nn.RMSNorm)
+# Subclasses of nn.Sequential that add nothing for one input; their packages are not imported here.
+_SEQUENTIALS = {"torchrl.modules.models.models.MLP": "_reshape_out"}
+_SCALE_MAPPINGS: tuple[Callable[..., Tensor], ...] = (torch.exp, F.softplus)
+
+
+def is_known(module: Any) -> bool:
+    """Tell whether `lower_tensors` understands ``module`` completely."""
+    if not isinstance(module, nn.Module):
+        return False
+    leaves = list(_leaves(module))
+    # An extractor returns two tensors: nothing in a sequence can follow it.
+    return all(map(_is_known_leaf, leaves)) and not any(
+        isinstance(leaf, NormalParamExtractor) for leaf in leaves[:-1]
+    )
+
+
+def _is_known_leaf(module: nn.Module) -> bool:
+    if not is_plain(module):
+        return False
+    kind = type(module)
+    if kind is NormalParamExtractor:
+        return _is_known_mapping(module.scale_mapping)
+    if kind is nn.Dropout:
+        return not module.training or not module.p
+    return kind in _IN_PLACE or kind in _PURE or kind in (nn.Linear, nn.Identity)
+
+
+def lower_tensors(tape: Tape, watch: Watch, module: nn.Module, value: Tensor) -> tuple[Tensor, ...]:
+    """Record ``module(value)`` for a module that `is_known`.
+
+    Args:
+        tape: Receives the calls.
+        watch: Told of every module that the calls stand for.
+        module: What to record.
+        value: A tensor that stays, refilled before every replay.
+
+    Returns:
+        What the module returns: tensors that every replay refills.
+    """
+    private = False
+    values: tuple[Tensor, ...] = (value,)
+    for part in _leaves(module, watch):
+        first = values[0]
+        if isinstance(part, nn.Linear):
+            values, private = (_linear(tape, part, first),), True
+        elif type(part) in _IN_PLACE:
+            values = (_activation(tape, part, first, private or getattr(part, "inplace", False)),)
+            private = True
+        elif isinstance(part, NormalParamExtractor):
+            values = (*_normal_parameters(tape, part, first), *values[1:])
+        elif isinstance(part, _PURE):
+            values, private = (tape.fill(partial(part, first)),), True
+    return values
+
+
+def _leaves(module: nn.Module, watch: Watch | None = None) -> Iterator[nn.Module]:
+    """Yield the leaves of nested sequences in the order of their calls."""
+    if watch is not None:
+        watch.add(module)
+    if not _is_sequential(module):
+        yield module
+        return
+    # Not children(): a module that stands twice in a sequence is called twice.
+    for child in cast("nn.Sequential", module):
+        yield from _leaves(child, watch)
+
+
+def _is_sequential(module: nn.Module) -> bool:
+    if uses(module, nn.Sequential, "forward", "__iter__"):
+        return True
+    flag = _SEQUENTIALS.get(qualified(type(module)))
+    return flag is not None and is_plain(module) and not vars(module).get(flag, True)
+
+
+def _linear(tape: Tape, module: nn.Linear, value: Tensor) -> Tensor:
+    weight = module.weight.detach()
+    bias = None if module.bias is None else module.bias.detach()
+    if not value.is_contiguous() or not _flattens(value, weight, bias):
+        return tape.fill(partial(F.linear, value, weight, bias))
+    flat = value.view(-1, value.shape[-1])
+    if bias is None:
+        out = tape(torch.mm, flat, weight.t())
+    else:
+        out = tape(torch.addmm, bias, flat, weight.t())
+    return out.view(*value.shape[:-1], weight.shape[0])
+
+
+def _flattens(value: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Tell whether one matrix product over flattened rows gives ``F.linear``'s result, bit for bit.
+
+    Kernels differ between vectors, matrices and batches of matrices; tried on random numbers, where
+    another order of summation shows in almost every element.
+    """
+    generator = torch.Generator(value.device).manual_seed(0)
+    for _ in range(_TRIALS):
+        trial = torch.randn(value.shape, generator=generator, device=value.device).to(value.dtype)
+        flat = trial.view(-1, trial.shape[-1])
+        if bias is None:
+            mine = torch.mm(flat, weight.t())
+        else:
+            mine = torch.addmm(bias, flat, weight.t())
+        if not torch.equal(mine.view(-1), F.linear(trial, weight, bias).view(-1)):
+            return False
+    return True
+
+
+def _activation(tape: Tape, module: nn.Module, value: Tensor, in_place: bool) -> Tensor:
+    if not in_place:
+        value = tape.fill(partial(_same, value))
+    tape.do(_IN_PLACE[type(module)](module), value)
+    return value
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _is_known_mapping(mapping: Any) -> bool:
+    if type(mapping) is biased_softplus:
+        return is_plain(mapping)
+    return any(mapping is known for known in _SCALE_MAPPINGS)
+
+
+def _normal_parameters(
+    tape: Tape, module: NormalParamExtractor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    loc, raw = value.chunk(2, -1)
+    mapping = module.scale_mapping
+    if type(mapping) is biased_softplus:
+        # Not as a partial of the module: its attributes are numbers that stay.
+        shifted = tape(torch.add, raw, mapping.bias)
+        scale = tape(F.softplus, shifted)
+        tape.do(scale.add_, mapping.min_val)
+    else:
+        scale = tape(mapping, raw)
+    tape.do(scale.clamp_min_, module.scale_lb)
+    return loc, scale

@@ -1,0 +1,33 @@
+"""The dotted paths TorchRL users write, with the package name replaced."""
+
+import importlib
+
+import pytest
+
+PATHS = [
+    "gleanrl.collectors.BaseCollector",
+    "gleanrl.collectors.Collector",
+    "gleanrl.collectors.DataCollectorBase",
+    "gleanrl.collectors.ProfileConfig",
+    "gleanrl.collectors.RandomPolicy",
+    "gleanrl.collectors.SyncDataCollector",
+    "gleanrl.collectors.utils.split_trajectories",
+    "gleanrl.data.postprocs.MultiStep",
+    "gleanrl.envs.EnvBase",
+    "gleanrl.envs.EnvCreator",
+    "gleanrl.envs.GymEnv",
+    "gleanrl.envs.SerialEnv",
+    "gleanrl.envs.libs.gym.GymEnv",
+    "gleanrl.envs.libs.gym.set_gym_backend",
+    "gleanrl.envs.set_gym_backend",
+    "gleanrl.envs.utils.ExplorationType",
+    "gleanrl.envs.utils.set_exploration_type",
+    "gleanrl.modules.RandomPolicy",
+    "gleanrl.weight_update.WeightSyncScheme",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_path_resolves(path):
+    module, _, name = path.rpartition(".")
+    assert getattr(importlib.import_module(module), name) is not None

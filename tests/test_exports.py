@@ -1,0 +1,33 @@
+"""The public surface."""
+
+import subprocess
+import sys
+
+import pytest
+
+import gleanrl
+import gleanrl.collectors
+import gleanrl.envs
+
+OPTIONAL = ["torchrl", "envpool", "ray", "matplotlib", "ale_py", "stable_baselines3"]
+
+
+@pytest.mark.parametrize("module", [gleanrl, gleanrl.collectors, gleanrl.envs])
+def test_public_names_are_sorted_and_exist(module):
+    names = module.__all__
+    assert sorted(names, key=str.casefold) == sorted(set(names), key=str.casefold)
+    assert all(getattr(module, name) is not None for name in names)
+
+
+def test_importing_the_package_imports_nothing_optional():
+    check = f"import sys, gleanrl; print([m for m in {OPTIONAL} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_version_is_the_projects():
+    from importlib.metadata import version
+
+    assert version("gleanrl") == gleanrl.__version__
