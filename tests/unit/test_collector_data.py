@@ -380,7 +380,7 @@ def test_building_a_collector_draws_nothing():
     expected = torch.rand(2).tolist(), np.random.rand(2).tolist()
     torch.manual_seed(5)
     np.random.seed(5)
-    Collector("CartPole-v1", mlp(), frames_per_batch=4).shutdown()
+    Collector("CartPole-v1", frames_per_batch=4).shutdown()
     torch.manual_seed(5)
     Collector("CartPole-v1", by_sign, frames_per_batch=4).shutdown()
     assert (torch.rand(2).tolist(), np.random.rand(2).tolist()) == expected

@@ -161,9 +161,7 @@ def test_data_equal_those_of_torchrls_collector(name):
 
 
 def test_layout_has_every_key_of_the_environment(make):
-    expected = {
-        k if isinstance(k, tuple) else (k,) for k in reference(make(), 2).keys(True, True)
-    }
+    expected = {k if isinstance(k, tuple) else (k,) for k in reference(make(), 2).keys(True, True)}
     assert set(Driver(make(), 2).window.keys()) == expected
 
 
@@ -390,7 +388,10 @@ def test_rewards_made_on_another_device_arrive_in_bulk(monkeypatch):
     driver = Driver(SerialEnv(2, lambda: Keeper(max_steps=2)), 5)
     data = driver.roll(driver.act_with(1))
     assert data["next", "reward"].squeeze(-1).tolist() == [[1, 2, 3, 1, 2]] * 2
-    assert driver.roll(driver.act_with(1), steps=2)["next", "reward"][1].flatten().tolist() == [3, 1]
+    assert driver.roll(driver.act_with(1), steps=2)["next", "reward"][1].flatten().tolist() == [
+        3,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,10 @@ class Nested(gym.Env):
     """Dict observations and actions."""
 
     observation_space = spaces.Dict(
-        {"arm": spaces.Dict({"angle": spaces.Box(-1, 1, (3,), np.float64)}), "n": spaces.Discrete(4)}
+        {
+            "arm": spaces.Dict({"angle": spaces.Box(-1, 1, (3,), np.float64)}),
+            "n": spaces.Discrete(4),
+        }
     )
     action_space = spaces.Dict({"push": spaces.Box(-1, 1, (2,)), "grip": spaces.Discrete(2)})
 
@@ -417,6 +420,7 @@ def test_batches_can_be_batched():
     assert env.rollout(2).shape == (2, 3, 2)
     assert env.unwrap().batch_shape == (2, 3)
     assert len(env.unwrap().envs) == 6
+    assert env.rand_action().batch_size == (2, 3)
 
 
 def test_each_environment_may_have_its_own_recipe():

@@ -150,7 +150,8 @@ class Pool(Protocol):
     def step(self, t: int) -> tuple[Array, Array]:
         """Step all with the actions in row ``t``; write the row and root row ``t + 1``.
 
-        ``"next"`` observations are not written: in a log they are the root row that follows.
+        Flags are there at once, rewards after `finish`; ``"next"`` observations are not written: in
+        a log they are the root row that follows.
         Returns the indices of those that only were reset, and of those that ended.
         """
         ...

@@ -369,12 +369,12 @@ class EnvBase(abc.ABC):
         self.close()
 
 
-def batched(specs: Mapping[Key, Any], batch: Sequence[int], device: Any = None) -> Composite:
-    """Return ``specs`` of one environment with the dimensions ``batch`` in front."""
+def batched(specs: Mapping[Key, Any], extra: Sequence[int], own: Sequence[int] = ()) -> Composite:
+    """Return ``specs``, which begin with the batch ``own``, with dimensions ``extra`` in front."""
     wide: dict[NestedKey, TensorSpec] = {
-        key: spec.expand(*batch, *spec.shape) if batch else spec for key, spec in specs.items()
+        key: spec.expand(*extra, *spec.shape) if extra else spec for key, spec in specs.items()
     }
-    return Composite(wide, batch, device)
+    return Composite(wide, (*extra, *own))
 
 
 def _moved(tree: Composite, device: torch.device) -> Composite:

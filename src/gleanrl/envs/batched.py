@@ -16,6 +16,8 @@ from gleanrl.core.layout import Field
 from gleanrl.core.protocols import Array, Spec, Window
 from gleanrl.envs.spaces import Leaf, action_leaves, assemble, space_spec
 
+_FLAGS = (TERMINATED, TRUNCATED, DONE)
+
 Rows: TypeAlias = "Array | slice"
 """Which rows of what a reset returned belong to the environments that were reset."""
 
@@ -193,21 +195,33 @@ class ResetResult:
 class Outcomes:
     """Rewards and flags of a rollout: kept as rows per step, written in bulk at its end."""
 
-    def __init__(self, envs: int) -> None:
-        """Allocate nothing yet: the number of steps is not known."""
-        self._envs = envs
-        self._shape = (envs,)
-        self._over = np.zeros(envs, bool)
-        self._rewards = np.zeros((0, envs))
-        self._dead = np.zeros((0, envs), bool)
-        self._late = np.zeros((0, envs), bool)
+    def __init__(self, envs: int, in_place: bool) -> None:
+        """Allocate nothing yet: the number of steps is not known.
 
-    def begin(self, steps: int) -> None:
-        """Make room for ``steps`` steps."""
+        Args:
+            envs: Environments, ``P``.
+            in_place: Write flags into the window at once: its rows are contiguous, or somebody has
+                to see them before the end of the rollout.
+        """
+        self._envs = envs
+        self._in_place = in_place
+        self._shape = (envs,)
+        self._rewards = np.zeros((0, envs))
+        self._flags = np.zeros((3, 0, envs), bool)
+        self._dead = self._late = self._done = self._flags[0]
+
+    def begin(self, window: Window) -> None:
+        """Make room for the steps of ``window``."""
+        steps = window.steps
         if len(self._rewards) < steps:
             self._rewards = np.zeros((steps, self._envs))
-            self._dead = np.zeros((steps, self._envs), bool)
-            self._late = np.zeros((steps, self._envs), bool)
+            if not self._in_place:
+                self._flags = np.zeros((3, steps, self._envs), bool)
+        self._dead, self._late, self._done = (
+            [window.array(next_key(key))[:, :, 0].T for key in _FLAGS]
+            if self._in_place
+            else self._flags
+        )
 
     def keep(self, t: int, reward: Any, terminated: Any, truncated: Any) -> Array:
         """Keep step ``t``; returns the indices of the environments that ended."""
@@ -225,12 +239,13 @@ class Outcomes:
         self._rewards[t] = reward
         self._dead[t] = dead
         self._late[t] = late
-        np.logical_or(dead, late, out=self._over)
-        return self._over.nonzero()[0]
+        np.logical_or(dead, late, out=self._done[t])
+        return np.flatnonzero(self._done[t])
 
     def truncate(self, t: int, envs: Array) -> None:
         """Mark ``envs`` as truncated at step ``t`` unless they terminated there."""
         self._late[t, envs] |= ~self._dead[t, envs]
+        self._done[t, envs] = True
 
     def finish(self, window: Window, steps: int) -> None:
         """Write the rewards and flags of ``steps`` steps into ``window``.
@@ -248,14 +263,10 @@ class Outcomes:
                 f"environment {env} returned reward {rewards[t, env]} at step {t}, which overflows "
                 "float32; scale it with gymnasium.wrappers.vector.TransformReward"
             )
-        dead, late = self._dead[:steps], self._late[:steps]
-        for key, values in (
-            (REWARD, narrow),
-            (TERMINATED, dead),
-            (TRUNCATED, late),
-            (DONE, dead | late),
-        ):
-            window.array(next_key(key))[:, :steps, 0] = values.T
+        window.array(next_key(REWARD))[:, :steps, 0] = narrow.T
+        if not self._in_place:
+            for key, values in zip(_FLAGS, self._flags, strict=True):
+                window.array(next_key(key))[:, :steps, 0] = values[:steps].T
 
 
 class BatchedActions:
@@ -290,14 +301,14 @@ class BatchedActions:
         parts = [decode(rows[t]) for decode, rows in zip(self._decoders, self._rows, strict=True)]
         return assemble(self._leaves, parts, self._space)
 
-    def random(self, t: int, ahead: bool) -> None:
-        """Write random actions into row ``t``; ``ahead`` allows to draw a whole window at once."""
-        if ahead and self._stepwise:
-            # One call for the whole rollout draws the same numbers in the same order.
-            if t == 0:
+    def random(self, t: int, ahead: int) -> None:
+        """Write random actions into row ``t``; draw at most ``ahead`` rows at once."""
+        if self._stepwise:
+            # One call for many rows draws the same numbers in the same order.
+            if t % ahead == 0:
                 ((key, spec),) = self.specs.items()
-                draw = spec.rand((self._window.steps, self._envs))
-                self._window.tensor(key).copy_(draw.transpose(0, 1))
+                field = self._window.tensor(key)[:, t : t + ahead]
+                field.copy_(spec.rand((field.shape[1], self._envs)).transpose(0, 1))
             return
         for key, spec in self.specs.items():
             self._window.tensor_rows(key)[t].copy_(spec.rand((self._envs,)))

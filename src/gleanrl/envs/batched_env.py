@@ -39,7 +39,8 @@ class BatchedEnv:
 
     costs_reset_step = False
     """Whether the automatic reset takes a step of its own."""
-    _draws_ahead = True
+    _draws_ahead: int | None = None
+    """Rows of random actions to draw at once; ``None`` for all of a window."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class BatchedEnv:
         ]
         self._fields = [FieldRows(reader, self.num_envs) for reader in readers]
         self._actions = BatchedActions(env.single_action_space, self.num_envs, categorical)
-        self._outcomes = Outcomes(self.num_envs)
+        self._outcomes = Outcomes(self.num_envs, in_place=self.costs_reset_step)
         self.action_specs: Mapping[Key, Spec] = self._actions.specs
         self.layout = EnvLayout(
             batch_shape=(self.num_envs,),
@@ -99,7 +100,7 @@ class BatchedEnv:
         for field in self._fields:
             field.begin(window, carry)
         self._actions.begin(window)
-        self._outcomes.begin(window.steps)
+        self._outcomes.begin(window)
 
     def _advance(self, t: int) -> tuple[Array, Mapping[str, Any]]:
         """Step with the actions in row ``t``; return the indices that ended, and ``infos``."""
@@ -119,7 +120,7 @@ class BatchedEnv:
 
     def random(self, t: int) -> None:
         """Write random actions into row ``t``."""
-        self._actions.random(t, self._draws_ahead)
+        self._actions.random(t, self._draws_ahead or self._window.steps)
 
     def finish(self, steps: int) -> None:
         """Write the rewards and flags of ``steps`` steps.

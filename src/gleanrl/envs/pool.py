@@ -24,7 +24,7 @@ class NextStepPool(BatchedEnv):
 
     costs_reset_step = True
     # How many steps a rollout will take is not known when it begins.
-    _draws_ahead = False
+    _draws_ahead = 16
 
     def __init__(
         self,

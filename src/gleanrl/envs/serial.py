@@ -62,7 +62,9 @@ class SerialEnv(EnvBase):
         first = self._envs[0]
         self._inner = tuple(first.batch_size)
         batch = (num_workers, *self._inner)
-        wide = [batched(dict(spec_leaves(tree)), (num_workers,)) for tree in _trees(first)]
+        wide = [
+            batched(dict(spec_leaves(tree)), (num_workers,), self._inner) for tree in _trees(first)
+        ]
         self._inner_ends = EndFlags(first.full_done_spec, self._inner)
         super().__init__(EnvSpecs(*wide), batch, device if device is not None else first.device)
 

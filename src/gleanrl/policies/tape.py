@@ -111,5 +111,5 @@ class Tape:
         if value is None or total is None:
             self.calls.append(partial(tensor_fold, check.total, tensor, out=check.total))
         else:
-            self.calls.append(partial(fold, total, value, total))
+            self.calls.append(partial(fold, total, value, out=total))
         self.checks.append(check)

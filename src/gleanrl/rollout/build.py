@@ -16,7 +16,7 @@ from gleanrl.envs.make import Carried, make_env
 from gleanrl.envs.pool import NextStepPool
 from gleanrl.envs.tensordict_env import TensorDictEnv
 from gleanrl.memory.window import RolloutWindow
-from gleanrl.policies import adapt
+from gleanrl.policies.make import make_policy
 from gleanrl.policies.random import random_policy
 from gleanrl.rollout.carrier import CarrierRollout
 from gleanrl.rollout.cursor import CursorRollout
@@ -77,10 +77,9 @@ class SourceBuilder:
 
     def _policies(self, env: Env, probe: RolloutWindow) -> BuiltPolicies:
         user = self._user_policy()
-        policy = adapt.make_policy(
+        policy = make_policy(
             user,
             env=env.layout,
-            action_specs=env.action_specs,
             random=env.random,
             probe=probe,
             exploration=self.rollout.exploration,

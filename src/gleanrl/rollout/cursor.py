@@ -97,16 +97,17 @@ def cursor(
 ) -> int:
     """Take raw steps ``first`` to ``last`` into the log all four are bound to; return the end."""
     act, step = policy.act, pool.step
+    stateful = bool(policy.states) or spool.marks_init
     for t in range(first, last):
         act(t)
         waited, ended = step(t)
-        if len(waited):
-            spool.skip(t, waited)
+        if stateful and len(waited):
+            spool.started(t, waited)
             policy.reset(t, waited.tolist())
         if turns.active:
             chosen = turns.pick(t, waited, ended)
             if len(chosen):
-                spool.keep_finals(t, chosen)
+                spool.restarted(t, chosen)
                 pool.restart(t, chosen)
                 spool.started(t, chosen)
                 policy.reset(t, chosen.tolist())
@@ -176,7 +177,7 @@ class CursorRollout(Rollout):
         return taken, goal
 
     def _deliver(self, window: RolloutWindow, spool: Spool, steps: int) -> None:
-        versions = spool.deliver(window, steps)
+        versions = spool.deliver(window, steps, self.options.track_policy_version)
         cut, discarded = spool.trim()
         self._discarded += discarded
         done = window.array(next_key(DONE))[:, :steps, 0]
@@ -186,7 +187,7 @@ class CursorRollout(Rollout):
         self._tracker.end_all(done)
         self._plan.finish(window, self._tracker, steps, self.policy_version)
         spool.root(self._carry)
-        if self.options.track_policy_version:
+        if versions is not None:
             for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
                 window.array(key)[:, :steps] = versions
 
@@ -210,7 +211,7 @@ class CursorRollout(Rollout):
         which = slice(None) if envs is None else np.array(list(envs), np.int64)
         self._turns.restart(which)
         if self._spool is not None:
-            self._discarded += self._spool.drop(which)
+            self._discarded += self._spool.reset(which)
 
 
 def _logged(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gleanrl.core.keys import IS_INIT, Key, next_key
+from gleanrl.core.keys import DONE, IS_INIT, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.protocols import Array
 from gleanrl.memory.window import RolloutWindow
@@ -59,16 +59,23 @@ class Spool:
         }
         self._flat = {k: v.reshape(rows * envs, *v.shape[2:]) for k, v in self._rows.items()}
         self._shifted = tuple(shifted)
+        self._sparse = (next_key(TERMINATED), next_key(TRUNCATED))
+        self._dense = [key for key in self._rows if key not in self._sparse]
+        self._done = self._rows[next_key(DONE)][:, :, 0]
         self._pending = np.zeros((rows, envs), bool)
         """Steps that wait to be delivered."""
         self._versions = np.zeros(rows, np.int64)
-        self._skipped = np.zeros((room, envs), bool)
+        self._waiting = np.zeros(envs, bool)
+        """Environments whose first step in this rollout will only reset them."""
         self._finals: list[_Finals] = []
+        self._restarts: list[tuple[int, Array]] = []
         self.window = self._view(keep, room)
         """The rows of this rollout: what pool and policy are bound to."""
         self.carry = self._view(keep + room, 1)
-        init = IS_INIT in self._rows
-        self._init = self.window.rows(IS_INIT)[1:] + self.carry.rows(IS_INIT) if init else []
+        self.marks_init = IS_INIT in self._rows
+        self._init = (
+            self.window.rows(IS_INIT)[1:] + self.carry.rows(IS_INIT) if self.marks_init else []
+        )
 
     def _view(self, start: int, steps: int) -> RolloutWindow:
         tensors = {
@@ -88,6 +95,7 @@ class Spool:
         self._versions[mine] = other._versions[theirs]
         offset = self._keep - other._keep
         self._finals = [_Finals(f.row + offset, f.envs, f.values) for f in other._finals]
+        self._waiting = other._waiting.copy()
 
     @property
     def left(self) -> int:
@@ -97,7 +105,7 @@ class Spool:
     def begin(self, carry: RolloutWindow) -> None:
         """Start a rollout from the root fields in ``carry``."""
         self._taken = 0
-        self._skipped[...] = False
+        self._restarts = []
         if self._init:
             self._rows[IS_INIT][self._keep + 1 :] = False
         for key in carry.keys():
@@ -105,62 +113,95 @@ class Spool:
 
     # -- during the loop -------------------------------------------------------------------------
 
-    def skip(self, t: int, envs: Array) -> None:
-        """Leave out step ``t`` of ``envs``: it only reset them."""
-        self._skipped[t, envs] = True
-        self.started(t, envs)
-
     def started(self, t: int, envs: Array) -> None:
         """Note that root row ``t + 1`` of ``envs`` is the first of an episode."""
         if self._init:
             self._init[t][envs] = True
 
-    def keep_finals(self, t: int, envs: Array) -> None:
-        """Put root row ``t + 1`` of ``envs`` aside before a reset overwrites it."""
+    def restarted(self, t: int, envs: Array) -> None:
+        """Prepare for a reset of ``envs`` after step ``t``: keep what it will overwrite.
+
+        Without this an end means that the next step is no transition.
+        """
         row = self._keep + t
         values = {key: self._rows[key][row + 1, envs] for key in self._shifted}
         self._finals.append(_Finals(row, envs, values))
+        self._restarts.append((t, envs))
 
     def counts(self, taken: int) -> Array:
         """Return how many steps of each environment wait, with ``taken`` taken in this rollout."""
         waiting = self._pending[self._keep - self._left : self._keep].sum(0)
-        counts: Array = waiting + taken - self._skipped[:taken].sum(0)
+        counts: Array = waiting + self._real(taken).sum(0)
         return counts
+
+    def _real(self, taken: int) -> Array:
+        """Return which of this rollout's first ``taken`` steps were transitions, ``[taken, P]``."""
+        real = self._pending[self._keep : self._keep + taken]
+        if taken:
+            np.logical_not(self._waiting, out=real[0])
+            np.logical_not(self._done[self._keep : self._keep + taken - 1], out=real[1:])
+        for t, envs in self._restarts:
+            real[t + 1 : t + 2, envs] = True
+        return real
 
     # -- after the loop --------------------------------------------------------------------------
 
     def append(self, taken: int, version: int) -> None:
         """Close this rollout's part of the log: ``taken`` steps by policy ``version``."""
         self._taken = taken
-        fresh = slice(self._keep, self._keep + taken)
-        np.logical_not(self._skipped[:taken], out=self._pending[fresh])
-        self._versions[fresh] = version
+        self._real(taken)
+        self._versions[self._keep : self._keep + taken] = version
+        if taken:
+            self._waiting = self._done[self._keep + taken - 1].copy()
+            for t, envs in self._restarts[-1:]:
+                self._waiting[envs] &= t < taken - 1
 
-    def deliver(self, window: RolloutWindow, steps: int) -> Array:
+    def deliver(self, window: RolloutWindow, steps: int, versions: bool) -> Array | None:
         """Move the oldest ``steps`` steps of every environment into ``window``.
 
-        Every environment must have as many. Returns their policy versions, ``[P, steps]``.
+        Every environment must have as many, and the flags of ``window`` must be down. Returns the
+        policy version of each, ``[P, steps]``, if ``versions`` are asked for.
         """
         first, last = self._keep - self._left, self._keep + self._taken
-        pending = self._pending[first:last]
-        order = pending.cumsum(0)
-        chosen = pending & (order <= steps)
-        env, at = np.nonzero(chosen.T)
-        row: Array = (at + first).reshape(self._envs, steps)
-        source = row * self._envs + env.reshape(self._envs, steps)
-        for key, flat in self._flat.items():
-            _gather(flat, source, window, key, steps)
+        source = self._oldest(first, last, steps)
+        for key in self._dense:
+            out = window.array(key)[:, :steps]
+            # Clipping changes nothing (all indices are in range) but spares numpy a copy of out.
+            np.take(self._flat[key], source, axis=0, out=out, mode="clip")
+        done = np.divmod(np.flatnonzero(window.array(next_key(DONE))[:, :steps]), steps)
+        for key in self._sparse:
+            window.array(key)[done] = self._flat[key][source[done]]
         for key in self._shifted:
-            _gather(self._flat[key], source + self._envs, window, next_key(key), steps)
+            root, after = window.array(key), window.array(next_key(key))
+            after[:, : steps - 1] = root[:, 1:steps]
+            after[:, steps - 1] = self._flat[key][source[:, -1] + self._envs]
+            after[done] = self._flat[key][source[done] + self._envs]
+        until = source[:, -1] // self._envs
+        self._deliver_finals(window, first, until)
+        least = int(until.min()) + 1
+        self._pending[first:least] = False
+        self._pending[least:last] &= np.arange(least, last)[:, None] > until
+        return self._versions[source // self._envs] if versions else None
+
+    def _oldest(self, first: int, last: int, steps: int) -> Array:
+        """Return where in the flat log the oldest pending steps are, ``[P, steps]``."""
+        count, envs = last - first, self._envs
+        pending = np.flatnonzero(np.ascontiguousarray(self._pending[first:last].T))
+        each = np.arange(envs)
+        begin = np.searchsorted(pending, each * count)
+        found = pending.take(begin[:, None] + np.arange(steps), mode="clip")
+        # From env * count + (row - first) to row * envs + env.
+        found *= envs
+        found += (each * (1 - count * envs) + first * envs)[:, None]
+        return found
+
+    def _deliver_finals(self, window: RolloutWindow, first: int, until: Array) -> None:
         for final in self._finals:
-            here = chosen[final.row - first, final.envs]
+            here = self._pending[final.row, final.envs] & (final.row <= until[final.envs])
             envs = final.envs[here]
-            place = order[final.row - first, envs] - 1
+            place = self._pending[first : final.row, envs].sum(0)
             for key, values in final.values.items():
                 window.array(next_key(key))[envs, place] = values[here]
-        pending &= ~chosen
-        versions: Array = self._versions[row]
-        return versions
 
     def trim(self) -> tuple[Array, int]:
         """Make what is left over fit, at the cost of environments that are too far ahead.
@@ -186,20 +227,19 @@ class Spool:
         return ahead, discarded
 
     def drop(self, envs: Array | slice) -> int:
-        """Discard every waiting step of ``envs``; return how many there were."""
-        waiting = self._pending[:, envs]
-        count = int(np.count_nonzero(waiting))
+        """Discard all that is left over of ``envs``; return how many steps that was."""
+        count = int(np.count_nonzero(self._pending[:, envs]))
         if count:
             self._pending[:, envs] = False
         return count
+
+    def reset(self, envs: Array | slice) -> int:
+        """Note that ``envs`` were reset between rollouts; return how many steps that discarded."""
+        self._waiting[envs] = False
+        return self.drop(envs)
 
     def root(self, carry: RolloutWindow) -> None:
         """Write the root row that follows the last step into ``carry``."""
         row = self._keep + self._taken
         for key in carry.keys():
             carry.rows(key)[0][...] = self._rows[key][row]
-
-
-def _gather(flat: Array, source: Array, window: RolloutWindow, key: Key, steps: int) -> None:
-    # Clipping changes nothing (all indices are in range) but spares numpy a copy of the output.
-    np.take(flat, source, axis=0, out=window.array(key)[:, :steps], mode="clip")

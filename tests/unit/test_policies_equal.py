@@ -1,0 +1,353 @@
+"""Every kind of policy gives what the plain call gives, and draws the same random numbers."""
+
+import pytest
+import torch
+from policies_rig import DETERMINISTIC, MEAN, MODE, RANDOM, layout, make, run, same, windows
+from tensordict.nn import CompositeDistribution, NormalParamExtractor
+from tensordict.nn import OneHotCategorical as TensorDictOneHot
+from tensordict.nn import ProbabilisticTensorDictModule as Prob
+from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
+from tensordict.nn import TensorDictModule as Mod
+from tensordict.nn import TensorDictModuleBase, WrapModule
+from tensordict.nn import TensorDictSequential as Seq
+from torch import distributions as D
+from torch import nn
+from torchrl import modules as rl
+from torchrl.data import Categorical as CategoricalSpec
+from torchrl.data import OneHot
+
+BATCHES = [(), (1,), (5,), (16,), (2, 3)]
+INT, PAIR = ((), torch.int64), ((2,), torch.int64)
+FLOATS = ((3,), torch.float32)
+
+
+def net(outs, *, ins=4, cells=8, kind=nn.Tanh):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(ins, cells), kind(), nn.Linear(cells, cells), kind(), nn.Linear(cells, outs))
+
+
+def actor(params, cls, keys=("logits",), kwargs=None, log_prob=True, module=Prob, **extra):
+    last = module(
+        in_keys=list(keys),
+        out_keys=["action"],
+        distribution_class=cls,
+        distribution_kwargs=kwargs or {},
+        return_log_prob=log_prob,
+        **extra,
+    )
+    return ProbSeq(Mod(params, in_keys=["observation"], out_keys=list(keys)), last)
+
+
+def gaussian(cls, kwargs=None, **extra):
+    params = nn.Sequential(*net(6), NormalParamExtractor())
+    return actor(params, cls, ("loc", "scale"), kwargs, **extra)
+
+
+class Probs(nn.Module):
+    def __init__(self, outs):
+        super().__init__()
+        self.net = net(outs)
+
+    def forward(self, observation):
+        return self.net(observation).exp()
+
+
+class Grid(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net(6)
+
+    def forward(self, observation):
+        return self.net(observation).unflatten(-1, (2, 3))
+
+
+SAFE = rl.SafeProbabilisticModule
+STOCHASTIC = {
+    "categorical": (lambda: actor(net(3), D.Categorical), INT, 2, (RANDOM, MODE, DETERMINISTIC)),
+    "categorical-no-log-prob": (lambda: actor(net(3), D.Categorical, log_prob=False), INT, 2, (RANDOM,)),
+    "categorical-unchecked": (
+        lambda: actor(net(3), D.Categorical, kwargs={"validate_args": False}), INT, 2, (RANDOM,)
+    ),
+    "categorical-probs": (
+        lambda: actor(Probs(3), D.Categorical, ("probs",)), INT, 2, (RANDOM, MODE, DETERMINISTIC)
+    ),
+    "categorical-safe": (lambda: actor(net(3), D.Categorical, module=SAFE), INT, 2, (RANDOM, MODE)),
+    "categorical-grid": (lambda: actor(Grid(), D.Categorical), PAIR, 2, (RANDOM, MODE)),
+    "categorical-torchrl-actor": (
+        lambda: rl.ProbabilisticActor(
+            Mod(rl.MLP(in_features=4, out_features=3, num_cells=[8]), ["observation"], ["logits"]),
+            in_keys=["logits"],
+            distribution_class=D.Categorical,
+            return_log_prob=True,
+        ),
+        INT,
+        2,
+        (RANDOM, DETERMINISTIC),
+    ),
+    "one-hot-torch": (
+        lambda: actor(net(3), D.OneHotCategorical), FLOATS, 2, (RANDOM, MODE, DETERMINISTIC)
+    ),
+    "one-hot-tensordict": (
+        lambda: actor(net(3), TensorDictOneHot), ((3,), torch.int64), 2, (RANDOM, MODE, DETERMINISTIC)
+    ),
+    "one-hot-torchrl": (
+        lambda: actor(net(3), rl.OneHotCategorical, module=SAFE),
+        ((3,), torch.int64),
+        2,
+        (RANDOM, MODE, DETERMINISTIC),
+    ),
+    "normal": (lambda: gaussian(D.Normal), FLOATS, 2, (RANDOM, MODE, MEAN, DETERMINISTIC)),
+    "independent": (
+        lambda: gaussian(rl.IndependentNormal), FLOATS, 2, (RANDOM, MODE, MEAN, DETERMINISTIC)
+    ),
+    "independent-safe": (
+        lambda: gaussian(rl.IndependentNormal, module=SAFE), FLOATS, 2, (RANDOM, DETERMINISTIC)
+    ),
+    "tanh": (lambda: gaussian(rl.TanhNormal), FLOATS, 2, (RANDOM, DETERMINISTIC)),
+    "tanh-no-log-prob": (lambda: gaussian(rl.TanhNormal, log_prob=False), FLOATS, 2, (RANDOM,)),
+    "tanh-bounds": (
+        lambda: gaussian(rl.TanhNormal, {"low": -2.0, "high": 2.0}), FLOATS, 2, (RANDOM, DETERMINISTIC)
+    ),
+    "tanh-tensor-bounds": (
+        lambda: gaussian(rl.TanhNormal, {"low": -torch.ones(3), "high": torch.arange(1.0, 4)}),
+        FLOATS,
+        2,
+        (RANDOM, DETERMINISTIC),
+    ),
+    "tanh-safe": (lambda: gaussian(rl.TanhNormal, module=SAFE), FLOATS, 2, (RANDOM, DETERMINISTIC)),
+    "tanh-safe-bounds": (
+        lambda: gaussian(rl.TanhNormal, {"low": -2.0, "high": 2.0}, module=SAFE),
+        FLOATS,
+        2,
+        (RANDOM, DETERMINISTIC),
+    ),
+    "tanh-unsafe": (lambda: gaussian(rl.TanhNormal, {"safe_tanh": False}), FLOATS, 2, (RANDOM,)),
+    "tanh-located": (lambda: gaussian(rl.TanhNormal, {"tanh_loc": True}), FLOATS, 1, (RANDOM,)),
+    "function-distribution": (
+        lambda: gaussian(lambda loc, scale: D.Independent(D.Normal(loc, scale), 1)),
+        FLOATS,
+        1,
+        (RANDOM, MEAN),
+    ),
+    "own-generator": (lambda: actor(net(3), D.Categorical, generator=5), INT, 1, ()),
+    "truncated": (lambda: gaussian(rl.TruncatedNormal), FLOATS, 1, (RANDOM, DETERMINISTIC)),
+    "bernoulli": (lambda: actor(net(3), D.Bernoulli), FLOATS, 1, (RANDOM, MODE)),
+}
+CASES = [
+    pytest.param(name, kind, id=f"{name}-{kind.name}")
+    for name, (_, _, _, kinds) in STOCHASTIC.items()
+    for kind in kinds
+]
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_stochastic_policies_draw_what_the_plain_call_draws(name, kind, batch):
+    build, action, lowered, _ = STOCHASTIC[name]
+    ours = same(build(), layout(batch, action), kind)
+    with torch.no_grad():
+        from gleanrl.policies import set_exploration_type
+
+        with set_exploration_type(kind):
+            assert ours.lowered == lowered
+
+
+class Custom(TensorDictModuleBase):
+    in_keys = ["observation"]
+    out_keys = ["action", "extra"]
+
+    def __init__(self, out_of_place=False):
+        super().__init__()
+        self.net = net(3)
+        self.out_of_place = out_of_place
+
+    def forward(self, tensordict):
+        value = self.net(tensordict["observation"])
+        out = tensordict.empty() if self.out_of_place else tensordict
+        return out.set("action", value.argmax(-1)).set(("info", "extra"), value)
+
+
+def in_place_function():
+    inner = net(3)
+
+    def policy(tensordict):
+        tensordict["action"] = inner(tensordict["observation"]).argmax(-1)
+
+    return policy
+
+
+def out_of_place_function():
+    inner = net(3)
+    return lambda td: td.empty().set("action", inner(td["observation"]).argmax(-1))
+
+
+def q_actor(spec, greedy=False):
+    module = rl.QValueActor(net(3), in_keys=["observation"], spec=spec)
+    if not greedy:
+        return module
+    return Seq(module, rl.EGreedyModule(spec=spec, eps_init=0.5))
+
+
+def values():
+    trunk = Mod(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), ["observation"], ["hidden"])
+    head = SAFE(in_keys=["logits"], out_keys=["action"], distribution_class=D.Categorical, return_log_prob=True)
+    policy = rl.SafeProbabilisticTensorDictSequential(
+        Mod(nn.Linear(8, 3), ["hidden"], ["logits"]), head
+    )
+    return rl.ActorValueOperator(trunk, policy, rl.ValueOperator(nn.Linear(8, 1), ["hidden"]))
+
+
+def composite():
+    def build(**params):
+        return params
+
+    return ProbSeq(
+        Mod(net(6), ["observation"], [("params", "action", "logits")]),
+        Prob(
+            in_keys=["params"],
+            out_keys=["action"],
+            distribution_class=CompositeDistribution,
+            distribution_kwargs={"distribution_map": {"action": D.Categorical}},
+            return_log_prob=True,
+        ),
+    )
+
+
+DETERMINED = {
+    "linear": (lambda: Mod(nn.Linear(4, 3), ["observation"], ["action"]), FLOATS, 1),
+    "no-bias": (lambda: Mod(nn.Linear(4, 3, bias=False), ["observation"], ["action"]), FLOATS, 1),
+    "torchrl-mlp": (
+        lambda: Mod(rl.MLP(in_features=4, out_features=3, num_cells=[8]), ["observation"], ["action"]),
+        FLOATS,
+        1,
+    ),
+    "activation-first": (
+        lambda: Mod(nn.Sequential(nn.Tanh(), nn.Linear(4, 3)), ["observation"], ["action"]), FLOATS, 1
+    ),
+    "layer-norm": (
+        lambda: Mod(
+            nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.SiLU(), nn.Linear(8, 3), nn.GELU()),
+            ["observation"],
+            ["action"],
+        ),
+        FLOATS,
+        1,
+    ),
+    "lambda-module": (lambda: Mod(lambda x: x[..., :3] * 2, ["observation"], ["action"]), FLOATS, 1),
+    "by-keyword": (
+        lambda: Mod(nn.Linear(4, 3), in_keys={"input": "observation"}, out_keys=["action"]), FLOATS, 1
+    ),
+    "two-outputs": (
+        lambda: Mod(lambda x: (x[..., :3], x.sum(-1)), ["observation"], ["action", ("info", "sum")]),
+        FLOATS,
+        1,
+    ),
+    "thrown-away": (
+        lambda: Mod(lambda x: (x, x[..., :3]), ["observation"], ["_", "action"]), FLOATS, 1
+    ),
+    "dict-out": (
+        lambda: Mod(lambda x: {"action": x[..., :3]}, ["observation"], ["action"]), FLOATS, 1
+    ),
+    "out-of-place-module": (
+        lambda: Mod(nn.Linear(4, 3), ["observation"], ["action"], inplace=False), FLOATS, 1
+    ),
+    "method": (
+        lambda: Mod(nn.Linear(4, 3), ["observation"], ["action"], method="forward"), FLOATS, 0
+    ),
+    "private": (
+        lambda: Seq(
+            Mod(nn.Linear(4, 8), ["observation"], ["_hidden"]), Mod(nn.Linear(8, 3), ["_hidden"], ["action"])
+        ),
+        FLOATS,
+        2,
+    ),
+    "selected": (
+        lambda: Seq(
+            Mod(nn.Linear(4, 8), ["observation"], ["hidden"]), Mod(nn.Linear(8, 3), ["hidden"], ["action"])
+        ).select_out_keys("action"),
+        FLOATS,
+        2,
+    ),
+    "selected-inside": (
+        lambda: Seq(
+            Seq(
+                Mod(nn.Linear(4, 8), ["observation"], ["hidden"]),
+                Mod(nn.Linear(8, 8), ["hidden"], ["deep"]),
+            ).select_out_keys("deep"),
+            Mod(nn.Linear(8, 3), ["deep"], ["action"]),
+        ),
+        FLOATS,
+        1,
+    ),
+    "selected-module": (
+        lambda: Mod(lambda x: (x[..., :3], x), ["observation"], ["action", "all"]).select_out_keys("action"),
+        FLOATS,
+        0,
+    ),
+    "shared-activation": (
+        lambda: Mod(
+            (lambda act: nn.Sequential(nn.Linear(4, 8), act, nn.Linear(8, 3), act))(nn.Tanh()),
+            ["observation"],
+            ["action"],
+        ),
+        FLOATS,
+        1,
+    ),
+    "inplace-relu-on-an-output": (
+        lambda: Seq(
+            Mod(nn.Linear(4, 8), ["observation"], ["hidden"]),
+            Mod(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 3)), ["hidden"], ["action"]),
+        ),
+        FLOATS,
+        2,
+    ),
+    "identity": (
+        lambda: Seq(
+            Mod(nn.Identity(), ["observation"], ["copy"]), Mod(nn.Linear(4, 3), ["copy"], ["action"])
+        ),
+        FLOATS,
+        2,
+    ),
+    "overwritten": (
+        lambda: Seq(
+            Mod(nn.Linear(4, 4), ["observation"], ["observation"]),
+            Mod(nn.Linear(4, 3), ["observation"], ["action"]),
+        ),
+        FLOATS,
+        2,
+    ),
+    "wrapped-function": (
+        lambda: Seq(
+            WrapModule(lambda td: td.set("scaled", td["observation"] * 2)),
+            Mod(nn.Linear(4, 3), ["scaled"], ["action"]),
+        ),
+        FLOATS,
+        1,
+    ),
+    "custom": (Custom, INT, 0),
+    "custom-out-of-place": (lambda: Custom(out_of_place=True), INT, 0),
+    "function-in-place": (in_place_function, INT, 0),
+    "function-out-of-place": (out_of_place_function, INT, 0),
+    "q-values": (lambda: q_actor(CategoricalSpec(3)), INT, 1),
+    "q-values-one-hot": (lambda: q_actor(OneHot(3)), ((3,), torch.int64), 1),
+    "actor-value": (values, INT, 4),
+    "composite": (composite, INT, 1),
+    "float64": (
+        lambda: Mod(net(3).double(), ["observation"], ["action"]), ((3,), torch.float32), 1
+    ),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize("name", DETERMINED)
+def test_other_policies_give_what_the_plain_call_gives(name, batch):
+    build, action, lowered = DETERMINED[name]
+    dtype = torch.float64 if name == "float64" else torch.float32
+    ours = same(build(), layout(batch, action, dtype=dtype))
+    assert ours.lowered == lowered
+    assert not any(part.startswith("_") for field in ours.outputs for part in field.key)
+
+
+@pytest.mark.parametrize("batch", [(5,), ()], ids=str)
+def test_exploration_modules_draw_what_the_plain_call_draws(batch):
+    same(q_actor(CategoricalSpec(3), greedy=True), layout(batch, INT))
