@@ -60,7 +60,7 @@ def missed(doc: dict[str, Any]) -> list[str]:
     lines += [
         f"{case}: {line}"
         for case, entry in doc["cases"].items()
-        for line in entry["agreement"]
+        for line in (*entry["agreement"], *entry["skipped"].values())
         if line.startswith(WRONG)
     ]
     memory = doc["memory"]

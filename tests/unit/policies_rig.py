@@ -112,7 +112,9 @@ def plain(policy, env, window, kind=RANDOM, steps=None, ends=None, states=(), in
             for env_index in (ends or {}).get(t, ()):
                 first.view(env.num_envs, -1)[env_index] = True
     return {
-        key: torch.stack([r[key].reshape(env.num_envs, *r[key].shape[len(batch) :]) for r in rows], 1)
+        key: torch.stack(
+            [r[key].reshape(env.num_envs, *r[key].shape[len(batch) :]) for r in rows], 1
+        )
         for key in rows[0]
     }
 

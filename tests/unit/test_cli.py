@@ -666,6 +666,7 @@ def test_help_shows_examples_and_version_is_printed(capsys):
     assert out.startswith("gleanrl 0.")
 
 
+@pytest.mark.slow
 def test_the_package_runs_as_a_module():
     done = subprocess.run(
         [sys.executable, "-m", "gleanrl", "--version"], capture_output=True, text=True, check=False

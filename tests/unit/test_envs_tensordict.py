@@ -1,6 +1,7 @@
 """TensorDict environments stepped into windows, compared with how TorchRL itself steps them."""
 
 import warnings
+from functools import partial
 
 import gymnasium as gym
 import pytest
@@ -33,7 +34,10 @@ from torchrl.testing.mocking_classes import (
 
 from gleanrl.core.errors import EnvError
 from gleanrl.core.layout import Field
+from gleanrl.envs import GymEnv as OurGymEnv
+from gleanrl.envs import SerialEnv as OurSerialEnv
 from gleanrl.envs import tensordict_env
+from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.tensordict_env import TensorDictEnv
 from gleanrl.envs.tensordict_layout import EndFlags, is_tensordict_env, needs_carrier
 from gleanrl.memory.arena import nest
@@ -44,7 +48,7 @@ class Driver:
     """Steps a `TensorDictEnv` the way a rollout does."""
 
     def __init__(self, env, steps, extra=()):
-        self.env = env if isinstance(env, TensorDictEnv) else TensorDictEnv(env)
+        self.env = TensorDictEnv(env) if is_tensordict_env(env) else env
         layout = self.env.layout
         flags = [Field(k, g.shape, torch.bool) for g in layout.dones for k in g.keys()]
         self.flags = [*(f.key for f in flags), *(("next", *f.key) for f in flags)]
@@ -121,6 +125,9 @@ ENVS = {
     "nested": lambda: NestedCountingEnv(max_steps=3),
     "groups": lambda: MultiKeyCountingEnv(max_steps=2, batch_size=[2]),
     "two batch dimensions": lambda: SerialEnv(2, lambda: CountingEnv(max_steps=3, batch_size=[3])),
+    "our own": lambda: OurGymEnv("CartPole-v1", num_envs=3),
+    "our own serial": lambda: OurSerialEnv(2, lambda: OurGymEnv("Pendulum-v1", num_envs=2)),
+    "our serial of theirs": lambda: OurSerialEnv(2, lambda: NestedCountingEnv(max_steps=2)),
     "other flag names": lambda: MultiAgentCountingEnv(n_agents=2, max_steps=3),
 }
 
@@ -158,6 +165,19 @@ def test_data_equal_those_of_torchrls_collector(name):
     got = Driver(ours, expected.shape[-1]).roll()
     for key in expected.exclude("collector").keys(True, True):
         assert torch.equal(got[key], expected[key]), key
+
+
+def test_taking_our_environments_apart_changes_no_data():
+    make = partial(OurSerialEnv, 2, lambda: OurGymEnv("CartPole-v1", num_envs=2))
+    inside = make().unwrap()
+    fast = GymnasiumEnv(inside.envs, inside.batch_shape)
+    batches = []
+    for env in (TensorDictEnv(make()), fast):
+        assert env.seed(4) == 7
+        torch.manual_seed(5)
+        batches.append(Driver(env, 40).roll(cut={9: (2,)}))
+    assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
+    assert (batches[0] == batches[1]).all()
 
 
 def test_layout_has_every_key_of_the_environment(make):

@@ -58,13 +58,14 @@ def episodes(dataset: Dataset) -> EpisodeStats | None:
     Returns:
         ``None`` if the data have no rewards or no end flags.
     """
-    after = [key for key in dataset.keys() if key[0] == NEXT and len(key) > 1]
+    keys = dataset.keys()
+    after = [key for key in keys if key[0] == NEXT and len(key) > 1]
     flags = [dataset.read(key) for key in after if key[-1] in _END_FLAGS]
     rewards = [dataset.read(key) for key in after if key[-1] == "reward"]
     # Without elements there are no files whose size would confirm the number of frames.
     if not flags or not rewards or any(item.numel() == 0 for item in (*flags, *rewards)):
         return None
-    ids = dataset.read(TRAJ_IDS) if TRAJ_IDS in dataset.keys() else None
+    ids = dataset.read(TRAJ_IDS) if TRAJ_IDS in keys else None
     stats = EpisodeStats()
     for start in range(0, dataset.card.frames, _CHUNK_FRAMES):
         rows = slice(start, start + _CHUNK_FRAMES)

@@ -229,7 +229,8 @@ class EnvBase(abc.ABC):
 
     def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return the root data that follow a finished step."""
-        root, after = tensordict.exclude(NEXT), tensordict.get(NEXT)
+        # `copy`, because `exclude` alone would share the branches of nested data with the step.
+        root, after = tensordict.exclude(NEXT).copy(), tensordict.get(NEXT)
         for tree in (self._specs.observation, self._specs.done):
             for key in tree.keys():
                 root.set(key, after.get(key))

@@ -75,7 +75,7 @@ def _from_sequence(items: Sequence[Any], options: EnvOptions) -> Made:
             "the same environment object was given more than once; give callables that each make "
             "one"
         )
-    if all(isinstance(env, gym.Env) for env in built):
+    if all(isinstance(env, gym.Env) and not is_vector_env(env) for env in built):
         return _gymnasium(built, (len(built),), options, inner=None)
     if all(is_tensordict_env(env) for env in built):
         return _adapt(_serial(built), options)
@@ -114,12 +114,11 @@ def _build(given: Any, kwargs: Mapping[str, Any]) -> Any:
             f"create_env_fn returned a {type(env).__name__}; it must return a gymnasium.Env, a "
             "gymnasium.vector.VectorEnv or an environment with TensorDict methods"
         )
-    return without_call_checks(env) if isinstance(env, gym.Env) else env
+    single = isinstance(env, gym.Env) and not is_vector_env(env)  # EnvPool's are both
+    return without_call_checks(env) if single else env
 
 
 def _adapt(env: Any, options: EnvOptions) -> Made:
-    if isinstance(env, gym.Env):
-        return _gymnasium([env], (), options, inner=env)
     if is_vector_env(env):
         return make_vector(
             env,
@@ -127,6 +126,8 @@ def _adapt(env: Any, options: EnvOptions) -> Made:
             observation_dtype=options.observation_dtype,
             info_keys=options.info_keys,
         )
+    if isinstance(env, gym.Env):
+        return _gymnasium([env], (), options, inner=env)
     bare = env.unwrap() if isinstance(env, (GymEnv, SerialEnv)) else None
     if bare is not None:
         return GymnasiumEnv(

@@ -11,7 +11,7 @@ from gleanrl.core.keys import Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import Array, Window
 from gleanrl.policies.lower import Program
-from gleanrl.policies.tape import array_of
+from gleanrl.policies.tape import Cell
 
 
 class Binding:
@@ -45,7 +45,6 @@ class Binding:
         self.tensor_stores: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
         self.state_rows: list[Sequence[Any]] = []
         """Per state, the rows it has after each step: root row ``t + 1`` at index ``t``."""
-        self._env = env
         self._outputs = outputs
         self._states = states
         self._roots = frozenset(roots)
@@ -62,9 +61,9 @@ class Binding:
         self._moves.clear()
         for key, cell in program.inputs.items():
             if key in self._roots and not (self._remote and key in self._states):
-                self._load(window, key, self._flat(cell))
+                self._load(window, key, cell)
         for field in self._outputs:
-            self._store(window, field.key, self._flat(program.values[field.key]))
+            self._store(window, field.key, program.values[field.key])
         for key in self._states:
             self._carry_over(program, window, carry, key)
 
@@ -73,53 +72,44 @@ class Binding:
         for move in self._moves:
             move(steps)
 
-    def _flat(self, cell: torch.Tensor) -> torch.Tensor:
-        size = len(self._env.batch_shape)
-        return cell.reshape(self._env.num_envs, *cell.shape[size:])
-
-    def _load(self, window: Window, key: Key, cell: torch.Tensor) -> None:
-        array = array_of(cell)
-        if array is None:
-            self.tensor_loads.append((cell, window.tensor_rows(key)))
+    def _load(self, window: Window, key: Key, cell: Cell) -> None:
+        if cell.array is None:
+            self.tensor_loads.append((cell.tensor, window.tensor_rows(key)))
         else:
-            self.loads.append((array, window.rows(key)))
+            self.loads.append((cell.array, window.rows(key)))
 
-    def _store(self, window: Window, key: Key, cell: torch.Tensor) -> None:
+    def _store(self, window: Window, key: Key, cell: Cell) -> None:
         if self._remote and key not in self._actions:
-            stage = self._stage(key, window.steps, cell)
-            self.tensor_stores.append((stage.unbind(0), cell))
+            stage = self._stage(key, window.steps, cell.tensor)
+            self.tensor_stores.append((stage.unbind(0), cell.tensor))
             self._moves.append(_mover(stage, window.tensor(key)))
-            return
-        array = array_of(cell)
-        if array is None:
-            self.tensor_stores.append((window.tensor_rows(key), cell))
+        elif cell.array is None:
+            self.tensor_stores.append((window.tensor_rows(key), cell.tensor))
         else:
-            self.stores.append((window.rows(key), array))
+            self.stores.append((window.rows(key), cell.array))
 
     def _carry_over(self, program: Program, window: Window, carry: Window, key: Key) -> None:
         """Make the state after step ``t`` the one that is read at ``t + 1``."""
-        after = self._flat(program.values[next_key(key)])
-        array = array_of(after)
+        after = program.values[next_key(key)]
         if self._remote:
-            self._stay(program, window, carry, key, after)
-        elif array is None:
+            self._stay(program, window, carry, key)
+        elif after.array is None:
             tensors = (*window.tensor_rows(key)[1:], *carry.tensor_rows(key))
-            self.tensor_stores.append((tensors, after))
+            self.tensor_stores.append((tensors, after.tensor))
             self.state_rows.append(tensors)
         else:
             rows = window.rows(key)[1:] + carry.rows(key)
-            self.stores.append((rows, array))
+            self.stores.append((rows, after.array))
             self.state_rows.append(rows)
 
-    def _stay(
-        self, program: Program, window: Window, carry: Window, key: Key, after: torch.Tensor
-    ) -> None:
-        steps = window.steps
+    def _stay(self, program: Program, window: Window, carry: Window, key: Key) -> None:
+        """Carry a state over on the device."""
+        after, steps = program.values[next_key(key)].tensor, window.steps
         stage = self._stage(key, steps + 1, after)
         stage[0].copy_(window.tensor_rows(key)[0])
         rows = stage.unbind(0)
         if key in program.inputs:
-            self.tensor_loads.append((self._flat(program.inputs[key]), rows))
+            self.tensor_loads.append((program.inputs[key].tensor, rows))
         self.tensor_stores.append((rows[1:], after))
         self.state_rows.append(rows[1:])
         self._moves.append(_mover(stage[:steps], window.tensor(key)))

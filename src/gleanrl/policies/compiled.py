@@ -61,7 +61,7 @@ def _marking(policy: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Tell torch where a step begins: graphs it captured by itself reuse their memory from there."""
 
     def call(tensordict: Any) -> Any:
-        torch.compiler.cudagraph_mark_step_begin()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch's
         return policy(tensordict)
 
     return call

@@ -17,8 +17,8 @@ from gleanrl.policies.adapt import TensorCall
 from gleanrl.policies.distributions import Draw, recipe_of
 from gleanrl.policies.exploration import ExplorationType, set_exploration_type
 from gleanrl.policies.probe import Probed, Unit, call_on
-from gleanrl.policies.structure import Watch, may_lower, qualified, units_of, uses
-from gleanrl.policies.tape import Check, Tape
+from gleanrl.policies.structure import Watch, qualified, units_of, uses
+from gleanrl.policies.tape import Cell, Check, Tape
 from gleanrl.policies.tensors import is_known, lower_tensors
 
 _SAFE_MODULE = "torchrl.modules.tensordict_module.probabilistic.SafeProbabilisticModule"
@@ -32,9 +32,9 @@ class Program:
     """A policy for one exploration type, ready to be replayed."""
 
     kind: ExplorationType | None
-    inputs: dict[Key, torch.Tensor]
-    """Root entries that are read, ``[*batch_shape, ...]``: fill them before a replay."""
-    values: dict[Key, torch.Tensor]
+    inputs: dict[Key, Cell]
+    """Root entries that are read: fill them before a replay."""
+    values: dict[Key, Cell]
     """Every entry after a replay."""
     calls: list[Callable[[], Any]]
     checks: list[Check]
@@ -64,7 +64,7 @@ class Builder:
 
     def build(self, kind: ExplorationType | None, lower: bool = True) -> Program:
         """Make the program for ``kind``; with ``lower=False`` every unit is called as it is."""
-        lower = lower and kind is not None and may_lower(self._device)
+        lower = lower and kind is not None
         with _quiet(kind, self._device):
             work = _Work(self._inputs, self._batch_shape, kind, self._agreed)
             for unit in self._units(work.program.watch):
@@ -102,11 +102,13 @@ class _Work:
         self._batch_shape = batch_shape
         self._tape = Tape()
         self._agreed = agreed
-        self.program = Program(kind, self._used, self._cells, [], [], 0)
+        self.program = Program(kind, {}, {}, self._tape.calls, self._tape.checks, 0)
 
     def finish(self) -> Program:
-        self.program.calls, self.program.checks = self._tape.calls, self._tape.checks
-        return self.program
+        dims, program = len(self._batch_shape), self.program
+        program.inputs.update((key, Cell.of(value, dims)) for key, value in self._used.items())
+        program.values.update((key, Cell.of(value, dims)) for key, value in self._cells.items())
+        return program
 
     def lower(self, unit: Unit) -> bool:
         """Record ``unit`` as tensor calls if all of it is understood."""

@@ -151,7 +151,8 @@ def untouched(policy: Any) -> Iterator[None]:
         random.getstate(),
         np.random.get_state(),
     )
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    cuda_states = torch.cuda.get_rng_state_all() if started else []
     modules = list(modules_of(policy))
     generators = [(one, one.get_state()) for one in _generators(modules)]
     buffers = [(module, _copies(module)) for module in modules]

@@ -15,6 +15,7 @@ from gleanrl.policies.bind import Binding
 from gleanrl.policies.exploration import exploration_type
 from gleanrl.policies.learn import Learnt
 from gleanrl.policies.lower import Builder, Program
+from gleanrl.policies.structure import may_lower
 
 
 class ProgramPolicy:
@@ -50,8 +51,11 @@ class ProgramPolicy:
         self.states: tuple[Key, ...] = learnt.states
         self.needs_is_init = learnt.needs_is_init
         """Whether the root field ``"is_init"`` (bool ``[P, 1]``) must be in the window."""
+        self.lowered = 0
+        """Modules that the rollout begun last runs as plain tensor calls."""
         self._lower = lower
         self._inference = inference
+        self._device = device
         self._builder = Builder(learnt.probed, learnt.inputs, env.batch_shape)
         rows = [field.key for field in env.observations] + list(learnt.states)
         if learnt.needs_is_init:
@@ -65,11 +69,6 @@ class ProgramPolicy:
         self._tensor_stores: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]] = ()
         self._calls: list[Callable[[], Any]] = []
 
-    @property
-    def lowered(self) -> int:
-        """Modules that the current program runs as plain tensor calls."""
-        return self._current().lowered
-
     def context(self) -> AbstractContextManager[Any]:
         """Return what a rollout runs in: no gradients are recorded by `act` itself."""
         return torch.inference_mode() if self._inference else torch.no_grad()
@@ -82,7 +81,7 @@ class ProgramPolicy:
         self._loads, self._tensor_loads = binding.loads, binding.tensor_loads
         self._stores, self._tensor_stores = binding.stores, binding.tensor_stores
         self._calls = program.calls
-        self._program = program
+        self._program, self.lowered = program, program.lowered
         for check in program.checks:
             check.begin()
 
@@ -112,8 +111,8 @@ class ProgramPolicy:
         self._binding.finish(steps)
 
     def _current(self) -> Program:
-        kind = exploration_type()
-        program = self._programs.get(kind)
+        kind, lower = exploration_type(), self._lower and may_lower(self._device)
+        program = self._programs.get((kind, lower))
         if program is None or program.watch.changed():
-            program = self._programs[kind] = self._builder.build(kind, self._lower)
+            program = self._programs[kind, lower] = self._builder.build(kind, lower)
         return program

@@ -76,7 +76,7 @@ class RandomActions:
         self.outputs: tuple[Field, ...] = tuple(actions) if like is None else like.outputs
         self.states: tuple[Key, ...] = () if like is None else like.states
         self._zeros = [f.key for f in self.outputs if f.key not in {a.key for a in actions}]
-        self.act = draw
+        self._draw = draw
 
     def begin(self, window: Window, carry: Window) -> None:
         """Zero everything but the actions: a policy's extras and its state."""
@@ -87,7 +87,7 @@ class RandomActions:
 
     def act(self, t: int) -> None:
         """Write random actions into row ``t``."""
-        raise NotImplementedError  # pragma: no cover  (the constructor binds it)
+        self._draw(t)
 
     def reset(self, t: int, ended: Sequence[int]) -> None:
         """Do nothing: there is no state."""
@@ -109,7 +109,7 @@ class SpecActions(RandomActions):
         Raises:
             PolicyError: its spec does not fit the environment's actions.
         """
-        super().__init__(self._draw, env.actions)
+        super().__init__(self._copy, env.actions)
         self._envs = env.num_envs
         self._sources = [(field, *_source(policy, field, env.batch_shape)) for field in env.actions]
         self._rows: list[tuple[Callable[[], torch.Tensor], tuple[int, ...], Any]] = []
@@ -121,7 +121,7 @@ class SpecActions(RandomActions):
             for field, draw, _ in self._sources
         ]
 
-    def _draw(self, t: int) -> None:
+    def _copy(self, t: int) -> None:
         for draw, shape, rows in self._rows:
             rows[t].copy_(draw().view(shape))
 

@@ -144,10 +144,9 @@ def _captured(item: Any) -> Iterator[Any]:
 
 def _full(cell: Any) -> bool:
     try:
-        cell.cell_contents
+        return cell.cell_contents is not None
     except ValueError:
         return False
-    return True
 
 
 class Watch:
@@ -155,6 +154,7 @@ class Watch:
 
     def __init__(self) -> None:
         """Watch nothing yet."""
+        self._empty: list[Mapping[Any, Any]] = []
         self._parts: list[tuple[Mapping[Any, Any], tuple[Any, ...]]] = []
         self._tensors: list[tuple[torch.Tensor, int]] = []
 
@@ -164,13 +164,18 @@ class Watch:
         named = [state[name] for name in ("_parameters", "_buffers", "_modules", *_HOOKS)]
         own = [value for name, value in state.items() if type(value) is dict and name[0] != "_"]
         for part in (state, *named, *own):
-            self._parts.append((part, tuple(part.values())))
+            if part:
+                self._parts.append((part, tuple(part.values())))
+            else:
+                self._empty.append(part)
         for tensor in (*state["_parameters"].values(), *state["_buffers"].values()):
             if tensor is not None:
                 self._tensors.append((tensor, tensor.data_ptr()))
 
     def changed(self) -> bool:
         """Tell whether anything was replaced; values changed in place are no change."""
+        if any(self._empty):
+            return True
         for part, values in self._parts:
             if len(part) != len(values) or not all(map(operator.is_, part.values(), values)):
                 return True

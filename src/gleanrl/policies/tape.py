@@ -29,6 +29,24 @@ def array_of(tensor: torch.Tensor) -> Array | None:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One entry of a step as rows of environments."""
+
+    tensor: torch.Tensor
+    """``[P, ...]``."""
+    array: Array | None
+    """The same memory as an array, ``None`` where there can be none."""
+
+    @classmethod
+    def of(cls, value: torch.Tensor, batch_dims: int) -> Cell:
+        """See a value with ``batch_dims`` batch dimensions as rows."""
+        tensor = value.unsqueeze(0) if batch_dims == 0 else value
+        if batch_dims > 1:
+            tensor = value.view(-1, *value.shape[batch_dims:])
+        return cls(tensor, array_of(tensor))
+
+
 @dataclass(slots=True)
 class Check:
     """Folds one tensor over all steps, to be looked at once per rollout."""

@@ -67,8 +67,11 @@ class Spool:
         self._versions = np.zeros(rows, np.int64)
         self._waiting = np.zeros(envs, bool)
         """Environments whose first step in this rollout will only reset them."""
+        self._oldest_left = keep
         self._finals: list[_Finals] = []
         self._restarts: list[tuple[int, Array]] = []
+        self._stock = np.zeros(envs, np.int64)
+        """Steps of every environment that the last rollout left over."""
         self.window = self._view(keep, room)
         """The rows of this rollout: what pool and policy are bound to."""
         self.carry = self._view(keep + room, 1)
@@ -106,6 +109,7 @@ class Spool:
         """Start a rollout from the root fields in ``carry``."""
         self._taken = 0
         self._restarts = []
+        self._stock = self._pending[self._keep - self._left : self._keep].sum(0)
         if self._init:
             self._rows[IS_INIT][self._keep + 1 :] = False
         for key in carry.keys():
@@ -130,8 +134,7 @@ class Spool:
 
     def counts(self, taken: int) -> Array:
         """Return how many steps of each environment wait, with ``taken`` taken in this rollout."""
-        waiting = self._pending[self._keep - self._left : self._keep].sum(0)
-        counts: Array = waiting + self._real(taken).sum(0)
+        counts: Array = self._stock + self._real(taken).sum(0)
         return counts
 
     def _real(self, taken: int) -> Array:
@@ -169,18 +172,21 @@ class Spool:
             # Clipping changes nothing (all indices are in range) but spares numpy a copy of out.
             np.take(self._flat[key], source, axis=0, out=out, mode="clip")
         done = np.divmod(np.flatnonzero(window.array(next_key(DONE))[:, :steps]), steps)
+        ends = source[done]
         for key in self._sparse:
-            window.array(key)[done] = self._flat[key][source[done]]
+            window.array(key)[done] = self._flat[key].take(ends, axis=0)
         for key in self._shifted:
             root, after = window.array(key), window.array(next_key(key))
+            # Between two ends the next observation of a step is the root of the one after it.
             after[:, : steps - 1] = root[:, 1:steps]
-            after[:, steps - 1] = self._flat[key][source[:, -1] + self._envs]
-            after[done] = self._flat[key][source[done] + self._envs]
+            after[:, steps - 1] = self._flat[key].take(source[:, -1] + self._envs, axis=0)
+            after[done] = self._flat[key].take(ends + self._envs, axis=0)
         until = source[:, -1] // self._envs
-        self._deliver_finals(window, first, until)
-        least = int(until.min()) + 1
-        self._pending[first:least] = False
-        self._pending[least:last] &= np.arange(least, last)[:, None] > until
+        if self._finals:
+            self._deliver_finals(window, first, until)
+        self._oldest_left = left = int(until.min()) + 1
+        self._pending[first:left] = False
+        self._pending[left:last] &= np.arange(left, last)[:, None] > until
         return self._versions[source // self._envs] if versions else None
 
     def _oldest(self, first: int, last: int, steps: int) -> Array:
@@ -209,11 +215,11 @@ class Spool:
         Returns:
             The environments whose left-over steps were all discarded, and how many steps that were.
         """
-        first, last = self._keep - self._left, self._keep + self._taken
-        pending = self._pending[first:last]
+        last = self._keep + self._taken
+        pending = self._pending[self._oldest_left : last]
         over = len(pending) - self._keep
         ahead = np.flatnonzero(pending[: max(over, 0)].any(0))
-        discarded = self.drop(ahead)
+        discarded = self._drop(ahead)
         rows = np.flatnonzero(pending.any(1))
         left = len(pending) - int(rows[0]) if len(rows) else 0
         source, target = slice(last - left, last), slice(self._keep - left, self._keep)
@@ -226,8 +232,7 @@ class Spool:
         self._left = left
         return ahead, discarded
 
-    def drop(self, envs: Array | slice) -> int:
-        """Discard all that is left over of ``envs``; return how many steps that was."""
+    def _drop(self, envs: Array | slice) -> int:
         count = int(np.count_nonzero(self._pending[:, envs]))
         if count:
             self._pending[:, envs] = False
@@ -236,7 +241,7 @@ class Spool:
     def reset(self, envs: Array | slice) -> int:
         """Note that ``envs`` were reset between rollouts; return how many steps that discarded."""
         self._waiting[envs] = False
-        return self.drop(envs)
+        return self._drop(envs)
 
     def root(self, carry: RolloutWindow) -> None:
         """Write the root row that follows the last step into ``carry``."""

@@ -63,7 +63,7 @@ class Tracker:
 
     def end_all(self, done: Array) -> None:
         """Note every end of a rollout at once, instead of `end`: ``done`` is ``[P, T]``."""
-        at, ended = done.T.nonzero()
+        ended, at = done.nonzero()
         self._ended, self._ended_at = ended.tolist(), (at + 1).tolist()
 
     def finish(self, steps: int, ids: Array | None, counts: Array | None) -> None:
