@@ -53,16 +53,30 @@ def _compare(ours: Fields, theirs: Fields) -> str:
         return "DIFFERENT SHAPES " + ", ".join(
             f"{name} {ours[name].shape} / {theirs[name].shape}" for name in shapes
         )
-    different = [name for name in shared if not _equal(name, ours[name], theirs[name])]
+    mine, other = _rows(ours, theirs)
+    different = [name for name in shared if not _equal(name, ours[name][mine], theirs[name][other])]
     text = f"{len(shared)} fields of equal shape"
     text += f", DIFFERENT VALUES in {', '.join(different)}" if different else ", equal values"
     return text + (f", without {', '.join(missing)}" if missing else "")
 
 
+def _rows(ours: Fields, theirs: Fields) -> tuple[np.ndarray, np.ndarray]:
+    """Return which rows to compare, ``[P, T]`` each: all, or only real ones if one has others.
+
+    An environment with ``k`` real rows in one batch must have the same as its first ``k`` in the other.
+    """
+    shape = ours["next.reward"].shape
+    masks = [fields.get("mask", np.ones(shape, bool)) for fields in (ours, theirs)]
+    count = np.minimum(*(mask.sum(1, keepdims=True) for mask in masks))
+    mine, other = (mask & (np.cumsum(mask, 1) <= count) for mask in masks)
+    return mine, other
+
+
 def _equal(name: str, one: np.ndarray, other: np.ndarray) -> bool:
+    """Compare rows of all environments one after the other, ``[rows, ...]``."""
     if name.endswith("traj_ids"):
         # Names of trajectories are free; where one ends and the next begins is not.
-        return bool(np.array_equal(np.diff(one, axis=1) != 0, np.diff(other, axis=1) != 0))
+        return bool(np.array_equal(np.diff(one) != 0, np.diff(other) != 0))
     if one.dtype.kind == "f":
         return bool(np.allclose(one, other, rtol=1e-4, atol=1e-5))
     return bool(np.array_equal(one, other))

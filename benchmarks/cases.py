@@ -28,8 +28,9 @@ def all_cases() -> list[Case]:
         cartpole_random(),
         cartpole_mlp_16(),
         cartpole_mlp_1(),
-        half_cheetah(squash=False),
-        half_cheetah(squash=True),
+        half_cheetah("normal"),
+        half_cheetah("tanh"),
+        half_cheetah("own", target=None),
         pong(),
         envpool(mlp=False),
         envpool(mlp=True),
@@ -108,27 +109,25 @@ def cartpole_mlp_1() -> Case:
     )
 
 
-def half_cheetah(squash: bool) -> Case:
+def half_cheetah(kind: str, target: float | None = 0.9) -> Case:
     """Continuous actions, float64 observations, an environment that costs something."""
     factories = envs.seeded(envs.half_cheetah, 16)
     module = policies.normal_module(policies.mlp(17, 12))
 
     def ours() -> System:
-        kind = policies.tanh_normal() if squash else policies.IndependentNormal
-        policy = policies.normal_policy(module, kind)
+        policy = policies.normal_policy(module, policies.distribution(kind))
         return Ours(factories, policy, 16 * STEPS, observation_dtype=torch.float32)
 
+    def hand() -> System:
+        actor = NormalActor(module, STEPS, 16, 6, squash=kind == "tanh")
+        return HandLoop(factories, STEPS, actor)
+
+    names = {"normal": "IndependentNormal", "tanh": "TanhNormal", "own": "the user's own Normal"}
     return Case(
-        "halfcheetah-tanh" if squash else "halfcheetah",
-        f"HalfCheetah-v5 x16, 64-64 MLP, {'TanhNormal' if squash else 'Normal'}",
+        f"halfcheetah-{kind}",
+        f"HalfCheetah-v5 x16, 64-64 MLP, {names[kind]}",
         ours,
-        [
-            Reference(
-                "hand loop",
-                lambda: HandLoop(factories, STEPS, NormalActor(module, STEPS, 16, 6, squash)),
-                0.9,
-            )
-        ],
+        [Reference("hand loop", hand, target)],
         check=agreement.first_batches,
     )
 

@@ -71,7 +71,9 @@ def pong() -> gym.Env[Any, Any]:
 
 def cartpole_vector(count: int) -> gym.vector.VectorEnv[Any, Any, Any]:
     """Return Gymnasium's own vectorised CartPole in its default autoreset mode."""
-    return gym.make_vec("CartPole-v1", num_envs=count, vectorization_mode="vector_entry_point")
+    envs = gym.make_vec("CartPole-v1", num_envs=count, vectorization_mode="vector_entry_point")
+    envs.reset(seed=0)
+    return envs
 
 
 def cartpole_envpool(count: int) -> Any:

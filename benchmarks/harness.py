@@ -153,7 +153,7 @@ def _build(case: Case, result: Result) -> dict[str, System]:
             systems[name] = build()
         except (Skip, ImportError) as err:
             result.skipped[name] = str(err) or type(err).__name__
-        except Exception as err:  # noqa: BLE001  (the other cases should still run)
+        except Exception as err:
             result.skipped[name] = f"{WRONG} {type(err).__name__}: {err}"
     return systems
 

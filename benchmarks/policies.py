@@ -70,8 +70,10 @@ def normal_policy(module: nn.Module, distribution: type[Any]) -> ProbabilisticTe
     )
 
 
-def tanh_normal() -> type[Any]:
-    """Return TorchRL's squashed normal, the one TensorDict users have."""
-    from torchrl.modules import TanhNormal
+def distribution(kind: str) -> type[Any]:
+    """Return a diagonal normal: TorchRL's (``normal``, ``tanh``) or one of the user's (``own``)."""
+    if kind == "own":
+        return IndependentNormal
+    from torchrl import modules
 
-    return TanhNormal  # type: ignore[no-any-return]
+    return {"normal": modules.IndependentNormal, "tanh": modules.TanhNormal}[kind]

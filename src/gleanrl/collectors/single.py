@@ -206,6 +206,7 @@ class Collector(RunningCollector):
             postproc,
             make_sink(replay_buffer, extend),
             devices.storing,
+            episodes_end=reset_at_each_iter,
         )
         builder = SourceBuilder(
             env=EnvOptions(

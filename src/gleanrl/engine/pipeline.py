@@ -32,8 +32,18 @@ class Pipeline:
         postproc: PostProc | None,
         sink: Sink,
         storing: torch.device | None,
+        episodes_end: bool = False,
     ) -> None:
-        """Line up the stages."""
+        """Line up the stages.
+
+        Args:
+            trajectories: How trajectories are cut out of batches.
+            postproc: The user's stage, after splitting.
+            sink: Where the result goes.
+            storing: Device a postproc module is moved to.
+            episodes_end: Whether no episode outlasts its batch (``reset_at_each_iter``).
+        """
+        self._episodes_end = episodes_end
         if isinstance(postproc, nn.Module) and storing is not None:
             postproc = postproc.to(storing)
         self._stages: list[PostProc] = []
@@ -60,6 +70,8 @@ class Pipeline:
         self._whole.push(batch)
         while (complete := self._whole.pop()) is not None:
             ready.append(self._finish(complete, hook))
+        if self._episodes_end:
+            self.discarded += self._whole.flush()
         return ready
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:

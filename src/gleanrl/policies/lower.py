@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,17 +47,23 @@ class Builder:
     """Builds programs of one policy."""
 
     def __init__(
-        self, probed: Probed, inputs: Mapping[Key, torch.Tensor], batch_shape: tuple[int, ...]
+        self,
+        probed: Probed,
+        inputs: Mapping[Key, torch.Tensor],
+        constants: Collection[Key],
+        batch_shape: tuple[int, ...],
     ) -> None:
         """Take what one call of the policy showed.
 
         Args:
             probed: The units, with what each of them wrote.
             inputs: Root entries as they were for that call, ``[*batch_shape, ...]``.
+            constants: Those of them that stay as they are at every step.
             batch_shape: Batch size of the TensorDicts that modules see.
         """
         self._probed = probed
         self._inputs = dict(inputs)
+        self._constants = frozenset(constants)
         self._batch_shape = batch_shape
         self._device = next((v.device for v in inputs.values()), torch.device("cpu"))
         self._agreed: list[tuple[Any, ExplorationType, tuple[Any, ...]]] = []
@@ -66,7 +72,7 @@ class Builder:
         """Make the program for ``kind``; with ``lower=False`` every unit is called as it is."""
         lower = lower and kind is not None
         with _quiet(kind, self._device):
-            work = _Work(self._inputs, self._batch_shape, kind, self._agreed)
+            work = _Work(self._inputs, self._constants, self._batch_shape, kind, self._agreed)
             for unit in self._units(work.program.watch):
                 if not (lower and work.lower(unit)):
                     work.keep(unit)
@@ -92,6 +98,7 @@ class _Work:
     def __init__(
         self,
         inputs: Mapping[Key, torch.Tensor],
+        constants: Collection[Key],
         batch_shape: tuple[int, ...],
         kind: ExplorationType | None,
         agreed: list[tuple[Any, ExplorationType, tuple[Any, ...]]],
@@ -99,6 +106,7 @@ class _Work:
         self._roots = {key: value.clone() for key, value in inputs.items()}
         self._cells: dict[Key, torch.Tensor] = dict(self._roots)
         self._used: dict[Key, torch.Tensor] = {}
+        self._constants = constants
         self._batch_shape = batch_shape
         self._tape = Tape()
         self._agreed = agreed
@@ -236,11 +244,10 @@ class _Work:
 
     def keep(self, unit: Unit) -> None:
         """Call ``unit`` as it is, on a TensorDict of its own."""
-        template = TensorDict({}, batch_size=self._batch_shape)
-        for key in unit.visible:
-            template.set(key, self._read(key))
-        cells = [(key, self._cell(unit, key)) for key in unit.writes]
-        self._tape.calls.append(_tensordict_call(unit.module, template, cells))
+        entries = {key: self._read(key) for key in unit.visible}
+        cells = {key: self._cell(unit, key) for key in unit.writes}
+        shape, flags = self._batch_shape, self._constants
+        self._tape.calls.append(_tensordict_call(unit.module, entries, shape, flags, cells))
 
     def _read(self, key: Key) -> torch.Tensor:
         cell = self._cells[key]
@@ -353,15 +360,30 @@ def _as_tuple(out: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
 
 def _tensordict_call(
     module: Callable[[Any], Any],
-    template: TensorDict,
-    cells: Sequence[tuple[Key, torch.Tensor]],
+    entries: Mapping[Key, torch.Tensor],
+    batch_shape: tuple[int, ...],
+    constants: Collection[Key],
+    cells: Mapping[Key, torch.Tensor],
 ) -> Callable[[], None]:
-    """Call ``module`` on a fresh copy of ``template``, copy what it wrote."""
+    """Call ``module`` on a TensorDict of its own (it may keep what it gets), copy what it wrote."""
+    fixed = {key[0]: value for key, value in entries.items() if key in constants}
+    fresh = [(key[0], value) for key, value in entries.items() if key not in constants]
+    written = [(key, key if len(key) > 1 else key[0], cell) for key, cell in cells.items()]
+    size = torch.Size(batch_shape)
+
+    def flat() -> TensorDict:
+        own = {name: value.clone() for name, value in fresh}
+        return TensorDict({**fixed, **own}, batch_size=size)
+
+    template = TensorDict({}, batch_size=size)
+    for key, value in entries.items():
+        template.set(key, value)
+    make = flat if all(len(key) == 1 for key in entries) else template.clone
 
     def call() -> None:
-        out = call_on(module, template.clone())
-        for key, cell in cells:
-            _copy(key, cell, out.get(key))
+        out = call_on(module, make())
+        for key, name, cell in written:
+            _copy(key, cell, out.get(name))
 
     return call
 

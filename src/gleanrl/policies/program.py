@@ -56,10 +56,9 @@ class ProgramPolicy:
         self._lower = lower
         self._inference = inference
         self._device = device
-        self._builder = Builder(learnt.probed, learnt.inputs, env.batch_shape)
-        rows = [field.key for field in env.observations] + list(learnt.states)
-        if learnt.needs_is_init:
-            rows.append(IS_INIT)
+        rows = {field.key for field in env.observations} | {IS_INIT, *learnt.states}
+        constants = set(learnt.inputs) - rows
+        self._builder = Builder(learnt.probed, learnt.inputs, constants, env.batch_shape)
         self._binding = Binding(env, learnt.outputs, learnt.states, rows, device)
         self._programs: dict[Any, Program] = {}
         self._program: Program
