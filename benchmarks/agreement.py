@@ -63,7 +63,7 @@ def _compare(ours: Fields, theirs: Fields) -> str:
 def _rows(ours: Fields, theirs: Fields) -> tuple[np.ndarray, np.ndarray]:
     """Return which rows to compare, ``[P, T]`` each: all, or only real ones if one has others.
 
-    An environment with ``k`` real rows in one batch must have the same as its first ``k`` in the other.
+    Where an environment has ``k`` real rows in one batch, they are its first ``k`` in the other.
     """
     shape = ours["next.reward"].shape
     masks = [fields.get("mask", np.ones(shape, bool)) for fields in (ours, theirs)]

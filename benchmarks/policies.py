@@ -76,4 +76,5 @@ def distribution(kind: str) -> type[Any]:
         return IndependentNormal
     from torchrl import modules
 
-    return {"normal": modules.IndependentNormal, "tanh": modules.TanhNormal}[kind]
+    found: type[Any] = {"normal": modules.IndependentNormal, "tanh": modules.TanhNormal}[kind]
+    return found

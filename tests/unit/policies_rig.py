@@ -49,7 +49,7 @@ def windows(env, policy, steps=STEPS):
     written = {field.key: field for field in policy.outputs}
     roots = list(env.observations)
     for key in policy.states:
-        after = written["next", *key]
+        after = written[("next", *key)]
         roots.append(Field(key, after.shape, after.dtype))
     if policy.needs_is_init:
         roots.append(Field(("is_init",), (1,), torch.bool))
@@ -106,7 +106,7 @@ def plain(policy, env, window, kind=RANDOM, steps=None, ends=None, states=(), in
             rows.append({k: v.clone() for k, v in row.items()})
             first = torch.zeros(*batch, 1, dtype=torch.bool)
             for key in memory:
-                memory[key] = row["next", *key].clone()
+                memory[key] = row[("next", *key)].clone()
                 for env_index in (ends or {}).get(t, ()):
                     memory[key].view(env.num_envs, -1)[env_index] = 0
             for env_index in (ends or {}).get(t, ()):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies_rig import DETERMINISTIC, MEAN, MODE, RANDOM, layout, make, run, same, windows
+from policies_rig import DETERMINISTIC, MEAN, MODE, RANDOM, layout, same
 from tensordict.nn import CompositeDistribution, NormalParamExtractor
 from tensordict.nn import OneHotCategorical as TensorDictOneHot
 from tensordict.nn import ProbabilisticTensorDictModule as Prob
@@ -157,7 +157,6 @@ STOCHASTIC = {
         1,
         (RANDOM, MEAN),
     ),
-    "own-generator": (lambda: actor(net(3), D.Categorical, generator=5), INT, 1, ()),
     "truncated": (lambda: gaussian(rl.TruncatedNormal), FLOATS, 1, (RANDOM, DETERMINISTIC)),
     "bernoulli": (lambda: actor(net(3), D.Bernoulli), FLOATS, 1, (RANDOM, MODE)),
 }
@@ -227,9 +226,6 @@ def values():
 
 
 def composite():
-    def build(**params):
-        return params
-
     return ProbSeq(
         Mod(net(6), ["observation"], [("params", "action", "logits")]),
         Prob(

@@ -351,8 +351,18 @@ def test_memory_follows_what_is_pending_and_not_what_went_through():
     assert torch.cat(out).max() == 201 * 50
 
 
+def test_nested_flags_end_nothing_where_the_root_has_flags():
+    batch = make_batch([0, 0, 0], [False, False, True])
+    batch["next", "agents"] = {"done": torch.ones(3, 2, 1).bool()}
+    assembler = WholeTrajectories(1)
+    assembler.push(batch)
+    assert assembler.pop().shape == (1, 3)
+
+
 def test_truncation_alone_and_nested_flags_end_a_trajectory():
     batch = make_batch([0, 0, 1])
+    flags = {"done", "terminated", "truncated"}
+    batch["next"] = batch["next"].exclude(*flags)
     batch["next", "agents"] = {
         "truncated": torch.tensor([[[0], [0]], [[0], [1]], [[0], [0]]]).bool()
     }

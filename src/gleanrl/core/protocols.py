@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -59,6 +60,10 @@ class Window(Protocol):
 
     def tensor_rows(self, key: Key) -> Sequence[torch.Tensor]:
         """Return ``T`` tensor views ``[P, ...]``, one per step."""
+        ...
+
+    def zero_from(self, step: int) -> None:
+        """Zero every field from ``step`` on."""
         ...
 
 
@@ -147,12 +152,11 @@ class Pool(Protocol):
         """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
         ...
 
-    def step(self, t: int) -> tuple[Array, Array]:
+    def step(self, t: int) -> None:
         """Step all with the actions in row ``t``; write the row and root row ``t + 1``.
 
         Flags are there at once, rewards after `finish`; ``"next"`` observations are not written: in
         a log they are the root row that follows.
-        Returns the indices of those that only were reset, and of those that ended.
         """
         ...
 
@@ -202,6 +206,10 @@ class Policy(Protocol):
 
     def act(self, t: int) -> None:
         """Read root row ``t``, write actions and extras there, states at row ``t + 1``."""
+        ...
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Return what a rollout runs in, so that no gradients are recorded."""
         ...
 
     def reset(self, t: int, ended: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from gleanrl.core.errors import ConfigError
@@ -44,13 +45,14 @@ class PolledStop(bytearray):
     def __init__(self, interruptor: Any) -> None:
         """Ask ``interruptor`` after every step."""
         super().__init__(1)
-        self._stopped = getattr(interruptor, "collection_stopped", None)
-        if not callable(self._stopped):
+        stopped = getattr(interruptor, "collection_stopped", None)
+        if not callable(stopped):
             raise ConfigError(
                 f"interruptor ({type(interruptor).__name__}) must have a collection_stopped() "
                 f"method; "
                 "use gleanrl.collectors.Interruptor()"
             )
+        self._stopped: Callable[[], bool] = stopped
 
     def __getitem__(self, index: Any) -> Any:
         return self._stopped()

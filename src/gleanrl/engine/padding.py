@@ -15,7 +15,9 @@ _END_FLAGS = frozenset({"done", "terminated", "truncated"})
 
 
 def end_flags(batch: TensorDictBase) -> torch.Tensor:
-    """Return where trajectories end: OR over every end flag under ``"next"``, nested ones too.
+    """Return where trajectories end: OR over the topmost end flags under ``"next"``.
+
+    Where the root has flags, those of nested groups (single agents, say) end nothing.
 
     Args:
         batch: ``[..., T]``, with leaves named ``done``, ``terminated`` or ``truncated`` anywhere
@@ -33,8 +35,10 @@ def end_flags(batch: TensorDictBase) -> torch.Tensor:
             "the batch has no 'next' entry, so the ends of its episodes are not known"
         )
     ended: torch.Tensor | None = None
-    for key in after.keys(include_nested=True, leaves_only=True):
-        if as_key(key)[-1] not in _END_FLAGS:
+    flags = [key for key in map(as_key, after.keys(True, True)) if key[-1] in _END_FLAGS]
+    groups = {key[:-1] for key in flags}
+    for key in flags:
+        if any(key[:cut] in groups for cut in range(len(key) - 1)):
             continue
         flag = any_over_features(after.get(key), batch.ndim)
         ended = flag.clone() if ended is None else ended.logical_or_(flag)

@@ -223,8 +223,8 @@ class Outcomes:
             else self._flags
         )
 
-    def keep(self, t: int, reward: Any, terminated: Any, truncated: Any) -> Array:
-        """Keep step ``t``; returns the indices of the environments that ended."""
+    def keep(self, t: int, reward: Any, terminated: Any, truncated: Any) -> None:
+        """Keep what step ``t`` returned."""
         reward, dead, late = np.asarray(reward), np.asarray(terminated), np.asarray(truncated)
         if not (reward.shape == dead.shape == late.shape == self._shape):
             raise EnvError(
@@ -240,6 +240,9 @@ class Outcomes:
         self._dead[t] = dead
         self._late[t] = late
         np.logical_or(dead, late, out=self._done[t])
+
+    def ended(self, t: int) -> Array:
+        """Return the indices of the environments that ended at step ``t``."""
         return np.flatnonzero(self._done[t])
 
     def truncate(self, t: int, envs: Array) -> None:

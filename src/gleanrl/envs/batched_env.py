@@ -102,14 +102,15 @@ class BatchedEnv:
         self._actions.begin(window)
         self._outcomes.begin(window)
 
-    def _advance(self, t: int) -> tuple[Array, Mapping[str, Any]]:
-        """Step with the actions in row ``t``; return the indices that ended, and ``infos``."""
+    def _advance(self, t: int) -> Mapping[str, Any]:
+        """Step with the actions in row ``t``, keep what comes back, and return ``infos``."""
         result = self._step(self._actions.read(t))
+        infos: Mapping[str, Any]
         observation, reward, terminated, truncated, infos = unpack(result)
-        ended = self._outcomes.keep(t, reward, terminated, truncated)
+        self._outcomes.keep(t, reward, terminated, truncated)
         for field in self._fields:
             field.write(t, observation, infos)
-        return ended, infos
+        return infos
 
     def restart(self, t: int, envs: Array) -> None:
         """Reset ``envs`` after step ``t``; those that had not ended there count as truncated."""

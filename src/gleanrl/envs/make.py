@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import gymnasium as gym
+from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import EnvOptions
-from gleanrl.core.protocols import Env, Pool
-from gleanrl.envs.gymnasium import GymnasiumEnv
+from gleanrl.core.protocols import Env
 from gleanrl.envs.gym_env import GymEnv
+from gleanrl.envs.gymnasium import GymnasiumEnv
+from gleanrl.envs.pool import NextStepPool
 from gleanrl.envs.registry import make_gym, without_call_checks
 from gleanrl.envs.serial import SerialEnv
 from gleanrl.envs.tensordict_env import TensorDictEnv
@@ -25,9 +27,15 @@ class Carried:
     """A TensorDict environment whose data have no fixed layout: it needs the carrier loop."""
 
     env: Any
+    first: TensorDictBase
+    """What its one reset returned."""
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
 
 
-Made: TypeAlias = Env | Pool | Carried
+Made: TypeAlias = Env | NextStepPool | Carried
 
 
 def make_env(options: EnvOptions) -> Made:
@@ -86,8 +94,10 @@ def _from_sequence(items: Sequence[Any], options: EnvOptions) -> Made:
 
 
 def _serial(built: list[Any]) -> Any:
-    makers: list[Callable[[], Any]] = [lambda env=env: env for env in built]
-    return SerialEnv(len(built), makers)
+    def given(env: Any) -> Callable[[], Any]:
+        return lambda: env
+
+    return SerialEnv(len(built), [given(env) for env in built])
 
 
 def _build(given: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -138,9 +148,8 @@ def _adapt(env: Any, options: EnvOptions) -> Made:
             observation_dtype=options.observation_dtype or bare.observation_dtype,
             info_keys=options.info_keys or bare.info_keys,
         )
-    if needs_carrier(env):
-        return Carried(env)
-    return TensorDictEnv(env)
+    first = env.reset()
+    return Carried(env, first) if needs_carrier(env, first) else TensorDictEnv(env, first)
 
 
 def _gymnasium(

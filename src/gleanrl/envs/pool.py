@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,9 @@ from gymnasium import Env
 from gymnasium.vector import AsyncVectorEnv
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.protocols import Array, Window
+from gleanrl.core.protocols import Array
 from gleanrl.envs.batched import ResetResult, Rows
 from gleanrl.envs.batched_env import BatchedEnv, InfoKeys
-
-_NOBODY: Array = np.zeros(0, np.int64)
 
 
 class NextStepPool(BatchedEnv):
@@ -24,7 +22,7 @@ class NextStepPool(BatchedEnv):
 
     costs_reset_step = True
     # How many steps a rollout will take is not known when it begins.
-    _draws_ahead = 16
+    _draws_ahead = 32
 
     def __init__(
         self,
@@ -51,31 +49,10 @@ class NextStepPool(BatchedEnv):
                 "AsyncVectorEnv with shared_memory=False resets environments twice after reset() "
                 "in NEXT_STEP mode; make it with shared_memory=True or autoreset_mode='SameStep'"
             )
-        self._waiting = _NOBODY
 
-    def step(self, t: int) -> tuple[Array, Array]:
-        """Take one step with the actions in row ``t``, writing the row and root row ``t + 1``.
-
-        Returns:
-            Indices of the environments that only were reset in this step (those that ended in the
-            one before), and of those that ended in it.
-        """
-        waited = self._waiting
-        self._waiting, _ = self._advance(t)
-        return waited, self._waiting
-
-    def restart(self, t: int, envs: Array) -> None:
-        """Reset ``envs`` now, after step ``t``, instead of leaving it to the next step.
-
-        Those that had not ended there count as truncated.
-        """
-        super().restart(t, envs)
-        self._waiting = np.setdiff1d(self._waiting, envs)
-
-    def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
-        """Reset ``envs`` (all by default) and write their observations into ``carry``."""
-        super().reset(carry, envs, **options)
-        self._waiting = _NOBODY if envs is None else np.setdiff1d(self._waiting, list(envs))
+    def step(self, t: int) -> None:
+        """Take one step with the actions in row ``t``, writing the row and root row ``t + 1``."""
+        self._advance(t)
 
 
 class EnvPoolAdapter(NextStepPool):
@@ -138,7 +115,6 @@ class EnvPoolAdapter(NextStepPool):
         fresh = type(self._env)(type(spec)(spec.config._replace(**seeds)))
         self._env.close()
         self._env, self._step = fresh, fresh.step
-        self._waiting = _NOBODY
         return last
 
 

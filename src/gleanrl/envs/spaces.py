@@ -66,8 +66,8 @@ def _(space: spaces.Dict, key: Key, path: Path) -> list[Leaf]:
     return found
 
 
-@_walk.register
-def _(space: spaces.Tuple, key: Key, path: Path) -> list[Leaf]:
+@_walk.register(spaces.Tuple)
+def _(space: spaces.Tuple[Any], key: Key, path: Path) -> list[Leaf]:
     found: list[Leaf] = []
     for index, inner in enumerate(space.spaces):
         found += _walk(inner, (*key, str(index)), (*path, index))

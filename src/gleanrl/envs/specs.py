@@ -302,10 +302,12 @@ class Composite:
         if path in self._specs:
             return self._specs[path]
         size = len(path)
-        below = {k[size:]: v for k, v in self._specs.items() if k[:size] == path}
+        below: dict[NestedKey, TensorSpec] = {
+            k[size:]: v for k, v in self._specs.items() if k[:size] == path
+        }
         if not below:
             raise KeyError(f"{key!r} is not in this spec; it has {sorted(self._specs)}")
-        return Composite(dict(below), self.shape, self.device)
+        return Composite(below, self.shape, self.device)
 
     def rand(self, shape: Sequence[int] = ()) -> TensorDict:
         """Draw every leaf, in order; batch size is ``[*shape, *self.shape]``."""

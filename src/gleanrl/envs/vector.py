@@ -14,7 +14,7 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.protocols import Array, Env, Pool
+from gleanrl.core.protocols import Array, Env
 from gleanrl.envs.batched_env import BatchedEnv, InfoKeys
 from gleanrl.envs.pool import EnvPoolAdapter, NextStepPool, is_envpool
 
@@ -26,7 +26,8 @@ class _DenseVectorEnv(BatchedEnv):
 
     def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
         """Take one step with the actions in row ``t``; return the indices that ended."""
-        ended, infos = self._advance(t)
+        infos = self._advance(t)
+        ended = self._outcomes.ended(t)
         if len(ended) or cut:
             over: list[int] = self._end(t, ended, cut, infos).tolist()
             return over
@@ -75,7 +76,7 @@ def make_vector(
     categorical: bool = True,
     observation_dtype: torch.dtype | None = None,
     info_keys: InfoKeys = (),
-) -> Env | Pool:
+) -> Env | NextStepPool:
     """Return the adapter that fits how ``env`` resets itself.
 
     Args:
@@ -86,7 +87,7 @@ def make_vector(
             (float32), or a mapping from names to shape and dtype.
 
     Returns:
-        An `Env` in SAME_STEP and DISABLED mode, a `Pool` in NEXT_STEP mode and for EnvPool.
+        An `Env` in SAME_STEP and DISABLED mode, a pool in NEXT_STEP mode and for EnvPool.
 
     Raises:
         ConfigError: the environment does not say how it resets, or in a way that loses data.

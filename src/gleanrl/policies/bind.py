@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Binding:
         env: EnvLayout,
         outputs: Sequence[Field],
         states: Sequence[Key],
-        roots: Sequence[Key],
+        roots: Collection[Key],
         device: torch.device,
     ) -> None:
         """Bind to nothing yet.

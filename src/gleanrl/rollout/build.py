@@ -11,27 +11,18 @@ from torch import nn
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
-from gleanrl.core.protocols import Env, Policy, Pool, Source
-from gleanrl.envs.make import Carried, make_env
+from gleanrl.core.protocols import Env, Pool, Source, Window
+from gleanrl.envs.make import Carried, Made, make_env
 from gleanrl.envs.pool import NextStepPool
 from gleanrl.envs.tensordict_env import TensorDictEnv
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.envs.tensordict_layout import spec_leaves
+from gleanrl.policies.adapt import adapt
 from gleanrl.policies.make import make_policy
-from gleanrl.policies.random import random_policy
+from gleanrl.policies.random import RandomPolicy, random_policy
 from gleanrl.rollout.carrier import CarrierRollout
 from gleanrl.rollout.cursor import CursorRollout
-from gleanrl.rollout.rollout import Rollout
+from gleanrl.rollout.rollout import Policies, Rollout
 from gleanrl.rollout.streams import preserved
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltPolicies:
-    """The policy, its stand-in for random frames, and the user's own object."""
-
-    policy: Policy
-    random: Policy
-    needs_is_init: bool
-    user: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +47,10 @@ class SourceBuilder:
                 made.close()
                 raise
 
-    def _serve(self, made: Env | Pool | Carried) -> Source:
+    def _serve(self, made: Made) -> Source:
         options = self.rollout
         if isinstance(made, Carried):
-            return CarrierRollout(made.env, self._user_policy(), options)
+            return self._carry(made)
         layout = made.layout
         if options.index_stride == 0:
             options = replace(options, index_stride=layout.num_envs)
@@ -75,7 +66,18 @@ class SourceBuilder:
             return CursorRollout(made, self._policies, options)
         return Rollout(made, self._policies, options)
 
-    def _policies(self, env: Env, probe: RolloutWindow) -> BuiltPolicies:
+    def _carry(self, made: Carried) -> Source:
+        user = self._user_policy()
+        if user is None or (isinstance(user, RandomPolicy) and user.action_spec is None):
+            return CarrierRollout(made.env, None, self.rollout, first=made.first)
+        observed = [key for key, _ in spec_leaves(made.env.full_observation_spec)]
+        acted = [key for key, _ in spec_leaves(made.env.full_action_spec)]
+        policy = adapt(user, observed, acted, trust=self.policy.trust_policy).call
+        source = CarrierRollout(made.env, policy, self.rollout, first=made.first)
+        source.policy = user
+        return source
+
+    def _policies(self, env: Env | Pool, probe: Window) -> Policies:
         user = self._user_policy()
         policy = make_policy(
             user,
@@ -91,7 +93,7 @@ class SourceBuilder:
         if isinstance(env, TensorDictEnv):
             env.feed(field.key for field in policy.outputs)
         stand_in = random_policy(env.random, env.layout.actions, policy)
-        return BuiltPolicies(policy, stand_in, policy.needs_is_init, user)
+        return Policies(policy, stand_in, policy.needs_is_init, user)
 
     def _user_policy(self) -> Any:
         """Return the policy that runs: the user's own unless it lives on another device."""

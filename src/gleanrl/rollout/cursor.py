@@ -8,11 +8,10 @@ first in the next rollout: the stream of every environment is gapless.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import (
@@ -28,89 +27,105 @@ from gleanrl.core.keys import (
 from gleanrl.core.layout import EnvLayout, Field, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
-from gleanrl.core.protocols import Array, Policy, Pool, Stop
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.core.protocols import Array, Policy, Pool, Stop, Window
 from gleanrl.rollout.rollout import MakePolicies, Rollout
 from gleanrl.rollout.spool import Spool
 
-_NOBODY: Array = np.zeros(0, np.int64)
 _KEEP_AT_LEAST = 64
 """Raw steps that may be left over however short a rollout is."""
 _LATER = np.iinfo(np.int64).max // 2
 
 
 class Turns:
-    """Which environments are reset at once instead of in the next step.
+    """Follows the resets of a pool in rollouts where somebody has to know of them at once.
 
-    Those whose episode reached its limit, and those that fell too far behind: an environment whose
-    episodes are short loses a step to every reset, and what the others are ahead of it has to wait
-    in the log and gets stale.
+    That is the policy, if it has state, and who is to be reset at once instead of in the next step:
+    environments whose episode reached its limit, and those that fell too far behind. Short episodes
+    lose a step to every reset, and what others are ahead has to wait in the log and gets stale.
     """
 
-    def __init__(self, envs: int, max_frames: int | None, can_cut: bool) -> None:
+    def __init__(self, pool: Pool, max_frames: int | None) -> None:
         """Start with every environment at the first step of an episode."""
+        envs = pool.layout.num_envs
+        self._pool = pool
         self._max = max_frames
-        self._can_cut = can_cut
         self._born = np.zeros(envs, np.int64)
         """The step at which the running episode of each environment began."""
         self._behind = np.zeros(envs, bool)
+        self._waiting = np.zeros(0, np.int64)
         self._next_cut = -1
-        self.active = False
-        """Whether `pick` has anything to decide in this rollout."""
+        self._policy: Policy
+        self._spool: Spool
 
-    def begin(self, waiting: Array, steps: int) -> None:
-        """Start a rollout of ``steps`` steps; ``waiting`` of each environment are left over."""
-        if self._can_cut:
-            self._behind = waiting.max() - waiting > max(1, steps // 4)
-        self.active = self._max is not None or bool(self._behind.any())
+    def begin(self, policy: Policy, spool: Spool) -> Callable[[int], None] | None:
+        """Start a rollout; return what to call after every step, or ``None`` for nothing."""
+        self._policy, self._spool = policy, spool
+        self._waiting = np.flatnonzero(spool.waiting)
+        if self._pool.can_cut:
+            stock = spool.counts(0)
+            self._behind = stock.max() - stock > max(1, spool.steps // 4)
         self._schedule()
+        stateful = policy.states or spool.marks_init
+        busy = stateful or self._max is not None or self._behind.any()
+        return self._follow if busy else None
 
-    def _schedule(self) -> None:
+    def _follow(self, t: int) -> None:
+        waited, ended = self._waiting, self._spool.ended(t)
+        self._waiting = ended
+        if len(waited):
+            self._started(t, waited)
+        chosen = self._pick(t, ended)
+        if len(chosen):
+            self._spool.restarted(t, chosen)
+            self._pool.restart(t, chosen)
+            self._waiting = np.setdiff1d(ended, chosen)
+            self._started(t, chosen)
+
+    def _started(self, t: int, envs: Array) -> None:
+        self._spool.started(t, envs)
+        self._policy.reset(t, envs.tolist())
         if self._max is not None:
-            self._next_cut = int(self._born.min()) + self._max - 1
+            self._born[envs] = t + 1
+            self._schedule()
 
-    def pick(self, t: int, waited: Array, ended: Array) -> Array:
-        """Return the environments to reset after step ``t``, and count their episode from there."""
+    def _pick(self, t: int, ended: Array) -> Array:
         chosen = ended[self._behind[ended]]
         if self._max is None:
             return chosen
         if t == self._next_cut:
-            due = (self._born == t + 1 - self._max).nonzero()[0]
-            chosen = np.union1d(chosen, due)
+            chosen = np.union1d(chosen, np.flatnonzero(self._born == t + 1 - self._max))
         self._born[ended] = _LATER
-        self._born[waited] = t + 1
-        self._born[chosen] = t + 1
         self._schedule()
         return chosen
+
+    def _schedule(self) -> None:
+        if self._max is not None:
+            self._next_cut = int(self._born.min()) + self._max - 1
 
     def finish(self, taken: int) -> None:
         """End a rollout of ``taken`` raw steps."""
         self._born -= taken
 
     def restart(self, envs: Array | slice) -> None:
-        """Start a new episode in ``envs``."""
+        """Start a new episode in ``envs``, between rollouts."""
         self._born[envs] = 0
 
 
 def cursor(
-    pool: Pool, policy: Policy, spool: Spool, turns: Turns, first: int, last: int, stop: Stop
+    pool: Pool,
+    policy: Policy,
+    follow: Callable[[int], None] | None,
+    first: int,
+    last: int,
+    stop: Stop,
 ) -> int:
-    """Take raw steps ``first`` to ``last`` into the log all four are bound to; return the end."""
+    """Take raw steps ``first`` to ``last`` into the log both are bound to; return the end."""
     act, step = policy.act, pool.step
-    stateful = bool(policy.states) or spool.marks_init
     for t in range(first, last):
         act(t)
-        waited, ended = step(t)
-        if stateful and len(waited):
-            spool.started(t, waited)
-            policy.reset(t, waited.tolist())
-        if turns.active:
-            chosen = turns.pick(t, waited, ended)
-            if len(chosen):
-                spool.restarted(t, chosen)
-                pool.restart(t, chosen)
-                spool.started(t, chosen)
-                policy.reset(t, chosen.tolist())
+        step(t)
+        if follow is not None:
+            follow(t)
         if stop[0]:
             return t + 1
     return last
@@ -133,22 +148,21 @@ class CursorRollout(Rollout):
             )
         super().__init__(pool, make_policies, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
-        self._turns = Turns(pool.layout.num_envs, options.max_frames_per_traj, pool.can_cut)
+        self._turns = Turns(pool, options.max_frames_per_traj)
         self._spool: Spool | None = None
         self._discarded = 0
 
-    def collect(self, window: RolloutWindow, steps: int, stop: Stop, random: bool) -> Report:
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Fill ``window`` with ``steps`` real steps, fewer if ``stop`` is raised."""
         policy = self._random if random else self._policy
         spool = self._spool = self._ready_spool(steps)
-        with self.streams.active(), torch.no_grad(), self._exploration():
+        with self.streams.active(), policy.context(), self._exploration():
             if self.options.reset_at_each_iter and not self._fresh:
                 self._reset(None, {})
             self._fresh = False
             spool.begin(self._carry)
             self._plan.begin(window, self._carry)
             self._tracker.begin(window, self._carry)
-            self._turns.begin(spool.counts(0), steps)
             self._pool.begin(spool.window, spool.carry)
             policy.begin(spool.window, spool.carry)
             taken, ready = self._fill(policy, spool, steps, stop)
@@ -166,17 +180,17 @@ class CursorRollout(Rollout):
         Returns:
             Raw steps taken, and transitions every environment has.
         """
-        taken, goal = 0, steps
+        taken, goal, follow = 0, steps, self._turns.begin(policy, spool)
         ready = int(spool.counts(0).min())
         while ready < goal:
             end = taken + goal - ready
-            taken = cursor(self._pool, policy, spool, self._turns, taken, end, stop)
+            taken = cursor(self._pool, policy, follow, taken, end, stop)
             ready = int(spool.counts(taken).min())
             if stop[0]:
                 goal = max(1, min(goal, ready))
         return taken, goal
 
-    def _deliver(self, window: RolloutWindow, spool: Spool, steps: int) -> None:
+    def _deliver(self, window: Window, spool: Spool, steps: int) -> None:
         versions = spool.deliver(window, steps, self.options.track_policy_version)
         cut, discarded = spool.trim()
         self._discarded += discarded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -55,13 +56,15 @@ class RolloutPlan:
         self._options = options
         self._env = env
         self._groups = env.dones
+        if options.max_frames_per_traj is not None:
+            self._groups = tuple(replace(group, truncated=True) for group in env.dones)
         after = {field.key[1:]: field for field in outputs if field.key[0] == NEXT}
         state_fields = [Field(key, after[key].shape, after[key].dtype) for key in states]
         init = [Field(IS_INIT, (1,), torch.bool)] if is_init else []
         self.carried: tuple[Field, ...] = (*env.observations, *state_fields, *init)
         """Root fields that pass from one rollout to the next."""
         self._flags = [
-            Field(key, group.shape, torch.bool) for group in env.dones for key in group.keys()
+            Field(key, group.shape, torch.bool) for group in self._groups for key in group.keys()
         ]
         self._check()
         self.layout = Layout(env.batch_shape, self._compose(outputs))
@@ -128,7 +131,7 @@ class RolloutPlan:
         for field in self.carried:
             window.tensor(field.key)[:, :1] = carry.tensor(field.key)
 
-    def finish(self, window: RolloutWindow, tracker: Tracker, steps: int, version: int) -> None:
+    def finish(self, window: Window, tracker: Tracker, steps: int, version: int) -> None:
         """Write ids, counts, versions and marks of a rollout of ``steps`` steps."""
         options = self._options
         if steps < window.steps:

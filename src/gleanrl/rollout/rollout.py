@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,31 +15,32 @@ from gleanrl.core.errors import WeightsError
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.options import RolloutOptions
-from gleanrl.core.protocols import Env, Policy, Stop
+from gleanrl.core.protocols import Env, Policy, Pool, Stop, Window
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.dense import dense
 from gleanrl.rollout.plan import RolloutPlan
-from gleanrl.rollout.streams import Streams
+from gleanrl.rollout.streams import Streams, preserved
 from gleanrl.rollout.tracker import Tracker
 from gleanrl.weights.snapshot import check_weights, load_weights
 
 
-class MakePolicies(Protocol):
-    """Builds the policy, and its stand-in for random frames, once the environment is known."""
-
-    def __call__(self, env: Env, probe: RolloutWindow) -> Policies:
-        """Build both; ``probe`` is one step long and holds the first reset observation."""
-        ...
-
-
-class Policies(Protocol):
-    """What `MakePolicies` returns."""
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """The policy, its stand-in for random frames, and the user's own object."""
 
     policy: Policy
     random: Policy
     needs_is_init: bool
     user: Any
     """The callable that runs, as `getattr_policy` sees it."""
+
+
+class MakePolicies(Protocol):
+    """Builds the policies, once the environment is known."""
+
+    def __call__(self, env: Env | Pool, probe: Window) -> Policies:
+        """Build them; ``probe`` is one step long and holds the first reset observation."""
+        ...
 
 
 class Served:
@@ -112,10 +114,10 @@ class Rollout(Served):
         """Describe one step."""
         return self._plan.layout
 
-    def collect(self, window: RolloutWindow, steps: int, stop: Stop, random: bool) -> Report:
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Fill ``window`` with ``steps`` steps, fewer if ``stop`` is raised."""
         policy = self._random if random else self._policy
-        with self.streams.active(), torch.no_grad(), self._exploration():
+        with self.streams.active(), policy.context(), self._exploration():
             if self.options.reset_at_each_iter and not self._fresh:
                 self._reset(None, {})
             self._fresh = False
@@ -134,7 +136,7 @@ class Rollout(Served):
     def _exploration(self) -> Any:
         return set_interaction_type(self.options.exploration)
 
-    def _carry_from(self, window: RolloutWindow, step: int) -> None:
+    def _carry_from(self, window: Window, step: int) -> None:
         for field in self._plan.carried:
             self._carry.tensor(field.key).copy_(window.tensor(field.key)[:, step : step + 1])
 
@@ -153,7 +155,8 @@ class Rollout(Served):
 
     def seed(self, seed: int, static: bool) -> int:
         """Seed everything and reset; returns the last seed an environment got."""
-        last = self._env.seed(seed, static)
+        with preserved():  # some environments seed torch's global generator as well
+            last = self._env.seed(seed, static)
         self.streams.seed(seed)
         self.reset(None, {})
         return last

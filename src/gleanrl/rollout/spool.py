@@ -10,7 +10,7 @@ import torch
 
 from gleanrl.core.keys import DONE, IS_INIT, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import Field
-from gleanrl.core.protocols import Array
+from gleanrl.core.protocols import Array, Window
 from gleanrl.memory.window import RolloutWindow
 
 
@@ -65,7 +65,7 @@ class Spool:
         self._pending = np.zeros((rows, envs), bool)
         """Steps that wait to be delivered."""
         self._versions = np.zeros(rows, np.int64)
-        self._waiting = np.zeros(envs, bool)
+        self.waiting = np.zeros(envs, bool)
         """Environments whose first step in this rollout will only reset them."""
         self._oldest_left = keep
         self._finals: list[_Finals] = []
@@ -98,14 +98,14 @@ class Spool:
         self._versions[mine] = other._versions[theirs]
         offset = self._keep - other._keep
         self._finals = [_Finals(f.row + offset, f.envs, f.values) for f in other._finals]
-        self._waiting = other._waiting.copy()
+        self.waiting = other.waiting.copy()
 
     @property
     def left(self) -> int:
         """Raw steps left over from the last rollout."""
         return self._left
 
-    def begin(self, carry: RolloutWindow) -> None:
+    def begin(self, carry: Window) -> None:
         """Start a rollout from the root fields in ``carry``."""
         self._taken = 0
         self._restarts = []
@@ -116,6 +116,10 @@ class Spool:
             self._rows[key][self._keep] = carry.rows(key)[0]
 
     # -- during the loop -------------------------------------------------------------------------
+
+    def ended(self, t: int) -> Array:
+        """Return the indices of the environments that ended at step ``t``."""
+        return np.flatnonzero(self._done[self._keep + t])
 
     def started(self, t: int, envs: Array) -> None:
         """Note that root row ``t + 1`` of ``envs`` is the first of an episode."""
@@ -141,7 +145,7 @@ class Spool:
         """Return which of this rollout's first ``taken`` steps were transitions, ``[taken, P]``."""
         real = self._pending[self._keep : self._keep + taken]
         if taken:
-            np.logical_not(self._waiting, out=real[0])
+            np.logical_not(self.waiting, out=real[0])
             np.logical_not(self._done[self._keep : self._keep + taken - 1], out=real[1:])
         for t, envs in self._restarts:
             real[t + 1 : t + 2, envs] = True
@@ -155,11 +159,11 @@ class Spool:
         self._real(taken)
         self._versions[self._keep : self._keep + taken] = version
         if taken:
-            self._waiting = self._done[self._keep + taken - 1].copy()
+            self.waiting = self._done[self._keep + taken - 1].copy()
             for t, envs in self._restarts[-1:]:
-                self._waiting[envs] &= t < taken - 1
+                self.waiting[envs] &= t < taken - 1
 
-    def deliver(self, window: RolloutWindow, steps: int, versions: bool) -> Array | None:
+    def deliver(self, window: Window, steps: int, versions: bool) -> Array | None:
         """Move the oldest ``steps`` steps of every environment into ``window``.
 
         Every environment must have as many, and the flags of ``window`` must be down. Returns the
@@ -201,7 +205,7 @@ class Spool:
         found += (each * (1 - count * envs) + first * envs)[:, None]
         return found
 
-    def _deliver_finals(self, window: RolloutWindow, first: int, until: Array) -> None:
+    def _deliver_finals(self, window: Window, first: int, until: Array) -> None:
         for final in self._finals:
             here = self._pending[final.row, final.envs] & (final.row <= until[final.envs])
             envs = final.envs[here]
@@ -240,10 +244,10 @@ class Spool:
 
     def reset(self, envs: Array | slice) -> int:
         """Note that ``envs`` were reset between rollouts; return how many steps that discarded."""
-        self._waiting[envs] = False
+        self.waiting[envs] = False
         return self._drop(envs)
 
-    def root(self, carry: RolloutWindow) -> None:
+    def root(self, carry: Window) -> None:
         """Write the root row that follows the last step into ``carry``."""
         row = self._keep + self._taken
         for key in carry.keys():

@@ -32,13 +32,14 @@ class Tracker:
         self._due = np.full(envs, _NEVER)
         self._ended: list[int] = []
         self._ended_at: list[int] = []
+        self._all_ends: tuple[Array, Array] | None = None
         self._init_rows: list[Array] = []
         self.next_cut = -1
         """The next step at which some environment has to be truncated, or -1."""
 
     def begin(self, window: Window, carry: Window) -> None:
         """Start a rollout at step 0; keeps root ``"is_init"`` right if the window has it."""
-        self._ended, self._ended_at = [], []
+        self._ended, self._ended_at, self._all_ends = [], [], None
         if IS_INIT in window.keys():
             window.tensor(IS_INIT)[:, 1:] = False
             carry.tensor(IS_INIT).zero_()
@@ -63,8 +64,8 @@ class Tracker:
 
     def end_all(self, done: Array) -> None:
         """Note every end of a rollout at once, instead of `end`: ``done`` is ``[P, T]``."""
-        ended, at = done.nonzero()
-        self._ended, self._ended_at = ended.tolist(), (at + 1).tolist()
+        ended, at = np.divmod(np.flatnonzero(done), done.shape[1])
+        self._all_ends = ended, at + 1
 
     def finish(self, steps: int, ids: Array | None, counts: Array | None) -> None:
         """Close a rollout of ``steps`` steps.
@@ -76,7 +77,10 @@ class Tracker:
                 Or ``None``.
         """
         envs = len(self._episode)
-        rows, columns = self._ended, self._ended_at
+        rows, columns = self._all_ends or (
+            np.array(self._ended, np.int64),
+            np.array(self._ended_at, np.int64),
+        )
         begins = np.zeros((envs, steps + 1), bool)
         begins[rows, columns] = True
         if ids is not None:
@@ -91,8 +95,8 @@ class Tracker:
             counts[:, : steps + 1] = time - np.maximum.accumulate(started, 1)
         self._age += steps
         # Of several ends of one environment the last assignment stays: they come in step order.
-        self._age[rows] = steps - np.array(columns, np.int64)
-        self._episode += np.bincount(rows, minlength=envs) if rows else 0
+        self._age[rows] = steps - columns
+        self._episode += np.bincount(rows, minlength=envs)
 
     def restart(self, envs: Sequence[int] | None = None) -> None:
         """Begin a new episode in ``envs`` (all by default) that have taken a step."""

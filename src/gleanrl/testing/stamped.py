@@ -10,8 +10,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.messages import Report, Snapshot
-from gleanrl.core.protocols import Stop
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.core.protocols import Stop, Window
 
 _STAMP = ("stamp",)
 _WIDE = ("next", "wide")
@@ -33,7 +32,7 @@ class StampedSource:
         """Describe one step."""
         return self._layout
 
-    def collect(self, window: RolloutWindow, steps: int, stop: Stop, random: bool) -> Report:
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Stamp every element of the rollout."""
         stamp = self._worker * 10**6 + self._rollouts
         self._rollouts += 1

@@ -1,0 +1,318 @@
+"""What users may give as a policy, and what they are told when it does not fit."""
+
+import functools
+from typing import TYPE_CHECKING, Optional
+
+import pytest
+import torch
+from policies_rig import OBS, layout, make, plain, run, same, windows
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictModule as Prob
+from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
+from tensordict.nn import TensorDictModule as Mod
+from torch import distributions as D
+from torch import nn
+from torchrl.modules import MLP
+
+from gleanrl.core.errors import PolicyError, PolicyTypeError
+from gleanrl.core.layout import Field
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict as OnlyForCheckers
+
+FLOATS = ((3,), torch.float32)
+PIXELS = Field(("pixels",), (2, 2), torch.float32)
+
+
+def as_tensordict_policy(fn, names=("observation",), extra=()):
+    """The same policy on TensorDicts, for reference."""
+    return Mod(lambda *xs: fn(*xs), list(names), ["action", *extra])
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+
+    def forward(self, observation, scale: float = 2.0):
+        return self.net(observation) * scale
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+
+    def forward(self, pixels, observation):
+        return self.net(observation) + pixels.mean((-1, -2), keepdim=False)[..., None]
+
+
+TENSORS = {
+    "linear": lambda: nn.Linear(4, 3),
+    "sequential": lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)),
+    "torchrl-mlp": lambda: MLP(in_features=4, out_features=3, num_cells=[8]),
+    "named": Named,
+    "lambda": lambda: lambda x: x[..., :3] + 1,
+    "partial": lambda: functools.partial(lambda scale, observation: observation[..., :3] * scale, 3.0),
+}
+
+
+@pytest.mark.parametrize("batch", [(5,), (), (2, 3)], ids=str)
+@pytest.mark.parametrize("name", TENSORS)
+def test_callables_on_tensors_get_the_observation(name, batch):
+    policy = TENSORS[name]()
+    same(policy, layout(batch, FLOATS), reference=as_tensordict_policy(policy))
+
+
+def test_arguments_named_after_observations_get_those():
+    policy = Two()
+    reference = as_tensordict_policy(policy, ("pixels", "observation"))
+    same(policy, layout((5,), FLOATS, more=(PIXELS,)), reference=reference)
+
+
+def test_further_results_of_a_callable_on_tensors_are_numbered():
+    def policy(observation):
+        return observation[..., :3], observation.sum(-1), observation
+
+    reference = as_tensordict_policy(policy, extra=["output1", "output2"])
+    ours = same(policy, layout((5,), FLOATS), reference=reference)
+    assert [field.key for field in ours.outputs] == [("action",), ("output1",), ("output2",)]
+
+
+def act_on(td):
+    return td.set("action", td["observation"][..., :3])
+
+
+class WithKeys:
+    in_keys = ["observation"]
+    out_keys = ["action"]
+
+    def __call__(self, data):
+        return act_on(data)
+
+
+class Annotated(nn.Module):
+    def forward(self, data: TensorDictBase):
+        return act_on(data)
+
+
+class Postponed(nn.Module):
+    def forward(self, data: "TensorDict", strict: bool = True):
+        return act_on(data)
+
+
+class Unresolved(nn.Module):
+    def forward(self, data: "OnlyForCheckers"):
+        return act_on(data)
+
+
+class Maybe(nn.Module):
+    def forward(self, data: Optional[TensorDictBase]):  # noqa: UP045  (users write it)
+        return act_on(data)
+
+
+class Object:
+    def __call__(self, tensordict):
+        return act_on(tensordict)
+
+
+class Bound:
+    def policy(self, td):
+        return act_on(td)
+
+
+TENSORDICTS = {
+    "keys": WithKeys,
+    "annotated": Annotated,
+    "postponed": Postponed,
+    "unresolved": Unresolved,
+    "maybe": Maybe,
+    "object": Object,
+    "method": lambda: Bound().policy,
+    "lambda": lambda: lambda td: act_on(td),
+}
+
+
+@pytest.mark.parametrize("name", TENSORDICTS)
+def test_callables_on_tensordicts_get_a_tensordict(name):
+    same(TENSORDICTS[name](), layout((5,), FLOATS))
+
+
+def test_a_trusted_policy_is_called_with_a_tensordict_whatever_its_signature():
+    env = layout((5,), FLOATS)
+
+    def policy(anything, other=None):
+        return act_on(anything)
+
+    ours = make(policy, env, trust_policy=True)
+    window, carry = windows(env, ours)
+    run(ours, window, carry)
+    assert torch.equal(window.tensor(("action",)), window.tensor(OBS)[..., :3])
+
+
+class Unwrappable(nn.Module):
+    def forward(self, observation, other_stuff):
+        return observation
+
+
+@pytest.mark.parametrize(
+    ("policy", "match"),
+    [
+        (Unwrappable(), r"Unwrappable\(observation, other_stuff\) cannot be called.*'observation'"),
+        (3, r"policy \(3\) must be a callable"),
+        (nn.Linear, "pass an instance rather than a class"),
+        (lambda: 3, r"cannot be called with what the environment gives"),
+    ],
+)
+def test_a_policy_that_cannot_be_called_is_a_type_error_that_says_what_is_expected(policy, match):
+    with pytest.raises(PolicyTypeError, match=match):
+        make(policy, layout((5,), FLOATS))
+
+
+def test_one_argument_and_several_observations_is_a_type_error():
+    with pytest.raises(PolicyTypeError, match=r"'observation', 'pixels'"):
+        make(nn.Linear(4, 3), layout((5,), FLOATS, more=(PIXELS,)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "match"),
+    [
+        (lambda td: 3, "returned int; it must return a TensorDict"),
+        (lambda observation: {"action": observation}, "called with tensors and returned dict"),
+    ],
+)
+def test_a_result_of_the_wrong_type_is_named(policy, match):
+    with pytest.raises(PolicyTypeError, match=match):
+        make(policy, layout((5,), FLOATS))
+
+
+@pytest.mark.parametrize(
+    ("policy", "action", "match"),
+    [
+        (
+            lambda td: td.set("move", td["observation"]),
+            FLOATS,
+            "did not write 'action'; it wrote 'move'",
+        ),
+        (
+            nn.Linear(4, 2),
+            FLOATS,
+            r"'action' with shape \(5, 2\); the environment wants \(5, 3\)",
+        ),
+        (nn.Linear(4, 2), ((), torch.int64), "take the index .argmax."),
+        (
+            lambda observation: observation[..., 0],
+            ((), torch.int64),
+            "'action' as torch.float32; the environment wants torch.int64",
+        ),
+        (
+            lambda td: td.set("action", td["observation"][..., :3]).set("name", "left"),
+            FLOATS,
+            "wrote 'name' as",
+        ),
+        (
+            Mod(nn.Linear(4, 3), ["state"], ["action"]),
+            FLOATS,
+            "reads 'state', which the environment does not give; it gives 'observation'",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_environment_is_named(policy, action, match):
+    with pytest.raises(PolicyError, match=match):
+        make(policy, layout((5,), action))
+
+
+def test_float32_weights_on_float64_observations_name_the_argument_that_helps():
+    policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
+    with pytest.raises(PolicyError, match=r"observation_dtype=torch\.float32"):
+        make(policy, layout((5,), FLOATS, dtype=torch.float64))
+
+
+def test_an_error_of_the_policy_itself_is_left_as_it_is():
+    def policy(td):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="^mine$"):
+        make(policy, layout((5,), FLOATS))
+
+
+def test_actions_are_stored_as_the_environment_wants_them():
+    policy = Mod(nn.Linear(4, 3).double(), ["observation"], ["action"])
+    ours = same(policy, layout((5,), FLOATS, dtype=torch.float64))
+    assert ours.outputs[0].dtype == torch.float32
+
+
+def test_float_one_hot_samples_fit_an_integer_environment():
+    policy = ProbSeq(
+        Mod(nn.Linear(4, 3), ["observation"], ["logits"]),
+        Prob(["logits"], ["action"], distribution_class=D.OneHotCategorical),
+    )
+    same(policy, layout((5,), ((3,), torch.int64)))
+
+
+def test_outputs_leave_the_environments_own_entries_alone():
+    def policy(td):
+        td["observation"] = td["observation"] / 2
+        td["action"] = td["observation"][..., :3]
+        td["next", "observation"] = td["observation"]
+        td["next", "reward"] = td["observation"][..., :1]
+        td["done"] = torch.ones(5, 1, dtype=torch.bool)
+
+    env = layout((5,), FLOATS)
+    ours = make(policy, env)
+    assert [field.key for field in ours.outputs] == [("action",)]
+    window, carry = windows(env, ours)
+    before = window.tensor(OBS).clone()
+    run(ours, window, carry)
+    assert torch.equal(window.tensor(OBS), before)
+    assert torch.equal(window.tensor(("action",)), before[..., :3] / 2)
+
+
+def test_changing_the_observation_in_place_does_not_change_what_is_collected():
+    def policy(td):
+        td["observation"].mul_(2)
+        td["action"] = td["observation"][..., :3].clone()
+
+    env = layout((5,), FLOATS)
+    ours = make(policy, env)
+    window, carry = windows(env, ours)
+    before = window.tensor(OBS).clone()
+    run(ours, window, carry)
+    assert torch.equal(window.tensor(OBS), before)
+    assert torch.equal(window.tensor(("action",)), before[..., :3] * 2)
+
+
+def test_modules_see_the_batch_shape_of_the_environment():
+    seen = []
+
+    def policy(td):
+        seen.append((td.batch_size, td["observation"].shape, td["done"].shape))
+        return act_on(td)
+
+    for batch in [(), (5,), (2, 3)]:
+        make(policy, layout(batch, FLOATS))
+        assert seen.pop() == (torch.Size(batch), (*batch, 4), (*batch, 1))
+
+
+def test_a_result_that_changes_its_shape_is_an_error():
+    sizes = iter([2, 2, 3])
+    policy = Mod(
+        lambda x: (x[..., :3], x[..., : next(sizes)]), ["observation"], ["action", "extra"]
+    )
+    env = layout((5,), FLOATS)
+    ours = make(policy, env)
+    window, carry = windows(env, ours)
+    with pytest.raises(PolicyError, match=r"'extra' as torch.float32 of shape \(5, 3\); before"):
+        run(ours, window, carry)
+
+
+def test_bfloat16_outputs_are_collected():
+    policy = Mod(
+        lambda x: (x[..., :3], x.to(torch.bfloat16)), ["observation"], ["action", "half"]
+    )
+    env = layout((5,), FLOATS)
+    ours = make(policy, env)
+    window, carry = windows(env, ours)
+    run(ours, window, carry)
+    assert torch.equal(window.tensor(("half",)), window.tensor(OBS).to(torch.bfloat16))
+    assert plain(policy, env, window)[("half",)].dtype == torch.bfloat16

@@ -1,0 +1,248 @@
+"""A policy that changes between rollouts: weights, hooks, modes, modules, exploration."""
+
+import pytest
+import torch
+from policies_rig import DETERMINISTIC, MODE, OBS, RANDOM, layout, make, plain, run, windows
+from tensordict.nn import ProbabilisticTensorDictModule as Prob
+from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
+from tensordict.nn import TensorDictModule as Mod
+from tensordict.nn import TensorDictSequential as Seq
+from torch import distributions as D
+from torch import nn
+
+from gleanrl.core.errors import PolicyError
+
+FLOATS = ((3,), torch.float32)
+INT = ((), torch.int64)
+
+
+class Setting:
+    """A policy with its window; `check` makes a rollout and compares it to the plain calls."""
+
+    def __init__(self, policy, action=FLOATS):
+        self.policy, self.env = policy, layout((5,), action)
+        self.ours = make(policy, self.env)
+        self.window, self.carry = windows(self.env, self.ours)
+
+    def check(self, kind=RANDOM):
+        torch.manual_seed(3)
+        expected = plain(self.policy, self.env, self.window, kind)
+        torch.manual_seed(3)
+        run(self.ours, self.window, self.carry, kind)
+        for field in self.ours.outputs:
+            assert torch.equal(self.window.tensor(field.key), expected[field.key])
+        return self.window.tensor(("action",)).clone()
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.fixture
+def setting():
+    return Setting(Mod(network(), ["observation"], ["action"]))
+
+
+def test_an_optimizer_step_shows_in_the_next_rollout(setting):
+    before = setting.check()
+    optimizer = torch.optim.SGD(setting.policy.parameters(), lr=1.0)
+    setting.policy.module(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, setting.check())
+
+
+def test_a_loaded_state_dict_shows_in_the_next_rollout(setting):
+    before = setting.check()
+    state = {name: value + 1 for name, value in setting.policy.state_dict().items()}
+    setting.policy.load_state_dict(state)
+    middle = setting.check()
+    setting.policy.load_state_dict({k: v + 1 for k, v in state.items()}, assign=True)
+    assert not torch.equal(before, middle)
+    assert not torch.equal(middle, setting.check())
+
+
+def test_a_replaced_parameter_shows_in_the_next_rollout(setting):
+    before = setting.check()
+    first = setting.policy.module[0]
+    first.weight = nn.Parameter(first.weight.detach() * 2)
+    middle = setting.check()
+    assert not torch.equal(before, middle)
+    first.weight.data = first.weight.detach() * 2
+    assert not torch.equal(middle, setting.check())
+
+
+def test_a_replaced_module_shows_in_the_next_rollout(setting):
+    before = setting.check()
+    setting.policy.module[0] = nn.Linear(4, 8)
+    middle = setting.check()
+    assert not torch.equal(before, middle)
+    setting.policy.module = network()
+    assert torch.equal(before, setting.check())
+
+
+def test_a_replaced_unit_of_a_sequence_shows_in_the_next_rollout():
+    policy = Seq(
+        Mod(nn.Linear(4, 8), ["observation"], ["hidden"]), Mod(nn.Linear(8, 3), ["hidden"], ["action"])
+    )
+    setting = Setting(policy)
+    before = setting.check()
+    policy[1] = Mod(nn.Linear(8, 3), ["hidden"], ["action"])
+    assert not torch.equal(before, setting.check())
+
+
+@pytest.mark.parametrize("where", ["outer", "inner", "leaf"])
+def test_hooks_are_respected_when_they_come_and_when_they_go(setting, where):
+    before = setting.check()
+    policy = setting.policy
+    target = {"outer": policy, "inner": policy.module, "leaf": policy.module[0]}[where]
+    calls = []
+
+    def count(module, args, result):
+        calls.append(1)
+        if where != "outer":
+            return result + 1
+        return result.set("action", result["action"] + 1)
+
+    handle = target.register_forward_hook(count)
+    changed = setting.check()
+    assert len(calls) == 2 * setting.window.steps
+    assert not torch.equal(before, changed)
+    handle.remove()
+    assert torch.equal(before, setting.check())
+
+
+def test_global_hooks_are_respected(setting):
+    setting.check()
+    calls = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *a: calls.append(1))
+    try:
+        run(setting.ours, setting.window, setting.carry)
+    finally:
+        handle.remove()
+    assert calls
+
+
+def test_a_forward_replaced_on_the_instance_is_respected(setting):
+    before = setting.check()
+    setting.policy.module[1].forward = lambda x: x * 2
+    assert not torch.equal(before, setting.check())
+
+
+def test_a_changed_attribute_of_an_activation_is_respected():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 3), nn.LeakyReLU(0.1))
+    setting = Setting(Mod(layers, ["observation"], ["action"]))
+    before = setting.check()
+    layers[1].negative_slope = 0.5
+    assert not torch.equal(before, setting.check())
+
+
+def test_dropout_follows_train_and_eval():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    setting = Setting(Mod(layers, ["observation"], ["action"]))
+    trained = setting.check()
+    setting.policy.eval()
+    calm = setting.check()
+    assert torch.equal(calm, setting.check())
+    assert not torch.equal(trained, calm)
+    setting.policy.train()
+    assert torch.equal(trained, setting.check())
+
+
+def test_running_statistics_move_as_in_plain_calls():
+    layers = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    setting = Setting(Mod(layers, ["observation"], ["action"]))
+    run(setting.ours, setting.window, setting.carry)
+    assert layers[0].num_batches_tracked == setting.window.steps
+    setting.policy.eval()
+    setting.check()
+
+
+def actor(**options):
+    torch.manual_seed(0)
+    return ProbSeq(
+        Mod(network(), ["observation"], ["logits"]),
+        Prob(["logits"], ["action"], distribution_class=D.Categorical, **options),
+    )
+
+
+def test_the_exploration_type_of_each_rollout_counts():
+    setting = Setting(actor(return_log_prob=True), INT)
+    drawn = setting.check(RANDOM)
+    likely = setting.check(MODE)
+    assert torch.equal(likely, setting.check(DETERMINISTIC))
+    assert not torch.equal(drawn, likely)
+    assert torch.equal(drawn, setting.check(RANDOM))
+
+
+def test_without_an_exploration_type_the_modules_default_counts():
+    from tensordict.nn import InteractionType
+
+    setting = Setting(actor(default_interaction_type=InteractionType.MODE), INT)
+    assert torch.equal(setting.check(None), setting.check(MODE))
+
+
+def test_a_generator_of_the_policys_own_is_used_and_not_spent_at_construction():
+    policy = actor(generator=5)
+    env = layout((5,), INT)
+    generator = vars(policy[1])["_generator"]
+    state = generator.get_state()
+    ours = make(policy, env)
+    assert torch.equal(generator.get_state(), state)
+    window, carry = windows(env, ours)
+    expected = plain(policy, env, window)
+    generator.set_state(state)
+    run(ours, window, carry)
+    assert torch.equal(window.tensor(("action",)), expected[("action",)])
+
+
+@pytest.mark.parametrize("mode", [RANDOM, MODE])
+def test_nan_weights_end_the_rollout_with_an_error(mode):
+    setting = Setting(actor(return_log_prob=True), INT)
+    setting.check(mode)
+    with torch.no_grad():
+        setting.policy[0].module[0].weight.fill_(float("nan"))
+    with pytest.raises(PolicyError, match="NaN or infinite values in 'logits'"):
+        run(setting.ours, setting.window, setting.carry, mode)
+
+
+def test_a_scale_of_zero_ends_the_rollout_with_an_error():
+    zero = nn.Parameter(torch.zeros(()))
+    policy = ProbSeq(
+        Mod(lambda x: (x[..., :3], x[..., 1:].exp() * (1 - zero)), ["observation"], ["loc", "scale"]),
+        Prob(["loc", "scale"], ["action"], distribution_class=D.Normal),
+    )
+    setting = Setting(policy)
+    setting.check()
+    assert setting.ours.lowered == 2
+    with torch.no_grad():
+        zero.fill_(1.0)
+    with pytest.raises(PolicyError, match="a scale of at most 0"):
+        run(setting.ours, setting.window, setting.carry)
+
+
+def test_autocast_is_respected(setting):
+    setting.check()
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(PolicyError, match="bfloat16"):
+        run(setting.ours, setting.window, setting.carry)
+
+
+def test_a_stopped_rollout_writes_its_steps_only(setting):
+    run(setting.ours, setting.window, setting.carry, steps=2)
+    assert not setting.window.tensor(("action",))[:, 2:].any()
+    assert setting.window.tensor(("action",))[:, :2].any()
+
+
+def test_private_copies_run_under_inference_mode():
+    policy = Mod(network(), ["observation"], ["action"])
+    env = layout((5,), FLOATS)
+    ours = make(policy, env, inference=True)
+    window, carry = windows(env, ours)
+    with ours.context():
+        assert torch.is_inference_mode_enabled()
+    run(ours, window, carry)
+    assert not window.tensor(("action",)).is_inference()
+    assert torch.equal(window.tensor(("action",)), plain(policy, env, window)[("action",)])
+    window.tensor(OBS).mul_(2)

@@ -1,0 +1,210 @@
+"""Recurrent policies: states are zero at resets, carried over steps and rollouts."""
+
+import pytest
+import torch
+from policies_rig import OBS, layout, make, plain, run, same, windows
+from tensordict.nn import TensorDictModule as Mod
+from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictSequential as Seq
+from torch import nn
+from torchrl.modules import GRUModule, LSTMModule
+
+from gleanrl.core.errors import PolicyError
+from gleanrl.policies import random_policy
+
+FLOATS = ((3,), torch.float32)
+ENDS = {1: [0], 3: [2, 4]}
+
+
+class Cell(TensorDictModuleBase):
+    """Needs its state to be there."""
+
+    in_keys = ["observation", "hidden"]
+    out_keys = ["action", ("next", "hidden")]
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.GRUCell(4, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tensordict):
+        hidden = tensordict["hidden"]
+        batch = hidden.shape[:-1]
+        observation = tensordict["observation"].reshape(-1, 4)
+        after = self.cell(observation, hidden.reshape(-1, 8)).reshape(*batch, 8)
+        tensordict["action"] = self.head(after)
+        tensordict["next", "hidden"] = after
+        return tensordict
+
+
+def modules():
+    torch.manual_seed(0)
+    cell = Mod(nn.GRUCell(4, 8), ["observation", "hidden"], [("next", "hidden")])
+    return Seq(cell, Mod(nn.Linear(8, 3), [("next", "hidden")], ["action"]))
+
+
+def lstm():
+    torch.manual_seed(0)
+    return Seq(
+        LSTMModule(input_size=4, hidden_size=8, num_layers=2, in_key="observation", out_key="deep"),
+        Mod(nn.Linear(8, 3), ["deep"], ["action"]),
+    )
+
+
+def gru():
+    torch.manual_seed(0)
+    return Seq(
+        GRUModule(input_size=4, hidden_size=8, in_key="observation", out_key="deep"),
+        Mod(nn.Linear(8, 3), ["deep"], ["action"]),
+    )
+
+
+KINDS = {
+    "own-module": (Cell, [("hidden", (8,))], False),
+    "cell-in-modules": (modules, [("hidden", (8,))], False),
+    "lstm": (lstm, [("recurrent_state_h", (2, 8)), ("recurrent_state_c", (2, 8))], True),
+    "gru": (gru, [("recurrent_state", (1, 8))], True),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_states_are_carried_and_zeroed_like_in_plain_calls(name):
+    build, states, init = KINDS[name]
+    env = layout((5,), FLOATS)
+    ours = same(build(), env, states=states, init=init, ends=ENDS)
+    assert set(ours.states) == {(key,) for key, _ in states}
+    assert ours.needs_is_init is init
+
+
+@pytest.mark.parametrize("name", ["own-module", "lstm", "gru"])
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
+def test_states_take_any_batch_shape(name, batch):
+    build, states, init = KINDS[name]
+    same(build(), layout(batch, FLOATS), states=states, init=init)
+
+
+def test_the_state_after_the_last_step_continues_in_the_next_rollout():
+    env, policy = layout((5,), FLOATS), Cell()
+    ours = make(policy, env)
+    window, carry = windows(env, ours, 6)
+    expected = plain(policy, env, window, states=[("hidden", (8,))])
+    got = []
+    for part in range(2):
+        half, _ = windows(env, ours, 3)
+        half.tensor(OBS).copy_(window.tensor(OBS)[:, 3 * part : 3 * part + 3])
+        half.tensor(("hidden",))[:, 0] = carry.tensor(("hidden",))[:, 0]
+        run(ours, half, carry)
+        got.append(half.tensor(("action",)).clone())
+    assert torch.equal(torch.cat(got, 1), expected[("action",)])
+
+
+def test_root_rows_hold_the_state_that_was_read():
+    env = layout((5,), FLOATS)
+    ours = make(Cell(), env)
+    window, carry = windows(env, ours)
+    run(ours, window, carry, ends={1: [0]})
+    root, after = window.tensor(("hidden",)), window.tensor(("next", "hidden"))
+    assert not root[:, 0].any()
+    assert not root[0, 2].any()
+    assert torch.equal(root[1:, 1:], after[1:, :-1])
+    assert after[0, 1].any(), "the state at the end of the episode is delivered"
+    assert torch.equal(carry.tensor(("hidden",))[:, 0], after[:, -1])
+
+
+class Plain(nn.Module):
+    """Takes tensors it cannot make by itself; its layered network hides the shape of its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(4, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, observation, hidden):
+        out, after = self.gru(observation.unsqueeze(0), hidden[None].contiguous())
+        return self.head(out[0]), after[0]
+
+
+def test_the_shape_of_a_state_is_found_by_trying_what_the_networks_inside_take():
+    policy = Mod(Plain(), ["observation", "hidden"], ["action", ("next", "hidden")])
+    same(policy, layout((5,), FLOATS), states=[("hidden", (8,))], ends=ENDS)
+
+
+class Opaque(TensorDictModuleBase):
+    in_keys = ["observation", "memory"]
+    out_keys = ["action", ("next", "memory")]
+
+    def forward(self, tensordict):
+        memory = tensordict["memory"]
+        tensordict["action"] = tensordict["observation"][..., :3] + memory.sum(-1, True)
+        tensordict["next", "memory"] = memory + 1
+        return tensordict
+
+
+def test_a_state_of_unknown_shape_is_an_error_that_says_how_to_declare_it():
+    with pytest.raises(PolicyError, match=r"state_shapes = \{'memory': \(hidden_size,\)\}"):
+        make(Opaque(), layout((5,), FLOATS))
+
+
+def test_a_declared_state_has_the_declared_shape():
+    policy = Opaque()
+    policy.state_shapes = {"memory": (2,)}
+    ours = same(policy, layout((5,), FLOATS), states=[("memory", (2,))], ends=ENDS)
+    assert ours.outputs[-1].shape == (2,)
+
+
+def test_functions_keep_states_too():
+    def policy(td):
+        memory = td.get("memory", None)
+        memory = td["observation"].sum(-1, True) * 0 if memory is None else memory
+        td["action"] = td["observation"][..., :3] + memory
+        td["next", "memory"] = memory + 1
+
+    ours = same(policy, layout((5,), FLOATS), states=[("memory", (1,))], ends=ENDS)
+    assert ours.states == (("memory",),)
+
+
+def test_next_entries_that_are_not_read_are_outputs_and_no_states():
+    policy = Mod(lambda x: (x[..., :3], x), ["observation"], ["action", ("next", "guess")])
+    ours = same(policy, layout((5,), FLOATS))
+    assert ours.states == ()
+    assert {field.key for field in ours.outputs} == {("action",), ("next", "guess")}
+
+
+def test_random_frames_have_zero_states_and_extras():
+    env = layout((5,), FLOATS)
+    ours = make(Cell(), env)
+    window, carry = windows(env, ours)
+    run(ours, window, carry)
+    drawn = []
+    stand_in = random_policy(drawn.append, env.actions, like=ours)
+    assert (stand_in.outputs, stand_in.states) == (ours.outputs, ours.states)
+    run(stand_in, window, carry, ends={0: [1]})
+    assert drawn == list(range(window.steps))
+    for key in [("hidden",), ("next", "hidden")]:
+        assert not window.tensor(key).any()
+    assert not carry.tensor(("hidden",)).any()
+
+
+def test_modules_that_keep_their_inputs_keep_the_right_ones():
+    class Stacking(TensorDictModuleBase):
+        in_keys = ["observation"]
+        out_keys = ["action"]
+
+        def __init__(self):
+            super().__init__()
+            self.last = None
+
+        def forward(self, tensordict):
+            now = tensordict["observation"]
+            before, self.last = self.last, now
+            before = torch.zeros_like(now) if before is None else before
+            return tensordict.set("action", (now - before)[..., :3])
+
+    env, policy = layout((5,), FLOATS), Stacking()
+    ours = make(policy, env)
+    policy.last = None
+    window, carry = windows(env, ours)
+    run(ours, window, carry)
+    seen = window.tensor(OBS)[..., :3]
+    assert torch.equal(window.tensor(("action",))[:, 1:], seen[:, 1:] - seen[:, :-1])
