@@ -1,7 +1,7 @@
 """What users may give as a policy, and what they are told when it does not fit."""
 
 import functools
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 import pytest
 import torch
@@ -16,9 +16,6 @@ from torchrl.modules import MLP
 
 from gleanrl.core.errors import PolicyError, PolicyTypeError
 from gleanrl.core.layout import Field
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict as OnlyForCheckers
 
 FLOATS = ((3,), torch.float32)
 PIXELS = Field(("pixels",), (2, 2), torch.float32)
@@ -53,7 +50,9 @@ TENSORS = {
     "torchrl-mlp": lambda: MLP(in_features=4, out_features=3, num_cells=[8]),
     "named": Named,
     "lambda": lambda: lambda x: x[..., :3] + 1,
-    "partial": lambda: functools.partial(lambda scale, observation: observation[..., :3] * scale, 3.0),
+    "partial": lambda: functools.partial(
+        lambda scale, observation: observation[..., :3] * scale, 3.0
+    ),
 }
 
 
@@ -102,7 +101,7 @@ class Postponed(nn.Module):
 
 
 class Unresolved(nn.Module):
-    def forward(self, data: "OnlyForCheckers"):
+    def forward(self, data: "unknown.TensorDict"):  # noqa: F821  (for type checkers only)
         return act_on(data)
 
 
@@ -307,9 +306,7 @@ def test_a_result_that_changes_its_shape_is_an_error():
 
 
 def test_bfloat16_outputs_are_collected():
-    policy = Mod(
-        lambda x: (x[..., :3], x.to(torch.bfloat16)), ["observation"], ["action", "half"]
-    )
+    policy = Mod(lambda x: (x[..., :3], x.to(torch.bfloat16)), ["observation"], ["action", "half"])
     env = layout((5,), FLOATS)
     ours = make(policy, env)
     window, carry = windows(env, ours)

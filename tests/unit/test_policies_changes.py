@@ -83,7 +83,8 @@ def test_a_replaced_module_shows_in_the_next_rollout(setting):
 
 def test_a_replaced_unit_of_a_sequence_shows_in_the_next_rollout():
     policy = Seq(
-        Mod(nn.Linear(4, 8), ["observation"], ["hidden"]), Mod(nn.Linear(8, 3), ["hidden"], ["action"])
+        Mod(nn.Linear(4, 8), ["observation"], ["hidden"]),
+        Mod(nn.Linear(8, 3), ["hidden"], ["action"]),
     )
     setting = Setting(policy)
     before = setting.check()
@@ -211,8 +212,15 @@ def test_nan_weights_end_the_rollout_with_an_error(mode):
 def test_a_scale_of_zero_ends_the_rollout_with_an_error():
     zero = nn.Parameter(torch.zeros(()))
     policy = ProbSeq(
-        Mod(lambda x: (x[..., :3], x[..., 1:].exp() * (1 - zero)), ["observation"], ["loc", "scale"]),
-        Prob(["loc", "scale"], ["action"], distribution_class=D.Normal),
+        Mod(
+            lambda x: (x[..., :3], x[..., 1:].exp() * (1 - zero)), ["observation"], ["loc", "scale"]
+        ),
+        Prob(
+            ["loc", "scale"],
+            ["action"],
+            distribution_class=D.Normal,
+            distribution_kwargs={"validate_args": True},
+        ),
     )
     setting = Setting(policy)
     setting.check()

@@ -205,7 +205,6 @@ class Outcomes:
         """
         self._envs = envs
         self._in_place = in_place
-        self._shape = (envs,)
         self._rewards = np.zeros((0, envs))
         self._flags = np.zeros((3, 0, envs), bool)
         self._dead = self._late = self._done = self._flags[0]
@@ -225,21 +224,27 @@ class Outcomes:
 
     def keep(self, t: int, reward: Any, terminated: Any, truncated: Any) -> None:
         """Keep what step ``t`` returned."""
-        reward, dead, late = np.asarray(reward), np.asarray(terminated), np.asarray(truncated)
-        if not (reward.shape == dead.shape == late.shape == self._shape):
-            raise EnvError(
-                f"the vector environment returned rewards, terminated and truncated of shapes "
-                f"{reward.shape}, {dead.shape}, {late.shape} at step {t}; all must be {self._shape}"
-            )
-        if reward.dtype.kind not in "biuf":
-            raise EnvError(
-                f"the vector environment returned rewards of dtype {reward.dtype} at step {t}: "
-                f"{reward.tolist()[:4]}; they must be numbers"
-            )
+        if t == 0:
+            self._check(reward, terminated, truncated)
         self._rewards[t] = reward
-        self._dead[t] = dead
-        self._late[t] = late
-        np.logical_or(dead, late, out=self._done[t])
+        self._dead[t] = terminated
+        self._late[t] = truncated
+        np.logical_or(terminated, truncated, out=self._done[t])
+
+    def _check(self, reward: Any, terminated: Any, truncated: Any) -> None:
+        """Once per rollout: nothing changes shape in between without numpy noticing."""
+        shapes = [np.shape(value) for value in (reward, terminated, truncated)]
+        if any(shape != (self._envs,) for shape in shapes):
+            raise EnvError(
+                "the vector environment returned rewards, terminated and truncated of shapes "
+                f"{shapes}; each must be ({self._envs},)"
+            )
+        kind = np.asarray(reward).dtype
+        if kind.kind not in "biuf":
+            raise EnvError(
+                f"the vector environment returned rewards of dtype {kind}: {list(reward)[:4]}; they "
+                "must be numbers"
+            )
 
     def ended(self, t: int) -> Array:
         """Return the indices of the environments that ended at step ``t``."""

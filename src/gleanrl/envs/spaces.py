@@ -117,6 +117,11 @@ def torch_dtype(dtype: Any) -> torch.dtype:
         raise ConfigError(f"torch has no dtype for {np.dtype(dtype)}") from err
 
 
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return the numpy dtype of a torch dtype."""
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
 def leaf_field(leaf: Leaf, dtype: torch.dtype | None = None) -> Field:
     """Return the field an observation leaf fills; floats are cast to ``dtype`` if given."""
     own = torch_dtype(leaf.space.dtype)

@@ -13,7 +13,7 @@ from gleanrl.core.errors import EnvError
 from gleanrl.core.keys import next_key, show
 from gleanrl.core.layout import Field
 from gleanrl.core.protocols import Array, Window
-from gleanrl.envs.spaces import Leaf, torch_dtype
+from gleanrl.envs.spaces import Leaf, numpy_dtype, torch_dtype
 
 _DIRECT_NBYTES = 4096
 """Above this a row is copied straight from each environment's array; below, gathered first."""
@@ -47,6 +47,7 @@ class LeafWriter:
         self._field = field
         self._shape = field.shape
         self._source_dtype = np.dtype(leaf.space.dtype)
+        self._target = numpy_dtype(field.dtype)
         self._casts = torch_dtype(leaf.space.dtype) != field.dtype
         self._get: Callable[[Any], Any] | None = _getter(leaf)
         self._next: list[Array] = []
@@ -102,15 +103,14 @@ class LeafWriter:
         return row
 
     def _cast(self, rows: Array) -> Array:
-        target = torch.empty(0, dtype=self._field.dtype).numpy().dtype
-        with np.errstate(over="raise"):
-            try:
-                return rows.astype(target)
-            except FloatingPointError as err:
-                raise EnvError(
-                    f"{show(self._field.key)} holds {np.abs(rows).max():g}, which does not fit "
-                    f"{target}"
-                ) from err
+        try:
+            with np.errstate(over="raise"):
+                return rows.astype(self._target)
+        except FloatingPointError as err:
+            raise EnvError(
+                f"{show(self._field.key)} holds {np.abs(rows).max():g}, which does not fit "
+                f"{self._target}"
+            ) from err
 
 
 class DirectLeafWriter(LeafWriter):

@@ -1,4 +1,5 @@
-"""Policies: what the user gives, adapted to the environment and run as a program of tensor calls."""
+"""Policies: what the user gives, adapted to the environment and run as a program of tensor
+calls."""
 
 from gleanrl.policies.exploration import (
     ExplorationType,

@@ -36,7 +36,8 @@ class TensorCall:
         Args:
             fn: Returns the action, or a tuple that starts with the actions.
             in_keys: What it is given.
-            action_keys: Where the actions go; what else it returns is called ``output1``, ``output2``, ...
+            action_keys: Where the actions go; what else it returns is called ``output1``,
+                ``output2``, ...
             names: Argument names if it is called by keyword, else ``None``.
         """
         self.fn = fn
@@ -97,9 +98,10 @@ def adapt(
 ) -> Adapted:
     """Find out how ``policy`` wants to be called.
 
-    TensorDict modules, callables with ``in_keys`` and ``out_keys``, and callables whose one argument is
-    named ``tensordict`` or ``td`` or is annotated as a TensorDict are called with a TensorDict. Any other is
-    called with tensors: those its arguments are named after, or the only observation there is.
+    TensorDict modules, callables with ``in_keys`` and ``out_keys``, and callables whose one
+    argument is named ``tensordict`` or ``td`` or is annotated as a TensorDict are called with a
+    TensorDict. Any other is called with tensors: those its arguments are named after, or the only
+    observation there is.
 
     Args:
         policy: What the user gave.

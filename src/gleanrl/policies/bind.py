@@ -17,9 +17,9 @@ from gleanrl.policies.tape import Cell
 class Binding:
     """Connects the cells of a program to the rows of a window.
 
-    On the CPU every cell has a numpy array over its memory and a row is one array copy. On another device
-    observations cross to it and actions cross back at every step; everything else stays there until
-    the rollout is over.
+    On the CPU every cell has a numpy array over its memory and a row is one array copy. On another
+    device observations cross to it and actions cross back at every step; everything else stays
+    there until the rollout is over.
     """
 
     def __init__(

@@ -28,7 +28,8 @@ def accelerate(
         device: Where the policy runs.
 
     Raises:
-        ConfigError: a CUDA graph was asked for on another device, or an option is of the wrong kind.
+        ConfigError: a CUDA graph was asked for on another device, or an option is of the wrong
+            kind.
     """
     compile_kwargs = _arguments("compile_policy", compiled)
     capture_kwargs = _arguments("cudagraph_policy", captured)
@@ -58,7 +59,8 @@ def _arguments(name: str, value: Options) -> dict[str, Any] | None:
 
 
 def _marking(policy: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Tell torch where a step begins: graphs it captured by itself reuse their memory from there."""
+    """Tell torch where a step begins: graphs it captured by itself reuse their memory from
+    there."""
 
     def call(tensordict: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch's

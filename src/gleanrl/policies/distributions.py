@@ -1,8 +1,8 @@
 """Sampling and scoring as recorded calls: the distributions whose arithmetic we know.
 
-Every recipe does what the distribution's own methods do, operation by operation, so that values and random
-stream are the same bit for bit. A recipe is a proposal: `lower` replays it against the module it stands
-for before it is used.
+Every recipe does what the distribution's own methods do, operation by operation, so that values and
+random stream are the same bit for bit. A recipe is a proposal: `lower` replays it against the
+module it stands for before it is used.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _one_hot_float(draw: Draw) -> Drawn | None:
 
 
 def _one_hot_long(draw: Draw) -> Drawn | None:
-    # The most likely action is wherever the logit is the largest: more than one place if there is a tie.
+    # The most likely action is wherever the logit is the largest: more than one place if there is a
+    # tie.
     return _discrete(draw, _one_hot_of_integers if draw.kind is _RANDOM else _largest)
 
 
@@ -220,7 +221,8 @@ def _rightmost(tape: Tape, value: Tensor, dims: int) -> Tensor:
     return tape(torch.sum, flat, -1)
 
 
-# -- squashed normal ---------------------------------------------------------------------------------
+# -- squashed normal
+# ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

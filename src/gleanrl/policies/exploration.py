@@ -1,7 +1,7 @@
 """How a policy chooses among the actions it thinks good.
 
-The words are TensorDict's own, so that every module made with it listens to them: `ExplorationType` is
-``InteractionType``, `set_exploration_type` is ``set_interaction_type``.
+The words are TensorDict's own, so that every module made with it listens to them: `ExplorationType`
+is ``InteractionType``, `set_exploration_type` is ``set_interaction_type``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,18 +55,14 @@ def learn(
     with untouched(policy), torch.no_grad(), set_exploration_type(exploration):
         probed, inputs = _call(policy, adapted, env, inputs, states)
     outputs = probed.outputs
-    found = [
-        key[1:]
-        for key in outputs
-        if key[0] == NEXT and (adapted.in_keys is None or key[1:] in adapted.in_keys)
-    ]
+    found = _states(adapted, outputs, _owned(env))
     for key in found:
         # A policy that made its first state itself is given zeros of that kind from now on.
         inputs[key] = torch.zeros_like(outputs[next_key(key)])
         for unit in {id(unit): unit for unit in (*probed.units, probed.whole)}.values():
             if key not in unit.visible:
                 unit.visible = (*unit.visible, key)
-    fields = _fields(env, outputs, found, _draws_one_hot(policy))
+    fields = _fields(env, outputs, _draws_one_hot(policy))
     owned = {field.key for field in env.observations}
     return Learnt(probed, inputs, fields, tuple(found), asks and IS_INIT not in owned)
 
@@ -166,21 +162,33 @@ def _reason(
     return None
 
 
-# -- outputs ----------------------------------------------------------------------------------------
+def _states(
+    adapted: Adapted, outputs: Mapping[Key, torch.Tensor], owned: Collection[Key]
+) -> list[Key]:
+    """Return the root keys that what was written under ``"next"`` feeds."""
+    return [
+        key[1:]
+        for key in outputs
+        if key[0] == NEXT
+        and key not in owned
+        and (adapted.in_keys is None or key[1:] in adapted.in_keys)
+    ]
+
+
+# -- outputs
+# ----------------------------------------------------------------------------------------
 
 
 def _fields(
-    env: EnvLayout,
-    outputs: Mapping[Key, torch.Tensor],
-    states: Sequence[Key],
-    one_hot: Sequence[Key],
+    env: EnvLayout, outputs: Mapping[Key, torch.Tensor], one_hot: Sequence[Key]
 ) -> tuple[Field, ...]:
-    """Return the fields of a policy's outputs: the actions first, nothing that is the environment's."""
+    """Return the fields of a policy's outputs: the actions first, nothing that is the
+    environment's."""
     actions = []
     for field in env.actions:
         _check_action(env, field, outputs, field.key in one_hot)
         actions.append(field)
-    taken = {field.key for field in env.actions} | _owned(env) - {next_key(key) for key in states}
+    taken = {field.key for field in env.actions} | _owned(env)
     extras = []
     size = len(env.batch_shape)
     for key, value in outputs.items():

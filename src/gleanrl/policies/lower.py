@@ -210,7 +210,8 @@ class _Work:
         found: Mapping[Key, torch.Tensor],
         calls: Sequence[Callable[[], Any]],
     ) -> bool:
-        """Tell whether ``calls`` give what ``module`` gives, and draw as much, on what is in the cells.
+        """Tell whether ``calls`` give what ``module`` gives, and draw as much, on what is in the
+        cells.
 
         Only the distribution runs here, on parameters that the policy gave; the policy does not.
         """

@@ -39,7 +39,8 @@ def make_policy(
     buffers are as before afterwards.
 
     Args:
-        policy: ``None`` or a `RandomPolicy` to act at random, else a callable on TensorDicts or tensors.
+        policy: ``None`` or a `RandomPolicy` to act at random, else a callable on TensorDicts or
+            tensors.
         env: What the environment gives and wants.
         random: The environment's ``random``: writes random actions into a row.
         probe: One step long, holds the observation of the first reset.

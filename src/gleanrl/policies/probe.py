@@ -1,4 +1,5 @@
-"""The one call of a policy at construction: what it reads and writes, learnt without leaving a trace."""
+"""The one call of a policy at construction: what it reads and writes, learnt without leaving a
+trace."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -103,7 +104,8 @@ def _tensordict(inputs: Mapping[Key, torch.Tensor], batch_shape: Sequence[int]) 
 
 
 def _entries(td: TensorDictBase) -> dict[Key, Any]:
-    return {as_key(key): value for key, value in td.items(include_nested=True, leaves_only=True)}
+    leaves = td.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
+    return {as_key(key): value for key, value in leaves}
 
 
 def _all_tensors(entries: Mapping[Key, Any]) -> bool:
@@ -121,7 +123,8 @@ def _written(
 
 
 def _same_memory(one: Any, other: Any) -> bool:
-    """Tell whether two entries are views of the same numbers: what merely passed through a module."""
+    """Tell whether two entries are views of the same numbers: what merely passed through a
+    module."""
     if one is other:
         return True
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):

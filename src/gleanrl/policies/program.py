@@ -21,9 +21,9 @@ from gleanrl.policies.structure import may_lower
 class ProgramPolicy:
     """Copies root rows in, replays the calls of a program, copies results out.
 
-    Nothing is decided between `begin` and `finish`: the exploration type, hooks, training mode and the
-    identity of weights are read in `begin`, and the program is built anew where they changed. Values of
-    weights are read by every call, so what an optimizer wrote shows at once.
+    Nothing is decided between `begin` and `finish`: the exploration type, hooks, training mode and
+    the identity of weights are read in `begin`, and the program is built anew where they changed.
+    Values of weights are read by every call, so what an optimizer wrote shows at once.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class ProgramPolicy:
             check.begin()
 
     def act(self, t: int) -> None:
-        """Read root row ``t``, write the outputs of step ``t`` and the states of root row ``t + 1``."""
+        """Read root row ``t``, write the outputs of step ``t`` and the states of root row ``t +
+        1``."""
         for array, rows in self._loads:
             array[...] = rows[t]
         for tensor, tensor_rows in self._tensor_loads:

@@ -25,8 +25,8 @@ class RandomPolicy:
         """Draw from ``action_spec``.
 
         Args:
-            action_spec: A spec of one action, of a whole batch of them, or a composite of specs by action
-                key; anything with ``shape`` and ``rand(shape)``.
+            action_spec: A spec of one action, of a whole batch of them, or a composite of specs by
+                action key; anything with ``shape`` and ``rand(shape)``.
             action_key: Where the action is written; a composite brings its own keys.
         """
         self.action_spec = action_spec

@@ -18,8 +18,8 @@ def first_states(
     """Yield what the first state may be, the likeliest first; left out means: the policy makes it.
 
     Zeros of the declared shapes if ``policy.state_shapes`` declares them (per key, without batch
-    dimensions). Else what cells and layered networks inside the policy take, and what its modules say
-    of themselves.
+    dimensions). Else what cells and layered networks inside the policy take, and what its modules
+    say of themselves.
     """
     if not states:
         yield {}

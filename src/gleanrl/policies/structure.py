@@ -18,8 +18,8 @@ from tensordict.nn import (
 )
 from torch import nn
 
-# nn.Module offers no public way to ask for hooks; calling a module whose hooks are all empty is calling
-# its ``forward`` and nothing else.
+# nn.Module offers no public way to ask for hooks; calling a module whose hooks are all empty is
+# calling its ``forward`` and nothing else.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS: tuple[Mapping[Any, Any], ...] = (
     torch.nn.modules.module._global_forward_hooks,
@@ -50,7 +50,8 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def uses(module: nn.Module, owner: type, *methods: str) -> bool:
-    """Tell whether ``module`` is a plain ``owner``, or a subclass that overrides none of ``methods``."""
+    """Tell whether ``module`` is a plain ``owner``, or a subclass that overrides none of
+    ``methods``."""
     kind = type(module)
     return (
         isinstance(module, owner)
@@ -70,7 +71,8 @@ def selects(module: Any) -> bool:
 
 
 def children_of(module: Any) -> list[Any] | None:
-    """Return the modules that calling ``module`` calls one after the other, ``None`` if it does more.
+    """Return the modules that calling ``module`` calls one after the other, ``None`` if it does
+    more.
 
     Selection of outputs is the caller's to look at.
     """
@@ -103,7 +105,8 @@ def _probabilistic_children(module: Any) -> list[Any] | None:
 
 
 def units_of(policy: Any) -> list[Any]:
-    """Split ``policy`` into the modules it calls one after the other (itself, if that is unknown)."""
+    """Split ``policy`` into the modules it calls one after the other (itself, if that is
+    unknown)."""
     children = children_of(policy) if isinstance(policy, nn.Module) else None
     if children is None:
         return [policy]

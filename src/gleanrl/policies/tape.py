@@ -1,8 +1,8 @@
 """A list of calls without arguments that does one step of arithmetic in place.
 
-Tensors here are made once. A lowering writes ordinary tensor code through a `Tape`; what it computes is
-kept as the buffer into which every later replay computes again. Replaying a call costs the kernel and
-nothing else: no allocation, no lookup, no Python frame.
+Tensors here are made once. A lowering writes ordinary tensor code through a `Tape`; what it
+computes is kept as the buffer into which every later replay computes again. Replaying a call costs
+the kernel and nothing else: no allocation, no lookup, no Python frame.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Tape:
         self._fold(tensor, np.add, torch.add, Check(torch.zeros(0), 0.0, torch.isfinite, message))
 
     def check_above(self, tensor: torch.Tensor, least: float, message: str) -> None:
-        """Have the rollout end with `PolicyError` if ``tensor`` was ever NaN or at most ``least``."""
+        """Have the rollout end with `PolicyError` if ``tensor`` was ever NaN or at most
+        ``least``."""
 
         def valid(total: torch.Tensor) -> torch.Tensor:
             return total > least

@@ -13,6 +13,9 @@ from gleanrl.core.layout import Field
 from gleanrl.core.protocols import Array, Window
 from gleanrl.memory.window import RolloutWindow
 
+_PAD = 4
+"""Rows whose size is a power of two would all fall into the same few sets of the cache."""
+
 
 @dataclass(slots=True)
 class _Finals:
@@ -51,17 +54,18 @@ class Spool:
         # At worst every other step is a reset, beginning with the first.
         room = 2 * steps + 1
         rows = keep + room + 1
+        self._width = width = envs + _PAD
         self.steps = steps
         self._envs, self._keep, self._left, self._taken = envs, keep, 0, 0
         kinds = {f.key: torch.empty(0, dtype=f.dtype).numpy().dtype for f in fields}
         self._rows: dict[Key, Array] = {
-            field.key: np.zeros((rows, envs, *field.shape), kinds[field.key]) for field in fields
+            field.key: np.zeros((rows, width, *field.shape), kinds[field.key]) for field in fields
         }
-        self._flat = {k: v.reshape(rows * envs, *v.shape[2:]) for k, v in self._rows.items()}
+        self._flat = {k: v.reshape(rows * width, *v.shape[2:]) for k, v in self._rows.items()}
         self._shifted = tuple(shifted)
         self._sparse = (next_key(TERMINATED), next_key(TRUNCATED))
         self._dense = [key for key in self._rows if key not in self._sparse]
-        self._done = self._rows[next_key(DONE)][:, :, 0]
+        self._done = self._rows[next_key(DONE)][:, :envs, 0]
         self._pending = np.zeros((rows, envs), bool)
         """Steps that wait to be delivered."""
         self._versions = np.zeros(rows, np.int64)
@@ -82,7 +86,7 @@ class Spool:
 
     def _view(self, start: int, steps: int) -> RolloutWindow:
         tensors = {
-            key: torch.from_numpy(rows[start : start + steps]).transpose(0, 1)
+            key: torch.from_numpy(rows[start : start + steps, : self._envs]).transpose(0, 1)
             for key, rows in self._rows.items()
         }
         return RolloutWindow(tensors, self._envs, steps)
@@ -113,7 +117,7 @@ class Spool:
         if self._init:
             self._rows[IS_INIT][self._keep + 1 :] = False
         for key in carry.keys():
-            self._rows[key][self._keep] = carry.rows(key)[0]
+            self._rows[key][self._keep, : self._envs] = carry.rows(key)[0]
 
     # -- during the loop -------------------------------------------------------------------------
 
@@ -175,34 +179,36 @@ class Spool:
             out = window.array(key)[:, :steps]
             # Clipping changes nothing (all indices are in range) but spares numpy a copy of out.
             np.take(self._flat[key], source, axis=0, out=out, mode="clip")
-        done = np.divmod(np.flatnonzero(window.array(next_key(DONE))[:, :steps]), steps)
-        ends = source[done]
+        ended = np.flatnonzero(window.array(next_key(DONE))[:, :steps])
+        env = ended // steps
+        done = env, ended - env * steps
+        ends = source.take(ended)
         for key in self._sparse:
             window.array(key)[done] = self._flat[key].take(ends, axis=0)
         for key in self._shifted:
             root, after = window.array(key), window.array(next_key(key))
             # Between two ends the next observation of a step is the root of the one after it.
             after[:, : steps - 1] = root[:, 1:steps]
-            after[:, steps - 1] = self._flat[key].take(source[:, -1] + self._envs, axis=0)
-            after[done] = self._flat[key].take(ends + self._envs, axis=0)
-        until = source[:, -1] // self._envs
+            after[:, steps - 1] = self._flat[key].take(source[:, -1] + self._width, axis=0)
+            after[done] = self._flat[key].take(ends + self._width, axis=0)
+        until = source[:, -1] // self._width
         if self._finals:
             self._deliver_finals(window, first, until)
         self._oldest_left = left = int(until.min()) + 1
         self._pending[first:left] = False
         self._pending[left:last] &= np.arange(left, last)[:, None] > until
-        return self._versions[source // self._envs] if versions else None
+        return self._versions[source // self._width] if versions else None
 
     def _oldest(self, first: int, last: int, steps: int) -> Array:
         """Return where in the flat log the oldest pending steps are, ``[P, steps]``."""
-        count, envs = last - first, self._envs
+        count, width = last - first, self._width
         pending = np.flatnonzero(np.ascontiguousarray(self._pending[first:last].T))
-        each = np.arange(envs)
+        each = np.arange(self._envs)
         begin = np.searchsorted(pending, each * count)
         found = pending.take(begin[:, None] + np.arange(steps), mode="clip")
-        # From env * count + (row - first) to row * envs + env.
-        found *= envs
-        found += (each * (1 - count * envs) + first * envs)[:, None]
+        # From env * count + (row - first) to row * width + env.
+        found *= width
+        found += (each * (1 - count * width) + first * width)[:, None]
         return found
 
     def _deliver_finals(self, window: Window, first: int, until: Array) -> None:
@@ -251,4 +257,4 @@ class Spool:
         """Write the root row that follows the last step into ``carry``."""
         row = self._keep + self._taken
         for key in carry.keys():
-            carry.rows(key)[0][...] = self._rows[key][row]
+            carry.rows(key)[0][...] = self._rows[key][row, : self._envs]

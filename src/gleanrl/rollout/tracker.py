@@ -64,8 +64,10 @@ class Tracker:
 
     def end_all(self, done: Array) -> None:
         """Note every end of a rollout at once, instead of `end`: ``done`` is ``[P, T]``."""
-        ended, at = np.divmod(np.flatnonzero(done), done.shape[1])
-        self._all_ends = ended, at + 1
+        steps = done.shape[1]
+        ends = np.flatnonzero(done)
+        ended = ends // steps
+        self._all_ends = ended, ends - ended * steps + 1
 
     def finish(self, steps: int, ids: Array | None, counts: Array | None) -> None:
         """Close a rollout of ``steps`` steps.
