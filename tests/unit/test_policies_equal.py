@@ -3,12 +3,16 @@
 import pytest
 import torch
 from policies_rig import DETERMINISTIC, MEAN, MODE, RANDOM, layout, same
-from tensordict.nn import CompositeDistribution, NormalParamExtractor
+from tensordict.nn import (
+    CompositeDistribution,
+    NormalParamExtractor,
+    TensorDictModuleBase,
+    WrapModule,
+)
 from tensordict.nn import OneHotCategorical as TensorDictOneHot
 from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
 from tensordict.nn import TensorDictModule as Mod
-from tensordict.nn import TensorDictModuleBase, WrapModule
 from tensordict.nn import TensorDictSequential as Seq
 from torch import distributions as D
 from torch import nn

@@ -199,6 +199,8 @@ class Policy(Protocol):
     """Everything it writes per step, actions included; ``("next", state)`` for recurrent state."""
     states: tuple[Key, ...]
     """Root keys it reads that its own ``("next", ...)`` outputs feed; zero at every reset."""
+    needs_is_init: bool
+    """Whether it reads ``"is_init"``: bool ``[P, 1]``, true where an episode begins."""
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; reads the interaction type; ``carry`` gets row ``T``."""

@@ -242,8 +242,8 @@ class Outcomes:
         kind = np.asarray(reward).dtype
         if kind.kind not in "biuf":
             raise EnvError(
-                f"the vector environment returned rewards of dtype {kind}: {list(reward)[:4]}; they "
-                "must be numbers"
+                f"the vector environment returned rewards of dtype {kind}: {list(reward)[:4]}; "
+                "they must be numbers"
             )
 
     def ended(self, t: int) -> Array:

@@ -148,6 +148,8 @@ def _adapt(env: Any, options: EnvOptions) -> Made:
             observation_dtype=options.observation_dtype or bare.observation_dtype,
             info_keys=options.info_keys or bare.info_keys,
         )
+    if options.device is not None and env.device != options.device:
+        env = env.to(options.device)
     first = env.reset()
     return Carried(env, first) if needs_carrier(env, first) else TensorDictEnv(env, first)
 

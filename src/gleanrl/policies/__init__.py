@@ -1,5 +1,4 @@
-"""Policies: what the user gives, adapted to the environment and run as a program of tensor
-calls."""
+"""Policies: what the user gives, fitted to the environment and run as tensor calls."""
 
 from gleanrl.policies.exploration import (
     ExplorationType,

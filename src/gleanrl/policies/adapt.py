@@ -62,9 +62,9 @@ class TensorCall:
         if not all(isinstance(value, torch.Tensor) for value in outs):
             kinds = ", ".join(type(value).__name__ for value in outs)
             raise PolicyTypeError(
-                f"the policy was called with tensors and returned {kinds}; it must return the action as a "
-                "tensor, or a tuple of tensors that starts with it. To work on a TensorDict, name its "
-                "argument 'tensordict'"
+                f"the policy was called with tensors and returned {kinds}; it must return the "
+                "action as a tensor, or a tuple of tensors that starts with it. To work on a "
+                "TensorDict, name its argument 'tensordict'"
             )
         if len(outs) < len(self._actions):
             raise PolicyError(
@@ -143,8 +143,8 @@ def _parameters(policy: Any) -> list[inspect.Parameter]:
         return list(inspect.signature(_function(policy)).parameters.values())
     except (TypeError, ValueError) as err:
         raise PolicyTypeError(
-            f"policy ({policy!r:.200}) has no signature to tell whether it takes a TensorDict or tensors; "
-            "wrap it in a tensordict.nn.TensorDictModule"
+            f"policy ({policy!r:.200}) has no signature to tell whether it takes a TensorDict or "
+            "tensors; wrap it in a tensordict.nn.TensorDictModule"
         ) from err
 
 
@@ -207,8 +207,9 @@ def _tensor_call(
     signature = ", ".join(map(str, parameters))
     raise PolicyTypeError(
         f"policy {_name(policy)}({signature}) cannot be called with what the environment gives: "
-        f"{_list(observation_keys)}. Name its arguments after these keys, or let it take one argument named "
-        "'tensordict', or wrap it in tensordict.nn.TensorDictModule(policy, in_keys=..., out_keys=...)"
+        f"{_list(observation_keys)}. Name its arguments after these keys, or let it take one "
+        "argument named 'tensordict', or wrap it in "
+        "tensordict.nn.TensorDictModule(policy, in_keys=..., out_keys=...)"
     )
 
 

@@ -35,8 +35,8 @@ def accelerate(
     capture_kwargs = _arguments("cudagraph_policy", captured)
     if capture_kwargs is not None and device.type != "cuda":
         raise ConfigError(
-            f"cudagraph_policy needs a policy on a CUDA device, this one is on {device}; drop it, or pass "
-            "policy_device='cuda'"
+            f"cudagraph_policy needs a policy on a CUDA device, this one is on {device}; drop it, "
+            "or pass policy_device='cuda'"
         )
     if compile_kwargs is not None:
         policy = torch.compile(policy, **compile_kwargs)
@@ -59,8 +59,7 @@ def _arguments(name: str, value: Options) -> dict[str, Any] | None:
 
 
 def _marking(policy: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Tell torch where a step begins: graphs it captured by itself reuse their memory from
-    there."""
+    """Tell torch where a step begins: graphs it captured reuse their memory from there."""
 
     def call(tensordict: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch's

@@ -301,8 +301,8 @@ def _number(value: float, like: Tensor) -> Tensor:
 
 def _not_finite(name: str) -> str:
     return (
-        f"the policy gave NaN or infinite values in {name} during this rollout; look at its weights "
-        "and at the observations it was fed"
+        f"the policy gave NaN or infinite values in {name} during this rollout; look at its "
+        "weights and at the observations it was fed"
     )
 
 

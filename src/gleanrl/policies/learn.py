@@ -78,9 +78,9 @@ def _root_entries(
         for field in env.observations
     }
     for group in env.dones:
-        for key in group.keys():
-            flag = torch.zeros((*env.batch_shape, *group.shape), dtype=torch.bool, device=device)
-            entries.setdefault(key, flag)
+        shape, flags = (*env.batch_shape, *group.shape), group.keys()
+        for key in flags:
+            entries.setdefault(key, torch.zeros(shape, dtype=torch.bool, device=device))
     if is_init:
         first = torch.ones((*env.batch_shape, 1), dtype=torch.bool, device=device)
         entries.setdefault(IS_INIT, first)
@@ -143,20 +143,21 @@ def _reason(
     if missing:
         given = ", ".join(show(field.key) for field in env.observations)
         return (
-            f"the policy reads {', '.join(map(show, missing))}, which the environment does not give; it "
-            f"gives {given}"
+            f"the policy reads {', '.join(map(show, missing))}, which the environment does not "
+            f"give; it gives {given}"
         )
     if states:
         return (
-            f"the policy could not be called with its first state {', '.join(map(show, states))} left out "
-            "or zero; say what shape it has, without batch dimensions: "
+            f"the policy could not be called with its first state {', '.join(map(show, states))} "
+            "left out or zero; say what shape it has, without batch dimensions: "
             f"policy.state_shapes = {{{show(states[0])}: (hidden_size,)}}"
         )
     wide = [show(f.key) for f in env.observations if f.dtype == torch.float64]
     narrow = any(p.dtype == torch.float32 for m in modules_of(policy) for p in m.parameters(False))
     if isinstance(err, RuntimeError) and wide and narrow:
         return (
-            f"the policy has float32 weights and failed on float64 observations {', '.join(wide)}: pass "
+            "the policy has float32 weights and failed on float64 observations "
+            f"{', '.join(wide)}: pass "
             "observation_dtype=torch.float32 to the environment, or call policy.double()"
         )
     return None
@@ -182,8 +183,7 @@ def _states(
 def _fields(
     env: EnvLayout, outputs: Mapping[Key, torch.Tensor], one_hot: Sequence[Key]
 ) -> tuple[Field, ...]:
-    """Return the fields of a policy's outputs: the actions first, nothing that is the
-    environment's."""
+    """Return the fields of a policy's outputs: actions first, nothing the environment owns."""
     actions = []
     for field in env.actions:
         _check_action(env, field, outputs, field.key in one_hot)
@@ -196,8 +196,8 @@ def _fields(
             continue
         if tuple(value.shape[:size]) != env.batch_shape:
             raise PolicyError(
-                f"the policy wrote {show(key)} with shape {tuple(value.shape)}; it must begin with the "
-                f"batch shape {env.batch_shape} of the environment"
+                f"the policy wrote {show(key)} with shape {tuple(value.shape)}; it must begin with "
+                f"the batch shape {env.batch_shape} of the environment"
             )
         extras.append(Field(key, tuple(value.shape[size:]), value.dtype))
     return (*actions, *extras)
@@ -205,7 +205,8 @@ def _fields(
 
 def _owned(env: EnvLayout) -> set[Key]:
     roots = [field.key for field in env.observations] + [IS_INIT]
-    roots += [key for group in env.dones for key in group.keys()]
+    for group in env.dones:
+        roots += group.keys()
     after = [next_key(key) for key in (*roots, *(field.key for field in env.rewards))]
     return {*roots, *after}
 
@@ -224,7 +225,8 @@ def _check_action(
         if not field.dtype.is_floating_point and tuple(value.shape[:-1]) == wanted:
             hint = "; take the index (argmax) or build it with categorical_action_encoding=False"
         raise PolicyError(
-            f"the policy wrote {name} with shape {tuple(value.shape)}; the environment wants {wanted}{hint}"
+            f"the policy wrote {name} with shape {tuple(value.shape)}; the environment wants "
+            f"{wanted}{hint}"
         )
     if not torch.can_cast(value.dtype, field.dtype) and not one_hot:
         raise PolicyError(

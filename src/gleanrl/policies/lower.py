@@ -210,8 +210,7 @@ class _Work:
         found: Mapping[Key, torch.Tensor],
         calls: Sequence[Callable[[], Any]],
     ) -> bool:
-        """Tell whether ``calls`` give what ``module`` gives, and draw as much, on what is in the
-        cells.
+        """Tell whether ``calls`` give what ``module`` gives, and draw the same random numbers.
 
         Only the distribution runs here, on parameters that the policy gave; the policy does not.
         """
@@ -394,7 +393,7 @@ def _copy(key: Key, cell: torch.Tensor, value: Any) -> None:
         raise PolicyError(f"the policy wrote {show(key)} before, and now {value!r:.100}")
     if value.shape != cell.shape or value.dtype != cell.dtype:
         raise PolicyError(
-            f"the policy wrote {show(key)} as {value.dtype} of shape {tuple(value.shape)}; before, it "
-            f"was {cell.dtype} of shape {tuple(cell.shape)}, and what is collected cannot change"
+            f"the policy wrote {show(key)} as {value.dtype} of shape {tuple(value.shape)}; before, "
+            f"it was {cell.dtype} of shape {tuple(cell.shape)}, and what is collected cannot change"
         )
     cell.copy_(value)

@@ -1,5 +1,4 @@
-"""The one call of a policy at construction: what it reads and writes, learnt without leaving a
-trace."""
+"""The one call of a policy at construction: what it writes, learnt without leaving a trace."""
 
 from __future__ import annotations
 
@@ -90,8 +89,8 @@ def call_on(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
         return td
     if not isinstance(result, TensorDictBase):
         raise PolicyTypeError(
-            f"the policy was called with a TensorDict and returned {type(result).__name__}; it must "
-            "return a TensorDict (or None after writing into the one it got)"
+            f"the policy was called with a TensorDict and returned {type(result).__name__}; it "
+            "must return a TensorDict (or None after writing into the one it got)"
         )
     return result
 
@@ -123,8 +122,7 @@ def _written(
 
 
 def _same_memory(one: Any, other: Any) -> bool:
-    """Tell whether two entries are views of the same numbers: what merely passed through a
-    module."""
+    """Tell whether two entries are the same numbers: what merely passed through a module."""
     if one is other:
         return True
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):

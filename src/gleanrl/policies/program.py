@@ -85,8 +85,7 @@ class ProgramPolicy:
             check.begin()
 
     def act(self, t: int) -> None:
-        """Read root row ``t``, write the outputs of step ``t`` and the states of root row ``t +
-        1``."""
+        """Read root row ``t``, write the outputs there and the states at root row ``t + 1``."""
         for array, rows in self._loads:
             array[...] = rows[t]
         for tensor, tensor_rows in self._tensor_loads:

@@ -41,8 +41,8 @@ class RandomPolicy:
         spec = self.action_spec
         if spec is None:
             raise PolicyError(
-                "RandomPolicy() has no action_spec to draw from; pass one to call it, or give it to a "
-                "collector as it is"
+                "RandomPolicy() has no action_spec to draw from; pass one to call it, or give it to "
+                "a collector as it is"
             )
         batch = tuple(tensordict.batch_size)
         has_batch = tuple(spec.shape[: len(batch)]) == batch
@@ -135,9 +135,8 @@ def _source(
     lead = () if shape == wanted else batch
     if (*lead, *shape) != wanted or spec.dtype != field.dtype:
         raise PolicyError(
-            f"RandomPolicy draws {show(field.key)} as {spec.dtype} of shape {shape}; the environment wants "
-            f"{field.dtype} of shape {tuple(field.shape)} for each of its {len(batch) and batch or 1} "
-            "environments"
+            f"RandomPolicy draws {show(field.key)} as {spec.dtype} of shape {shape}; the environment "
+            f"wants {field.dtype} of shape {tuple(field.shape)}, or {wanted} for the whole batch"
         )
 
     def draw() -> torch.Tensor:
@@ -158,8 +157,8 @@ def _spec_of(policy: RandomPolicy, key: Key) -> Any:
             ) from None
     if as_key(policy.action_key) != key:
         raise PolicyError(
-            f"RandomPolicy writes {show(as_key(policy.action_key))}; the environment reads {show(key)}: "
-            f"pass action_key={show(key)}"
+            f"RandomPolicy writes {show(as_key(policy.action_key))}; the environment reads "
+            f"{show(key)}: pass action_key={show(key)}"
         )
     return spec
 

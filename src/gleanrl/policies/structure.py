@@ -50,8 +50,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def uses(module: nn.Module, owner: type, *methods: str) -> bool:
-    """Tell whether ``module`` is a plain ``owner``, or a subclass that overrides none of
-    ``methods``."""
+    """Tell whether ``module`` is a plain ``owner``; subclasses may override none of ``methods``."""
     kind = type(module)
     return (
         isinstance(module, owner)
@@ -71,8 +70,7 @@ def selects(module: Any) -> bool:
 
 
 def children_of(module: Any) -> list[Any] | None:
-    """Return the modules that calling ``module`` calls one after the other, ``None`` if it does
-    more.
+    """Return the modules that ``module`` calls one after the other, ``None`` if it does more.
 
     Selection of outputs is the caller's to look at.
     """
@@ -105,8 +103,7 @@ def _probabilistic_children(module: Any) -> list[Any] | None:
 
 
 def units_of(policy: Any) -> list[Any]:
-    """Split ``policy`` into the modules it calls one after the other (itself, if that is
-    unknown)."""
+    """Return the modules ``policy`` calls one after the other; itself, if that is unknown."""
     children = children_of(policy) if isinstance(policy, nn.Module) else None
     if children is None:
         return [policy]

@@ -107,8 +107,7 @@ class Tape:
         self._fold(tensor, np.add, torch.add, Check(torch.zeros(0), 0.0, torch.isfinite, message))
 
     def check_above(self, tensor: torch.Tensor, least: float, message: str) -> None:
-        """Have the rollout end with `PolicyError` if ``tensor`` was ever NaN or at most
-        ``least``."""
+        """Have the rollout end with `PolicyError` if ``tensor`` was ever not above ``least``."""
 
         def valid(total: torch.Tensor) -> torch.Tensor:
             return total > least

@@ -131,10 +131,8 @@ def _flattens(value: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     for _ in range(_TRIALS):
         trial = torch.randn(value.shape, generator=generator, device=value.device).to(value.dtype)
         flat = trial.view(-1, trial.shape[-1])
-        if bias is None:
-            mine = torch.mm(flat, weight.t())
-        else:
-            mine = torch.addmm(bias, flat, weight.t())
+        product = torch.mm if bias is None else partial(torch.addmm, bias)
+        mine = product(flat, weight.t())
         if not torch.equal(mine.view(-1), F.linear(trial, weight, bias).view(-1)):
             return False
     return True

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ConfigError, PolicyError
+from gleanrl.core.keys import IS_INIT, show
 from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
-from gleanrl.core.protocols import Env, Pool, Source, Window
+from gleanrl.core.protocols import Env, Policy, Pool, Source, Window
 from gleanrl.envs.make import Carried, Made, make_env
 from gleanrl.envs.pool import NextStepPool
 from gleanrl.envs.tensordict_env import TensorDictEnv
@@ -90,10 +91,19 @@ class SourceBuilder:
             cudagraph_policy=self.policy.cudagraph_policy,
             policy_device=self.policy.device,
         )
+        self._check_inputs(policy)
         if isinstance(env, TensorDictEnv):
             env.feed(field.key for field in policy.outputs)
         stand_in = random_policy(env.random, env.layout.actions, policy)
         return Policies(policy, stand_in, policy.needs_is_init, user)
+
+    def _check_inputs(self, policy: Policy) -> None:
+        wanted = [*policy.states, *([IS_INIT] if policy.needs_is_init else [])]
+        if wanted and not self.policy.provide_inputs:
+            raise PolicyError(
+                f"the policy reads {', '.join(map(show, wanted))}, which the environment does not "
+                "give; add them to the environment, or drop auto_register_policy_transforms=False"
+            )
 
     def _user_policy(self) -> Any:
         """Return the policy that runs: the user's own unless it lives on another device."""
