@@ -113,6 +113,26 @@ class LeafWriter:
             ) from err
 
 
+class PlainLeafWriter(LeafWriter):
+    """The same where the observation is the array itself and keeps its dtype: the usual case."""
+
+    def begin(self, window: Window, carry: Window) -> None:
+        """Bind to the rows of ``window``."""
+        super().begin(window, carry)
+        self._rows_shape = (window.envs, *self._shape)
+
+    def write(self, t: int, values: Sequence[Any], infos: Sequence[Any]) -> None:
+        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
+        try:
+            rows = np.array(values)
+        except ValueError:  # arrays of different shapes
+            rows = self._gather(values)
+        if rows.shape != self._rows_shape or rows.dtype != self._source_dtype:
+            rows = self._gather(values)
+        self._next[t][...] = rows
+        self._root[t][...] = rows
+
+
 class DirectLeafWriter(LeafWriter):
     """The same for big rows: each environment's array is copied once per stored observation."""
 
@@ -169,8 +189,10 @@ class InfoWriter:
 
 def make_writer(leaf: Leaf, field: Field) -> LeafWriter:
     """Return the writer for one observation leaf."""
-    kind = DirectLeafWriter if field.nbytes >= _DIRECT_NBYTES else LeafWriter
-    return kind(leaf, field)
+    if field.nbytes >= _DIRECT_NBYTES:
+        return DirectLeafWriter(leaf, field)
+    plain = not leaf.path and torch_dtype(leaf.space.dtype) == field.dtype
+    return PlainLeafWriter(leaf, field) if plain else LeafWriter(leaf, field)
 
 
 def info_fields(
