@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium as gym
@@ -32,15 +32,30 @@ def seeded(build: EnvFactory, count: int) -> list[Make]:
     return [Make(build, seed) for seed in range(count)]
 
 
+def _lean(env_id: str, **kwargs: Any) -> gym.Env[Any, Any]:
+    """Make an environment without the two wrappers that only check how it is called.
+
+    GleanRL takes these out of what it is given. If the others kept them, part of every ratio would be
+    Gymnasium's checks; so nobody has them, unless a reference says so.
+    """
+    spec = replace(gym.spec(env_id), order_enforce=False, disable_env_checker=True)
+    return gym.make(spec, **kwargs)
+
+
 def cartpole() -> gym.Env[Any, Any]:
-    """Return CartPole as ``gym.make`` gives it."""
+    """Return CartPole without call checks."""
+    return _lean("CartPole-v1")
+
+
+def cartpole_checked() -> gym.Env[Any, Any]:
+    """Return CartPole exactly as ``gym.make`` gives it, call checks included."""
     return gym.make("CartPole-v1")
 
 
 def half_cheetah() -> gym.Env[Any, Any]:
-    """Return HalfCheetah as ``gym.make`` gives it."""
+    """Return HalfCheetah without call checks."""
     with _silent():
-        return gym.make("HalfCheetah-v5")
+        return _lean("HalfCheetah-v5")
 
 
 @contextmanager
@@ -64,7 +79,7 @@ def pong() -> gym.Env[Any, Any]:
     import ale_py
 
     gym.register_envs(ale_py)
-    env = gym.make("ALE/Pong-v5", frameskip=1)
+    env = _lean("ALE/Pong-v5", frameskip=1)
     env = gym.wrappers.AtariPreprocessing(env, screen_size=84, grayscale_obs=True, frame_skip=4)
     return gym.wrappers.FrameStackObservation(env, 4)
 

@@ -52,7 +52,7 @@ def _case(result: Result) -> dict[str, Any]:
 def missed(doc: dict[str, Any]) -> list[str]:
     """Return a line per target that was not met and per disagreement."""
     lines = [
-        f"{case} against {name}: {ratio['median']:.2f} < {ratio['target']}"
+        f"{case} against {name}: {ratio['median']:.3f} < {ratio['target']}"
         for case, entry in doc["cases"].items()
         for name, ratio in entry["ratios"].items()
         if ratio["met"] is False
@@ -109,7 +109,7 @@ def _ratio_cells(ratio: dict[str, Any] | None) -> list[str]:
     target = "-" if ratio["target"] is None else f"{ratio['target']:g}"
     verdict = {True: "[green]met[/green]", False: "[red]missed[/red]", None: ""}[ratio["met"]]
     spread = f"{ratio['q1']:.2f}-{ratio['q3']:.2f}"
-    return [f"{ratio['median']:.2f}", spread, target, verdict]
+    return [f"{ratio['median']:.3f}", spread, target, verdict]
 
 
 def save(doc: dict[str, Any], folder: Path) -> list[Path]:

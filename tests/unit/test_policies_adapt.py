@@ -5,7 +5,7 @@ from typing import Optional
 
 import pytest
 import torch
-from policies_rig import OBS, layout, make, plain, run, same, windows
+from policies_rig import OBS, layout, make, plain, probe_of, run, same, windows
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
@@ -15,7 +15,9 @@ from torch import nn
 from torchrl.modules import MLP
 
 from gleanrl.core.errors import PolicyError, PolicyTypeError
-from gleanrl.core.layout import Field
+from gleanrl.core.layout import DoneGroup, EnvLayout, Field
+from gleanrl.core.protocols import Policy
+from gleanrl.policies import make_policy
 
 FLOATS = ((3,), torch.float32)
 PIXELS = Field(("pixels",), (2, 2), torch.float32)
@@ -231,7 +233,7 @@ def test_an_error_of_the_policy_itself_is_left_as_it_is():
     def policy(td):
         raise ZeroDivisionError("mine")
 
-    with pytest.raises(ZeroDivisionError, match="^mine$"):
+    with pytest.raises(ZeroDivisionError, match=r"^mine$"):
         make(policy, layout((5,), FLOATS))
 
 
@@ -313,3 +315,37 @@ def test_bfloat16_outputs_are_collected():
     run(ours, window, carry)
     assert torch.equal(window.tensor(("half",)), window.tensor(OBS).to(torch.bfloat16))
     assert plain(policy, env, window)[("half",)].dtype == torch.bfloat16
+
+
+def test_nested_keys_are_read_and_written():
+    agents = ("agents", "observation")
+    env = EnvLayout(
+        batch_shape=(5,),
+        observations=(Field(OBS, (4,), torch.float32), Field(agents, (2, 4), torch.float32)),
+        actions=(Field(("agents", "action"), (2, 3), torch.float32),),
+        rewards=(Field(("agents", "reward"), (2, 1), torch.float32),),
+        dones=(DoneGroup(()), DoneGroup(("agents",), (2, 1))),
+    )
+    module = Mod(nn.Linear(4, 3), [agents], [("agents", "action")])
+    assert same(module, env).lowered == 1
+
+    def function(td):
+        assert not td.get(("agents", "done"), torch.zeros(())).any()
+        td["agents", "action"] = module.module(td[agents])
+        td["agents", "extra"] = td[agents].sum(-1)
+
+    assert {f.key for f in same(function, env).outputs} == {
+        ("agents", "action"),
+        ("agents", "extra"),
+    }
+
+
+def test_policies_are_policies():
+    made: list[Policy] = [
+        make(nn.Linear(4, 3), layout((5,), FLOATS)),
+        make_policy(None, env=layout(), random=print, probe=probe_of(layout())),
+    ]
+    for policy in made:
+        assert policy.outputs
+        for name in ("begin", "act", "reset", "finish"):
+            assert callable(getattr(policy, name))

@@ -5,7 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from policies_rig import MODE, OBS, RANDOM, layout, make, no_random, probe_of
+from policies_rig import MODE, OBS, RANDOM, layout, make, plain, probe_of, run, same, windows
+from tensordict.nn import InteractionType, TensorDictModuleBase, set_interaction_type
 from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
 from tensordict.nn import TensorDictModule as Mod
@@ -15,11 +16,13 @@ from torch import nn
 from gleanrl.core.errors import ConfigError
 from gleanrl.policies import (
     ExplorationType,
+    ProgramPolicy,
     exploration_type,
-    make_policy,
     parse_exploration_mode,
     set_exploration_type,
 )
+from gleanrl.policies.adapt import adapt
+from gleanrl.policies.learn import learn
 
 FLOATS = ((3,), torch.float32)
 INT = ((), torch.int64)
@@ -86,8 +89,6 @@ def test_a_lowered_policy_is_not_called_again_by_rollouts_to_come():
     before = streams()
     ours = make(policy, layout((5,), INT))
     with set_exploration_type(RANDOM), torch.no_grad():
-        from policies_rig import windows
-
         ours.begin(*windows(layout((5,), INT), ours))
     assert streams() == before
     assert calls == [1]
@@ -141,8 +142,6 @@ def test_the_outputs_say_what_is_written_actions_first():
 
 @pytest.mark.parametrize("options", [True, {"backend": "eager"}])
 def test_a_compiled_policy_gives_what_the_policy_gives(options):
-    from policies_rig import plain, run, windows
-
     if options is True:
         options = {"backend": "eager", "dynamic": False}
     policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
@@ -155,8 +154,6 @@ def test_a_compiled_policy_gives_what_the_policy_gives(options):
 
 
 def test_an_already_compiled_policy_is_called_with_a_tensordict():
-    from policies_rig import same
-
     policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
     same(torch.compile(policy, backend="eager"), layout((5,), FLOATS), reference=policy)
 
@@ -187,8 +184,6 @@ def test_exploration_modes_have_their_older_names():
 
 
 def test_the_exploration_type_is_tensordicts_interaction_type():
-    from tensordict.nn import InteractionType, set_interaction_type
-
     assert ExplorationType is InteractionType
     assert set_exploration_type is set_interaction_type
     assert exploration_type() is None
@@ -196,10 +191,43 @@ def test_the_exploration_type_is_tensordicts_interaction_type():
         assert exploration_type() is MODE
 
 
-def test_a_policy_on_another_device_moves_only_what_it_must():
+class Recurrent(TensorDictModuleBase):
+    in_keys = ["observation", "hidden"]
+    out_keys = ["action", "extra", ("next", "hidden")]
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(4, 3)
+
+    def forward(self, tensordict):
+        after = self.cell(tensordict["observation"], tensordict["hidden"])
+        tensordict["next", "hidden"] = after
+        return tensordict.set("action", after).set("extra", after * 2)
+
+
+@pytest.mark.parametrize("steps", [6, 2])
+def test_off_the_cpu_extras_and_states_stay_until_the_rollout_is_over(steps):
+    # The cells are on the CPU all the same; what is tested is where rows go and when.
+    policy, env, ends = Recurrent(), layout((5,), FLOATS), {1: [0]}
+    probe, far = probe_of(env), torch.device("cuda")
+    adapted = adapt(policy, [OBS], [("action",)])
+    learnt = learn(policy, adapted, env, probe, RANDOM, torch.device("cpu"))
+    ours = ProgramPolicy(policy, learnt, env, device=far)
+    near = make(policy, env)
+    (window, carry), (other, other_carry) = windows(env, ours), windows(env, near)
+    for rollout in range(2):
+        if rollout:
+            window.tensor(("hidden",))[:, 0] = carry.tensor(("hidden",))[:, 0]
+            other.tensor(("hidden",))[:, 0] = other_carry.tensor(("hidden",))[:, 0]
+        run(ours, window, carry, ends=ends, steps=steps)
+        run(near, other, other_carry, ends=ends, steps=steps)
+        for key in [("action",), ("extra",), ("next", "hidden"), ("hidden",)]:
+            assert torch.equal(window.tensor(key)[:, :steps], other.tensor(key)[:, :steps])
+        assert torch.equal(carry.tensor(("hidden",)), other_carry.tensor(("hidden",)))
+
+
+def test_a_policy_is_run_where_its_weights_are():
     policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
-    env = layout((5,), FLOATS)
-    ours = make_policy(
-        policy, env=env, random=no_random, probe=probe_of(env), policy_device="cpu:0"
-    )
+    same(policy, layout((5,), FLOATS))
+    ours = make(policy, layout((5,), FLOATS), policy_device="cpu")
     assert ours.outputs[0].key == ("action",)

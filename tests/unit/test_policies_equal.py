@@ -4,6 +4,7 @@ import pytest
 import torch
 from policies_rig import DETERMINISTIC, MEAN, MODE, RANDOM, layout, same
 from tensordict.nn import (
+    AddStateIndependentNormalScale,
     CompositeDistribution,
     NormalParamExtractor,
     TensorDictModuleBase,
@@ -131,6 +132,28 @@ STOCHASTIC = {
         FLOATS,
         2,
         (RANDOM, DETERMINISTIC),
+    ),
+    "normal-fixed-scale": (
+        lambda: actor(net(3), D.Normal, ("loc",), {"scale": 0.3}),
+        FLOATS,
+        2,
+        (RANDOM, MEAN),
+    ),
+    "tanh-fixed-scale": (
+        lambda: actor(net(3), rl.TanhNormal, ("loc",), {"scale": 0.3}, module=SAFE),
+        FLOATS,
+        2,
+        (RANDOM, DETERMINISTIC),
+    ),
+    "independent-free-scale": (
+        lambda: actor(
+            nn.Sequential(*net(3), AddStateIndependentNormalScale(3)),
+            rl.IndependentNormal,
+            ("loc", "scale"),
+        ),
+        FLOATS,
+        2,
+        (RANDOM, MEAN),
     ),
     "tanh": (lambda: gaussian(rl.TanhNormal), FLOATS, 2, (RANDOM, DETERMINISTIC)),
     "tanh-no-log-prob": (lambda: gaussian(rl.TanhNormal, log_prob=False), FLOATS, 2, (RANDOM,)),
@@ -354,6 +377,30 @@ DETERMINED = {
         FLOATS,
         2,
     ),
+    "inplace-function-on-an-output": (
+        lambda: Seq(
+            Mod(nn.Linear(4, 8), ["observation"], ["hidden"]),
+            Mod(lambda x: x.relu_()[..., :3] + 1, ["hidden"], ["action"]),
+        ),
+        FLOATS,
+        1,
+    ),
+    "inplace-function-on-the-observation": (
+        lambda: Seq(
+            Mod(lambda x: x.mul_(2), ["observation"], ["observation"]),
+            Mod(nn.Linear(4, 3), ["observation"], ["action"]),
+        ),
+        FLOATS,
+        2,
+    ),
+    "inplace-tensordict-on-the-observation": (
+        lambda: Seq(
+            WrapModule(lambda td: (td["observation"].mul_(2), td)[1]),
+            Mod(nn.Linear(4, 3), ["observation"], ["action"]),
+        ),
+        FLOATS,
+        1,
+    ),
     "identity": (
         lambda: Seq(
             Mod(nn.Identity(), ["observation"], ["copy"]),
@@ -382,10 +429,23 @@ DETERMINED = {
     "custom-out-of-place": (lambda: Custom(out_of_place=True), INT, 0),
     "function-in-place": (in_place_function, INT, 0),
     "function-out-of-place": (out_of_place_function, INT, 0),
-    "q-values": (lambda: q_actor(CategoricalSpec(3)), INT, 1),
-    "q-values-one-hot": (lambda: q_actor(OneHot(3)), ((3,), torch.int64), 1),
+    "q-values": (lambda: q_actor(CategoricalSpec(3)), INT, 2),
+    "q-values-one-hot": (lambda: q_actor(OneHot(3)), ((3,), torch.int64), 2),
     "actor-value": (values, INT, 4),
     "composite": (composite, INT, 1),
+    "convolution": (
+        lambda: Seq(
+            Mod(lambda x: x.unflatten(-1, (1, 2, 2)), ["observation"], ["_pixels"]),
+            Mod(
+                nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(inplace=True), nn.Flatten(-3)),
+                ["_pixels"],
+                ["features"],
+            ),
+            Mod(nn.Linear(2, 3), ["features"], ["action"]),
+        ),
+        FLOATS,
+        3,
+    ),
     "float64": (
         lambda: Mod(net(3).double(), ["observation"], ["action"]),
         ((3,), torch.float32),
@@ -397,6 +457,8 @@ DETERMINED = {
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 @pytest.mark.parametrize("name", DETERMINED)
 def test_other_policies_give_what_the_plain_call_gives(name, batch):
+    if name == "convolution" and len(batch) != 1:
+        pytest.skip("torch's convolutions take one batch dimension")
     build, action, lowered = DETERMINED[name]
     dtype = torch.float64 if name == "float64" else torch.float32
     ours = same(build(), layout(batch, action, dtype=dtype))

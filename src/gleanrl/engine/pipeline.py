@@ -50,8 +50,8 @@ class Pipeline:
         if trajectories.split_trajs:
             self._stages.append(split_trajectories)
         if postproc is not None:
-            self._stages.append(postproc)
-        self._stages.append(drop_private)
+            # Only a stage of the user's can bring private entries in: sources deliver none.
+            self._stages += [postproc, drop_private]
         self._sink = sink
         self.discarded = 0
         """Frames of partial trajectories that were dropped."""

@@ -82,15 +82,13 @@ class EnvPoolAdapter(NextStepPool):
                 f"an EnvPool that answers for {size} of its {count} environments at a time cannot "
                 "be stepped as one batch; leave out batch_size"
             )
-        with warnings.catch_warnings():
-            # Gymnasium warns that EnvPool's bounds lose precision; nobody can do anything about it.
-            warnings.simplefilter("ignore", UserWarning)
-            super().__init__(
-                env,
-                categorical=categorical,
-                observation_dtype=observation_dtype,
-                info_keys=info_keys,
-            )
+        _make_spaces(env)
+        super().__init__(
+            env,
+            categorical=categorical,
+            observation_dtype=observation_dtype,
+            info_keys=info_keys,
+        )
 
     def _resets_singly(self) -> bool:
         return True
@@ -113,9 +111,17 @@ class EnvPoolAdapter(NextStepPool):
         if "env_seed" not in spec.config._fields:  # older ones count up from one seed
             seeds = {"seed": seed % 2**31}
         fresh = type(self._env)(type(spec)(spec.config._replace(**seeds)))
+        _make_spaces(fresh)
         self._env.close()
         self._env, self._step = fresh, fresh.step
         return last
+
+
+def _make_spaces(env: Any) -> None:
+    with warnings.catch_warnings():
+        # Gymnasium warns that EnvPool's bounds lose precision; nobody can do anything about it.
+        warnings.simplefilter("ignore", UserWarning)
+        _ = env.observation_space, env.action_space
 
 
 def is_envpool(given: Any) -> bool:

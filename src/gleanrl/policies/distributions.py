@@ -156,13 +156,13 @@ def _one_hot(tape: Tape, index: Tensor, hot: Tensor) -> Tensor:
 
 
 def _normal(draw: Draw) -> Drawn | None:
-    return _gaussian(draw, 0, {"validate_args"})
+    return _gaussian(draw, 0, {"scale", "validate_args"})
 
 
 def _independent_normal(draw: Draw) -> Drawn | None:
     if draw.options.get("tanh_loc", False):
         return None
-    known = {"validate_args", "tanh_loc", "upscale", "event_dim"}
+    known = {"scale", "validate_args", "tanh_loc", "upscale", "event_dim"}
     return _gaussian(draw, draw.options.get("event_dim", 1), known)
 
 
@@ -182,8 +182,11 @@ def _gaussian(draw: Draw, event_dims: int, known: set[str]) -> Drawn | None:
 
 
 def _loc_scale(draw: Draw) -> tuple[Tensor, Tensor] | None:
-    params = draw.params
-    if set(params) != {"loc", "scale"}:
+    params, given = draw.params, draw.options.get("scale")
+    if set(params) == {"loc"} and isinstance(given, (int, float)):
+        loc = params["loc"]
+        return loc, torch.full_like(loc, given)
+    if set(params) != {"loc", "scale"} or given is not None:
         return None
     loc, scale = params["loc"], params["scale"]
     return (loc, scale) if loc.shape == scale.shape and loc.dtype == scale.dtype else None
@@ -263,7 +266,7 @@ class _Squash:
 
 def _tanh_normal(draw: Draw) -> Drawn | None:
     options = draw.options
-    known = {"low", "high", "event_dims", "tanh_loc", "safe_tanh", "upscale"}
+    known = {"scale", "low", "high", "event_dims", "tanh_loc", "safe_tanh", "upscale"}
     found = _loc_scale(draw)
     if found is None or draw.kind not in (_RANDOM, _DETERMINISTIC):
         return None

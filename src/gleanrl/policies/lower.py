@@ -8,18 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
 
-from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, as_key, as_keys, show
 from gleanrl.policies.adapt import TensorCall
+from gleanrl.policies.calls import tensor_call, tensordict_call
 from gleanrl.policies.distributions import Draw, recipe_of
 from gleanrl.policies.exploration import ExplorationType, set_exploration_type
-from gleanrl.policies.probe import Probed, Unit, call_on
+from gleanrl.policies.probe import Probed, Unit
 from gleanrl.policies.structure import Watch, qualified, units_of, uses
 from gleanrl.policies.tape import Cell, Check, Tape
-from gleanrl.policies.tensors import is_known, lower_tensors
+from gleanrl.policies.tensors import is_known, keeps_nothing, lower_tensors
+from gleanrl.policies.values import lower_q_values, picks_actions
 
 _SAFE_MODULE = "torchrl.modules.tensordict_module.probabilistic.SafeProbabilisticModule"
 _TRIALS = 4
@@ -127,6 +128,8 @@ class _Work:
             done = self._tensordict_module(unit, module)
         elif isinstance(module, ProbabilisticTensorDictModule):
             done = self._probabilistic(unit, module)
+        elif picks_actions(module):
+            done = self._q_values(unit, module)
         else:
             done = False
         self.program.lowered += done
@@ -157,15 +160,36 @@ class _Work:
         args = [self._read(key) for key in reads]
         if is_known(fn) and len(args) == 1 and names is None:
             values = lower_tensors(self._tape, self.program.watch, fn, args[0])  # type: ignore[arg-type]  # is_known
-            if len(values) != len(writes):
-                return False
             self._cells.update(
                 (key, v) for key, v in zip(writes, values, strict=True) if key != _SKIPPED
             )
             return True
+        lent = keeps_nothing(fn)
+        if not lent and set(unit.writes) != set(expected):
+            return False  # It changes what it reads in place.
         cells = [self._cell(unit, key) if key != _SKIPPED else None for key in writes]
-        self._tape.calls.append(_tensor_call(fn, args, names, cells, writes))
+        if lent:
+            for part in fn.modules():  # type: ignore[attr-defined]  # a module, or it could keep
+                self.program.watch.add(part)
+        self._tape.calls.append(tensor_call(fn, args, names, cells, writes, lent))
         return True
+
+    # -- action values ----------------------------------------------------------------------------
+
+    def _q_values(self, unit: Unit, module: Any) -> bool:
+        reads, keys = as_keys(module.in_keys), as_keys(module.out_keys)
+        if not set(reads) <= set(unit.visible):
+            return False
+        mark = len(self._tape.calls)
+        found = lower_q_values(self._tape, module.action_space, self._read(reads[0]))
+        if found is not None and len(found) == len(keys):
+            values = dict(zip(keys, found, strict=True))
+            if self._agrees(module, reads, values, self._tape.calls[mark:]):
+                self._cells.update(values)
+                self.program.watch.add(module)
+                return True
+        del self._tape.calls[mark:]
+        return False
 
     # -- distributions ---------------------------------------------------------------------------
 
@@ -247,7 +271,7 @@ class _Work:
         entries = {key: self._read(key) for key in unit.visible}
         cells = {key: self._cell(unit, key) for key in unit.writes}
         shape, flags = self._batch_shape, self._constants
-        self._tape.calls.append(_tensordict_call(unit.module, entries, shape, flags, cells))
+        self._tape.calls.append(tensordict_call(unit.module, entries, shape, flags, cells))
 
     def _read(self, key: Key) -> torch.Tensor:
         cell = self._cells[key]
@@ -323,77 +347,3 @@ def _quiet(kind: ExplorationType | None, device: torch.device) -> Iterator[None]
         stack.enter_context(torch.no_grad())
         stack.enter_context(set_exploration_type(kind))
         yield
-
-
-def _tensor_call(
-    fn: Callable[..., Any],
-    args: Sequence[torch.Tensor],
-    names: Sequence[str] | None,
-    cells: Sequence[torch.Tensor | None],
-    keys: Sequence[Key],
-) -> Callable[[], None]:
-    """Call ``fn`` on copies (it may keep what it gets), copy what it returns."""
-    wanted = [(key, cell) for key, cell in zip(keys, cells, strict=True)]
-
-    def call() -> None:
-        values = [arg.clone() for arg in args]
-        out = fn(*values) if names is None else fn(**dict(zip(names, values, strict=True)))
-        if not isinstance(out, tuple):
-            out = _as_tuple(out, keys)
-        for (key, cell), value in zip(wanted, out, strict=True):
-            if cell is not None:
-                _copy(key, cell, value)
-
-    return call
-
-
-def _as_tuple(out: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
-    if isinstance(out, torch.Tensor):
-        return (out,)
-    if isinstance(out, TensorDictBase):
-        return tuple(out.get(key) for key in keys)
-    if isinstance(out, Mapping):
-        values = {as_key(key): value for key, value in out.items()}
-        return tuple(values.get(key) for key in keys)
-    return () if out is None else (out,)
-
-
-def _tensordict_call(
-    module: Callable[[Any], Any],
-    entries: Mapping[Key, torch.Tensor],
-    batch_shape: tuple[int, ...],
-    constants: Collection[Key],
-    cells: Mapping[Key, torch.Tensor],
-) -> Callable[[], None]:
-    """Call ``module`` on a TensorDict of its own (it may keep what it gets), copy what it wrote."""
-    fixed = {key[0]: value for key, value in entries.items() if key in constants}
-    fresh = [(key[0], value) for key, value in entries.items() if key not in constants]
-    written = [(key, key if len(key) > 1 else key[0], cell) for key, cell in cells.items()]
-    size = torch.Size(batch_shape)
-
-    def flat() -> TensorDict:
-        own = {name: value.clone() for name, value in fresh}
-        return TensorDict({**fixed, **own}, batch_size=size)
-
-    template = TensorDict({}, batch_size=size)
-    for key, value in entries.items():
-        template.set(key, value)
-    make = flat if all(len(key) == 1 for key in entries) else template.clone
-
-    def call() -> None:
-        out = call_on(module, make())
-        for key, name, cell in written:
-            _copy(key, cell, out.get(name))
-
-    return call
-
-
-def _copy(key: Key, cell: torch.Tensor, value: Any) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise PolicyError(f"the policy wrote {show(key)} before, and now {value!r:.100}")
-    if value.shape != cell.shape or value.dtype != cell.dtype:
-        raise PolicyError(
-            f"the policy wrote {show(key)} as {value.dtype} of shape {tuple(value.shape)}; before, "
-            f"it was {cell.dtype} of shape {tuple(cell.shape)}, and what is collected cannot change"
-        )
-    cell.copy_(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -61,19 +62,20 @@ def run_once(
         PolicyError: an entry is no tensor.
     """
     td = _tensordict(inputs, batch_shape)
-    start = _entries(td)
+    start = _Snapshot(td)
     units, apart = [], True
     for module in units_of(policy):
-        before = _entries(td)
+        before = _Snapshot(td)
         td = call_on(module, td)
-        after = _entries(td)
-        units.append(Unit(module, tuple(before), _written(before, after)))
-        apart = apart and td.batch_size == tuple(batch_shape) and _all_tensors(after)
-    end = _entries(td)
-    whole = Unit(policy, tuple(start), _written(start, end, _dropped(policy, end)))
+        units.append(Unit(module, tuple(before.entries), before.written(td, _out_keys(module))))
+        apart = apart and td.batch_size == tuple(batch_shape) and _all_tensors(td)
+    dropped = _dropped(policy, td)
+    written = start.written(td, _out_keys(policy))
+    kept = {key: value for key, value in written.items() if key not in dropped}
+    whole = Unit(policy, tuple(start.entries), kept)
     if units[0].module is policy:
         units = [whole]
-    for key, value in whole.writes.items():
+    for key, value in kept.items():
         if not isinstance(value, torch.Tensor) and not is_private(key):
             raise PolicyError(
                 f"the policy wrote {show(key)} as {type(value).__name__}, which is no tensor; only "
@@ -107,27 +109,50 @@ def _entries(td: TensorDictBase) -> dict[Key, Any]:
     return {as_key(key): value for key, value in leaves}
 
 
-def _all_tensors(entries: Mapping[Key, Any]) -> bool:
-    return all(isinstance(value, torch.Tensor) for value in entries.values())
+def _all_tensors(td: TensorDictBase) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in _entries(td).values())
 
 
-def _written(
-    before: Mapping[Key, Any], after: Mapping[Key, Any], dropped: Sequence[Key] = ()
-) -> dict[Key, Any]:
-    return {
-        key: value
-        for key, value in after.items()
-        if key not in dropped and not (key in before and _same_memory(before[key], value))
-    }
+def _out_keys(module: Any) -> set[Key]:
+    """Return what a TensorDict module says it writes."""
+    if not isinstance(module, TensorDictModuleBase):
+        return set()
+    keys: Any = module.out_keys
+    return {as_key(key) for key in keys}
 
 
-def _same_memory(one: Any, other: Any) -> bool:
-    """Tell whether two entries are the same numbers: what merely passed through a module."""
-    if one is other:
-        return True
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return False
-    return (
+class _Snapshot:
+    """A TensorDict's entries at one moment: which tensors they were, and their values."""
+
+    def __init__(self, td: TensorDictBase) -> None:
+        self.entries = _entries(td)
+        self._values = {
+            key: value.clone()
+            for key, value in self.entries.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def written(self, td: TensorDictBase, declared: Collection[Key]) -> dict[Key, Any]:
+        """Return the entries of ``td`` that were made, replaced or changed in place since.
+
+        What is ``declared`` as written counts even if its values happen to be the same.
+        """
+        return {
+            key: value
+            for key, value in _entries(td).items()
+            if key in declared or not self._passed(key, value)
+        }
+
+    def _passed(self, key: Key, value: Any) -> bool:
+        """Tell whether an entry is what it was, seen through another view perhaps."""
+        before, values = self.entries.get(key), self._values.get(key)
+        if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
+            return before is value
+        return _same_memory(before, value) and torch.equal(value, values)  # type: ignore[arg-type]  # a tensor's
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (
         one.data_ptr() == other.data_ptr()
         and one.shape == other.shape
         and one.dtype == other.dtype
@@ -135,13 +160,12 @@ def _same_memory(one: Any, other: Any) -> bool:
     )
 
 
-def _dropped(policy: Any, entries: Mapping[Key, Any]) -> list[Key]:
+def _dropped(policy: Any, td: TensorDictBase) -> list[Key]:
     """Return what a sequence with selected outputs writes and does not keep."""
     if not isinstance(policy, nn.Module) or not selects(policy) or children_of(policy) is None:
         return []
-    keys: Any = policy.out_keys
-    kept = {as_key(key) for key in keys}
-    return [key for key in entries if key not in kept]
+    kept = _out_keys(policy)
+    return [key for key in _entries(td) if key not in kept]
 
 
 @contextmanager

@@ -41,8 +41,8 @@ class RandomPolicy:
         spec = self.action_spec
         if spec is None:
             raise PolicyError(
-                "RandomPolicy() has no action_spec to draw from; pass one to call it, or give it to "
-                "a collector as it is"
+                "RandomPolicy() has no action_spec to draw from; pass one to call it, or give it "
+                "to a collector as it is"
             )
         batch = tuple(tensordict.batch_size)
         has_batch = tuple(spec.shape[: len(batch)]) == batch
@@ -135,8 +135,9 @@ def _source(
     lead = () if shape == wanted else batch
     if (*lead, *shape) != wanted or spec.dtype != field.dtype:
         raise PolicyError(
-            f"RandomPolicy draws {show(field.key)} as {spec.dtype} of shape {shape}; the environment "
-            f"wants {field.dtype} of shape {tuple(field.shape)}, or {wanted} for the whole batch"
+            f"RandomPolicy draws {show(field.key)} as {spec.dtype} of shape {shape}; the "
+            f"environment wants {field.dtype} of shape {tuple(field.shape)}, or {wanted} for all "
+            "environments"
         )
 
     def draw() -> torch.Tensor:

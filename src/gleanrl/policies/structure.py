@@ -27,6 +27,8 @@ _GLOBAL_HOOKS: tuple[Mapping[Any, Any], ...] = (
     torch.nn.modules.module._global_backward_hooks,
     torch.nn.modules.module._global_backward_pre_hooks,
 )
+# How far modules are looked for behind functions, methods and partials.
+_DEPTH = 3
 
 
 def may_lower(device: torch.device) -> bool:
@@ -117,9 +119,9 @@ def units_of(policy: Any) -> list[Any]:
 def modules_of(policy: Any) -> Iterator[nn.Module]:
     """Yield every ``nn.Module`` that ``policy`` is made of, closures and bound methods included."""
     seen: set[int] = set()
-    todo = [policy]
+    todo = [(policy, 0)]
     while todo:
-        item = todo.pop()
+        item, depth = todo.pop()
         if id(item) in seen:
             continue
         seen.add(id(item))
@@ -127,12 +129,12 @@ def modules_of(policy: Any) -> Iterator[nn.Module]:
             for module in item.modules():
                 seen.add(id(module))
                 yield module
-            continue
-        todo.extend(_captured(item))
+        elif depth < _DEPTH:
+            todo.extend((held, depth + 1) for held in _captured(item))
 
 
 def _captured(item: Any) -> Iterator[Any]:
-    """Yield what a callable that is no module may call: one level down, modules and callables."""
+    """Yield what a callable that is no module holds and may call."""
     held = [getattr(item, "__self__", None), getattr(item, "func", None)]
     held += [cell.cell_contents for cell in getattr(item, "__closure__", None) or () if _full(cell)]
     if not isinstance(item, type) and callable(item):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
-from tensordict.nn import NormalParamExtractor, biased_softplus
+from tensordict.nn import (
+    AddStateIndependentNormalScale,
+    NormalParamExtractor,
+    biased_softplus,
+)
 from torch import nn
 
 from gleanrl.policies.structure import Watch, is_plain, qualified, uses
@@ -36,6 +40,9 @@ _IN_PLACE: dict[type, Callable[[Any], Callable[[Tensor], Any]]] = {
 _PURE = (nn.GELU, nn.Softplus, nn.Softsign, nn.Softmax, nn.LogSoftmax, nn.LayerNorm, nn.RMSNorm)
 # Subclasses of nn.Sequential that add nothing for one input; their packages are not imported here.
 _SEQUENTIALS = {"torchrl.modules.models.models.MLP": "_reshape_out"}
+_NORMAL_PARAMETERS = (NormalParamExtractor, AddStateIndependentNormalScale)
+_OTHERS = (nn.Linear, nn.Identity, AddStateIndependentNormalScale)
+_LIBRARIES = ("torch.nn.", "torchrl.modules.models.")
 _SCALE_MAPPINGS: tuple[Callable[..., Tensor], ...] = (torch.exp, F.softplus)
 
 
@@ -44,9 +51,19 @@ def is_known(module: Any) -> bool:
     if not isinstance(module, nn.Module):
         return False
     leaves = list(_leaves(module))
-    # An extractor returns two tensors: nothing in a sequence can follow it.
+    # These return two tensors: nothing in a sequence can follow them.
     return all(map(_is_known_leaf, leaves)) and not any(
-        isinstance(leaf, NormalParamExtractor) for leaf in leaves[:-1]
+        isinstance(leaf, _NORMAL_PARAMETERS) for leaf in leaves[:-1]
+    )
+
+
+def keeps_nothing(module: Any) -> bool:
+    """Tell whether ``module`` cannot hold on to what it is called with.
+
+    True of torch's own modules: no code of the user's sees their inputs.
+    """
+    return isinstance(module, nn.Module) and all(
+        type(part).__module__.startswith(_LIBRARIES) and is_plain(part) for part in module.modules()
     )
 
 
@@ -58,7 +75,7 @@ def _is_known_leaf(module: nn.Module) -> bool:
         return _is_known_mapping(module.scale_mapping)
     if kind is nn.Dropout:
         return not module.training or not module.p
-    return kind in _IN_PLACE or kind in _PURE or kind in (nn.Linear, nn.Identity)
+    return kind in _IN_PLACE or kind in _PURE or kind in _OTHERS
 
 
 def lower_tensors(tape: Tape, watch: Watch, module: nn.Module, value: Tensor) -> tuple[Tensor, ...]:
@@ -84,6 +101,8 @@ def lower_tensors(tape: Tape, watch: Watch, module: nn.Module, value: Tensor) ->
             private = True
         elif isinstance(part, NormalParamExtractor):
             values = (*_normal_parameters(tape, part, first), *values[1:])
+        elif isinstance(part, AddStateIndependentNormalScale):
+            values = (first, tape.fill(partial(_second, part, first)))
         elif isinstance(part, _PURE):
             values, private = (tape.fill(partial(part, first)),), True
     return values
@@ -147,6 +166,10 @@ def _activation(tape: Tape, module: nn.Module, value: Tensor, in_place: bool) ->
 
 def _same(value: Tensor) -> Tensor:
     return value
+
+
+def _second(module: Callable[[Tensor], Sequence[Tensor]], value: Tensor) -> Tensor:
+    return module(value)[1]
 
 
 def _is_known_mapping(mapping: Any) -> bool:

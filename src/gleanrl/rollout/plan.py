@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,9 +25,18 @@ from gleanrl.core.keys import (
 )
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Layout
 from gleanrl.core.options import RolloutOptions
-from gleanrl.core.protocols import Window
+from gleanrl.core.protocols import Array, Window
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.tracker import Tracker
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """The arrays of one window that every rollout touches."""
+
+    flags: list[Array]
+    firsts: list[tuple[torch.Tensor, Key]]
+    ids: Array | None
 
 
 class RolloutPlan:
@@ -55,6 +65,8 @@ class RolloutPlan:
         """
         self._options = options
         self._env = env
+        # Windows come back rollout after rollout; what begin and finish touch is looked up once.
+        self._bound: WeakKeyDictionary[Window, _Bound] = WeakKeyDictionary()
         self._groups = env.dones
         if options.max_frames_per_traj is not None:
             self._groups = tuple(replace(group, truncated=True) for group in env.dones)
@@ -125,22 +137,31 @@ class RolloutPlan:
 
     def begin(self, window: Window, carry: Window) -> None:
         """Prepare ``window``: flags down, root row 0 from ``carry``."""
-        for flag in self._flags:
-            window.tensor(flag.key).zero_()
-            window.tensor(next_key(flag.key)).zero_()
-        for field in self.carried:
-            window.tensor(field.key)[:, :1] = carry.tensor(field.key)
+        bound = self._bound.get(window)
+        if bound is None:
+            bound = self._bound[window] = self._bind(window)
+        for flags in bound.flags:
+            flags.fill(False)
+        for first, key in bound.firsts:
+            first.copy_(carry.tensor_rows(key)[0])
+
+    def _bind(self, window: Window) -> _Bound:
+        keys = [key for flag in self._flags for key in (flag.key, next_key(flag.key))]
+        return _Bound(
+            flags=[window.array(key) for key in keys],
+            firsts=[(window.tensor(field.key)[:, 0], field.key) for field in self.carried],
+            ids=window.array(TRAJ_IDS) if self._options.track_traj_ids else None,
+        )
 
     def finish(self, window: Window, tracker: Tracker, steps: int, version: int) -> None:
         """Write ids, counts, versions and marks of a rollout of ``steps`` steps."""
         options = self._options
         if steps < window.steps:
             window.zero_from(steps)
-        ids = window.array(TRAJ_IDS) if options.track_traj_ids else None
         counts = None
         if options.max_frames_per_traj is not None:
             counts = np.zeros((window.envs, window.steps + 1), np.int64)
-        tracker.finish(steps, ids, counts)
+        tracker.finish(steps, self._bound[window].ids, counts)
         if counts is not None:
             window.array(STEP_COUNT)[:, :steps, 0] = counts[:, :steps]
             window.array(next_key(STEP_COUNT))[:, :steps, 0] = counts[:, :steps] + 1

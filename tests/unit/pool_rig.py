@@ -1,0 +1,213 @@
+"""Environments whose every observation says where it belongs, and ways to collect from many."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.vector import SyncVectorEnv, VectorWrapper
+
+from gleanrl.core.keys import next_key
+from gleanrl.core.layout import Field
+from gleanrl.core.options import RolloutOptions
+from gleanrl.envs.vector import make_vector
+from gleanrl.memory.window import RolloutWindow
+from gleanrl.rollout.cursor import CursorRollout
+from gleanrl.rollout.rollout import Rollout
+
+OBS, ACTION, REWARD = ("observation",), ("action",), ("reward",)
+DONE, TERMINATED, TRUNCATED = ("done",), ("terminated",), ("truncated",)
+TRAJ, STEPS = ("collector", "traj_ids"), ("step_count",)
+GO = bytearray(1)
+
+
+class Clock(gym.Env):
+    """Shows ``[number, episode, step]``; episode ``k`` lasts ``lengths[k % len(lengths)]`` steps.
+
+    Every second episode is truncated, the others terminate.
+    """
+
+    observation_space = gym.spaces.Box(0, 1e6, (3,), np.float32)
+    action_space = gym.spaces.Discrete(5)
+
+    def __init__(self, number=0, lengths=(3,)):
+        self.number, self.lengths = number, lengths
+        self.episode, self.t = -1, 0
+
+    def _show(self):
+        now = np.array([self.number, self.episode, self.t], np.float32)
+        return now, {"left": float(self.lengths[self.episode % len(self.lengths)] - self.t)}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode, self.t = self.episode + 1, 0
+        return self._show()
+
+    def step(self, action):
+        self.t += 1
+        now, info = self._show()
+        over = info["left"] == 0
+        late = over and self.episode % 2 == 1
+        return now, float(action) + 10 * self.t, over and not late, late, info
+
+
+class Plain(VectorWrapper):
+    """Hides that the environments behind it can be reset one by one."""
+
+
+def clocks(lengths, mode="NextStep", wrap=False, copy=True):
+    """Return one `Clock` per entry of ``lengths``, vectorised."""
+    env = SyncVectorEnv(
+        [lambda i=i, each=each: Clock(i, each) for i, each in enumerate(lengths)],
+        autoreset_mode=mode,
+        copy=copy,
+    )
+    return Plain(env) if wrap else env
+
+
+class Uniform:
+    """Acts at random, as the environment draws."""
+
+    states = ()
+
+    def __init__(self, env):
+        self.outputs = env.layout.actions
+        self.random = env.random
+
+    def begin(self, window, carry):
+        pass
+
+    def act(self, t):
+        self.random(t)
+
+    def context(self):
+        return contextlib.nullcontext()
+
+    def reset(self, t, ended):
+        pass
+
+    def finish(self, steps):
+        pass
+
+
+class FromObservation(Uniform):
+    """A deterministic policy: the action is a hash of the observation."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.n = env.action_specs[ACTION].n
+
+    def begin(self, window, carry):
+        self.seen, self.out = window.rows(OBS), window.rows(ACTION)
+
+    def act(self, t):
+        self.out[t][...] = act_on(self.seen[t], self.n)
+
+
+def act_on(observation, n):
+    """Return the action `FromObservation` takes."""
+    return (np.abs(observation).sum(-1) * 1000).astype(np.int64) % n
+
+
+class Counting(FromObservation):
+    """Keeps a recurrent state: the number of steps since the reset, plus one."""
+
+    states = (("memory",),)
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.outputs = (*self.outputs, Field(("next", "memory"), (1,), torch.float32))
+
+    def begin(self, window, carry):
+        super().begin(window, carry)
+        self.memory = window.rows(("memory",)) + carry.rows(("memory",))
+        self.after = window.rows(("next", "memory"))
+
+    def act(self, t):
+        super().act(t)
+        self.after[t][...] = self.memory[t] + 1
+        self.memory[t + 1][...] = self.after[t]
+
+    def reset(self, t, ended):
+        assert isinstance(ended, list)
+        self.memory[t + 1][ended] = 0
+
+
+@dataclass
+class Made:
+    policy: Any
+    random: Any
+    needs_is_init: bool = False
+    user: Any = None
+
+
+def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(), **options):
+    """Return the source of ``vector_env``, in the loop that fits it."""
+    env = make_vector(vector_env, info_keys=info_keys)
+    options.setdefault("index_stride", env.num_envs)
+    kind = CursorRollout if env.costs_reset_step else Rollout
+
+    def make_policies(env, probe):
+        return Made(policy(env), Uniform(env), needs_is_init)
+
+    return kind(env, make_policies, RolloutOptions(**options))
+
+
+def collect(source, steps, stop=GO):
+    """Return one rollout as ``{key: [P, steps, ...]}`` and its report."""
+    layout = source.layout()
+    window = RolloutWindow.allocate(layout.fields, layout.num_envs, steps)
+    for key in window.keys():  # memory is used again in earnest: nothing may rely on zeros
+        window.tensor(key).fill_(1)
+    report = source.collect(window, steps, stop, False)
+    return {key: window.tensor(key) for key in window.keys()}, report
+
+
+def collect_all(source, splits):
+    """Return rollouts of ``splits`` steps, one after the other, as one."""
+    parts = [collect(source, steps)[0] for steps in splits]
+    return {key: torch.cat([part[key] for part in parts], 1) for key in parts[0]}
+
+
+def by_hand(make, count, steps, seed, n):
+    """Return what ``count`` single environments give when stepped one by one."""
+    rows = {key: [] for key in (OBS, ACTION, *map(next_key, (OBS, REWARD, TERMINATED, TRUNCATED)))}
+    for i in range(count):
+        env = make(i)
+        seen, _ = env.reset(seed=seed + i)
+        mine = {key: [] for key in rows}
+        for _ in range(steps):
+            action = int(act_on(np.array(seen), n))
+            after, reward, dead, late, _ = env.step(action)
+            for key, value in zip(mine, (seen, action, after, reward, dead, late), strict=True):
+                mine[key].append(np.array(value))
+            seen = env.reset()[0] if dead or late else after
+        for key, values in mine.items():
+            rows[key].append(np.stack(values))
+    return {key: torch.from_numpy(np.stack(values)) for key, values in rows.items()}
+
+
+def assert_same_stream(got, expected, steps=None):
+    """Compare what `by_hand` has with the same fields of a batch."""
+    for key, values in expected.items():
+        mine = got[key][:, :steps]
+        theirs = values[:, : mine.shape[1]].reshape(mine.shape).to(mine.dtype)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def assert_consistent(batch):
+    """Check what every stream obeys: one step to the next, one trajectory to the next."""
+    done = batch[next_key(DONE)][..., 0]
+    flags = batch[next_key(TERMINATED)][..., 0] | batch[next_key(TRUNCATED)][..., 0]
+    assert torch.equal(done, flags)
+    assert not batch[DONE].any()
+    assert not batch[TERMINATED].any()
+    ids = batch[TRAJ]
+    ends = done[:, :-1]
+    assert torch.equal(ids[:, 1:] != ids[:, :-1], ends)
+    same = ~ends
+    assert torch.equal(batch[OBS][:, 1:][same], batch[next_key(OBS)][:, :-1][same])
