@@ -192,7 +192,10 @@ def _window(fields: Any, envs: int, steps: int, counted: bool) -> Any:
 
 
 class _CountingArray(np.ndarray[Any, Any]):
-    """Counts assignments, and itself as the ``out`` of functions."""
+    """Counts assignments, fills, and itself as the ``out`` of functions.
+
+    A write that goes past these shows as a field written less than once.
+    """
 
     key: Any = None
     written: Counter[Any] | None = None
@@ -205,6 +208,10 @@ class _CountingArray(np.ndarray[Any, Any]):
         part = super().__getitem__(index)
         self._count(getattr(part, "nbytes", self.itemsize))
         super().__setitem__(index, value)
+
+    def fill(self, value: Any) -> None:
+        self._count(self.nbytes)
+        super().fill(value)
 
     def _count(self, size: int) -> None:
         if self.written is not None:

@@ -35,8 +35,8 @@ def seeded(build: EnvFactory, count: int) -> list[Make]:
 def _lean(env_id: str, **kwargs: Any) -> gym.Env[Any, Any]:
     """Make an environment without the two wrappers that only check how it is called.
 
-    GleanRL takes these out of what it is given. If the others kept them, part of every ratio would be
-    Gymnasium's checks; so nobody has them, unless a reference says so.
+    GleanRL takes these out of what it is given. If the others kept them, part of every ratio would
+    be Gymnasium's checks; so nobody has them, unless a reference says so.
     """
     spec = replace(gym.spec(env_id), order_enforce=False, disable_env_checker=True)
     return gym.make(spec, **kwargs)

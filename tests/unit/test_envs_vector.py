@@ -387,6 +387,7 @@ def test_a_vector_environment_must_say_how_it_resets():
         make_vector(Native(None))
 
 
+@pytest.mark.slow
 def test_unshared_async_environments_that_would_reset_twice_are_refused():
     env = AsyncVectorEnv([Clock], shared_memory=False, context="forkserver")
     try:

@@ -27,8 +27,8 @@ class Reader(Protocol):
 
     field: Field
 
-    def read(self, observation: Any, infos: Mapping[str, Any], count: int) -> Array:
-        """Return ``[count, ...]``; a view of the environment's memory unless it had to be cast."""
+    def read(self, observation: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
+        """Return an array of ``shape``: a view of the environment's memory unless it was cast."""
         ...
 
     def read_final(self, infos: Mapping[str, Any], envs: Array) -> Array:
@@ -45,17 +45,19 @@ class LeafReader:
         self._declared = np.dtype(leaf.space.dtype)
         self._casts = casts and self._declared.kind == "f"
         self._target = numpy_dtype(field.dtype)
-        one = len(leaf.path) == 1
-        self._get: Callable[[Any], Any] = operator.itemgetter(leaf.path[0]) if one else leaf.of
+        self._get: Callable[[Any], Any] | None = leaf.of if leaf.path else None
+        if len(leaf.path) == 1:
+            self._get = operator.itemgetter(leaf.path[0])
 
-    def read(self, observation: Any, infos: Mapping[str, Any], count: int) -> Array:
-        """Return this leaf's ``[count, ...]`` part of a batched ``observation``."""
-        values = self._get(observation)
-        if type(values) is not np.ndarray:
-            values = np.asarray(values)
-        if values.dtype != self._target or values.shape != (count, *self.field.shape):
-            return self._fit(values, (count, *self.field.shape), "the vector environment")
-        return values  # type: ignore[no-any-return]  # spaces are untyped
+    def _part(self, whole: Any) -> Array:
+        return np.asarray(whole if self._get is None else self._get(whole))
+
+    def read(self, observation: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
+        """Return this leaf's part of a batched ``observation``."""
+        values = self._part(observation)
+        if values.shape != shape or values.dtype != self._target:
+            return self._fit(values, shape, "the vector environment")
+        return values
 
     def read_final(self, infos: Mapping[str, Any], envs: Array) -> Array:
         """Return this leaf of the final observations of ``envs``."""
@@ -67,14 +69,13 @@ class LeafReader:
             )
         if isinstance(finals, np.ndarray) and finals.dtype == object:
             return np.stack([self._one_final(finals[env], int(env)) for env in envs])
-        whole = np.asarray(self._get(finals))
-        return self._fit(whole[envs], (len(envs), *self.field.shape), "final_obs")
+        values = self._part(finals)[envs]
+        return self._fit(values, (len(envs), *self.field.shape), "final_obs")
 
     def _one_final(self, final: Any, env: int) -> Array:
         if final is None:
             raise EnvError(f"environment {env} ended, but infos['final_obs'][{env}] is None")
-        value = np.asarray(self._get(final))
-        return self._fit(value, self.field.shape, f"environment {env} (final_obs)")
+        return self._fit(self._part(final), self.field.shape, f"environment {env} (final_obs)")
 
     def _fit(self, values: Array, shape: tuple[int, ...], who: str) -> Array:
         """Return ``values`` in the field's dtype, or say what is wrong with them."""
@@ -105,9 +106,8 @@ class InfoReader:
         self._name = name
         self._dtype = numpy_dtype(field.dtype)
 
-    def read(self, observation: Any, infos: Mapping[str, Any], count: int) -> Array:
-        """Return ``[count, ...]`` of the entry."""
-        shape = (count, *self.field.shape)
+    def read(self, observation: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
+        """Return the entry, zeros if it is not there."""
         given = infos.get(self._name)
         if given is None:
             return np.zeros(shape, self._dtype)
@@ -130,8 +130,9 @@ class InfoReader:
         if not isinstance(finals, Mapping):
             return np.zeros((len(envs), *self.field.shape), self._dtype)
         given = finals.get(self._name)
-        count = len(envs) if given is None else len(given)
-        return self.read(None, finals, count)[slice(None) if given is None else envs]
+        if given is None:
+            return np.zeros((len(envs), *self.field.shape), self._dtype)
+        return self.read(None, finals, (len(given), *self.field.shape))[envs]
 
 
 class FieldRows:
@@ -142,7 +143,7 @@ class FieldRows:
         self._read = reader.read
         self._reader = reader
         self._key = reader.field.key
-        self._envs = envs
+        self._shape = (envs, *reader.field.shape)
         self._root: list[Array] = []
         self._next: list[Array] | None = None
 
@@ -154,7 +155,7 @@ class FieldRows:
 
     def write(self, t: int, observation: Any, infos: Mapping[str, Any]) -> None:
         """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
-        values = self._read(observation, infos, self._envs)
+        values = self._read(observation, infos, self._shape)
         if self._next is not None:
             self._next[t][...] = values
         self._root[t][...] = values
@@ -166,12 +167,14 @@ class FieldRows:
 
     def write_reset(self, t: int, envs: Array, rows: Rows, back: ResetResult) -> None:
         """Replace root row ``t + 1`` of ``envs`` by what a reset returned."""
-        self._root[t][envs] = self._read(back.observation, back.infos, back.count)[rows]
+        self._root[t][envs] = self._of_reset(back)[rows]
 
     def write_carry(self, carry: Window, envs: Rows, rows: Rows, back: ResetResult) -> None:
         """Write what a reset of ``envs`` returned into ``carry``."""
-        values = self._read(back.observation, back.infos, back.count)
-        carry.rows(self._key)[0][envs] = values[rows]
+        carry.rows(self._key)[0][envs] = self._of_reset(back)[rows]
+
+    def _of_reset(self, back: ResetResult) -> Array:
+        return self._read(back.observation, back.infos, (back.count, *self._shape[1:]))
 
 
 class ResetResult:
@@ -351,16 +354,10 @@ def _narrow(values: Array, target: np.dtype[Any], key: Key) -> Array:
             ) from err
 
 
-def unpack(result: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Return the five results of a step.
-
-    Raises:
-        EnvError: there are not five.
-    """
-    if not isinstance(result, tuple) or len(result) != 5:
-        size = len(result) if isinstance(result, tuple) else type(result).__name__
-        raise EnvError(
-            "the vector environment's step must return (observation, reward, terminated, "
-            f"truncated, infos), it returned {size} instead"
-        )
-    return result
+def not_five(result: Any) -> EnvError:
+    """Return what to raise for a step that did not return five things."""
+    size = len(result) if isinstance(result, tuple) else type(result).__name__
+    return EnvError(
+        "the vector environment's step must return (observation, reward, terminated, truncated, "
+        f"infos), it returned {size} instead"
+    )

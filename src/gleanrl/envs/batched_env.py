@@ -22,7 +22,7 @@ from gleanrl.envs.batched import (
     Reader,
     ResetResult,
     Rows,
-    unpack,
+    not_five,
 )
 from gleanrl.envs.spaces import leaf_field, observation_leaves
 from gleanrl.envs.writers import info_fields
@@ -106,7 +106,10 @@ class BatchedEnv:
         """Step with the actions in row ``t``, keep what comes back, and return ``infos``."""
         result = self._step(self._actions.read(t))
         infos: Mapping[str, Any]
-        observation, reward, terminated, truncated, infos = unpack(result)
+        try:
+            observation, reward, terminated, truncated, infos = result
+        except (TypeError, ValueError) as err:
+            raise not_five(result) from err
         self._outcomes.keep(t, reward, terminated, truncated)
         for field in self._fields:
             field.write(t, observation, infos)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from gleanrl.core.errors import PolicyError, PolicyTypeError
-from gleanrl.core.keys import Key, as_key, as_keys, show
+from gleanrl.core.keys import Key, as_keys, show
 
 _TENSORDICT_NAMES = ("tensordict", "td")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -219,8 +219,3 @@ def _name(policy: Any) -> str:
 
 def _list(keys: Sequence[Key]) -> str:
     return "[" + ", ".join(map(show, keys)) + "]"
-
-
-def missing_keys(adapted: Adapted, given: Mapping[Key, Any]) -> list[Key]:
-    """Return the entries that a policy says it reads and that are not given."""
-    return [key for key in adapted.in_keys or () if as_key(key) not in given]

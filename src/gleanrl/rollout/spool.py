@@ -74,6 +74,7 @@ class Spool:
         self._oldest_left = keep
         self._finals: list[_Finals] = []
         self._restarts: list[tuple[int, Array]] = []
+        self._scratch = np.zeros((2, envs, steps), np.int64)
         self._stock = np.zeros(envs, np.int64)
         """Steps of every environment that the last rollout left over."""
         self.window = self._view(keep, room)
@@ -205,7 +206,11 @@ class Spool:
         pending = np.flatnonzero(np.ascontiguousarray(self._pending[first:last].T))
         each = np.arange(self._envs)
         begin = np.searchsorted(pending, each * count)
-        found = pending.take(begin[:, None] + np.arange(steps), mode="clip")
+        # Scratch memory is kept: arrays of this size are given back to the system when freed.
+        nth: Array = self._scratch[0, :, :steps]
+        found: Array = self._scratch[1, :, :steps]
+        np.add(begin[:, None], np.arange(steps), out=nth)
+        np.take(pending, nth, out=found, mode="clip")
         # From env * count + (row - first) to row * width + env.
         found *= width
         found += (each * (1 - count * width) + first * width)[:, None]
