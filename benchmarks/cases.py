@@ -44,14 +44,14 @@ def all_cases() -> list[Case]:
 def cartpole_random() -> Case:
     """Overhead without a policy."""
     factories = envs.seeded(envs.cartpole, 16)
-    checked = envs.seeded(envs.cartpole_checked, 16)
+    bare = envs.seeded(envs.cartpole_bare, 16)
     return Case(
         "cartpole-random",
         "CartPole-v1 x16, random policy",
         lambda: Ours(factories, None, 16 * STEPS),
         [
             Reference("raw env.step", lambda: RawSteps(factories, STEPS), 0.9),
-            Reference("raw env.step, call checks", lambda: RawSteps(checked, STEPS)),
+            Reference("raw env.step, no call checks", lambda: RawSteps(bare, STEPS)),
             Reference(
                 "hand loop", lambda: HandLoop(factories, STEPS, RandomActor(STEPS, 16, 2)), None
             ),
@@ -63,7 +63,7 @@ def cartpole_random() -> Case:
 def cartpole_mlp_16() -> Case:
     """The case most people have."""
     factories = envs.seeded(envs.cartpole, 16)
-    checked = envs.seeded(envs.cartpole_checked, 16)
+    bare = envs.seeded(envs.cartpole_bare, 16)
     net = policies.mlp(4, 2)
     policy = policies.categorical_policy(net)
     return Case(
@@ -77,8 +77,8 @@ def cartpole_mlp_16() -> Case:
                 0.9,
             ),
             Reference(
-                "hand loop, call checks",
-                lambda: HandLoop(checked, STEPS, CategoricalActor(net, STEPS, 16, 2)),
+                "hand loop, no call checks",
+                lambda: HandLoop(bare, STEPS, CategoricalActor(net, STEPS, 16, 2)),
             ),
             Reference(
                 "TorchRL SerialEnv",
@@ -87,7 +87,7 @@ def cartpole_mlp_16() -> Case:
             ),
             Reference("CleanRL loop", lambda: CleanRL(factories, net, STEPS), 1.3),
             Reference("SB3 PPO", lambda: SB3(factories, net, STEPS), 3.0),
-            Reference("SB3 PPO, call checks", lambda: SB3(checked, net, STEPS)),
+            Reference("SB3 PPO, no call checks", lambda: SB3(bare, net, STEPS)),
             Reference("SB3 PPO, lean critic", lambda: SB3(factories, net, STEPS, lean=True)),
         ],
         check=agreement.first_batches,

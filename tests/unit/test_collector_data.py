@@ -38,7 +38,8 @@ class Countdown(gym.Env):
         self.t += 1
         over = self.t >= self.length
         observation, info = self._observe()
-        return observation, float(self.t), over and not self.truncates, over and self.truncates, info
+        dead, late = over and not self.truncates, over and self.truncates
+        return observation, float(self.t), dead, late, info
 
 
 def mlp(inputs=4, outputs=2):
@@ -430,9 +431,7 @@ def test_nested_and_discrete_spaces_become_nested_keys():
 
 
 def test_one_hot_actions_on_request():
-    with Collector(
-        Countdown, frames_per_batch=6, categorical_action_encoding=False
-    ) as collector:
+    with Collector(Countdown, frames_per_batch=6, categorical_action_encoding=False) as collector:
         batch = next(iter(collector))
     assert batch["action"].shape == (6, 2)
     assert (batch["action"].sum(-1) == 1).all()

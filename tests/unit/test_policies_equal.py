@@ -50,6 +50,18 @@ def gaussian(cls, kwargs=None, **extra):
     return actor(params, cls, ("loc", "scale"), kwargs, **extra)
 
 
+class OwnNormal(D.Independent):
+    def __init__(self, loc, scale):
+        super().__init__(D.Normal(loc, scale), 1)
+
+
+class ClampedNormal(D.Independent):
+    """Changes its parameters, which nobody may leave out."""
+
+    def __init__(self, loc, scale):
+        super().__init__(D.Normal(loc, scale.clamp(min=1e-6)), 1)
+
+
 class Probs(nn.Module):
     def __init__(self, outs):
         super().__init__()
@@ -127,6 +139,8 @@ STOCHASTIC = {
         2,
         (RANDOM, MODE, MEAN, DETERMINISTIC),
     ),
+    "independent-own": (lambda: gaussian(OwnNormal), FLOATS, 2, (RANDOM, DETERMINISTIC)),
+    "independent-own-clamped": (lambda: gaussian(ClampedNormal), FLOATS, 1, (RANDOM,)),
     "independent-safe": (
         lambda: gaussian(rl.IndependentNormal, module=SAFE),
         FLOATS,

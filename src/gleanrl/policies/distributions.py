@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -57,8 +58,15 @@ Recipe: TypeAlias = Callable[[Draw], Drawn | None]
 
 
 def recipe_of(kind: Any) -> Recipe | None:
-    """Return how to draw from distributions of the exact class ``kind``, ``None`` if unknown."""
-    return _RECIPES.get(qualified(kind))
+    """Return how to draw from distributions of class ``kind``, ``None`` if unknown.
+
+    Known are exact classes, and classes of the user's that are `Independent` but for how they are
+    built.
+    """
+    known = _RECIPES.get(qualified(kind))
+    if known is None and isinstance(kind, type) and _only_builds(kind, D.Independent):
+        return partial(_independent, kind)
+    return known
 
 
 # -- categorical ---------------------------------------------------------------------------------
@@ -164,6 +172,35 @@ def _independent_normal(draw: Draw) -> Drawn | None:
         return None
     known = {"scale", "validate_args", "tanh_loc", "upscale", "event_dim"}
     return _gaussian(draw, draw.options.get("event_dim", 1), known)
+
+
+def _independent(kind: Callable[..., D.Independent], draw: Draw) -> Drawn | None:
+    """Draw from an `Independent` of the user's that is a plain normal of its parameters inside."""
+    if draw.options or set(draw.params) != {"loc", "scale"}:
+        return None
+    built = kind(**draw.params)
+    inner = built.base_dist
+    if type(inner) is not D.Normal:
+        return None
+    # The same memory: the class passed them on untouched, now and for other values.
+    for name, param in draw.params.items():
+        used = getattr(inner, name)
+        if used.data_ptr() != param.data_ptr() or used.shape != param.shape:
+            return None
+    return _gaussian(draw, built.reinterpreted_batch_ndims, set())
+
+
+_PLAIN_BODY = {"__init__", "__module__", "__doc__", "__qualname__", "__annotations__"}
+_PLAIN_BODY |= {"__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"}
+_PLAIN_BODY |= {"__abstractmethods__", "_abc_impl"}
+
+
+def _only_builds(kind: type, base: type) -> bool:
+    """Tell whether ``kind`` is ``base``, or a subclass that defines nothing but ``__init__``."""
+    if not issubclass(kind, base):
+        return False
+    own = kind.__mro__[: kind.__mro__.index(base)]
+    return all(set(vars(cls)) <= _PLAIN_BODY for cls in own)
 
 
 def _gaussian(draw: Draw, event_dims: int, known: set[str]) -> Drawn | None:
