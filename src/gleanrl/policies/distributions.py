@@ -174,7 +174,7 @@ def _independent_normal(draw: Draw) -> Drawn | None:
     return _gaussian(draw, draw.options.get("event_dim", 1), known)
 
 
-def _independent(kind: Callable[..., D.Independent], draw: Draw) -> Drawn | None:
+def _independent(kind: Callable[..., Any], draw: Draw) -> Drawn | None:
     """Draw from an `Independent` of the user's that is a plain normal of its parameters inside."""
     if draw.options or set(draw.params) != {"loc", "scale"}:
         return None
