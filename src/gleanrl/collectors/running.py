@@ -142,6 +142,7 @@ class RunningCollector(BaseCollector):
         leaves torch's, numpy's and Python's global ones alone.
 
         Example:
+            >>> from gleanrl.collectors import Collector
             >>> collector = Collector("Pendulum-v1", num_envs=6, frames_per_batch=60)
             >>> collector.set_seed(1)
             6
