@@ -33,7 +33,6 @@ from gleanrl.envs.tensordict_handle import TensorDictHandle
 from gleanrl.envs.tensordict_layout import needs_carrier, spec_leaves
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.rollout import Served
-from gleanrl.rollout.streams import preserved
 from gleanrl.rollout.tracker import Tracker
 
 __all__ = ["CarrierRollout", "needs_carrier"]
@@ -74,14 +73,14 @@ class CarrierRollout(Served):
             ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
             EnvError: ``set_truncated`` with an environment that cannot tell truncation.
         """
-        super().__init__(env, policy, options)
         self._handle = TensorDictHandle(env, first)
+        super().__init__(self._handle, env, policy, options)
         self._policy: CarrierPolicy | None = policy
         self._batch = tuple(env.batch_size)
         self._groups = self._handle.ends.groups
         _check(options, env, self._groups)
         envs = self._handle.num_envs
-        self._tracker = Tracker(
+        self.tracker = Tracker(
             envs, options.index_base, options.index_stride or envs, options.max_frames_per_traj
         )
         # The tracker looks for "is_init" rows, of which a window without fields has none.
@@ -97,7 +96,6 @@ class CarrierRollout(Served):
             for key, _ in spec_leaves(spec)
         }
         self._hidden = {next_key(key) for key, _ in spec_leaves(env.full_observation_spec)}
-        self._fresh = True
         self._begin_episodes(list(range(envs)))
 
     def layout(self) -> None:
@@ -107,15 +105,14 @@ class CarrierRollout(Served):
         """Take ``steps`` steps, fewer if ``stop`` is raised; ``window`` is not used."""
         act = self._act_randomly if random or self._policy is None else self._act
         exploration = set_interaction_type(self.options.exploration)
-        with self.streams.active(), torch.no_grad(), exploration:
-            if self.options.reset_at_each_iter and not self._fresh:
-                self._reset(None, {})
-            self._fresh = False
-            self._tracker.begin(self._no_rows, self._no_rows)
+        torn = self.torn
+        with self.whole(), self.streams.active(), torch.no_grad(), exploration:
+            self.start_over(torn)
+            self.tracker.begin(self._no_rows, self._no_rows)
             taken = [self._step(0, act)]
             while len(taken) < steps and not stop[0]:
                 taken.append(self._step(len(taken), act))
-        batch = self._assemble(taken)
+            batch = self._assemble(taken)
         frames = len(taken) * self._handle.num_envs
         return Report(len(taken), frames, self.policy_version, payload=Payload(batch))
 
@@ -123,7 +120,7 @@ class CarrierRollout(Served):
 
     def _step(self, t: int, act: Callable[[], None]) -> TensorDictBase:
         act()
-        tracker, handle = self._tracker, self._handle
+        tracker, handle = self.tracker, self._handle
         finished, after, ended = handle.step(tracker.due(t) if t == tracker.next_cut else ())
         # A copy: the environment may use its buffers again, and lazy stacks keep what they get.
         step = finished.clone()
@@ -199,7 +196,7 @@ class CarrierRollout(Served):
         batch = self._delivered(stack)
         batch.names = [None] * len(self._batch) + [TIME]
         ids, counts = np.zeros((envs, steps), np.int64), np.zeros((envs, steps + 1), np.int64)
-        self._tracker.finish(steps, ids, counts)
+        self.tracker.finish(steps, ids, counts)
         if options.track_traj_ids:
             batch.set(TRAJ_IDS, self._shaped(ids))
         if options.max_frames_per_traj is not None:
@@ -244,43 +241,8 @@ class CarrierRollout(Served):
 
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         self._handle.reset(envs, options)
-        self._tracker.restart(envs)
+        self.tracker.restart(envs)
         self._begin_episodes(range(self._handle.num_envs) if envs is None else envs)
-
-    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
-        """Reset environments; they start new trajectories."""
-        with self.streams.active():
-            self._reset(envs, options)
-        self._fresh = envs is None
-
-    def seed(self, seed: int, static: bool) -> int:
-        """Seed everything and reset; returns the last seed an environment got."""
-        with preserved():
-            last = self._handle.seed(seed, static)
-        self.streams.seed(seed)
-        self.reset(None, {})
-        return last
-
-    def state(self) -> dict[str, Any]:
-        """Return counters, streams, version and what the environment keeps."""
-        return {
-            "env": self._handle.state(),
-            "tracker": self._tracker.state(),
-            "streams": self.streams.state(),
-            "policy_version": self.policy_version,
-        }
-
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state` returned; environments restart on fresh resets."""
-        self._handle.load_state(state["env"], strict)
-        self.policy_version = int(state["policy_version"])
-        self.streams.load_state(state["streams"])
-        self._tracker.load_state(state["tracker"])
-        self.reset(None, {})
-
-    def close(self) -> None:
-        """Close the environment."""
-        self._handle.close()
 
 
 def _leaves(data: TensorDictBase) -> set[Key]:

@@ -154,23 +154,21 @@ class CursorRollout(Rollout):
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Fill ``window`` with ``steps`` real steps, fewer if ``stop`` is raised."""
-        policy = self._random if random else self._policy
+        policy, torn = self._random if random else self._policy, self.torn
         spool = self._spool = self._ready_spool(steps)
-        with self.streams.active(), policy.context(), self._exploration():
-            if self.options.reset_at_each_iter and not self._fresh:
-                self._reset(None, {})
-            self._fresh = False
+        with self.whole(), self.streams.active(), policy.context(), self._exploration():
+            self.start_over(torn)
             spool.begin(self._carry)
             self._plan.begin(window, self._carry)
-            self._tracker.begin(window, self._carry)
+            self.tracker.begin(window, self._carry)
             self._pool.begin(spool.window, spool.carry)
             policy.begin(spool.window, spool.carry)
             taken, ready = self._fill(policy, spool, steps, stop)
             self._pool.finish(taken)
             policy.finish(taken)
-        self._turns.finish(taken)
-        spool.append(taken, self.policy_version)
-        self._deliver(window, spool, ready)
+            self._turns.finish(taken)
+            spool.append(taken, self.policy_version)
+            self._deliver(window, spool, ready)
         discarded, self._discarded = self._discarded, 0
         return Report(ready, ready * window.envs, self.policy_version, discarded)
 
@@ -198,8 +196,8 @@ class CursorRollout(Rollout):
         # The frames that would follow are lost: the trajectory ends with the last one delivered.
         window.array(next_key(TRUNCATED))[cut, steps - 1, 0] |= ~done[cut, -1]
         done[cut, -1] = True
-        self._tracker.end_all(done)
-        self._plan.finish(window, self._tracker, steps, self.policy_version)
+        self.tracker.end_all(done)
+        self._plan.finish(window, self.tracker, steps, self.policy_version)
         spool.root(self._carry)
         if versions is not None:
             for key in (POLICY_VERSION, next_key(POLICY_VERSION)):

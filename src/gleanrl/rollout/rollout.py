@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,16 +44,44 @@ class MakePolicies(Protocol):
         ...
 
 
+class Keeper(Protocol):
+    """What holds the environments: is seeded, saved and closed."""
+
+    def seed(self, seed: int, static: bool = False) -> int:
+        """Seed every environment; return the last seed used."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return what must be kept across a restart."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what `state` returned."""
+        ...
+
+    def close(self) -> None:
+        """Release the environments. Idempotent."""
+        ...
+
+
 class Served:
     """What every source shares: random streams, weights, remote access."""
 
-    def __init__(self, inner: Any, user_policy: Any, options: RolloutOptions) -> None:
-        """Remember whom remote access and weights go to."""
+    tracker: Tracker
+
+    def __init__(
+        self, keeper: Keeper, inner: Any, user_policy: Any, options: RolloutOptions
+    ) -> None:
+        """Remember whom seeds, states, weights and remote access go to."""
+        self._keeper = keeper
         self.options = options
         self.env = inner
         self.policy = user_policy
         self.streams = Streams()
         self.policy_version = 0
+        self.torn = False
+        """Whether something failed half-way: environments and counters no longer agree."""
+        self._fresh = True
 
     def load(self, snapshot: Snapshot) -> None:
         """Load weights of one or more models; the next rollout is made with them."""
@@ -83,6 +112,65 @@ class Served:
         """Return what ``path`` names."""
         return paths.resolve(self, path)
 
+    # -- what environments and counters have in common -------------------------------------------
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Mark the source as torn unless the body comes to its end."""
+        self.torn = True
+        yield
+        self.torn = False
+
+    def start_over(self, torn: bool) -> None:
+        """Reset everything if that is asked for before each rollout, or if the last one failed."""
+        if torn or (self.options.reset_at_each_iter and not self._fresh):
+            self._reset(None, {})
+        self._fresh = False
+
+    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        """Reset environments; they start new trajectories."""
+        chosen = None if self.torn else envs
+        with self.whole(), self.streams.active():
+            self._reset(chosen, options)
+        self._fresh = chosen is None
+
+    def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def seed(self, seed: int, static: bool) -> int:
+        """Seed everything and reset; returns the last seed an environment got."""
+        with preserved():  # some environments seed torch's global generator as well
+            last = self._keeper.seed(seed, static)
+        self.streams.seed(seed)
+        self.reset(None, {})
+        return last
+
+    def state(self) -> dict[str, Any]:
+        """Return counters, streams, version and what the environment keeps."""
+        return {
+            "env": self._keeper.state(),
+            "tracker": self.tracker.state(),
+            "streams": self.streams.state(),
+            "policy_version": self.policy_version,
+        }
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what `state` returned; environments restart on fresh resets.
+
+        Raises:
+            ConfigError: the state is that of another number of environments.
+        """
+        self.tracker.check_state(state["tracker"])
+        self._keeper.load_state(state["env"], strict)
+        self.policy_version = int(state["policy_version"])
+        self.streams.load_state(state["streams"])
+        self.tracker.load_state(state["tracker"])
+        self.reset(None, {})
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._keeper.close()
+
 
 class Rollout(Served):
     """The source of dense environments: fixed layout, one real transition per step."""
@@ -93,7 +181,7 @@ class Rollout(Served):
         probe = RolloutWindow.allocate(env.layout.observations, env.layout.num_envs, 1)
         env.reset(probe)
         made = make_policies(env, probe)
-        super().__init__(env.inner, made.user, options)
+        super().__init__(env, env.inner, made.user, options)
         self._policy, self._random = made.policy, made.random
         self._plan = RolloutPlan(
             env.layout, made.policy.outputs, made.policy.states, options, made.needs_is_init
@@ -101,13 +189,12 @@ class Rollout(Served):
         self._carry = self._plan.make_carry()
         for key in probe.keys():
             self._carry.tensor(key).copy_(probe.tensor(key))
-        self._tracker = Tracker(
+        self.tracker = Tracker(
             env.layout.num_envs,
             options.index_base,
             options.index_stride,
             options.max_frames_per_traj,
         )
-        self._fresh = True
         self._mark_init(None)
 
     def layout(self) -> Layout:
@@ -116,21 +203,19 @@ class Rollout(Served):
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Fill ``window`` with ``steps`` steps, fewer if ``stop`` is raised."""
-        policy = self._random if random else self._policy
-        with self.streams.active(), policy.context(), self._exploration():
-            if self.options.reset_at_each_iter and not self._fresh:
-                self._reset(None, {})
-            self._fresh = False
+        policy, torn = self._random if random else self._policy, self.torn
+        with self.whole(), self.streams.active(), policy.context(), self._exploration():
+            self.start_over(torn)
             self._plan.begin(window, self._carry)
-            self._tracker.begin(window, self._carry)
+            self.tracker.begin(window, self._carry)
             self._env.begin(window, self._carry)
             policy.begin(window, self._carry)
-            taken = dense(self._env, policy, self._tracker, steps, stop)
+            taken = dense(self._env, policy, self.tracker, steps, stop)
             self._env.finish(taken)
             policy.finish(taken)
-        if taken < window.steps:
-            self._carry_from(window, taken)
-        self._plan.finish(window, self._tracker, taken, self.policy_version)
+            if taken < window.steps:
+                self._carry_from(window, taken)
+            self._plan.finish(window, self.tracker, taken, self.policy_version)
         return Report(taken, taken * window.envs, self.policy_version)
 
     def _exploration(self) -> Any:
@@ -142,7 +227,7 @@ class Rollout(Served):
 
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         self._env.reset(self._carry, envs, **options)
-        self._tracker.restart(envs)
+        self.tracker.restart(envs)
         self._mark_init(envs)
 
     def _mark_init(self, envs: Sequence[int] | None) -> None:
@@ -152,38 +237,3 @@ class Rollout(Served):
         for field in self._plan.carried:
             if field.key not in observed:
                 self._carry.tensor(field.key)[rows] = int(field.dtype == torch.bool)
-
-    def seed(self, seed: int, static: bool) -> int:
-        """Seed everything and reset; returns the last seed an environment got."""
-        with preserved():  # some environments seed torch's global generator as well
-            last = self._env.seed(seed, static)
-        self.streams.seed(seed)
-        self.reset(None, {})
-        return last
-
-    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
-        """Reset environments; they start new trajectories."""
-        with self.streams.active():
-            self._reset(envs, options)
-        self._fresh = envs is None
-
-    def state(self) -> dict[str, Any]:
-        """Return counters, streams, version and what the environment keeps."""
-        return {
-            "env": self._env.state(),
-            "tracker": self._tracker.state(),
-            "streams": self.streams.state(),
-            "policy_version": self.policy_version,
-        }
-
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state` returned; environments restart on fresh resets."""
-        self._env.load_state(state["env"], strict)
-        self.policy_version = int(state["policy_version"])
-        self.streams.load_state(state["streams"])
-        self._tracker.load_state(state["tracker"])
-        self.reset(None, {})
-
-    def close(self) -> None:
-        """Close the environments."""
-        self._env.close()

@@ -93,14 +93,17 @@ class _State:
         self.python_state = random.getstate()
 
     def describe(self) -> dict[str, Any]:
+        key = self.bits.state["state"]["key"]
         return {
             "torch": self.torch_state.clone(),
-            "numpy": self.bits.state,
+            "numpy": [self.bits.state["state"]["pos"], torch.from_numpy(key.astype(np.int64))],
             "python": self.python_state,
         }
 
     @classmethod
     def from_description(cls, state: dict[str, Any]) -> _State:
-        bits = np.random.MT19937()
-        bits.state = state["numpy"]
+        pos, key = state["numpy"]
+        bits: Any = np.random.MT19937()
+        words = {"key": key.numpy().astype(np.uint32), "pos": pos}
+        bits.state = {"bit_generator": "MT19937", "state": words}
         return cls(state["torch"].clone(), bits, state["python"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import IS_INIT
 from gleanrl.core.protocols import Array, Window
 
@@ -108,12 +110,21 @@ class Tracker:
         self._episode[chosen] += 1
         self._age[chosen] = 0
 
-    def state(self) -> dict[str, Any]:
-        """Return the counters."""
-        return {"episode": self._episode.copy(), "age": self._age.copy()}
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the counters, ``[P]`` int64 each."""
+        return {
+            "episode": torch.from_numpy(self._episode.copy()),
+            "age": torch.from_numpy(self._age.copy()),
+        }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` if ``state`` is that of another number of environments."""
+        saved, own = len(state["episode"]), len(self._episode)
+        if saved != own:
+            raise ConfigError(f"the state is that of {saved} environments, this source has {own}")
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from saved counters; running episodes count as over (environments restart)."""
-        self._episode = np.asarray(state["episode"], np.int64).copy()
-        self._age = np.asarray(state["age"], np.int64).copy()
+        self._episode = torch.as_tensor(state["episode"]).numpy().copy()
+        self._age = torch.as_tensor(state["age"]).numpy().copy()
         self.restart()
