@@ -38,7 +38,6 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         super().__init__()
         self.pre_collect_hook = pre_collect_hook
         self.post_collect_hook = post_collect_hook
-        self._iterator: Iterator[Any] | None = None
         self._iterating = False
         self._profiler: RolloutProfiler | None = None
         self._profile_config: ProfileConfig | None = None
@@ -66,11 +65,8 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
 
     def next(self) -> TensorDictBase | None:
         """Return the next batch, or ``None`` once ``total_frames`` are reached."""
-        if self._iterator is None:
-            self._iterator = iter(self)
-        batch = next(self._iterator, None)
-        if batch is None:
-            self._iterator = None
+        # No iterator is kept: it would keep this collector alive in turn. Its place is in us.
+        batch: TensorDictBase | None = next(iter(self), None)
         return batch
 
     @abc.abstractmethod
@@ -196,8 +192,8 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         if len(given) > 1:
             raise ConfigError("give weights once: positionally, as weights= or as policy=")
         if weights_dict is not None:
-            if given or model_id is not None:
-                raise ConfigError("weights_dict excludes model_id and other weights")
+            if given or model_id is not None or not weights_dict:
+                raise ConfigError("weights_dict excludes model_id and others, and must not be empty")
             self._update_weights(dict(weights_dict), worker_ids, kwargs)
             return
         self._update_weights(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 
 _LATER = ("process", "multiprocessing", "distributed", "submitit", "rpc", "ray", "thread")
@@ -54,7 +56,13 @@ def check_later(updater: Any, receivers: Any, trajs_per_write: int | None) -> No
             )
 
 
-def check_buffer(replay_buffer: Any, use_buffers: bool | None, same_td: bool) -> None:
+def check_buffer(
+    replay_buffer: Any,
+    use_buffers: bool | None,
+    same_td: bool,
+    extend: bool,
+    changes_shape: bool,
+) -> None:
     """A replay buffer takes the place of delivered batches."""
     if replay_buffer is None:
         return
@@ -64,16 +72,53 @@ def check_buffer(replay_buffer: Any, use_buffers: bool | None, same_td: bool) ->
         raise TypeError(
             "return_same_td=True and replay_buffer exclude each other: nothing is returned"
         )
+    if not extend and changes_shape:
+        raise TypeError(
+            "extend_buffer=False stores steps as they were made; it excludes split_trajs, "
+            "trajs_per_batch and postproc, which work on whole batches"
+        )
 
 
 def check_trajectories(
-    track: bool, split: bool | None, per_batch: int | None, same_td: bool
+    track: bool, split: bool | None, per_batch: int | None, same_td: bool, set_truncated: bool
 ) -> None:
     """Whole trajectories are found by their ids and are copies."""
     if (split or per_batch is not None) and not track:
         raise ConfigError("split_trajs and trajs_per_batch need track_traj_ids=True")
-    if per_batch is not None and same_td:
-        raise ConfigError("return_same_td=True and trajs_per_batch exclude each other")
+    if (split or per_batch is not None) and same_td:
+        raise ConfigError(
+            "return_same_td=True needs batches of one shape; it excludes split_trajs and "
+            "trajs_per_batch"
+        )
+    if set_truncated and per_batch is not None:
+        raise ConfigError(
+            "set_truncated=True would cut trajectories where batches end; it excludes "
+            "trajs_per_batch, which delivers whole ones"
+        )
+
+
+def check_callables(**given: Any) -> None:
+    """Hooks and factories have to be callable."""
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name} ({value!r:.100}) must be callable")
+
+
+def check_timeout(timeout: float | None) -> None:
+    """A deadline is a positive number of seconds."""
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise ConfigError(f"timeout ({timeout!r}) must be a positive number of seconds, or None")
+
+
+def check_schemes(schemes: Mapping[str, Any] | None) -> None:
+    """Every weight sync scheme has to be one."""
+    for name, scheme in (schemes or {}).items():
+        if not isinstance(scheme, WeightSyncScheme):
+            raise ConfigError(
+                f"weight_sync_schemes[{name!r}] ({type(scheme).__name__}) is not a WeightSyncScheme"
+            )
 
 
 def check_update(worker_ids: Any, kwargs: Mapping[str, Any]) -> None:
@@ -95,14 +140,27 @@ def read_version(track: bool | PolicyVersion) -> PolicyVersion | None:
     return PolicyVersion() if track else None
 
 
+def read_seed(seed: Any) -> int:
+    """Return a seed as a whole number that is not negative."""
+    try:
+        number = operator.index(seed)
+    except TypeError as err:
+        raise ConfigError(f"seed ({seed!r}) must be a whole number") from err
+    if number < 0:
+        raise ConfigError(f"seed ({number}) must not be negative")
+    return number
+
+
 def read_index(index: Sequence[int] | torch.Tensor, num_envs: int) -> tuple[int, ...]:
     """Return environment positions from indices or a boolean mask."""
     chosen = torch.as_tensor(index)
+    if chosen.is_floating_point() or chosen.is_complex():
+        raise ConfigError(f"index ({index!r:.100}) must hold whole numbers or be a boolean mask")
     if chosen.dtype == torch.bool:
         if chosen.numel() != num_envs:
             raise ConfigError(f"index has {chosen.numel()} entries for {num_envs} environments")
         chosen = chosen.reshape(-1).nonzero()
-    found = tuple(int(i) for i in chosen.reshape(-1))
+    found = tuple(sorted({int(i) for i in chosen.reshape(-1)}))
     outside = [i for i in found if not 0 <= i < num_envs]
     if outside:
         raise ConfigError(f"index {outside} is outside the {num_envs} environments")

@@ -19,6 +19,11 @@ def read_exploration(
     Raises:
         ConfigError: the two contradict each other, or the mode is unknown.
     """
+    if exploration_type is not None and not isinstance(exploration_type, InteractionType):
+        raise ConfigError(
+            f"exploration_type ({exploration_type!r}) must be an ExplorationType, such as "
+            "ExplorationType.MODE"
+        )
     if exploration_mode is None:
         return InteractionType.RANDOM if exploration_type is None else exploration_type
     _warn("exploration_mode", "exploration_type=ExplorationType....")

@@ -31,9 +31,16 @@ class RunningCollector(BaseCollector):
     _version: PolicyVersion | None
     _timeout: float | None
     replay_buffer: Any
+    storing_device: torch.device | None
 
-    def _run(self) -> None:
-        """Start counting; call last in the constructor, once the parts exist."""
+    def _run(self, budget: FrameBudget) -> None:
+        """Reserve memory and start counting; call last in the constructor, once the parts exist."""
+        try:
+            self._budget = budget.over(self._engine.num_envs)
+            self._engine.allocate(self._steps, self.storing_device)
+        except BaseException:
+            self._engine.close(5.0)
+            raise
         self._frames, self._batches = 0, 0
         self._ready: deque[Any] = deque()
         # The finalizer must not hold the collector itself, or it would never be collected.
@@ -44,12 +51,14 @@ class RunningCollector(BaseCollector):
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_frames`` are reached."""
         while True:
-            while not self._ready:
-                if self._exhausted():
-                    return
-                self._ready = self._pipeline(self._collect(), self.post_collect_hook)
+            with self._engine.turn(None):
+                while not self._ready:
+                    if self._exhausted():
+                        return
+                    self._ready = self._pipeline(self._collect(), self.post_collect_hook)
+                held = [self._ready.popleft()]
             # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
-            yield self._ready.popleft()
+            yield held.pop()
 
     def _exhausted(self) -> bool:
         total = self._budget.total_frames
@@ -58,6 +67,9 @@ class RunningCollector(BaseCollector):
     def _collect(self) -> TensorDictBase:
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
+        return self._gather()
+
+    def _gather(self) -> TensorDictBase:
         random = self._frames < self._budget.init_random_frames
         batch, reports = self._engine.collect(self._steps, random, self._timeout)
         self._frames += sum(report.frames for report in reports)
@@ -72,12 +84,12 @@ class RunningCollector(BaseCollector):
         """Collect one batch and return it as it was collected.
 
         The environments move on and the frames count, but ``split_trajs``, ``postproc``, hooks and
-        the replay buffer are left out.
+        the replay buffer are left out, and trajectories in the making for ``trajs_per_batch`` are
+        dropped (and counted as discarded).
         """
-        batch, reports = self._engine.collect(self._steps, random=False, timeout=self._timeout)
-        self._frames += sum(report.frames for report in reports)
-        self._batches += 1
-        return batch
+        with self._engine.turn(None):
+            self._pipeline.forget()  # these frames will be missing from trajectories in the making
+            return self._gather()
 
     def __len__(self) -> int:
         """Return the number of batches of a full iteration.
@@ -91,7 +103,15 @@ class RunningCollector(BaseCollector):
         return batches
 
     def fake_tensordict(self) -> TensorDictBase:
-        """Return a batch of zeros with the layout of the real ones."""
+        """Return a batch of zeros with the layout of the real ones.
+
+        Raises:
+            NotImplementedError: batches have no fixed shape (``trajs_per_batch``, ragged data).
+        """
+        if self._pipeline.varies:
+            raise NotImplementedError(
+                "with trajs_per_batch the shape of a batch is that of its longest trajectory"
+            )
         return self._pipeline.finish(self._engine.fake_batch(self._steps))
 
     # -- weights and versions --------------------------------------------------------------------
@@ -148,8 +168,9 @@ class RunningCollector(BaseCollector):
             6
             >>> collector.shutdown()
         """
+        seed = checks.read_seed(seed)
         self._discard()
-        return int(self._engine.request(0, m.Seed(int(seed), static_seed)))
+        return int(self._engine.request(0, m.Seed(seed, static_seed)))
 
     def reset(self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Reset environments; they start new trajectories.
@@ -185,13 +206,15 @@ class RunningCollector(BaseCollector):
             WeightsError: the policy's weights do not fit.
         """
         checks.check_state(state_dict, strict)
+        policy = state_dict.get("policy_state_dict") or {}
+        self._models.check_policy_state(policy)
         self._discard()
-        if state_dict.get("policy_state_dict"):
-            self._models.load_policy_state(state_dict["policy_state_dict"])
         if "worker" in state_dict:
             worker = {**state_dict["worker"], "env": state_dict.get("env_state_dict", {})}
             self._engine.request(0, m.SetState(worker, strict))
             self._models.continue_from(int(worker["policy_version"]))
+        if policy:
+            self._models.load_policy_state(policy)
         self._frames = int(state_dict.get("frames", self._frames))
         self._batches = int(state_dict.get("iter", self._batches))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from gleanrl.core.options import (
     DevicePlan,
     EnvOptions,
     FrameBudget,
+    InfoKeys,
     PolicyOptions,
     RolloutOptions,
     TrajectoryOptions,
@@ -101,7 +102,7 @@ class Collector(RunningCollector):
         num_envs: int | None = None,
         categorical_action_encoding: bool = True,
         observation_dtype: torch.dtype | None = None,
-        info_keys: Sequence[str] | Mapping[str, tuple[Sequence[int], torch.dtype]] = (),
+        info_keys: InfoKeys = (),
         check_finite: bool = False,
         timeout: float | None = None,
         backend: str | None = None,
@@ -182,12 +183,23 @@ class Collector(RunningCollector):
         super().__init__(pre_collect_hook, post_collect_hook)
         checks.check_front_door(backend, num_collectors, sync, backend_options)
         checks.check_later(weight_updater, weight_recv_schemes, trajs_per_write)
-        checks.check_buffer(replay_buffer, use_buffers, return_same_td)
-        checks.check_trajectories(track_traj_ids, split_trajs, trajs_per_batch, return_same_td)
+        checks.check_trajectories(
+            track_traj_ids, split_trajs, trajs_per_batch, return_same_td, set_truncated
+        )
+        checks.check_callables(
+            policy_factory=policy_factory,
+            postproc=postproc,
+            pre_collect_hook=pre_collect_hook,
+            post_collect_hook=post_collect_hook,
+        )
+        checks.check_timeout(timeout)
+        checks.check_schemes(weight_sync_schemes)
         retired.check_reset_when_done(reset_when_done)
         retired.note_local_init_rb(local_init_rb)
         exploration = retired.read_exploration(exploration_type, exploration_mode)
         extend = retired.read_extend_buffer(extend_buffer, replay_buffer_chunk)
+        shaped = bool(split_trajs) or trajs_per_batch is not None or postproc is not None
+        checks.check_buffer(replay_buffer, use_buffers, return_same_td, extend, shaped)
         devices = DevicePlan.from_arguments(device, storing_device, policy_device, env_device)
         self._worker_idx = worker_idx
         self.exploration_type = exploration
@@ -243,11 +255,10 @@ class Collector(RunningCollector):
         budget = FrameBudget.from_arguments(frames_per_batch, total_frames, init_random_frames)
         stop = stop_byte(interruptor)
         self._engine = Engine(
-            lambda windows: InlineBackend(windows, stop), [builder], same_memory=return_same_td
-        )
-        self._budget = budget.over(self._engine.num_envs)
-        self._engine.allocate(
-            self._budget.frames_per_batch // self._engine.num_envs, devices.storing
+            lambda windows: InlineBackend(windows, stop),
+            [builder],
+            stop=stop,
+            same_memory=return_same_td,
         )
         self._models = Models(self._engine, policy, weight_sync_schemes, self._version)
-        self._run()
+        self._run(budget)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from tensordict import TensorDictBase
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError
 from gleanrl.core.layout import Layout
-from gleanrl.core.protocols import Backend, SourceFactory
+from gleanrl.core.protocols import Backend, SourceFactory, Stop
 from gleanrl.engine.assemble import Assembler, combine
 from gleanrl.engine.gather import SyncGather, request
 from gleanrl.memory.arena import Arena
@@ -36,6 +38,7 @@ class Engine:
         make_backend: MakeBackend,
         factories: Sequence[SourceFactory],
         *,
+        stop: Stop | None = None,
         stacked: bool = False,
         same_memory: bool = False,
         start_timeout: float = 120.0,
@@ -45,16 +48,20 @@ class Engine:
         Args:
             make_backend: Builds the backend from a function that maps windows.
             factories: One per worker.
+            stop: The byte the workers' rollouts look at; raised by `close`.
             stacked: Batches keep a leading worker dimension.
             same_memory: Write every batch into the same slot and return the same `TensorDict`.
             start_timeout: Seconds all workers together may take to come up.
         """
         self._arena: Arena | None = None
+        self._stop = bytearray(1) if stop is None else stop
         self._workers = len(factories)
         self._stacked = stacked
         self._same_memory = same_memory
         self._kept: tuple[int, TensorDictBase] | None = None
         self._closed = False
+        self._lock = threading.RLock()
+        self._busy = False
         self.copies = 0
         """Batches copied because the user held every slot."""
         self.discarded = 0
@@ -122,11 +129,44 @@ class Engine:
             ClosedError: after `close`.
             CollectorTimeout: the workers took longer than ``timeout`` seconds.
         """
-        if self._closed:
-            raise ClosedError("the collector was shut down; make a new one to collect more")
-        arena = self._arena
-        if arena is None:
-            return self._collect_payloads(steps, random, timeout)
+        with self.turn(None), self._alone():
+            if self._closed:
+                raise ClosedError("the collector was shut down; make a new one to collect more")
+            if self._arena is None:
+                return self._collect_payloads(steps, random, timeout)
+            return self._collect_slot(self._arena, random, timeout)
+
+    @contextmanager
+    def turn(self, timeout: float | None) -> Iterator[None]:
+        """Keep other threads out for the length of a block; wait for them first.
+
+        Raises:
+            CollectorTimeout: another thread did not finish within ``timeout`` seconds.
+        """
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+            raise CollectorTimeout(f"another thread has been using the collector for {timeout} s")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse what an environment or a policy asks of the collector that is just running it."""
+        if self._busy:
+            raise GleanError(
+                "the collector was used from inside its own rollout (by an environment or a "
+                "policy); do that between batches"
+            )
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _collect_slot(
+        self, arena: Arena, random: bool, timeout: float | None
+    ) -> tuple[TensorDictBase, list[m.Report]]:
         slot = self._kept[0] if self._kept else arena.acquire()
         if slot is None:
             raise GleanError("no slot is free: a batch was handed out that should have been copied")
@@ -167,11 +207,12 @@ class Engine:
         """Carry out a control command on one worker and return its value.
 
         Raises:
-            ClosedError: after `close`.
+            ClosedError: after `close`, except for reading.
         """
-        if self._closed:
-            raise ClosedError("the collector was shut down")
-        return request(self.backend, worker, command, timeout)
+        with self.turn(timeout), self._alone():
+            if self._closed and not isinstance(command, m.GetState | m.Get):
+                raise ClosedError("the collector was shut down")
+            return request(self.backend, worker, command, timeout)
 
     def request_all(self, command: m.Command, timeout: float | None = 60.0) -> list[Any]:
         """Carry out a control command on every worker; values in worker order."""
@@ -210,6 +251,11 @@ class Engine:
         """
         if self._closed:
             return
+        self._stop[0] = 1  # a rollout that another thread is in ends after its step
+        with self.turn(timeout):
+            self._close(timeout, close_env, raise_on_error)
+
+    def _close(self, timeout: float, close_env: bool, raise_on_error: bool) -> None:
         errors: list[BaseException] = []
         if close_env:
             for worker in range(self._workers):

@@ -12,7 +12,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.engine import Engine
 from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.snapshot import load_weights, weights_of
+from gleanrl.weights.snapshot import check_weights, load_weights, weights_of
 from gleanrl.weights.version import PolicyVersion
 
 
@@ -42,12 +42,6 @@ class Models:
         self._policy = policy
         self._version = version if version is not None else PolicyVersion()
         self._schemes = dict(schemes or {})
-        for name, scheme in self._schemes.items():
-            if not isinstance(scheme, WeightSyncScheme):
-                raise ConfigError(
-                    f"weight_sync_schemes[{name!r}] ({type(scheme).__name__}) is not a "
-                    f"WeightSyncScheme"
-                )
 
     @property
     def number(self) -> int:
@@ -74,6 +68,8 @@ class Models:
         """
         models: dict[str, Any] = {}
         for model_id, source in given.items():
+            if source is None and model_id != "policy":
+                raise ConfigError(f"no weights were given for model {model_id!r}")
             scheme = self._schemes.get(model_id)
             if scheme is not None and not scheme.applies:
                 continue
@@ -96,6 +92,12 @@ class Models:
             k: v.clone() if isinstance(v, torch.Tensor) else v
             for k, v in policy.state_dict().items()
         }
+
+    def check_policy_state(self, state: Mapping[str, Any]) -> None:
+        """Raise `WeightsError` if ``state`` does not fit the running policy."""
+        policy = self.running("policy")
+        if state and isinstance(policy, nn.Module):
+            check_weights(policy, weights_of(state))
 
     def load_policy_state(self, state: Mapping[str, Any]) -> None:
         """Load a state dict into the running policy (and the learner's, which it may be)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +11,15 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import TrajectoryOptions
 from gleanrl.engine.assemble import drop_private
 from gleanrl.engine.sinks import Sink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
 
 PostProc = Callable[[TensorDictBase], TensorDictBase]
+_PATIENCE = 100
+"""Batches without a whole trajectory after which the user is told that none will come."""
 Hook = Callable[[Any], None]
 
 
@@ -51,10 +55,11 @@ class Pipeline:
             self._stages.append(split_trajectories)
         if postproc is not None:
             # Only a stage of the user's can bring private entries in: sources deliver none.
-            self._stages += [postproc, drop_private]
+            self._stages += [_checked(postproc), drop_private]
         self._sink = sink
         self.discarded = 0
         """Frames of partial trajectories that were dropped."""
+        self._fruitless = 0
         self._whole: WholeTrajectories | None = None
         if trajectories.trajs_per_batch is not None:
             self._whole = WholeTrajectories(
@@ -72,7 +77,21 @@ class Pipeline:
             ready.append(self._finish(complete, hook))
         if self._episodes_end:
             self.discarded += self._whole.flush()
+            self._fruitless = 0 if ready else self._fruitless + 1
+            if self._fruitless == _PATIENCE:
+                warnings.warn(
+                    f"{_PATIENCE} batches in a row held no whole trajectory: with "
+                    "reset_at_each_iter=True an episode has to fit into one batch; raise "
+                    "frames_per_batch or set max_frames_per_traj",
+                    UserWarning,
+                    stacklevel=2,
+                )
         return ready
+
+    @property
+    def varies(self) -> bool:
+        """Whether every result may have another shape."""
+        return self._whole is not None
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
         """Apply the stages alone (no trajectories, hook or sink)."""
@@ -90,3 +109,15 @@ class Pipeline:
         """Drop partial trajectories (after a reset or a new seed); they count as discarded."""
         if self._whole is not None:
             self.discarded += self._whole.reset()
+
+
+def _checked(postproc: PostProc) -> PostProc:
+    def stage(batch: TensorDictBase) -> TensorDictBase:
+        result = postproc(batch)
+        if not isinstance(result, TensorDictBase):
+            raise ConfigError(
+                f"postproc ({postproc!r:.80}) must return a TensorDict, it returned {result!r:.80}"
+            )
+        return result
+
+    return stage

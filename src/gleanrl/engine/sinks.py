@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import MASK
 
 
 class Buffer(Protocol):
@@ -45,8 +46,11 @@ class ExtendSink:
         self._extend = _method(buffer, "extend")
 
     def put(self, batch: TensorDictBase) -> TensorDictBase | None:
-        """Store ``batch``, its leading dimensions flattened into rows."""
-        self._extend(batch.reshape(-1))
+        """Store the valid frames of ``batch``, its leading dimensions flattened into rows."""
+        rows = batch.reshape(-1)
+        mask = batch.get(MASK, None)
+        # Padding and what a stopped rollout never reached are no data.
+        self._extend(rows if mask is None else rows[mask.reshape(-1)])
         return None
 
 
@@ -59,8 +63,10 @@ class AddSink:
 
     def put(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Store ``batch`` step by step, every environment's frame of a step in one element."""
-        for step in batch.unbind(batch.ndim - 1):
-            self._add(step)
+        mask = batch.get(MASK, None)
+        for step, frames in enumerate(batch.unbind(batch.ndim - 1)):
+            if mask is None or mask[..., step].all():
+                self._add(frames)
         return None
 
 

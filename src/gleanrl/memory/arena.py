@@ -14,21 +14,24 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Block, WindowRef
+from gleanrl.core.protocols import Array
 from gleanrl.memory.window import RolloutWindow
 
 _ALIGN = 64
-_View: TypeAlias = tuple[Key, tuple[int, ...], tuple[int, ...], int]
+_View: TypeAlias = tuple[Key, tuple[int, ...], int, int, torch.dtype, "np.dtype[Any] | None"]
 
 
 def _aligned(nbytes: int) -> int:
@@ -69,7 +72,7 @@ class Arena:
             size += _aligned(field.nbytes * layout.num_envs * steps * workers)
         self.slab_nbytes = max(size, _ALIGN)
         self._views_of = self._plan_views((workers, layout.num_envs) if lead is None else lead)
-        self._memory = mmap.mmap(-1, _page_aligned(self.slab_nbytes) * slots)
+        self._memory = _private_memory(_page_aligned(self.slab_nbytes) * slots)
         self._free = list(range(slots))[::-1]
         # Finalizers run in any thread, also inside the garbage collector: all they may do is
         # append.
@@ -122,31 +125,58 @@ class Arena:
         start = slot * _page_aligned(self.slab_nbytes)
         base = np.frombuffer(self._memory, np.uint8, self.slab_nbytes, start)
         weakref.finalize(base, self._returned.append, slot).atexit = False
-        return self._views(torch.from_numpy(base))
+        return self._views(base)
 
     def copy(self, slot: int) -> dict[Key, torch.Tensor]:
         """Copy ``slot`` into ordinary memory, ``[*lead, T, ...]``; the slot stays acquired."""
         start = slot * _page_aligned(self.slab_nbytes)
         base = np.frombuffer(self._memory, np.uint8, self.slab_nbytes, start).copy()
-        return self._views(torch.from_numpy(base))
+        return self._views(base)
 
-    def _plan_views(self, lead: tuple[int, ...]) -> list[tuple[torch.dtype, list[_View]]]:
-        """Group the fields by dtype, with shapes, strides and offsets in elements."""
-        plan: dict[torch.dtype, list[_View]] = {}
+    def _plan_views(self, lead: tuple[int, ...]) -> list[_View]:
+        plan: list[_View] = []
         for field in self.layout.fields:
             shape = (*lead, self.steps, *field.shape)
-            offset = self._offsets[field.key] // field.dtype.itemsize
-            view = (field.key, shape, _contiguous_strides(shape), offset)
-            plan.setdefault(field.dtype, []).append(view)
-        return list(plan.items())
+            start = self._offsets[field.key]
+            stop = start + math.prod(shape) * field.dtype.itemsize
+            plan.append((field.key, shape, start, stop, field.dtype, _numpy_dtype(field.dtype)))
+        return plan
 
-    def _views(self, base: torch.Tensor) -> dict[Key, torch.Tensor]:
+    def _views(self, base: Array) -> dict[Key, torch.Tensor]:
+        # Every field gets a storage of its own: saving or copying one tensor takes only its bytes.
+        # All of them keep ``base`` alive, and with it the lease.
         views = {}
-        for dtype, group in self._views_of:
-            typed = base.view(dtype)
-            for key, shape, strides, offset in group:
-                views[key] = typed.as_strided(shape, strides, offset)
+        for key, shape, start, stop, dtype, known in self._views_of:
+            if known is None:
+                views[key] = torch.from_numpy(base[start:stop]).view(dtype).view(shape)
+            else:
+                views[key] = torch.from_numpy(base[start:stop].view(known).reshape(shape))
         return views
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """Return the numpy dtype of a torch dtype, ``None`` where numpy has none (bfloat16)."""
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        return None
+
+
+def _private_memory(nbytes: int) -> mmap.mmap:
+    """Reserve anonymous memory; a process forked from this one sees its own copy of it.
+
+    Raises:
+        ConfigError: there is not that much.
+    """
+    try:
+        if sys.platform == "win32":
+            return mmap.mmap(-1, nbytes)
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as err:
+        raise ConfigError(
+            f"batches of this size need {nbytes:,} bytes of memory, which cannot be reserved "
+            f"({err}); lower frames_per_batch"
+        ) from err
 
 
 def map_window(memory: mmap.mmap, reference: WindowRef) -> RolloutWindow:

@@ -55,7 +55,6 @@ class InlineBackend:
         return payload.handle
 
     def stop(self, timeout: float) -> None:
-        """Let go of the workers. Idempotent."""
-        self._workers = []
+        """Forget what was under way. Idempotent. Workers can still be read."""
         self._waiting.clear()
         self._replies.clear()

@@ -1,0 +1,360 @@
+"""What is left after something went wrong, and what users do to batches and collectors."""
+
+import gc
+import io
+import os
+import threading
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gleanrl import ClosedError, Collector, ConfigError, GleanError, Interruptor
+
+
+class Count(gym.Env):
+    """Counts its steps over all episodes of ``length`` steps; can be told to fail."""
+
+    observation_space = gym.spaces.Box(0, 1e6, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, length=1000):
+        self.length, self.t, self.resets, self.closed = length, 0, 0, False
+        self.fail_at, self.fail_reset = None, None
+
+    def reset(self, *, seed=None, options=None):
+        if self.resets == self.fail_reset:
+            self.fail_reset = None
+            raise ArithmeticError("in reset")
+        self.resets += 1
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        if self.t == self.fail_at:
+            self.fail_at = None
+            raise ArithmeticError("in step")
+        return np.full(1, self.t, np.float32), 1.0, self.t >= self.length, False, {}
+
+    def close(self):
+        self.closed = True
+
+
+def times(batch):
+    return batch["observation"].flatten().tolist()
+
+
+def is_continuous(batch):
+    """Whether every frame that is no end is followed by its successor."""
+    inside = ~batch["next", "done"][:-1, 0]
+    return batch["next", "observation"][:-1][inside].equal(batch["observation"][1:][inside])
+
+
+# -- after a failure -------------------------------------------------------------------------------
+
+
+def test_a_failed_rollout_is_not_joined_to_the_next():
+    env = Count()
+    with Collector(env, frames_per_batch=5) as collector:
+        first = collector.rollout()
+        env.fail_at = 8
+        with pytest.raises(ArithmeticError, match="in step"):
+            collector.rollout()
+        after = collector.rollout()
+    assert times(after) == [0, 1, 2, 3, 4]
+    assert is_continuous(after)
+    assert after["collector", "traj_ids"][0] > first["collector", "traj_ids"][-1]
+
+
+@pytest.mark.parametrize("how", ["reset", "set_seed"])
+def test_a_failed_reset_leaves_no_trajectory_with_two_episodes(how):
+    envs = [Count(), Count()]
+    with Collector(envs, frames_per_batch=8) as collector:
+        first = collector.next()
+        envs[1].fail_reset = envs[1].resets
+        with pytest.raises(ArithmeticError, match="in reset"):
+            getattr(collector, how)(*([3] if how == "set_seed" else []))
+        after = collector.next()
+    assert after["observation"][:, 0].eq(0).all()
+    assert not set(first["collector", "traj_ids"].flatten().tolist()) & set(
+        after["collector", "traj_ids"].flatten().tolist()
+    )
+
+
+def test_next_says_why_instead_of_ending_quietly():
+    env = Count()
+    env.fail_at = 3
+    collector = Collector(env, frames_per_batch=5)
+    with pytest.raises(ArithmeticError):
+        collector.next()
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="was shut down"):
+            collector.next()
+
+
+def test_state_can_be_saved_after_a_failure():
+    env = Count()
+    collector = Collector(env, frames_per_batch=5)
+    collector.next()
+    env.fail_at = 8
+    with pytest.raises(ArithmeticError):
+        collector.next()
+    assert collector.state_dict()["frames"] == 5
+    assert collector.stats()["closed"]
+
+
+def test_a_constructor_that_fails_closes_what_it_made():
+    made = []
+
+    def make():
+        made.append(Count())
+        return made[-1]
+
+    with pytest.raises(ConfigError, match="bytes of memory, which cannot be reserved"):
+        Collector(make, frames_per_batch=10**16)
+    assert made[0].closed
+
+
+def test_a_bad_seed_is_refused_and_forgotten():
+    with Collector("CartPole-v1", frames_per_batch=50) as collector:
+        for seed, message in ((-1, "must not be negative"), (1.5, "whole"), ("abc", "whole")):
+            with pytest.raises(ConfigError, match=message):
+                collector.set_seed(seed)
+        assert collector.next().shape == (50,)
+        assert collector.set_seed(np.int64(3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"postproc": 3}, r"postproc \(3\) must be callable"),
+        ({"policy_factory": 3}, "policy_factory"),
+        ({"pre_collect_hook": "x"}, "pre_collect_hook"),
+        ({"exploration_type": "random"}, "must be an ExplorationType"),
+        ({"timeout": "x"}, "positive number of seconds"),
+        ({"return_same_td": True, "split_trajs": True}, "batches of one shape"),
+        ({"set_truncated": True, "trajs_per_batch": 2}, "delivers whole ones"),
+    ],
+)
+def test_bad_arguments_fail_before_anything_is_built(options, message):
+    def make():
+        raise AssertionError("an environment was built")
+
+    with pytest.raises(ConfigError, match=message):
+        Collector(make, frames_per_batch=5, **options)
+
+
+def test_a_postproc_that_returns_nothing_is_named():
+    with (
+        Collector(Count, frames_per_batch=5, postproc=lambda batch: None) as collector,
+        pytest.raises(ConfigError, match="must return a TensorDict, it returned None"),
+    ):
+        collector.next()
+
+
+def test_a_state_of_another_size_is_refused_before_anything_changes():
+    with (
+        Collector(Count, num_envs=2, frames_per_batch=4) as two,
+        Collector(Count, num_envs=3, frames_per_batch=6) as three,
+    ):
+        two.next()
+        with pytest.raises(ConfigError, match="that of 2 environments, this source has 3"):
+            three.load_state_dict(two.state_dict())
+        assert three.next()["collector", "traj_ids"][:, 0].tolist() == [0, 1, 2]
+
+
+def test_a_state_dict_survives_saving_without_unpickling_code():
+    with Collector("CartPole-v1", frames_per_batch=20) as collector:
+        collector.set_seed(1)
+        collector.next()
+        file = io.BytesIO()
+        torch.save(collector.state_dict(), file)
+        file.seek(0)
+        collector.load_state_dict(torch.load(file, weights_only=True))
+        assert collector.stats()["frames"] == 20
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def test_batches_can_be_saved_and_only_take_their_own_bytes():
+    with Collector("CartPole-v1", num_envs=4, frames_per_batch=4096) as collector:
+        batch = collector.next()
+    file = io.BytesIO()
+    torch.save(batch, file)
+    file.seek(0)
+    assert (torch.load(file, weights_only=False) == batch).all()
+    file = io.BytesIO()
+    torch.save(batch["next", "done"], file)
+    assert len(file.getvalue()) < 8192
+
+
+def test_a_forked_process_sees_a_held_batch_unchanged():
+    with Collector(Count, frames_per_batch=6) as collector:
+        batch = collector.next()
+        ready, go = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(ready, 1)
+            os._exit(0 if times(batch) == [0, 1, 2, 3, 4, 5] else 1)
+        del batch
+        for _ in range(4):
+            collector.next()
+        os.write(go, b".")
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_only_valid_frames_go_into_a_buffer():
+    class Rows:
+        def __init__(self):
+            self.found = []
+
+        def extend(self, rows):
+            self.found += rows["observation"].flatten().tolist()
+
+        def add(self, row):
+            self.found += row["observation"].flatten().tolist()
+
+    for options in ({"split_trajs": True}, {"trajs_per_batch": 2}):
+        buffer = Rows()
+        with Collector(
+            [lambda: Count(3), lambda: Count(5)],
+            frames_per_batch=30,
+            total_frames=30,
+            replay_buffer=buffer,
+            **options,
+        ) as collector:
+            list(collector)
+        whole = [0, 1, 2] * 5 + [0, 1, 2, 3, 4] * 3
+        assert sorted(buffer.found) == sorted(whole)
+    interruptor = Interruptor()
+    interruptor.stop_collection()
+    for extend in (True, False):
+        buffer = Rows()
+        with Collector(
+            Count,
+            frames_per_batch=5,
+            replay_buffer=buffer,
+            extend_buffer=extend,
+            interruptor=interruptor,
+        ) as collector:
+            collector.next()
+        assert buffer.found == [0]
+
+
+@pytest.mark.parametrize("option", [{"split_trajs": True}, {"postproc": lambda batch: batch}])
+def test_storing_step_by_step_excludes_work_on_whole_batches(option):
+    with pytest.raises(TypeError, match="excludes split_trajs"):
+        Collector(Count, frames_per_batch=5, replay_buffer=[], extend_buffer=False, **option)
+
+
+def test_frames_taken_by_rollout_are_never_missing_inside_a_trajectory():
+    with Collector(lambda: Count(7), frames_per_batch=4, trajs_per_batch=1) as collector:
+        collector.rollout()
+        whole = [batch for _, batch in zip(range(3), collector, strict=False)]
+        collector.rollout()
+        whole += [batch for _, batch in zip(range(3), collector, strict=False)]
+    assert all(times(batch) in ([0, 1, 2, 3, 4, 5, 6], [4, 5, 6]) for batch in whole)
+    assert sum(times(batch) == [4, 5, 6] for batch in whole) <= 2
+
+
+def test_trajectories_that_never_fit_are_noticed():
+    with (
+        Collector(
+            Count, frames_per_batch=4, trajs_per_batch=1, reset_at_each_iter=True, total_frames=800
+        ) as collector,
+        pytest.warns(UserWarning, match="held no whole trajectory"),
+    ):
+        assert list(collector) == []
+
+
+def test_whole_trajectories_have_no_layout_beforehand():
+    with (
+        Collector(Count, frames_per_batch=4, trajs_per_batch=1) as collector,
+        pytest.raises(NotImplementedError, match="longest trajectory"),
+    ):
+        collector.fake_tensordict()
+
+
+# -- life ------------------------------------------------------------------------------------------
+
+
+def test_a_deleted_collector_is_gone_at_once_after_next_too():
+    env = Count()
+    gc.disable()
+    try:
+        collector = Collector(env, frames_per_batch=4)
+        collector.next()
+        del collector
+        assert env.closed
+    finally:
+        gc.enable()
+
+
+def test_using_the_collector_from_inside_its_rollout_is_refused():
+    class Meddling(Count):
+        def step(self, action):
+            collector.set_seed(0)
+            return super().step(action)
+
+    collector = Collector(Meddling, frames_per_batch=4)
+    with pytest.raises(GleanError, match="from inside its own rollout"):
+        collector.next()
+
+
+def test_hooks_may_use_the_collector():
+    seen = []
+    with Collector(
+        Count,
+        frames_per_batch=4,
+        post_collect_hook=lambda batch: seen.append(collector.state_dict()["frames"]),
+    ) as collector:
+        collector.next()
+    assert seen == [4]
+
+
+def test_threads_take_turns():
+    with Collector(lambda: Count(50), frames_per_batch=100, total_frames=4000) as collector:
+        found, errors = [], []
+
+        def work():
+            try:
+                for batch in collector:
+                    found.append(batch.clone())
+                    collector.state_dict()
+            except Exception as err:
+                errors.append(err)
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not errors
+    assert len(found) == 40
+    assert all(is_continuous(batch) for batch in found)
+    assert isinstance(found[0], TensorDict)
+
+
+def test_shutting_down_from_another_thread_ends_a_rollout_after_its_step():
+    begun, env = threading.Event(), Count(10**9)
+
+    class Slow(Count):
+        def step(self, action):
+            begun.set()
+            return super().step(action)
+
+    env = Slow(10**9)
+    collector = Collector(env, frames_per_batch=2_000_000)
+    thread = threading.Thread(target=collector.next)
+    thread.start()
+    assert begun.wait(30)
+    collector.shutdown()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert env.closed
+    assert env.t < 2_000_000
