@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -204,7 +205,33 @@ def test_a_batch_that_was_interrupted_midway_is_not_counted(tmp_path):
 
 def test_nothing_collected_leaves_no_directory(tmp_path):
     DatasetWriter(tmp_path / "deep" / "data", 10).finish("interrupted", {})
-    assert not (tmp_path / "deep" / "data").exists()
+    assert not (tmp_path / "deep").exists()
+    assert tmp_path.exists()
+
+
+def test_a_first_batch_that_fails_leaves_nothing_of_ours(tmp_path):
+    (tmp_path / "mine").mkdir()
+    writer = DatasetWriter(tmp_path / "mine", 10)
+    with pytest.raises(DatasetError, match="do not fit"):
+        writer.write(make_frames(11), dict)
+    assert (tmp_path / "mine" / "next" / "inner").is_dir()
+    (tmp_path / "mine" / "next" / "notes.txt").write_text("not ours")
+    writer.finish("failed", {})
+    writer.finish("failed", {})
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert left == ["notes.txt"]
+
+
+def test_a_dataset_is_complete_if_the_working_directory_changes_midway(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    writer = DatasetWriter(Path("data") / "new", 30)
+    writer.write(make_frames(10), dict)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    writer.write(make_frames(10, 10), dict)
+    writer.finish("complete", {})
+    assert Dataset(tmp_path / "data" / "new").card.frames == 20
+    assert TensorDict.load_memmap(tmp_path / "data" / "new").shape == (20,)
 
 
 def test_targets_that_would_overwrite_something_are_refused(tmp_path):
@@ -462,6 +489,32 @@ def test_collect_reports_every_episode(capsys, tmp_path, num_envs):
     facts = lines_of(out)
     assert facts["episodes"] == str(card["episodes"])
     assert facts["frames"].startswith(f"{card['frames']:,} in ")
+
+
+def test_a_relative_directory_is_where_the_command_was_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    where = os.path.join("data", "cartpole")
+    arguments = ("collect", "CartPole-v1", "--frames", 50, "--out", where)
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    assert lines_of(out)["data"].startswith(f"{where} (")
+    assert Dataset(tmp_path / "data" / "cartpole").card.frames == 50
+    assert run(capsys, "inspect", where)[0] == 0
+
+
+def test_a_collection_that_fails_at_once_can_be_tried_again(
+    capsys, tmp_path, monkeypatch, policy_file
+):
+    monkeypatch.chdir(tmp_path)
+    policy_file.write_text(
+        INTERRUPTING.replace("{at}", "(3,)").replace(
+            "signal.raise_signal(signal.SIGINT)", "raise OverflowError('too much')"
+        )
+    )
+    arguments = ("collect", "CartPole-v1", "--frames", 50, "--out", "data")
+    assert run(capsys, *arguments, "--policy", f"{policy_file}:act")[0] == 1
+    assert not (tmp_path / "data").exists()
+    assert run(capsys, *arguments)[0] == 0
 
 
 def test_inspect_finds_the_episodes_that_collect_counted(capsys, tmp_path):

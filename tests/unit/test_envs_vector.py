@@ -141,7 +141,12 @@ def test_final_observation_is_the_true_one(mode, copy):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_numeric_info_entries_stand_beside_the_observation(mode):
-    got = collect_all(serve(clocks([(2,), (5,)], mode), info_keys=["left", "nothing"]), [7, 3])
+    source = serve(clocks([(2,), (5,)], mode), info_keys=["left", "nothing"])
+    with pytest.warns(
+        UserWarning, match=r"no info .* has 'nothing'.*there were \[.*'left'"
+    ) as seen:
+        got = collect_all(source, [7, 3])
+    assert len(seen) == 1
     lengths = torch.tensor([[2.0], [5.0]])
     assert torch.equal(got["left",], lengths - got[OBS][..., 2])
     assert torch.equal(got["next", "left"], lengths - got[next_key(OBS)][..., 2])

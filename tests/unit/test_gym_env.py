@@ -275,7 +275,7 @@ def test_an_unknown_id_names_the_package_that_may_be_missing():
     ("make", "message"),
     [
         (lambda: GymEnv(Counter(), num_envs=2), "needs an id or a callable, not a built Counter"),
-        (lambda: GymEnv(Counter(), num_envs=-1), "must not be negative"),
+        (lambda: GymEnv(Counter(), num_envs=-1), r"num_envs \(-1\) must be at least 0"),
         (lambda: GymEnv(Counter(), length=3), r"arguments \['length'\] are for making"),
         (lambda: GymEnv(3), "not a int"),
         (lambda: GymEnv(lambda: 3), "not a int"),

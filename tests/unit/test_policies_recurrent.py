@@ -10,7 +10,7 @@ from torch import nn
 from torchrl.modules import GRUModule, LSTMModule
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.policies import random_policy
+from gleanrl.policies import RandomActions
 
 FLOATS = ((3,), torch.float32)
 ENDS = {1: [0], 3: [2, 4]}
@@ -177,7 +177,7 @@ def test_random_frames_have_zero_states_and_extras():
     window, carry = windows(env, ours)
     run(ours, window, carry)
     drawn = []
-    stand_in = random_policy(drawn.append, env.actions, like=ours)
+    stand_in = RandomActions(drawn.append, env.actions, like=ours)
     assert (stand_in.outputs, stand_in.states) == (ours.outputs, ours.states)
     run(stand_in, window, carry, ends={0: [1]})
     assert drawn == list(range(window.steps))

@@ -21,8 +21,14 @@ VERSION = 1
 STATUSES = ("collecting", "complete", "interrupted", "failed")
 _MAX_CARD_BYTES = 16 * 2**20
 _MAX_DIMS = 32
+
+
+def _spell(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 _DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
+    _spell(dtype): dtype
     for dtype in (
         torch.bool,
         torch.uint8,
@@ -63,12 +69,17 @@ class Column:
         """Bytes of one frame."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as the card spells it."""
+        return _spell(self.dtype)
+
     def as_json(self) -> dict[str, Any]:
         """Return the column as the card spells it."""
         return {
             "key": list(self.key),
             "shape": list(self.shape),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self.dtype_name,
             "file": self.file,
         }
 

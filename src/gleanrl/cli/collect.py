@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import platform
 import secrets
 import shlex
@@ -22,6 +21,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl import __version__
+from gleanrl.cli.codes import INTERRUPTED
 from gleanrl.cli.dataset import DatasetWriter, check_target, size
 from gleanrl.cli.episodes import EpisodeStats, Summary
 from gleanrl.cli.policies import load_policy
@@ -30,8 +30,6 @@ from gleanrl.collectors.single import Collector
 from gleanrl.core.keys import MASK
 from gleanrl.engine.interruptor import Interruptor
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 _BATCH_FRAMES = 500
 _MIN_STEPS = 8
 _RECENT = 100
@@ -141,7 +139,7 @@ class Run:
         if stats.frames < self.total:
             lines.append(("interrupted", f"{self.total - stats.frames:,} frames were left"))
         if self.writer is not None and self.writer.frames:
-            lines.append(("data", f"{self.writer.directory} ({size(self.writer.nbytes)})"))
+            lines.append(("data", f"{options.out} ({size(self.writer.nbytes)})"))
         return lines
 
 
@@ -158,7 +156,6 @@ def run(options: CollectOptions) -> int:
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     torch.manual_seed(seed)
     policy = load_policy(options.policy)
-    _register(options.env)
     frames_per_batch, total = plan(options)
     interruptor = Interruptor()
     collector = Collector(
@@ -211,13 +208,6 @@ def _stop_on_interrupt(interruptor: Interruptor) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _register(env: str) -> None:
-    """Import the package that registers Atari ids, which a command line cannot do itself."""
-    if env.startswith("ALE/"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module("ale_py")
 
 
 def versions() -> dict[str, str]:

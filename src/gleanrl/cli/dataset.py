@@ -43,11 +43,15 @@ class DatasetWriter:
             ConfigError: the directory exists and is not empty, or cannot be made.
         """
         check_target(directory)
+        # Whatever runs while data are collected may change the working directory.
+        directory = directory.resolve()
+        self._own = [up for up in (directory, *directory.parents) if not up.exists()]
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as err:
             raise ConfigError(f"--out {directory} cannot be made: {err.strerror or err}") from err
         self.directory = directory
+        """Where the data are, as an absolute path."""
         self.frames = 0
         """Frames written; they stay valid whatever happens next."""
         self._capacity = capacity
@@ -85,11 +89,12 @@ class DatasetWriter:
     def finish(self, status: str, facts: Mapping[str, Any]) -> None:
         """Cut the files to what was written and write the final card; idempotent.
 
-        Without any frame, the directory is removed again.
+        Without any frame, what was made on disk is removed again.
         """
+        if not self.frames:
+            self._files.clear()
+            self._discard()
         if not self._files:
-            with contextlib.suppress(OSError):
-                self.directory.rmdir()
             return
         self._files.clear()
         if self.frames < self._capacity:
@@ -112,6 +117,16 @@ class DatasetWriter:
             name = Path(file.filename).relative_to(self.directory).as_posix()
             self._columns[key] = Column(key, tuple(file.shape[1:]), file.dtype, name)
             self._files[key] = file.as_subclass(torch.Tensor)
+
+    def _discard(self) -> None:
+        """Remove what this writer made, and nothing that somebody else put there."""
+        for pattern in ("*.memmap", "meta.json"):
+            for file in self.directory.rglob(pattern):
+                file.unlink(missing_ok=True)
+        folders = [path for path in self.directory.rglob("*") if path.is_dir()]
+        for folder in (*sorted(folders, reverse=True), *self._own):
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
 
     def _cut(self) -> None:
         for column in self._columns.values():

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from gleanrl import __version__
+from gleanrl.cli.codes import FAILURE, INTERRUPTED, USAGE_ERROR
 from gleanrl.core.errors import ConfigError
-
-USAGE_ERROR = 2
-FAILURE = 1
-INTERRUPTED = 130
 
 _DESCRIPTION = (
     "Gather experience for reinforcement learning: environments and a policy in, data out."

@@ -16,10 +16,9 @@ from gleanrl.cli.dataset import Dataset, size
 from gleanrl.cli.episodes import Array, EpisodeStats
 from gleanrl.cli.plot import PlotError, plot_returns
 from gleanrl.cli.progress import plain, print_facts
-from gleanrl.core.keys import NEXT, TRAJ_IDS
+from gleanrl.core.keys import END_FLAGS, NEXT, TRAJ_IDS, outermost
 
 _CHUNK_FRAMES = 2**16
-_END_FLAGS = frozenset({"done", "terminated", "truncated"})
 _SHOWN = ("env", "num_envs", "policy", "seed", "command", "created", "versions")
 
 
@@ -60,7 +59,8 @@ def episodes(dataset: Dataset) -> EpisodeStats | None:
     """
     keys = dataset.keys()
     after = [key for key in keys if key[0] == NEXT and len(key) > 1]
-    flags = [dataset.read(key) for key in after if key[-1] in _END_FLAGS]
+    ends = outermost(key for key in after if key[-1] in END_FLAGS)
+    flags = [dataset.read(key) for key in ends]
     rewards = [dataset.read(key) for key in after if key[-1] == "reward"]
     # Without elements there are no files whose size would confirm the number of frames.
     if not flags or not rewards or any(item.numel() == 0 for item in (*flags, *rewards)):
@@ -95,14 +95,10 @@ def _card_lines(card: Card) -> list[tuple[str, str]]:
 def _column_lines(dataset: Dataset) -> list[tuple[str, str]]:
     lines = [("data", f"{dataset.directory} ({size(dataset.nbytes)})")]
     lines += [
-        ("", f"{'.'.join(column.key)}  {_name(column.dtype)} {list(column.shape)}")
+        ("", f"{'.'.join(column.key)}  {column.dtype_name} {list(column.shape)}")
         for column in dataset.card.columns
     ]
     return lines
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _spell(value: Any) -> str:

@@ -193,7 +193,9 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
             raise ConfigError("give weights once: positionally, as weights= or as policy=")
         if weights_dict is not None:
             if given or model_id is not None or not weights_dict:
-                raise ConfigError("weights_dict excludes model_id and others, and must not be empty")
+                raise ConfigError(
+                    "weights_dict excludes model_id and others, and must not be empty"
+                )
             self._update_weights(dict(weights_dict), worker_ids, kwargs)
             return
         self._update_weights(

@@ -62,9 +62,8 @@ def check_reset_when_done(reset_when_done: bool) -> None:
     if not reset_when_done:
         raise ConfigError(
             "reset_when_done=False is not supported: environments that end are always reset; use "
-            "split_trajs=True or trajs_per_batch= to get whole trajectories, or an environment's "
-            "own "
-            "rollout(break_when_any_done=True)"
+            "split_trajs=True or trajs_per_batch= to get whole trajectories, or the rollout("
+            "break_when_any_done=True) of an environment"
         )
 
 

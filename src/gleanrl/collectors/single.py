@@ -149,7 +149,7 @@ class Collector(RunningCollector):
             trust_policy: Call the policy on a TensorDict as it is, without looking at it.
             compile_policy: Compile the policy with `torch.compile`; a mapping gives its arguments.
             cudagraph_policy: Run the policy as a CUDA graph; a mapping gives its arguments.
-            no_cuda_sync: Skip explicit CUDA synchronisation.
+            no_cuda_sync: Accepted; nothing here synchronises explicitly.
             auto_register_policy_transforms: Provide ``"is_init"`` and zeroed recurrent states to
                 policies that read them (the default); ``False`` leaves that to the environment.
             weight_updater: Legacy weight updater; for collectors with several workers.
@@ -249,7 +249,6 @@ class Collector(RunningCollector):
                 check_finite=check_finite,
                 mask=interruptor is not None,
                 compact=compact_obs,
-                index_stride=0,
             ),
         )
         budget = FrameBudget.from_arguments(frames_per_batch, total_frames, init_random_frames)

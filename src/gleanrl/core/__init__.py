@@ -1,1 +1,1 @@
-"""Words of the library: protocols, messages, errors, options, keys, layout. No behaviour."""
+"""Words of the library: protocols, messages, errors, options, keys, layout, and two small tools."""

@@ -26,6 +26,8 @@ IS_INIT: Key = ("is_init",)
 TRAJ_IDS: Key = ("collector", "traj_ids")
 MASK: Key = ("collector", "mask")
 POLICY_VERSION: Key = ("policy_version",)
+END_FLAGS = frozenset({"done", "terminated", "truncated"})
+"""Last parts of the keys of end-of-episode flags."""
 TIME = "time"
 """Name of the last batch dimension of everything a collector delivers."""
 
@@ -62,6 +64,22 @@ def show(key: Key) -> str:
     ("'action'", "('next', 'reward')")
     """
     return repr(key[0] if len(key) == 1 else key)
+
+
+def outermost(keys: Iterable[Key]) -> tuple[Key, ...]:
+    """Return those of ``keys`` beneath whose prefix no other stands further out.
+
+    Of end flags these are the ones that end something: where the root has flags, those of nested
+    groups (single agents, say) end nothing.
+
+    >>> outermost([("done",), ("agents", "done"), ("truncated",)])
+    (('done',), ('truncated',))
+    """
+    given = tuple(keys)
+    prefixes = {key[:-1] for key in given}
+    return tuple(
+        key for key in given if not any(key[:cut] in prefixes for cut in range(len(key) - 1))
+    )
 
 
 def is_private(key: Key) -> bool:

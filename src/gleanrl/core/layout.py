@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
 from gleanrl.core.keys import Key
@@ -24,6 +26,11 @@ class Field:
     def nbytes(self) -> int:
         """Bytes of one frame."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The same dtype, as numpy calls it."""
+        return torch.empty(0, dtype=self.dtype).numpy().dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,10 @@ class EnvLayout:
     rewards: tuple[Field, ...]
     """Written under ``"next"`` only."""
     dones: tuple[DoneGroup, ...] = field(default=(DoneGroup(()),))
+    fed: tuple[Key, ...] = ()
+    """``("next", ...)`` keys of observations that a policy may write: the environment is handed the
+    value with the actions and decides whether the observation becomes it (recurrent state that a
+    transform keeps and resets)."""
 
     @property
     def num_envs(self) -> int:

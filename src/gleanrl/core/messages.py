@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from gleanrl.core.keys import Key
 from gleanrl.core.layout import Field, Layout
 
 
@@ -186,7 +185,6 @@ __all__ = [
     "Failed",
     "Get",
     "GetState",
-    "Key",
     "Load",
     "Payload",
     "Ready",

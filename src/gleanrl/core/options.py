@@ -8,20 +8,23 @@ nowhere else.
 from __future__ import annotations
 
 import math
+import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from tensordict.nn import InteractionType
 
 from gleanrl.core.errors import ConfigError, PolicyTypeError
 
+InfoKeys: TypeAlias = Sequence[str] | Mapping[str, tuple[Sequence[int], torch.dtype]]
+"""Numeric ``info`` entries to deliver: names of float32 scalars, or names with shape and dtype."""
 
-def _positive_or_none(value: int | None) -> int | None:
-    return None if value is None or value <= 0 else int(value)
+_CASTS = (torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +47,9 @@ class RolloutOptions:
     """Leave out observations under ``"next"``."""
     index_base: int = 0
     """Global index of this source's first environment."""
-    index_stride: int = 1
-    """Environments over all workers: ``traj_id = episode * stride + global index``."""
+    index_stride: int | None = None
+    """Environments over all workers: ``traj_id = episode * stride + global index``; ``None`` if
+    there are no others than this source's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,16 +82,17 @@ class FrameBudget:
         Raises:
             ConfigError: ``frames_per_batch`` is not a positive whole number.
         """
-        _check_whole("frames_per_batch", frames_per_batch, least=1)
-        if total_frames is not None:
-            _check_whole("total_frames", total_frames, least=None)
-        if init_random_frames is not None:
-            _check_whole("init_random_frames", init_random_frames, least=None)
-        total = None if total_frames is None or total_frames < 0 else int(total_frames)
+        if isinstance(total_frames, float) and math.isinf(total_frames):
+            raise ConfigError(
+                f"total_frames ({total_frames}) must be a whole number; use -1 for endless "
+                "collection"
+            )
+        total = None if total_frames is None else whole("total_frames", total_frames)
+        first = 0 if init_random_frames is None else whole("init_random_frames", init_random_frames)
         return cls(
-            frames_per_batch=int(frames_per_batch),
-            total_frames=total,
-            init_random_frames=max(0, int(init_random_frames or 0)),
+            frames_per_batch=whole("frames_per_batch", frames_per_batch, least=1),
+            total_frames=None if total is None or total < 0 else total,
+            init_random_frames=max(0, first),
         )
 
     def over(self, num_envs: int) -> FrameBudget:
@@ -116,15 +121,30 @@ class FrameBudget:
             warnings.warn("; ".join(notes), UserWarning, stacklevel=4)
 
 
-def _check_whole(name: str, value: object, least: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        if isinstance(value, float) and math.isinf(value) and name == "total_frames":
-            raise ConfigError(
-                f"{name} ({value}) must be a whole number; use -1 for endless collection"
-            )
-        raise ConfigError(f"{name} ({value!r}) must be a whole number of frames")
-    if least is not None and value < least:
-        raise ConfigError(f"{name} ({value}) must be at least {least}")
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """Return ``value`` as a whole number, also if it is written as numpy's or as ``1e6``.
+
+    Raises:
+        ConfigError: it is no whole number, or smaller than ``least``.
+    """
+    number = _as_int(value)
+    if number is None:
+        raise ConfigError(f"{name} ({value!r}) must be a whole number")
+    if least is not None and number < least:
+        raise ConfigError(f"{name} ({number}) must be at least {least}")
+    return number
+
+
+def _as_int(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        pass
+    # Floats: budgets of frames are often written in scientific notation.
+    whole_float = isinstance(value, (float, np.floating)) and float(value).is_integer()
+    return int(value) if whole_float else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +209,9 @@ class TrajectoryOptions:
             if self.traj_format == "cat":
                 raise ConfigError("traj_format='cat' needs trajs_per_batch")
             return
-        if isinstance(self.trajs_per_batch, bool) or self.trajs_per_batch < 1:
-            raise ConfigError(f"trajs_per_batch ({self.trajs_per_batch}) must be at least 1")
+        # A frozen class sets its own fields this way.
+        count = whole("trajs_per_batch", self.trajs_per_batch, least=1)
+        object.__setattr__(self, "trajs_per_batch", count)
         if self.split_trajs:
             raise ConfigError(
                 "trajs_per_batch already delivers whole trajectories; drop split_trajs"
@@ -210,15 +231,31 @@ class EnvOptions:
     """Discrete actions as indices (else one-hot vectors)."""
     observation_dtype: torch.dtype | None = None
     """Cast floating observations to this dtype on the way in."""
-    info_keys: Sequence[str] | Mapping[str, tuple[Sequence[int], torch.dtype]] = ()
-    """Numeric ``info`` entries to deliver beside the observation."""
+    info_keys: InfoKeys = ()
+    """Numeric ``info`` entries to deliver beside the observation; zero where ``info`` lacks one."""
     device: torch.device | None = None
     """Where a TensorDict environment is cast to."""
 
     def __post_init__(self) -> None:
-        """Check counts."""
+        """Check the number of environments and the dtype."""
         if self.num_envs is not None:
-            _check_whole("num_envs", self.num_envs, least=1)
+            object.__setattr__(self, "num_envs", whole("num_envs", self.num_envs, least=1))
+        check_observation_dtype(self.observation_dtype)
+
+
+def check_observation_dtype(dtype: Any) -> None:
+    """Check a dtype floating observations are to be cast to; ``None`` leaves them as they are.
+
+    Raises:
+        ConfigError: it is none of the floating dtypes that numpy has as well.
+    """
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype) or dtype not in _CASTS:
+        raise ConfigError(
+            f"observation_dtype ({dtype!r}) must be one of {', '.join(map(str, _CASTS))}: only "
+            "floating observations are cast"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +277,11 @@ class PolicyOptions:
             raise PolicyTypeError("give either policy or policy_factory, not both")
 
 
-def limit(value: int | None) -> int | None:
-    """Read a limit the way users write it: ``None``, zero and negative numbers mean none."""
-    return _positive_or_none(value)
+def limit(value: int | None, name: str = "max_frames_per_traj") -> int | None:
+    """Read a limit the way users write it: ``None``, zero and negative numbers mean none.
+
+    Raises:
+        ConfigError: it is no whole number; ``name`` says what it limits.
+    """
+    number = 0 if value is None else whole(name, value)
+    return number if number > 0 else None

@@ -49,8 +49,7 @@ class PolledStop(bytearray):
         if not callable(stopped):
             raise ConfigError(
                 f"interruptor ({type(interruptor).__name__}) must have a collection_stopped() "
-                f"method; "
-                "use gleanrl.collectors.Interruptor()"
+                "method; use gleanrl.collectors.Interruptor()"
             )
         self._stopped: Callable[[], bool] = stopped
 

@@ -9,9 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import NEXT, as_key
-
-_END_FLAGS = frozenset({"done", "terminated", "truncated"})
+from gleanrl.core.keys import END_FLAGS, NEXT, as_key, outermost
 
 
 def end_flags(batch: TensorDictBase) -> torch.Tensor:
@@ -35,11 +33,8 @@ def end_flags(batch: TensorDictBase) -> torch.Tensor:
             "the batch has no 'next' entry, so the ends of its episodes are not known"
         )
     ended: torch.Tensor | None = None
-    flags = [key for key in map(as_key, after.keys(True, True)) if key[-1] in _END_FLAGS]
-    groups = {key[:-1] for key in flags}
-    for key in flags:
-        if any(key[:cut] in groups for cut in range(len(key) - 1)):
-            continue
+    found = map(as_key, after.keys(True, True))
+    for key in outermost(key for key in found if key[-1] in END_FLAGS):
         flag = any_over_features(after.get(key), batch.ndim)
         ended = flag.clone() if ended is None else ended.logical_or_(flag)
     if ended is None:

@@ -57,8 +57,6 @@ class Pipeline:
             # Only a stage of the user's can bring private entries in: sources deliver none.
             self._stages += [_checked(postproc), drop_private]
         self._sink = sink
-        self.discarded = 0
-        """Frames of partial trajectories that were dropped."""
         self._fruitless = 0
         self._whole: WholeTrajectories | None = None
         if trajectories.trajs_per_batch is not None:
@@ -76,7 +74,7 @@ class Pipeline:
         while (complete := self._whole.pop()) is not None:
             ready.append(self._finish(complete, hook))
         if self._episodes_end:
-            self.discarded += self._whole.flush()
+            self._whole.flush()
             self._fruitless = 0 if ready else self._fruitless + 1
             if self._fruitless == _PATIENCE:
                 warnings.warn(
@@ -87,6 +85,11 @@ class Pipeline:
                     stacklevel=2,
                 )
         return ready
+
+    @property
+    def discarded(self) -> int:
+        """Frames of partial trajectories that were dropped."""
+        return 0 if self._whole is None else self._whole.frames_discarded
 
     @property
     def varies(self) -> bool:
@@ -108,7 +111,7 @@ class Pipeline:
     def forget(self) -> None:
         """Drop partial trajectories (after a reset or a new seed); they count as discarded."""
         if self._whole is not None:
-            self.discarded += self._whole.reset()
+            self._whole.reset()
 
 
 def _checked(postproc: PostProc) -> PostProc:

@@ -10,18 +10,6 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import MASK
 
 
-class Buffer(Protocol):
-    """What we ask of a replay buffer: TorchRL's, ours, or anything with these two methods."""
-
-    def extend(self, data: Any) -> Any:
-        """Store every frame of ``data``."""
-        ...
-
-    def add(self, data: Any) -> Any:
-        """Store one frame."""
-        ...
-
-
 class Sink(Protocol):
     """Takes a finished batch."""
 

@@ -12,6 +12,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, next_key
+from gleanrl.core.options import whole
 from gleanrl.envs.specs import Binary, Composite, TensorSpec
 from gleanrl.envs.tensordict_layout import EndFlags
 
@@ -340,7 +341,11 @@ class EnvBase(abc.ABC):
 
         Returns:
             The seed of the last environment.
+
+        Raises:
+            ConfigError: ``seed`` is no whole number of 0 or more.
         """
+        seed = whole("seed", seed, least=0)
         self._set_seed(seed, static_seed)
         return seed if static_seed else seed + self.batch_size.numel() - 1
 

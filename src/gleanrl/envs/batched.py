@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-import torch
 from gymnasium import Space, spaces
 
 from gleanrl.core.errors import EnvError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key, show
 from gleanrl.core.layout import Field
 from gleanrl.core.protocols import Array, Spec, Window
+from gleanrl.envs.returned import NUMBERS, check_reset, write_rewards
 from gleanrl.envs.spaces import Leaf, action_leaves, assemble, space_spec
+from gleanrl.envs.writers import InfoWatch, no_entry
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
 
@@ -42,15 +43,21 @@ class LeafReader:
     def __init__(self, leaf: Leaf, field: Field, casts: bool) -> None:
         """Bind to a leaf of the single observation space; ``casts`` takes any float dtype."""
         self.field = field
+        self._leaf = leaf
         self._declared = np.dtype(leaf.space.dtype)
         self._casts = casts and self._declared.kind == "f"
-        self._target = numpy_dtype(field.dtype)
+        self._target = field.numpy_dtype
         self._get: Callable[[Any], Any] | None = leaf.of if leaf.path else None
         if len(leaf.path) == 1:
             self._get = operator.itemgetter(leaf.path[0])
 
     def _part(self, whole: Any) -> Array:
-        return np.asarray(whole if self._get is None else self._get(whole))
+        try:
+            return np.asarray(whole if self._get is None else self._get(whole))
+        except (LookupError, TypeError) as err:
+            raise EnvError(
+                f"the vector environment returned {no_entry(self._leaf, whole)}"
+            ) from err
 
     def read(self, observation: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
         """Return this leaf's part of a batched ``observation``."""
@@ -79,7 +86,7 @@ class LeafReader:
 
     def _fit(self, values: Array, shape: tuple[int, ...], who: str) -> Array:
         """Return ``values`` in the field's dtype, or say what is wrong with them."""
-        got, declared = values.dtype, self._declared
+        got, declared = values.dtype.newbyteorder("="), self._declared
         if values.shape == shape:
             if self._casts and got.kind == "f":
                 return _narrow(values, self._target, self.field.key)
@@ -103,16 +110,20 @@ class InfoReader:
     def __init__(self, name: str, field: Field) -> None:
         """Bind to the entry ``name`` and the field it fills."""
         self.field = field
+        self.watch = InfoWatch(name)
+        """Looks out for the entry in the first rollout."""
         self._name = name
-        self._dtype = numpy_dtype(field.dtype)
+        self._dtype = field.numpy_dtype
 
     def read(self, observation: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
         """Return the entry, zeros if it is not there."""
+        if self.watch.looking:
+            self.watch.look(infos)
         given = infos.get(self._name)
         if given is None:
             return np.zeros(shape, self._dtype)
         values = np.asarray(given)
-        if values.shape != shape or values.dtype.kind not in "biuf":
+        if values.shape != shape or values.dtype.kind not in NUMBERS:
             raise EnvError(
                 f"the vector environment gave infos[{self._name!r}] with shape {values.shape} and "
                 f"dtype {values.dtype}; numbers of shape {shape} were declared (info_keys)"
@@ -129,6 +140,7 @@ class InfoReader:
         finals = infos.get("final_info")
         if not isinstance(finals, Mapping):
             return np.zeros((len(envs), *self.field.shape), self._dtype)
+        self.watch.look(finals)
         given = finals.get(self._name)
         if given is None:
             return np.zeros((len(envs), *self.field.shape), self._dtype)
@@ -186,12 +198,9 @@ class ResetResult:
         Raises:
             EnvError: it is not ``(observation, infos)``.
         """
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise EnvError(
-                f"the vector environment's reset must return (observation, infos), it returned "
-                f"{result!r:.200}"
-            )
-        self.observation, self.infos = result
+        self.observation, self.infos = check_reset(
+            result, "the vector environment's reset", "(observation, infos)"
+        )
         self.count = count
 
 
@@ -243,7 +252,7 @@ class Outcomes:
                 f"{shapes}; each must be ({self._envs},)"
             )
         kind = np.asarray(reward).dtype
-        if kind.kind not in "biuf":
+        if kind.kind not in NUMBERS:
             raise EnvError(
                 f"the vector environment returned rewards of dtype {kind}: {list(reward)[:4]}; "
                 "they must be numbers"
@@ -264,17 +273,8 @@ class Outcomes:
         Raises:
             EnvError: a finite reward that does not fit float32.
         """
-        rewards = self._rewards[:steps]
-        with np.errstate(over="ignore"):
-            narrow = rewards.astype(np.float32)
-        infinite = np.isinf(narrow)
-        if infinite.any() and (lost := infinite & np.isfinite(rewards)).any():
-            t, env = (int(index) for index in np.argwhere(lost)[0])
-            raise EnvError(
-                f"environment {env} returned reward {rewards[t, env]} at step {t}, which overflows "
-                "float32; scale it with gymnasium.wrappers.vector.TransformReward"
-            )
-        window.array(next_key(REWARD))[:, :steps, 0] = narrow.T
+        target = window.array(next_key(REWARD))[:, :steps, 0]
+        write_rewards(target, self._rewards[:steps], wrapper="vector.TransformReward")
         if not self._in_place:
             for key, values in zip(_FLAGS, self._flags, strict=True):
                 window.array(next_key(key))[:, :steps, 0] = values[:steps].T
@@ -339,11 +339,6 @@ def _batch_decoder(space: Space[Any], categorical: bool) -> Callable[[Array], Ar
     return lambda row: row.astype(dtype, order="C")
 
 
-def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the numpy dtype of a torch dtype."""
-    return torch.empty(0, dtype=dtype).numpy().dtype
-
-
 def _narrow(values: Array, target: np.dtype[Any], key: Key) -> Array:
     with np.errstate(over="raise"):
         try:
@@ -352,12 +347,3 @@ def _narrow(values: Array, target: np.dtype[Any], key: Key) -> Array:
             raise EnvError(
                 f"{show(key)} holds {np.abs(values).max():g}, which does not fit {target}"
             ) from err
-
-
-def not_five(result: Any) -> EnvError:
-    """Return what to raise for a step that did not return five things."""
-    size = len(result) if isinstance(result, tuple) else type(result).__name__
-    return EnvError(
-        "the vector environment's step must return (observation, reward, terminated, truncated, "
-        f"infos), it returned {size} instead"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import REWARD, Key
 from gleanrl.core.layout import EnvLayout, Field
+from gleanrl.core.options import InfoKeys, whole
 from gleanrl.core.protocols import Array, Spec, Window
 from gleanrl.envs.batched import (
     BatchedActions,
@@ -22,12 +23,11 @@ from gleanrl.envs.batched import (
     Reader,
     ResetResult,
     Rows,
-    not_five,
 )
+from gleanrl.envs.returned import not_five
 from gleanrl.envs.spaces import leaf_field, observation_leaves
 from gleanrl.envs.writers import info_fields
 
-InfoKeys: TypeAlias = Sequence[str] | Mapping[str, tuple[Sequence[int], torch.dtype]]
 _ALL = slice(None)
 
 
@@ -60,19 +60,22 @@ class BatchedEnv:
                 (float32), or a mapping from names to shape and dtype.
 
         Raises:
-            ConfigError: a space without fixed shape.
+            ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
+                cannot be; an environment that cannot be stepped so that no data are lost.
         """
+        self._prepare(env)
         self._env = env
         self._step = env.step
         self.num_envs = int(env.num_envs)
         leaves = observation_leaves(env.single_observation_space)
         fields = [leaf_field(leaf, observation_dtype) for leaf in leaves]
-        infos = info_fields(info_keys)
+        infos = info_fields(info_keys, fields)
         casts = observation_dtype is not None
         readers: list[Reader] = [
             *(LeafReader(leaf, item, casts) for leaf, item in zip(leaves, fields, strict=True)),
-            *(InfoReader(name, item) for name, item in infos.items()),
+            *(info_readers := [InfoReader(name, item) for name, item in infos.items()]),
         ]
+        self._unsettled = [reader.watch for reader in info_readers]
         self._fields = [FieldRows(reader, self.num_envs) for reader in readers]
         self._actions = BatchedActions(env.single_action_space, self.num_envs, categorical)
         self._outcomes = Outcomes(self.num_envs, in_place=self.costs_reset_step)
@@ -88,6 +91,9 @@ class BatchedEnv:
         self._seed: int | list[int] | None = None
         self._closed = False
         self._window: Window
+
+    def _prepare(self, env: Any) -> None:
+        """Refuse environments that would lose data; subclasses know which."""
 
     @property
     def inner(self) -> Any:
@@ -109,7 +115,8 @@ class BatchedEnv:
         try:
             observation, reward, terminated, truncated, infos = result
         except (TypeError, ValueError) as err:
-            raise not_five(result) from err
+            who = "the vector environment's step"
+            raise not_five(result, who, "terminated, truncated, infos") from err
         self._outcomes.keep(t, reward, terminated, truncated)
         for field in self._fields:
             field.write(t, observation, infos)
@@ -132,6 +139,9 @@ class BatchedEnv:
         Raises:
             EnvError: a finite reward that overflows float32.
         """
+        for watch in self._unsettled:
+            watch.settle()
+        self._unsettled = []
         self._outcomes.finish(self._window, steps)
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
@@ -178,12 +188,16 @@ class BatchedEnv:
 
         Environments that share one generator (natively vectorised ones) are seeded by ``seed`` as a
         whole, also if ``static``.
+
+        Raises:
+            ConfigError: ``seed`` is no whole number of 0 or more.
         """
+        seed = whole("seed", seed, least=0)
         last = seed if static else seed + self.num_envs - 1
         listable = isinstance(self._env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
-        self._seed = [seed] * self.num_envs if static and listable else seed
         self._env.action_space.seed(seed)
         self._env.single_action_space.seed(seed)
+        self._seed = [seed] * self.num_envs if static and listable else seed
         return last
 
     def state(self) -> dict[str, Any]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import gymnasium as gym
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
+from gleanrl.core.options import InfoKeys, check_observation_dtype, whole
 from gleanrl.envs.base import EnvBase, EnvSpecs, batched
+from gleanrl.envs.closing import closed_on_error
 from gleanrl.envs.gym_wrappers import FrameSkip, Pixels
 from gleanrl.envs.registry import make_gym
+from gleanrl.envs.returned import check_flag, check_reset, check_reward, not_five, write_rewards
 from gleanrl.envs.spaces import (
     action_decoder,
     action_leaves,
@@ -30,7 +33,6 @@ from gleanrl.envs.specs import Binary, TensorSpec, Unbounded
 from gleanrl.envs.writers import InfoWriter, Writer, info_fields, make_writer
 from gleanrl.memory.window import RolloutWindow
 
-InfoKeys: TypeAlias = Sequence[str] | Mapping[str, tuple[Sequence[int], torch.dtype]]
 F = TypeVar("F", bound=Callable[..., Any])
 _FLAGS = (DONE, TERMINATED, TRUNCATED)
 
@@ -44,6 +46,8 @@ class GymSource:
     categorical: bool
     observation_dtype: torch.dtype | None
     info_keys: InfoKeys
+    seeds: tuple[int | None, ...] = ()
+    """What the next reset of each environment is to be seeded with."""
 
 
 class GymEnv(EnvBase):
@@ -84,15 +88,15 @@ class GymEnv(EnvBase):
             categorical_action_encoding: Discrete actions as indices; otherwise as one-hot vectors.
             observation_dtype: Cast floating observations to this dtype.
             info_keys: Numeric ``info`` entries to deliver beside the observation: names (float32
-                scalars), or names with shape and dtype.
+                scalars), or names with shape and dtype. Zero where ``info`` lacks one.
             make_kwargs: Passed on to `gymnasium.make` or the callable.
 
         Raises:
             UnknownEnvError: an id that is not registered.
             ConfigError: arguments that do not fit together.
         """
-        if num_envs is not None and num_envs < 0:
-            raise ConfigError(f"num_envs ({num_envs}) must not be negative")
+        num_envs = None if num_envs is None else whole("num_envs", num_envs, least=0)
+        check_observation_dtype(observation_dtype)
         if num_envs and isinstance(env, gym.Env):
             raise ConfigError(
                 f"num_envs ({num_envs}) needs an id or a callable, not a built {type(env).__name__}"
@@ -100,22 +104,27 @@ class GymEnv(EnvBase):
         if from_pixels:
             make_kwargs.setdefault("render_mode", "rgb_array")
         self._envs: list[gym.Env[Any, Any]] = []
-        for _ in range(num_envs or 1):
-            made = _make(env, make_kwargs)
-            made = made if frame_skip in (None, 1) else FrameSkip(made, frame_skip)
-            self._envs.append(Pixels(made, pixels_only) if from_pixels else made)
         batch = (num_envs,) if num_envs else ()
-        self._source = GymSource(
-            tuple(self._envs), batch, categorical_action_encoding, observation_dtype, info_keys
-        )
-        super().__init__(self._read_spaces(batch), batch, device)
+        ours: list[gym.Env[Any, Any]] = []
+        with closed_on_error(ours):
+            for _ in range(num_envs or 1):
+                made = _make(env, make_kwargs)
+                if made is not env:
+                    ours.append(made)
+                made = made if frame_skip in (None, 1) else FrameSkip(made, frame_skip)
+                self._envs.append(Pixels(made, pixels_only) if from_pixels else made)
+            self._source = GymSource(
+                tuple(self._envs), batch, categorical_action_encoding, observation_dtype, info_keys
+            )
+            specs = self._read_spaces(batch)
+        super().__init__(specs, batch, device)
         self._seeds: list[int | None] = [None] * len(self._envs)
 
     def _read_spaces(self, batch: tuple[int, ...]) -> EnvSpecs:
         source, first = self._source, self._envs[0]
         leaves = observation_leaves(first.observation_space)
         fields = [leaf_field(leaf, source.observation_dtype) for leaf in leaves]
-        infos = info_fields(source.info_keys)
+        infos = info_fields(source.info_keys, fields)
         self._writers: list[Writer] = [
             *(make_writer(leaf, field) for leaf, field in zip(leaves, fields, strict=True)),
             *(InfoWriter(name, field) for name, field in infos.items()),
@@ -140,7 +149,7 @@ class GymEnv(EnvBase):
     def unwrap(self) -> GymSource | None:
         """Return what is inside, or ``None`` if data are wanted on another device than the CPU."""
         on_cpu = self.device is None or self.device.type == "cpu"
-        return self._source if on_cpu else None
+        return replace(self._source, seeds=tuple(self._seeds)) if on_cpu else None
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -152,8 +161,8 @@ class GymEnv(EnvBase):
             chosen = [env for env in chosen if flat[env]]  # type: ignore[assignment]
         for env in chosen:
             seed, self._seeds[env] = self._seeds[env], None
-            observation, info = self._envs[env].reset(seed=seed, options=options or None)
-            self._show(env, observation, info)
+            result = self._envs[env].reset(seed=seed, options=options or None)
+            self._show(env, *check_reset(result, f"environment {env}: reset"))
         flags = torch.zeros((*self.batch_size, 1), dtype=torch.bool)
         return self._pack({key: flags.clone() for key in _FLAGS})
 
@@ -162,20 +171,19 @@ class GymEnv(EnvBase):
         for env, action in enumerate(self._actions(tensordict)):
             result = self._envs[env].step(action)
             if not isinstance(result, tuple) or len(result) != 5:
-                raise EnvError(
-                    f"environment {env}: step must return (observation, reward, terminated, "
-                    f"truncated, info), it returned {result!r:.200}"
-                )
+                raise not_five(result, f"environment {env}: step")
             observation, reward, terminated, truncated, info = result
             self._show(env, observation, info)
-            rewards.append(_float32(env, reward))
-            dead.append(bool(terminated))
-            late.append(bool(truncated))
+            rewards.append(check_reward(reward, env))
+            dead.append(check_flag(terminated, env, "terminated"))
+            late.append(check_flag(truncated, env, "truncated"))
         shape = (*self.batch_size, 1)
+        narrow = np.empty((len(rewards), 1), np.float32)
+        write_rewards(narrow, np.array([rewards]), when="")
         ended, cut = (torch.tensor(flags).view(shape) for flags in (dead, late))
         return self._pack(
             {
-                REWARD: torch.tensor(rewards, dtype=torch.float32).view(shape),
+                REWARD: torch.from_numpy(narrow).view(shape),
                 DONE: ended | cut,
                 TERMINATED: ended,
                 TRUNCATED: cut,
@@ -233,20 +241,6 @@ def _shown(space: gym.Space[Any], dtype: torch.dtype) -> TensorSpec:
     if spec.dtype == dtype:
         return spec
     return Unbounded(spec.shape, dtype)
-
-
-def _float32(env: int, reward: Any) -> float:
-    value = np.asarray(reward)
-    if value.shape != () or value.dtype.kind not in "biuf":
-        raise EnvError(f"environment {env} returned reward {reward!r}; it must be a number")
-    with np.errstate(over="ignore"):
-        narrow = value.astype(np.float32)
-    if np.isinf(narrow) and np.isfinite(value):
-        raise EnvError(
-            f"environment {env} returned reward {reward}, which overflows float32; scale it with "
-            "gymnasium.wrappers.TransformReward"
-        )
-    return float(narrow)
 
 
 def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:

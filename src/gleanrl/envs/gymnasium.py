@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
 from gleanrl.core.layout import EnvLayout, Field
+from gleanrl.core.options import InfoKeys, whole
 from gleanrl.core.protocols import Array, Spec, Window
+from gleanrl.envs.returned import check_flag, check_reset, check_rewards, not_five, write_rewards
 from gleanrl.envs.spaces import (
     action_decoder,
     action_leaves,
@@ -43,7 +45,8 @@ class GymnasiumEnv:
         inner: Any = None,
         categorical: bool = True,
         observation_dtype: torch.dtype | None = None,
-        info_keys: Sequence[str] | Mapping[str, tuple[Sequence[int], torch.dtype]] = (),
+        info_keys: InfoKeys = (),
+        seeds: Sequence[int | None] | None = None,
     ) -> None:
         """Take over ``envs``.
 
@@ -53,21 +56,26 @@ class GymnasiumEnv:
             inner: What the user gave; the environments themselves by default.
             categorical: Discrete actions as indices (else one-hot vectors).
             observation_dtype: Cast floating observations to this dtype on the way in.
-            info_keys: Numeric ``info`` entries to deliver beside the observation.
+            info_keys: Numeric ``info`` entries to deliver beside the observation. One that no
+                ``info`` of the first rollout has is warned about; what resets return is no guide.
+            seeds: What to seed the next reset of each environment with, ``None`` for nothing.
 
         Raises:
-            ConfigError: spaces that differ between environments or have no fixed shape.
+            ConfigError: spaces that differ between environments, have no fixed shape or hold
+                nothing to choose; ``info_keys`` that cannot be.
         """
         self._envs = list(envs)
         _check_same_spaces(self._envs)
         self._inner = inner if inner is not None else (envs[0] if batch_shape == () else list(envs))
         observed = observation_leaves(envs[0].observation_space)
         fields = [leaf_field(leaf, observation_dtype) for leaf in observed]
-        infos = info_fields(info_keys)
+        infos = info_fields(info_keys, fields)
+        info_writers = [InfoWriter(name, item) for name, item in infos.items()]
         self._writers: list[Writer] = [
             *(make_writer(leaf, item) for leaf, item in zip(observed, fields, strict=True)),
-            *(InfoWriter(name, item) for name, item in infos.items()),
+            *info_writers,
         ]
+        self._unsettled = [writer.watch for writer in info_writers]
         self._action_leaves = action_leaves(envs[0].action_space)
         specs = [space_spec(leaf.space, categorical) for leaf in self._action_leaves]
         keys = [leaf.key for leaf in self._action_leaves]
@@ -88,12 +96,13 @@ class GymnasiumEnv:
         )
         self._decode = self._decoders[0]
         self._draws_at_once = len(specs) == 1 and specs[0].stepwise
-        self._steps = [env.step for env in self._envs]
-        self._seeds: list[int | None] = [None] * len(self._envs)
+        self._steps: list[Callable[[Any], Any]] = [
+            functools.partial(self._first_step, env) for env in range(len(self._envs))
+        ]
+        self._seeds: list[int | None] = list(seeds or [None] * len(self._envs))
         self._rewards: list[Sequence[Any]] = []
         self._action_rows: list[list[Array]] = []
         self._window: Window
-        self._carry: Window
 
     @property
     def inner(self) -> Any:
@@ -102,7 +111,7 @@ class GymnasiumEnv:
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``."""
-        self._window, self._carry = window, carry
+        self._window = window
         for writer in self._writers:
             writer.begin(window, carry)
         self._action_rows = [window.rows(leaf.key) for leaf in self._action_leaves]
@@ -116,14 +125,24 @@ class GymnasiumEnv:
         results = [step(action) for step, action in moves]
         try:
             observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
-        except ValueError as err:
-            raise EnvError(_not_five(results)) from err
+            ended = any(terminated) or any(truncated)
+        except (TypeError, ValueError) as err:
+            raise _odd_result(results) from err
         for writer in self._writers:
             writer.write(t, observations, infos)
         self._rewards.append(rewards)
-        if cut or any(terminated) or any(truncated):
+        if cut or ended:
             return self._end(t, terminated, truncated, cut)
         return _NOTHING
+
+    def _first_step(self, env: int, action: Any) -> Any:
+        """Step one environment for the first time; later steps are not looked at one by one."""
+        step = self._steps[env] = self._envs[env].step
+        result = step(action)
+        if isinstance(result, tuple) and len(result) == 5:
+            for writer in self._writers:
+                writer.check(env, result[0], result[4])
+        return result
 
     def _end(
         self, t: int, terminated: Sequence[Any], truncated: Sequence[Any], cut: Sequence[int]
@@ -156,20 +175,16 @@ class GymnasiumEnv:
             self._window.tensor_rows(key)[t].copy_(spec.rand((len(self._envs),)))
 
     def finish(self, steps: int) -> None:
-        """Write the rewards of all steps."""
-        rewards = np.array(self._rewards)
-        if rewards.shape != (steps, len(self._envs)) or rewards.dtype.kind not in "biuf":
-            raise EnvError(_not_a_number(self._rewards))
-        target = self._window.array(next_key(REWARD))[:, :steps, 0]
-        try:
-            with np.errstate(over="raise"):
-                target[...] = rewards.T
-        except FloatingPointError as err:
-            t, env = np.unravel_index(np.abs(rewards).argmax(), rewards.shape)
-            raise EnvError(
-                f"environment {env} returned reward {rewards[t, env]} at step {t}, which "
-                "overflows float32; scale it with gymnasium.wrappers.TransformReward"
-            ) from err
+        """Write the rewards of all steps.
+
+        Raises:
+            EnvError: a reward that is not a number, or a finite one that overflows float32.
+        """
+        for watch in self._unsettled:
+            watch.settle()
+        self._unsettled = []
+        rewards = check_rewards(self._rewards)
+        write_rewards(self._window.array(next_key(REWARD))[:, :steps, 0], rewards)
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
         """Reset ``envs`` (all by default) and write their observations into ``carry``."""
@@ -181,20 +196,20 @@ class GymnasiumEnv:
     def _reset_one(self, env: int, options: dict[str, Any] | None) -> tuple[Any, Any]:
         seed, self._seeds[env] = self._seeds[env], None
         result = self._envs[env].reset(seed=seed, options=options)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise EnvError(
-                f"environment {env}: reset must return (observation, info), it returned "
-                f"{result!r:.200}"
-            )
-        return result
+        return check_reset(result, f"environment {env}: reset")
 
     def seed(self, seed: int, static: bool = False) -> int:
-        """Seed environment ``i`` and its action space with ``seed + i`` from the next reset on."""
-        for i, env in enumerate(self._envs):
-            own = seed if static else seed + i
-            self._seeds[i] = own
-            env.action_space.seed(own)
-        return seed if static else seed + len(self._envs) - 1
+        """Seed environment ``i`` and its action space with ``seed + i`` from the next reset on.
+
+        Raises:
+            ConfigError: ``seed`` is no whole number of 0 or more.
+        """
+        seed = whole("seed", seed, least=0)
+        own = [seed if static else seed + i for i in range(len(self._envs))]
+        for env, value in zip(self._envs, own, strict=True):
+            env.action_space.seed(value)
+        self._seeds = list(own)
+        return own[-1]
 
     def state(self) -> dict[str, Any]:
         """Return nothing: Gymnasium environments have no state to read."""
@@ -241,23 +256,10 @@ def _check_same_spaces(envs: Sequence[gym.Env[Any, Any]]) -> None:
                 )
 
 
-def _not_five(results: Sequence[Any]) -> str:
+def _odd_result(results: Sequence[Any]) -> EnvError:
     for env, result in enumerate(results):
         if not isinstance(result, tuple) or len(result) != 5:
-            size = len(result) if isinstance(result, tuple) else type(result).__name__
-            return (
-                f"environment {env}: step must return (observation, reward, terminated, truncated, "
-                f"info), it returned {size} instead; wrap old Gym environments with shimmy"
-            )
-    return "environments returned results of different lengths"
-
-
-def _not_a_number(rewards: Sequence[Sequence[Any]]) -> str:
-    for t, row in enumerate(rewards):
-        for env, reward in enumerate(row):
-            value = np.asarray(reward)
-            if value.shape != () or value.dtype.kind not in "biuf":
-                return (
-                    f"environment {env} returned reward {reward!r} at step {t}; it must be a number"
-                )
-    return "rewards of different kinds in one rollout"
+            return not_five(result, f"environment {env}: step")
+        for name, flag in zip(("terminated", "truncated"), result[2:4], strict=True):
+            check_flag(flag, env, name)
+    return EnvError("environments returned results of different lengths")

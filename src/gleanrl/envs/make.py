@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import EnvOptions
 from gleanrl.core.protocols import Env
+from gleanrl.envs.closing import closed_on_error
 from gleanrl.envs.gym_env import GymEnv
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.pool import NextStepPool
@@ -41,6 +42,8 @@ Made: TypeAlias = Env | NextStepPool | Carried
 def make_env(options: EnvOptions) -> Made:
     """Build the environment ``options`` describe.
 
+    If that fails, environments that were made are closed; those that were given are left alone.
+
     Raises:
         UnknownEnvError: an id that is not registered.
         ConfigError: a combination that cannot be built.
@@ -56,7 +59,9 @@ def make_env(options: EnvOptions) -> Made:
         )
     if options.num_envs is not None:
         return _from_sequence([given] * options.num_envs, replace(options, num_envs=None))
-    return _adapt(_build(given, options.create_env_kwargs), options)
+    made: list[Any] = []
+    with closed_on_error(made):
+        return _adapt(_build(given, options.create_env_kwargs, made), options)
 
 
 def _is_recipe(given: Any) -> bool:
@@ -77,7 +82,12 @@ def _from_sequence(items: Sequence[Any], options: EnvOptions) -> Made:
             f"num_envs ({options.num_envs}) and a sequence of {len(items)} environments exclude "
             f"each other"
         )
-    built = [_build(item, options.create_env_kwargs) for item in items]
+    made: list[Any] = []
+    with closed_on_error(made):
+        return _batch([_build(item, options.create_env_kwargs, made) for item in items], options)
+
+
+def _batch(built: list[Any], options: EnvOptions) -> Made:
     if len({id(env) for env in built}) < len(built):
         raise ConfigError(
             "the same environment object was given more than once; give callables that each make "
@@ -86,23 +96,15 @@ def _from_sequence(items: Sequence[Any], options: EnvOptions) -> Made:
     if all(isinstance(env, gym.Env) and not is_vector_env(env) for env in built):
         return _gymnasium(built, (len(built),), options, inner=None)
     if all(is_tensordict_env(env) for env in built):
-        return _adapt(_serial(built), options)
+        return _adapt(SerialEnv.of(built), options)
     kinds = sorted({type(env).__name__ for env in built})
     raise ConfigError(
         f"a sequence must hold single Gymnasium or TensorDict environments of one kind, not {kinds}"
     )
 
 
-def _serial(built: list[Any]) -> Any:
-    def given(env: Any) -> Callable[[], Any]:
-        return lambda: env
-
-    return SerialEnv(len(built), [given(env) for env in built])
-
-
-def _build(given: Any, kwargs: Mapping[str, Any]) -> Any:
-    if isinstance(given, (str, gym.envs.registration.EnvSpec)):
-        return without_call_checks(make_gym(given, **kwargs))
+def _build(given: Any, kwargs: Mapping[str, Any], made: list[Any]) -> Any:
+    """Return the environment of ``given``; one that did not exist before is put into ``made``."""
     if _is_built(given):
         if kwargs:
             raise ConfigError(
@@ -110,6 +112,15 @@ def _build(given: Any, kwargs: Mapping[str, Any]) -> Any:
                 f"{type(given).__name__} was given, which is built already"
             )
         return given
+    made.append(_call(given, kwargs))
+    env = made[-1]
+    single = isinstance(env, gym.Env) and not is_vector_env(env)  # EnvPool's are both
+    return without_call_checks(env) if single else env
+
+
+def _call(given: Any, kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(given, (str, gym.envs.registration.EnvSpec)):
+        return make_gym(given, **kwargs)
     if not callable(given):
         raise ConfigError(
             f"create_env_fn ({given!r:.100}) is neither an environment id, an environment nor a "
@@ -124,8 +135,7 @@ def _build(given: Any, kwargs: Mapping[str, Any]) -> Any:
             f"create_env_fn returned a {type(env).__name__}; it must return a gymnasium.Env, a "
             "gymnasium.vector.VectorEnv or an environment with TensorDict methods"
         )
-    single = isinstance(env, gym.Env) and not is_vector_env(env)  # EnvPool's are both
-    return without_call_checks(env) if single else env
+    return env
 
 
 def _adapt(env: Any, options: EnvOptions) -> Made:
@@ -147,6 +157,7 @@ def _adapt(env: Any, options: EnvOptions) -> Made:
             categorical=bare.categorical,
             observation_dtype=options.observation_dtype or bare.observation_dtype,
             info_keys=options.info_keys or bare.info_keys,
+            seeds=bare.seeds,
         )
     if options.device is not None and env.device != options.device:
         env = env.to(options.device)

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from gymnasium import Env
 from gymnasium.vector import AsyncVectorEnv
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.options import whole
 from gleanrl.core.protocols import Array
 from gleanrl.envs.batched import ResetResult, Rows
-from gleanrl.envs.batched_env import BatchedEnv, InfoKeys
+from gleanrl.envs.batched_env import BatchedEnv
 
 
 class NextStepPool(BatchedEnv):
@@ -24,25 +24,7 @@ class NextStepPool(BatchedEnv):
     # How many steps a rollout will take is not known when it begins.
     _draws_ahead = 32
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        categorical: bool = True,
-        observation_dtype: torch.dtype | None = None,
-        info_keys: InfoKeys = (),
-    ) -> None:
-        """Take over ``env``; arguments as for `BatchedEnv`.
-
-        Raises:
-            ConfigError: an environment whose reset loses track of what it has to reset.
-        """
-        super().__init__(
-            env,
-            categorical=categorical,
-            observation_dtype=observation_dtype,
-            info_keys=info_keys,
-        )
+    def _prepare(self, env: Any) -> None:
         if isinstance(env.unwrapped, AsyncVectorEnv) and not env.unwrapped.shared_memory:
             # Its workers keep their "reset in the next step" mark through an explicit reset.
             raise ConfigError(
@@ -56,21 +38,9 @@ class NextStepPool(BatchedEnv):
 
 
 class EnvPoolAdapter(NextStepPool):
-    """An EnvPool with the Gymnasium interface, as a `Pool`."""
+    """An EnvPool with the Gymnasium interface, as a `Pool`; it must answer for all at once."""
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        categorical: bool = True,
-        observation_dtype: torch.dtype | None = None,
-        info_keys: InfoKeys = (),
-    ) -> None:
-        """Take over ``env``; arguments as for `BatchedEnv`.
-
-        Raises:
-            ConfigError: a pool in asynchronous mode or with the dm_env interface.
-        """
+    def _prepare(self, env: Any) -> None:
         if not isinstance(env, Env):
             raise ConfigError(
                 f"{type(env).__name__} has EnvPool's dm_env interface; make it with "
@@ -83,12 +53,6 @@ class EnvPoolAdapter(NextStepPool):
                 "be stepped as one batch; leave out batch_size"
             )
         _make_spaces(env)
-        super().__init__(
-            env,
-            categorical=categorical,
-            observation_dtype=observation_dtype,
-            info_keys=info_keys,
-        )
 
     def _resets_singly(self) -> bool:
         return True
@@ -103,7 +67,12 @@ class EnvPoolAdapter(NextStepPool):
         return ResetResult(result, len(envs)), slice(None)
 
     def seed(self, seed: int, static: bool = False) -> int:
-        """Seed environment ``i`` with ``seed + i``: an EnvPool is seeded by making it anew."""
+        """Seed environment ``i`` with ``seed + i``: an EnvPool is seeded by making it anew.
+
+        Raises:
+            ConfigError: ``seed`` is no whole number of 0 or more.
+        """
+        seed = whole("seed", seed, least=0)
         last = seed if static else seed + self.num_envs - 1
         own = [seed] * self.num_envs if static else list(range(seed, last + 1))
         spec = self._env.spec

@@ -11,7 +11,9 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import NEXT, Key
+from gleanrl.core.options import whole
 from gleanrl.envs.base import EnvBase, EnvSpecs, batched
+from gleanrl.envs.closing import closed_on_error
 from gleanrl.envs.gym_env import GymEnv, GymSource
 from gleanrl.envs.tensordict_layout import EndFlags, is_tensordict_env, spec_leaves
 
@@ -49,21 +51,40 @@ class SerialEnv(EnvBase):
         Raises:
             ConfigError: the wrong number of callables, or environments that do not fit together.
         """
+        num_workers = whole("num_workers", num_workers, least=1)
         makers = _spread("create_env_fn", create_env_fn, num_workers)
         kwargs = _spread("create_env_kwargs", create_env_kwargs or {}, num_workers)
-        self._envs = [make(**own) for make, own in zip(makers, kwargs, strict=True)]
-        for env in self._envs:
+        made: list[Any] = []
+        with closed_on_error(made):
+            for make, own in zip(makers, kwargs, strict=True):
+                made.append(make(**own))
+            self._join(made, device)
+
+    @classmethod
+    def of(cls, envs: Sequence[Any]) -> SerialEnv:
+        """Return a batch of environments that are built already, taken over if they fit together.
+
+        Raises:
+            ConfigError: environments that do not fit together; they are left open.
+        """
+        batch = cls.__new__(cls)
+        batch._join(list(envs), None)
+        return batch
+
+    def _join(self, envs: list[Any], device: torch.device | str | None) -> None:
+        self._envs = envs
+        for env in envs:
             if not is_tensordict_env(env):
                 raise ConfigError(
                     f"create_env_fn must make environments with TensorDict methods, it made a "
                     f"{type(env).__name__}; wrap a gymnasium.Env with GymEnv"
                 )
-        _check_alike(self._envs)
-        first = self._envs[0]
+        _check_alike(envs)
+        first = envs[0]
         self._inner = tuple(first.batch_size)
-        batch = (num_workers, *self._inner)
+        batch = (len(envs), *self._inner)
         wide = [
-            batched(dict(spec_leaves(tree)), (num_workers,), self._inner) for tree in _trees(first)
+            batched(dict(spec_leaves(tree)), (len(envs),), self._inner) for tree in _trees(first)
         ]
         self._inner_ends = EndFlags(first.full_done_spec, self._inner)
         super().__init__(EnvSpecs(*wide), batch, device if device is not None else first.device)
@@ -85,6 +106,7 @@ class SerialEnv(EnvBase):
             first.categorical,
             first.observation_dtype,
             first.info_keys,
+            tuple(seed for source in found for seed in source.seeds),
         )
 
     # -- stepping --------------------------------------------------------------------------------
@@ -143,8 +165,6 @@ class SerialEnv(EnvBase):
 
 
 def _spread(name: str, given: Any, number: int) -> list[Any]:
-    if number < 1:
-        raise ConfigError(f"num_workers ({number}) must be at least 1")
     if callable(given) or isinstance(given, Mapping):
         return [given] * number
     items = list(given)

@@ -30,7 +30,8 @@ from gleanrl.envs.specs import (
 )
 
 Path: TypeAlias = tuple[str | int, ...]
-_RESERVED = frozenset({"action", "reward", "done", "terminated", "truncated", "next", "collector"})
+RESERVED = frozenset({"action", "reward", "done", "terminated", "truncated", "next", "collector"})
+"""First parts of keys that a batch needs for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def observation_leaves(space: gym.Space[Any]) -> tuple[Leaf, ...]:
     """
     root: Key = () if isinstance(space, spaces.Dict) else OBSERVATION
     found = tuple(_walk(space, root, ()))
-    taken = sorted({leaf.key[0] for leaf in found} & _RESERVED)
+    taken = sorted({leaf.key[0] for leaf in found} & RESERVED)
     if taken:
         raise ConfigError(
             f"the observation space has entries named {taken}, which a batch needs for itself; "
@@ -101,8 +102,18 @@ def observation_leaves(space: gym.Space[Any]) -> tuple[Leaf, ...]:
 
 
 def action_leaves(space: gym.Space[Any]) -> tuple[Leaf, ...]:
-    """Return the leaves of an action space, under ``"action"``."""
-    return tuple(_walk(space, ACTION, ()))
+    """Return the leaves of an action space, under ``"action"``.
+
+    Raises:
+        ConfigError: a space without fixed shape, or with nothing in it.
+    """
+    found = tuple(_walk(space, ACTION, ()))
+    if not found:
+        raise ConfigError(
+            f"the action space {space} has nothing to choose; give the environment an action, such "
+            "as Discrete(1)"
+        )
+    return found
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
@@ -115,11 +126,6 @@ def torch_dtype(dtype: Any) -> torch.dtype:
         return torch.from_numpy(np.zeros(1, dtype)).dtype
     except TypeError as err:
         raise ConfigError(f"torch has no dtype for {np.dtype(dtype)}") from err
-
-
-def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the numpy dtype of a torch dtype."""
-    return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 def leaf_field(leaf: Leaf, dtype: torch.dtype | None = None) -> Field:
@@ -172,7 +178,14 @@ def action_decoder(space: gym.Space[Any], categorical: bool = True) -> Decoder:
     if isinstance(space, spaces.MultiDiscrete) and np.any(space.start):
         offset = space.start
         return lambda row: list(row.astype(dtype) + offset)
+    if space.shape == ():
+        return lambda row: _scalars(row.astype(dtype))
     return lambda row: list(row.astype(dtype))
+
+
+def _scalars(values: np.ndarray[Any, Any]) -> Sequence[Any]:
+    """Return arrays without dimensions: iterating would give numpy scalars, no values of a Box."""
+    return [values[env, ...] for env in range(len(values))]
 
 
 def _discrete_decoder(start: int, categorical: bool) -> Decoder:

@@ -121,8 +121,9 @@ class Bounded(TensorSpec):
         draw = torch.rand(size, dtype=self.dtype, device=self.device)
         tail = torch.empty(size, dtype=self.dtype, device=self.device).exponential_()
         normal = torch.randn(size, dtype=self.dtype, device=self.device)
-        finite_low, finite_high = self._finite_low, self._finite_high
-        zero = torch.zeros((), dtype=self.dtype)
+        finite_low = self._finite_low.to(self.device)
+        finite_high = self._finite_high.to(self.device)
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
         safe_low, safe_high = (
             torch.where(finite_low, low, zero),
             torch.where(finite_high, high, zero),
@@ -237,7 +238,9 @@ class MultiCategorical(TensorSpec):
 
     def is_in(self, value: torch.Tensor) -> bool:
         """Tell whether every index is in range."""
-        return super().is_in(value) and bool(((value >= 0) & (value < self.nvec)).all())
+        return super().is_in(value) and bool(
+            ((value >= 0) & (value < self.nvec.to(value.device))).all()
+        )
 
     def _details(self) -> str:
         return f"nvec={self.nvec.tolist()}, "

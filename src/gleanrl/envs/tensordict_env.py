@@ -102,6 +102,7 @@ class TensorDictEnv:
         self._known: weakref.WeakKeyDictionary[Window, _Bound] = weakref.WeakKeyDictionary()
         self._finals: list[tuple[int, list[tuple[Rows, torch.Tensor]]]] = []
         self._bound: _Bound
+        self._inputs: tuple[tuple[Key, Rows], ...]
         self._window: Window
 
     @property
@@ -126,13 +127,13 @@ class TensorDictEnv:
         bound = self._known.get(window)
         if bound is None or bound.carry is not carry:
             bound = self._known[window] = self._bind(window, carry)
-        self._bound, self._window = bound, window
+        self._bound, self._window, self._inputs = bound, window, bound.inputs
         self._finals = []
 
     def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
         """Step with the actions in row ``t``."""
         handle, bound = self._handle, self._bound
-        for key, rows in bound.inputs:
+        for key, rows in self._inputs:
             # What the environment gets is its own: it may keep it, the window is used again.
             handle.root.set(key, rows[t].clone())
         _, after, ended = handle.step(cut)
@@ -158,10 +159,11 @@ class TensorDictEnv:
                 _copy_flags(node, root, t)
 
     def random(self, t: int) -> None:
-        """Write random actions into row ``t``."""
+        """Write random actions into row ``t``; no policy acts, so none feeds the environment."""
         handle = self._handle
         handle.root = handle.env.rand_action(handle.root)
-        for key, rows in self._bound.inputs[: len(self.layout.actions)]:
+        self._inputs = self._bound.inputs[: len(self.layout.actions)]
+        for key, rows in self._inputs:
             rows[t].copy_(handle.root.get(key))
 
     def finish(self, steps: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.errors import EnvError
-from gleanrl.core.keys import Key, NestedKey, as_key, is_private, show
+from gleanrl.core.keys import Key, NestedKey, as_key, is_private, next_key, show
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 
 
@@ -167,6 +167,7 @@ def learn_layout(env: Any, first: TensorDictBase) -> EnvLayout:
     return EnvLayout(
         batch_shape=batch,
         observations=(*seen.values(), *ends.odd),
+        fed=tuple(map(next_key, seen)),
         actions=actions,
         rewards=tuple(rewards),
         dones=ends.groups,

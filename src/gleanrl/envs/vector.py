@@ -14,8 +14,9 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.options import InfoKeys
 from gleanrl.core.protocols import Array, Env
-from gleanrl.envs.batched_env import BatchedEnv, InfoKeys
+from gleanrl.envs.batched_env import BatchedEnv
 from gleanrl.envs.pool import EnvPoolAdapter, NextStepPool, is_envpool
 
 _NOTHING: tuple[int, ...] = ()

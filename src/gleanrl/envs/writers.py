@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from gleanrl.core.errors import EnvError
+from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import next_key, show
 from gleanrl.core.layout import Field
+from gleanrl.core.options import InfoKeys
 from gleanrl.core.protocols import Array, Window
-from gleanrl.envs.spaces import Leaf, numpy_dtype, torch_dtype
+from gleanrl.envs.returned import NUMBERS
+from gleanrl.envs.spaces import RESERVED, Leaf, torch_dtype
 
 _DIRECT_NBYTES = 4096
 """Above this a row is copied straight from each environment's array; below, gathered first."""
@@ -38,16 +41,27 @@ class Writer(Protocol):
         """Write one environment's reset observation into ``carry``."""
         ...
 
+    def check(self, env: int, value: Any, info: Any) -> None:
+        """Check what one environment returned, without writing it."""
+        ...
+
 
 class LeafWriter:
-    """Writes one array of the observation; small rows, gathered into one array first."""
+    """Writes one array of the observation; small rows, gathered into one array first.
+
+    What a reset returns, and the first step (see `check`), is held to the declared dtype exactly.
+    Later steps of several environments are gathered before their dtype is looked at, so a narrower
+    one that numpy promotes to the declared one (an integer among float64) passes there; looking at
+    each would cost every step. Byte order never matters.
+    """
 
     def __init__(self, leaf: Leaf, field: Field) -> None:
         """Bind to a leaf of the observation space and the field it fills."""
+        self._leaf = leaf
         self._field = field
         self._shape = field.shape
         self._source_dtype = np.dtype(leaf.space.dtype)
-        self._target = numpy_dtype(field.dtype)
+        self._target = field.numpy_dtype
         self._casts = torch_dtype(leaf.space.dtype) != field.dtype
         self._get: Callable[[Any], Any] | None = _getter(leaf)
         self._next: list[Array] = []
@@ -63,7 +77,12 @@ class LeafWriter:
     def write(self, t: int, values: Sequence[Any], infos: Sequence[Any]) -> None:
         """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
         get = self._get
-        rows = self._gather(values if get is None else [get(value) for value in values])
+        if get is not None:
+            try:
+                values = [get(value) for value in values]
+            except (LookupError, TypeError):
+                values = [self._part(env, value) for env, value in enumerate(values)]
+        rows = self._gather(values)
         self._next[t][...] = rows
         self._root[t][...] = rows
 
@@ -75,9 +94,19 @@ class LeafWriter:
         """Write one environment's reset observation into ``carry``."""
         carry.rows(self._field.key)[0][env] = self._one(env, value)
 
+    def check(self, env: int, value: Any, info: Any) -> None:
+        """Check what one environment returned, without writing it."""
+        self._one(env, value)
+
+    def _part(self, env: int, value: Any) -> Any:
+        try:
+            return value if self._get is None else self._get(value)
+        except (LookupError, TypeError) as err:
+            raise EnvError(f"environment {env} returned {no_entry(self._leaf, value)}") from err
+
     def _gather(self, values: Sequence[Any]) -> Array:
         try:
-            rows = np.array(values)
+            rows: Array | None = np.array(values)
         except ValueError:
             rows = None
         if rows is None or rows.shape[1:] != self._shape or rows.dtype != self._source_dtype:
@@ -85,22 +114,32 @@ class LeafWriter:
         return self._cast(rows) if self._casts else rows
 
     def _one(self, env: int, value: Any) -> Array:
-        row = self._check(env, value if self._get is None else self._get(value))
+        row = self._check(env, self._part(env, value))
         return self._cast(row) if self._casts else row
 
     def _check(self, env: int, value: Any) -> Array:
-        row: Array = value if type(value) is np.ndarray else np.asarray(value)
+        row: Array = value if type(value) is np.ndarray else self._array(env, value)
         if row.dtype == self._source_dtype and row.shape == self._shape:
             return row
-        if row.shape != self._shape or not (self._casts and row.dtype.kind == "f"):
+        same = row.dtype.newbyteorder("=") == self._source_dtype
+        if row.shape == self._shape and (same or (self._casts and row.dtype.kind == "f")):
+            return row
+        raise EnvError(
+            f"environment {env} returned {show(self._field.key)} with shape {row.shape} and dtype "
+            f"{row.dtype}, but its observation space declares shape {self._shape} and dtype "
+            f"{self._source_dtype}; correct the space or the observation"
+            + _dtype_hint(row.dtype, self._source_dtype)
+        )
+
+    def _array(self, env: int, value: Any) -> Array:
+        try:
+            return np.asarray(value)
+        except ValueError as err:
             raise EnvError(
-                f"environment {env} returned {show(self._field.key)} with shape {row.shape} and "
-                f"dtype "
-                f"{row.dtype}, but its observation space declares shape {self._shape} and dtype "
-                f"{self._source_dtype}; correct the space or the observation"
-                + _dtype_hint(row.dtype, self._source_dtype)
-            )
-        return row
+                f"environment {env} returned {show(self._field.key)} that is no array of shape "
+                f"{self._shape}, as its observation space declares: {value!r:.100}; correct the "
+                "space or the observation"
+            ) from err
 
     def _cast(self, rows: Array) -> Array:
         try:
@@ -146,6 +185,38 @@ class DirectLeafWriter(LeafWriter):
             root[env] = row
 
 
+class InfoWatch:
+    """Looks out for one entry of ``info`` until it is seen: a misspelt name never is."""
+
+    def __init__(self, name: str) -> None:
+        """Look out for ``name``."""
+        self._name = name
+        self._others: set[str] = set()
+        self.looking = True
+        """Whether nobody has seen it yet, in the first rollout."""
+
+    def look(self, info: Mapping[str, Any]) -> bool:
+        """Look at one ``info``; return whether there is no more need to."""
+        if self.looking and self._name not in info:
+            self._others.update(info)
+            return False
+        self.looking = False
+        return True
+
+    def settle(self) -> None:
+        """Stop looking, after the first rollout; warn if the entry never came."""
+        if self.looking:
+            self.looking = False
+            others = sorted(name for name in self._others if not name.startswith("_"))
+            warnings.warn(
+                f"info_keys: no info of the first rollout has {self._name!r}, so it is delivered "
+                f"as zeros; there were {others}",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._others.clear()
+
+
 class InfoWriter:
     """Writes one numeric entry of ``info``; zero where an environment did not give it."""
 
@@ -154,6 +225,9 @@ class InfoWriter:
         self._name = name
         self._field = field
         self._zero = np.zeros(field.shape)
+        self.watch = InfoWatch(name)
+        """Looks out for the entry in the first rollout."""
+        self._read = self._first_read
         self._next: list[Array] = []
         self._root: list[Array] = []
 
@@ -177,9 +251,18 @@ class InfoWriter:
         """Write one environment's entry into ``carry``."""
         carry.rows(self._field.key)[0][env] = self._read(env, info)
 
-    def _read(self, env: int, info: Mapping[str, Any]) -> Array:
+    def check(self, env: int, value: Any, info: Any) -> None:
+        """Check one environment's entry, without writing it."""
+        self._read(env, info)
+
+    def _first_read(self, env: int, info: Mapping[str, Any]) -> Array:
+        if self.watch.look(info):
+            self._read = self._plain_read
+        return self._plain_read(env, info)
+
+    def _plain_read(self, env: int, info: Mapping[str, Any]) -> Array:
         value = np.asarray(info.get(self._name, self._zero))
-        if value.shape != self._field.shape or value.dtype.kind not in "biuf":
+        if value.shape != self._field.shape or value.dtype.kind not in NUMBERS:
             raise EnvError(
                 f"environment {env} gave info[{self._name!r}] = {value!r}; a number of shape "
                 f"{self._field.shape} was declared"
@@ -195,15 +278,66 @@ def make_writer(leaf: Leaf, field: Field) -> LeafWriter:
     return PlainLeafWriter(leaf, field) if plain else LeafWriter(leaf, field)
 
 
-def info_fields(
-    info_keys: Sequence[str] | Mapping[str, tuple[Sequence[int], torch.dtype]],
-) -> dict[str, Field]:
-    """Return the field of every requested ``info`` entry: float32 scalars unless declared."""
+def info_fields(info_keys: InfoKeys, observed: Iterable[Field]) -> dict[str, Field]:
+    """Return the field of every requested ``info`` entry: float32 scalars unless declared.
+
+    Whether a name is one that ``info`` will ever hold cannot be told from a reset, whose ``info``
+    often holds less: `InfoWatch` says so after the first rollout.
+
+    Args:
+        info_keys: What the user asked for.
+        observed: Fields of the observation, beside which the entries will stand.
+
+    Raises:
+        ConfigError: names that are no names, are taken, or come twice.
+    """
+    if isinstance(info_keys, str):
+        raise ConfigError(
+            f"info_keys ({info_keys!r}) is a string; pass a list of names: [{info_keys!r}]"
+        )
+    names = list(info_keys)
+    taken = RESERVED | {field.key[0] for field in observed}
+    for name in names:
+        if not isinstance(name, str) or not name or name.startswith("_"):
+            raise ConfigError(
+                f"info_keys: {name!r} must be a string that does not start with an underscore"
+            )
+        if name in taken:
+            raise ConfigError(
+                f"info_keys: {name!r} is the name of something else in a batch; rename the info "
+                "entry with a wrapper"
+            )
+        if names.count(name) > 1:
+            raise ConfigError(f"info_keys ({names}) names {name!r} more than once")
     if isinstance(info_keys, Mapping):
-        return {
-            name: Field((name,), tuple(shape), dtype) for name, (shape, dtype) in info_keys.items()
-        }
-    return {name: Field((name,), (), torch.float32) for name in info_keys}
+        return {name: _declared_field(name, given) for name, given in info_keys.items()}
+    return {name: Field((name,), (), torch.float32) for name in names}
+
+
+def _declared_field(name: str, given: Any) -> Field:
+    try:
+        shape, dtype = given
+        sizes = tuple(map(operator.index, shape))
+    except (TypeError, ValueError):
+        sizes, dtype = (), None
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            f"info_keys: {name!r} is declared as {given!r}; declare a shape and a dtype, such as "
+            "((), torch.float32)"
+        )
+    return Field((name,), sizes, dtype)
+
+
+def no_entry(leaf: Leaf, value: Any) -> str:
+    """Say that ``value`` of a nested observation space has nothing where ``leaf`` should be."""
+    held = (
+        f"a mapping of {list(value)}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+    )
+    path = "".join(f"[{part!r}]" for part in leaf.path)
+    return (
+        f"an observation without {path}, which its observation space declares: it is "
+        f"{held}; correct the space or the observation"
+    )
 
 
 def _getter(leaf: Leaf) -> Callable[[Any], Any] | None:

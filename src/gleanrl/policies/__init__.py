@@ -8,7 +8,7 @@ from gleanrl.policies.exploration import (
 )
 from gleanrl.policies.make import make_policy
 from gleanrl.policies.program import ProgramPolicy
-from gleanrl.policies.random import RandomActions, RandomPolicy, random_policy
+from gleanrl.policies.random import RandomActions, RandomPolicy
 
 __all__ = [
     "ExplorationType",
@@ -18,6 +18,5 @@ __all__ = [
     "exploration_type",
     "make_policy",
     "parse_exploration_mode",
-    "random_policy",
     "set_exploration_type",
 ]

@@ -18,8 +18,8 @@ class Binding:
     """Connects the cells of a program to the rows of a window.
 
     On the CPU every cell has a numpy array over its memory and a row is one array copy. On another
-    device observations cross to it and actions cross back at every step; everything else stays
-    there until the rollout is over.
+    device observations cross to it and what the environment reads crosses back at every step;
+    everything else stays there until the rollout is over.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class Binding:
         self._outputs = outputs
         self._states = states
         self._roots = frozenset(roots)
-        self._actions = {field.key for field in env.actions}
+        self._prompt = {*(field.key for field in env.actions), *env.fed}
+        """Outputs the environment reads at the same step."""
         self._remote = device.type != "cpu"
         self._stages: dict[Key, torch.Tensor] = {}
         self._moves: list[Callable[[int], None]] = []
@@ -79,7 +80,7 @@ class Binding:
             self.loads.append((cell.array, window.rows(key)))
 
     def _store(self, window: Window, key: Key, cell: Cell) -> None:
-        if self._remote and key not in self._actions:
+        if self._remote and key not in self._prompt:
             stage = self._stage(key, window.steps, cell.tensor)
             self.tensor_stores.append((stage.unbind(0), cell.tensor))
             self._moves.append(_mover(stage, window.tensor(key)))

@@ -117,7 +117,7 @@ def _probabilities(draw: Draw) -> tuple[Tensor, Tensor] | None:
     tape, params = draw.tape, draw.params
     if set(params) == {"logits"} and params["logits"].shape[-1] > 1:
         raw = params["logits"]
-        total = tape(torch.logsumexp, raw, -1, True)
+        total = _log_sum_exp(tape, raw)
         logits = tape(torch.sub, raw, total)
         # NaN, +inf and rows of -inf all show in the normaliser; single -inf are legal masks.
         tape.check_finite(total, _not_finite(draw.name))
@@ -134,6 +134,16 @@ def _probabilities(draw: Draw) -> tuple[Tensor, Tensor] | None:
         tape.do(logits.log_)
         return probs, logits
     return None
+
+
+def _log_sum_exp(tape: Tape, raw: Tensor) -> Tensor:
+    """Do what `torch.logsumexp` does, without what it allocates on the way."""
+    top = tape(torch.amax, raw, -1, True)
+    parts = tape(torch.sub, raw, top)
+    tape.do(parts.exp_)
+    total = tape(torch.sum, parts, -1, True)
+    tape.do(total.log_)
+    return tape(torch.add, total, top)
 
 
 def _index(tape: Tape, index: Tensor, probs: Tensor) -> Tensor:
@@ -261,8 +271,7 @@ def _rightmost(tape: Tape, value: Tensor, dims: int) -> Tensor:
     return tape(torch.sum, flat, -1)
 
 
-# -- squashed normal
-# ---------------------------------------------------------------------------------
+# -- squashed normal -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,15 +183,18 @@ def _states(
 def _fields(
     env: EnvLayout, outputs: Mapping[Key, torch.Tensor], one_hot: Sequence[Key]
 ) -> tuple[Field, ...]:
-    """Return the fields of a policy's outputs: actions first, nothing the environment owns."""
+    """Return the fields of a policy's outputs: actions first, nothing the environment decides."""
     actions = []
     for field in env.actions:
         _check_action(env, field, outputs, field.key in one_hot)
         actions.append(field)
     taken = {field.key for field in env.actions} | _owned(env)
+    shown = {next_key(field.key): field for field in env.observations}
     extras = []
     size = len(env.batch_shape)
     for key, value in outputs.items():
+        if key in env.fed:
+            extras.append(_fed(env, shown[key], value))
         if key in taken:
             continue
         if tuple(value.shape[:size]) != env.batch_shape:
@@ -201,6 +204,18 @@ def _fields(
             )
         extras.append(Field(key, tuple(value.shape[size:]), value.dtype))
     return (*actions, *extras)
+
+
+def _fed(env: EnvLayout, shown: Field, value: torch.Tensor) -> Field:
+    """Return the field of ``value``, which the environment is given for its next observation."""
+    name, wanted = show(next_key(shown.key)), (*env.batch_shape, *shown.shape)
+    if tuple(value.shape) != wanted or not torch.can_cast(value.dtype, shown.dtype):
+        raise PolicyError(
+            f"the policy wrote {name} as {value.dtype} of shape {tuple(value.shape)}; the "
+            f"environment declares {show(shown.key)} as {shown.dtype} of shape {wanted}: make its "
+            "spec (that of the TensorDictPrimer) agree with the policy"
+        )
+    return Field(next_key(shown.key), shown.shape, shown.dtype)
 
 
 def _owned(env: EnvLayout) -> set[Key]:

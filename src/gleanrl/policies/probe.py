@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from tensordict.nn import TensorDictModuleBase
@@ -17,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from gleanrl.core.errors import PolicyError, PolicyTypeError
 from gleanrl.core.keys import Key, as_key, is_private, show
+from gleanrl.core.streams import preserved
 from gleanrl.policies.structure import children_of, modules_of, selects, units_of
 
 
@@ -171,24 +170,13 @@ def _dropped(policy: Any, td: TensorDictBase) -> list[Key]:
 @contextmanager
 def untouched(policy: Any) -> Iterator[None]:
     """Leave random streams and the policy's buffers as they were before the body."""
-    torch_state, python_state, numpy_state = (
-        torch.get_rng_state(),
-        random.getstate(),
-        np.random.get_state(),
-    )
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
-    cuda_states = torch.cuda.get_rng_state_all() if started else []
     modules = list(modules_of(policy))
     generators = [(one, one.get_state()) for one in _generators(modules)]
     buffers = [(module, _copies(module)) for module in modules]
     try:
-        yield
+        with preserved():
+            yield
     finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        if cuda_states:
-            torch.cuda.set_rng_state_all(cuda_states)
         for generator, state in generators:
             generator.set_state(state)
         for module, copies in buffers:

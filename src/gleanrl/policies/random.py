@@ -111,14 +111,14 @@ class SpecActions(RandomActions):
         """
         super().__init__(self._copy, env.actions)
         self._envs = env.num_envs
-        self._sources = [(field, *_source(policy, field, env.batch_shape)) for field in env.actions]
+        self._sources = [(field, _source(policy, field, env.batch_shape)) for field in env.actions]
         self._rows: list[tuple[Callable[[], torch.Tensor], tuple[int, ...], Any]] = []
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``."""
         self._rows = [
             (draw, (self._envs, *field.shape), window.tensor_rows(field.key))
-            for field, draw, _ in self._sources
+            for field, draw in self._sources
         ]
 
     def _copy(self, t: int) -> None:
@@ -128,7 +128,7 @@ class SpecActions(RandomActions):
 
 def _source(
     policy: RandomPolicy, field: Field, batch: tuple[int, ...]
-) -> tuple[Callable[[], torch.Tensor], Any]:
+) -> Callable[[], torch.Tensor]:
     spec = _spec_of(policy, field.key)
     shape = tuple(spec.shape)
     wanted = (*batch, *field.shape)
@@ -144,7 +144,7 @@ def _source(
         drawn: torch.Tensor = spec.rand(lead)
         return drawn
 
-    return draw, spec
+    return draw
 
 
 def _spec_of(policy: RandomPolicy, key: Key) -> Any:
@@ -162,16 +162,3 @@ def _spec_of(policy: RandomPolicy, key: Key) -> Any:
             f"{show(key)}: pass action_key={show(key)}"
         )
     return spec
-
-
-def random_policy(
-    draw: Callable[[int], None], actions: Sequence[Field], like: Policy | None = None
-) -> RandomActions:
-    """Return the policy of random frames.
-
-    Args:
-        draw: Writes random actions into a row; an environment's ``random``.
-        actions: The fields it writes.
-        like: The policy that will take over: its other outputs and its states are zeros meanwhile.
-    """
-    return RandomActions(draw, actions, like)

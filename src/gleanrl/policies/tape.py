@@ -47,6 +47,30 @@ class Cell:
         return cls(tensor, array_of(tensor))
 
 
+_UFUNCS: dict[Any, np.ufunc] = {
+    torch.add: np.add,
+    torch.div: np.divide,
+    torch.mul: np.multiply,
+    torch.sub: np.subtract,
+}
+"""The same arithmetic, bit for bit, called in half the time; tells on rows as small as these."""
+
+
+def _elementwise(
+    fn: Callable[..., Any], args: tuple[Any, ...], result: torch.Tensor
+) -> Callable[[], Any] | None:
+    """Return ``fn`` over the same memory as a numpy call, ``None`` where there is none."""
+    ufunc, out = _UFUNCS.get(fn), array_of(result)
+    if ufunc is None or out is None:
+        return None
+    if not all(isinstance(arg, torch.Tensor) and arg.dtype == result.dtype for arg in args):
+        return None
+    arrays = [array_of(arg) for arg in args]
+    if any(array is None for array in arrays):
+        return None
+    return partial(ufunc, *arrays, out)
+
+
 @dataclass(slots=True)
 class Check:
     """Folds one tensor over all steps, to be looked at once per rollout."""
@@ -77,7 +101,8 @@ class Tape:
     def __call__(self, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Call ``fn``, which takes ``out``, and return the buffer every replay writes to."""
         result = fn(*args, **kwargs)
-        self.calls.append(partial(fn, *args, **kwargs, out=result))
+        fast = None if kwargs else _elementwise(fn, args, result)
+        self.calls.append(fast or partial(fn, *args, **kwargs, out=result))
         return result
 
     def do(self, fn: Callable[..., Any], *args: Any) -> None:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from gleanrl.core.errors import ConfigError, PolicyError
+from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import IS_INIT, show
 from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Source, Window
+from gleanrl.core.streams import preserved
 from gleanrl.envs.make import Carried, Made, make_env
 from gleanrl.envs.pool import NextStepPool
 from gleanrl.envs.tensordict_env import TensorDictEnv
 from gleanrl.envs.tensordict_layout import spec_leaves
 from gleanrl.policies.adapt import adapt
+from gleanrl.policies.exploration import complete_exploration
 from gleanrl.policies.make import make_policy
-from gleanrl.policies.random import RandomPolicy, random_policy
+from gleanrl.policies.random import RandomActions, RandomPolicy
 from gleanrl.rollout.carrier import CarrierRollout
 from gleanrl.rollout.cursor import CursorRollout
 from gleanrl.rollout.rollout import Policies, Rollout
-from gleanrl.rollout.streams import preserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +50,17 @@ class SourceBuilder:
                 raise
 
     def _serve(self, made: Made) -> Source:
-        options = self.rollout
         if isinstance(made, Carried):
             return self._carry(made)
-        layout = made.layout
-        if options.index_stride == 0:
-            options = replace(options, index_stride=layout.num_envs)
-        if options.max_frames_per_traj is not None and not made.can_cut:
-            raise ConfigError(
-                f"max_frames_per_traj ({options.max_frames_per_traj}) needs to reset "
-                f"environments one "
-                f"by one, which {type(made.inner).__name__} cannot do; set the limit where it is "
-                f"made "
-                "(max_episode_steps), or vectorise single environments with num_envs="
-            )
         if isinstance(made, NextStepPool):
-            return CursorRollout(made, self._policies, options)
-        return Rollout(made, self._policies, options)
+            return CursorRollout(made, self._policies, self.rollout)
+        return Rollout(made, self._policies, self.rollout)
 
     def _carry(self, made: Carried) -> Source:
         user = self._user_policy()
         if user is None or (isinstance(user, RandomPolicy) and user.action_spec is None):
             return CarrierRollout(made.env, None, self.rollout, first=made.first)
+        complete_exploration(user, made.env)
         observed = [key for key, _ in spec_leaves(made.env.full_observation_spec)]
         acted = [key for key, _ in spec_leaves(made.env.full_action_spec)]
         policy = adapt(user, observed, acted, trust=self.policy.trust_policy).call
@@ -80,6 +70,7 @@ class SourceBuilder:
 
     def _policies(self, env: Env | Pool, probe: Window) -> Policies:
         user = self._user_policy()
+        complete_exploration(user, env.inner)
         policy = make_policy(
             user,
             env=env.layout,
@@ -94,7 +85,7 @@ class SourceBuilder:
         self._check_inputs(policy)
         if isinstance(env, TensorDictEnv):
             env.feed(field.key for field in policy.outputs)
-        stand_in = random_policy(env.random, env.layout.actions, policy)
+        stand_in = RandomActions(env.random, env.layout.actions, policy)
         return Policies(policy, stand_in, policy.needs_is_init, user)
 
     def _check_inputs(self, policy: Policy) -> None:

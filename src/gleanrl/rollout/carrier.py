@@ -10,7 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
 from tensordict.nn import set_interaction_type
 
-from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.errors import EnvError
 from gleanrl.core.keys import (
     IS_INIT,
     MASK,
@@ -32,6 +32,7 @@ from gleanrl.core.protocols import Array, Stop, Window
 from gleanrl.envs.tensordict_handle import TensorDictHandle
 from gleanrl.envs.tensordict_layout import needs_carrier, spec_leaves
 from gleanrl.memory.window import RolloutWindow
+from gleanrl.rollout.plan import check_options, end_groups
 from gleanrl.rollout.rollout import Served
 from gleanrl.rollout.tracker import Tracker
 
@@ -77,9 +78,14 @@ class CarrierRollout(Served):
         super().__init__(self._handle, env, policy, options)
         self._policy: CarrierPolicy | None = policy
         self._batch = tuple(env.batch_size)
-        self._groups = self._handle.ends.groups
-        _check(options, env, self._groups)
-        envs = self._handle.num_envs
+        groups = self._handle.ends.groups
+        self._mute = tuple(group.prefix for group in groups if not group.truncated)
+        """Prefixes of end flags among which the environment has no ``"truncated"``."""
+        self._groups = end_groups(options, groups)
+        observed = [key for key, _ in spec_leaves(env.full_observation_spec)]
+        check_options(options, observed, self._groups)
+        self.num_envs = envs = self._handle.num_envs
+        """Asked for by name: without a layout nothing else tells."""
         self.tracker = Tracker(
             envs, options.index_base, options.index_stride or envs, options.max_frames_per_traj
         )
@@ -95,7 +101,7 @@ class CarrierRollout(Served):
             for spec in (env.full_observation_spec, env.full_reward_spec)
             for key, _ in spec_leaves(spec)
         }
-        self._hidden = {next_key(key) for key, _ in spec_leaves(env.full_observation_spec)}
+        self._hidden = set(map(next_key, observed))
         self._begin_episodes(list(range(envs)))
 
     def layout(self) -> None:
@@ -142,7 +148,8 @@ class CarrierRollout(Served):
         if out is not None and out is not root:
             root.update(out)
         if self._silence is None:
-            written = _leaves(root) - before - self._actions
+            # What the environment makes of these it decides itself when no policy feeds it.
+            written = _leaves(root) - before - self._actions - self._hidden
             self._silence = root.select(*written).apply(torch.zeros_like)
 
     def _act_randomly(self) -> None:
@@ -215,7 +222,7 @@ class CarrierRollout(Served):
 
     def _add_truncated(self, batch: TensorDictBase) -> None:
         """Give the flag to groups whose environment has none: done without having terminated."""
-        for prefix in (group.prefix for group in self._groups if not group.truncated):
+        for prefix in self._mute:
             done, dead = (batch.get((NEXT, *prefix, name)) for name in ("done", "terminated"))
             batch.set((NEXT, *prefix, "truncated"), done & ~dead)
             batch.set((*prefix, "truncated"), torch.zeros_like(done))
@@ -249,19 +256,3 @@ def _leaves(data: TensorDictBase) -> set[Key]:
     """Return the keys of all tensors and objects in ``data``."""
     keys = data.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
     return {as_key(key) for key in keys}
-
-
-def _check(options: RolloutOptions, env: Any, groups: Sequence[Any]) -> None:
-    if options.max_frames_per_traj is not None and any(
-        key[-1:] == STEP_COUNT for key, _ in spec_leaves(env.full_observation_spec)
-    ):
-        raise ConfigError(
-            "max_frames_per_traj needs to count steps, but the environment already delivers "
-            "'step_count'; pass max_frames_per_traj=0 and let the environment truncate"
-        )
-    if options.set_truncated and not any(group.truncated for group in groups):
-        raise EnvError(
-            "set_truncated=True needs a 'truncated' key, but the environment has only "
-            f"{[show(key) for group in groups for key in group.keys()]}; add one with "
-            "env.add_truncated_keys()"
-        )

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import (
     DONE,
     MASK,
@@ -135,17 +134,7 @@ class CursorRollout(Rollout):
     """The source of pools: fixed layout, only real transitions are delivered."""
 
     def __init__(self, pool: Pool, make_policies: MakePolicies, options: RolloutOptions) -> None:
-        """Reset ``pool`` once, learn the layout, build the policy on that first observation.
-
-        Raises:
-            ConfigError: ``max_frames_per_traj`` with a pool that cannot reset single environments.
-        """
-        if options.max_frames_per_traj is not None and not pool.can_cut:
-            raise ConfigError(
-                f"max_frames_per_traj ({options.max_frames_per_traj}) needs to reset environments "
-                f"one by one, which {type(pool.inner).__name__} cannot do; set the limit where it "
-                "is made (max_episode_steps)"
-            )
+        """Reset ``pool`` once, learn the layout, build the policy on that first observation."""
         super().__init__(pool, make_policies, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
         self._turns = Turns(pool, options.max_frames_per_traj)

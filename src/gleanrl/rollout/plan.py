@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -67,9 +67,7 @@ class RolloutPlan:
         self._env = env
         # Windows come back rollout after rollout; what begin and finish touch is looked up once.
         self._bound: WeakKeyDictionary[Window, _Bound] = WeakKeyDictionary()
-        self._groups = env.dones
-        if options.max_frames_per_traj is not None:
-            self._groups = tuple(replace(group, truncated=True) for group in env.dones)
+        self._groups = end_groups(options, env.dones)
         after = {field.key[1:]: field for field in outputs if field.key[0] == NEXT}
         state_fields = [Field(key, after[key].shape, after[key].dtype) for key in states]
         init = [Field(IS_INIT, (1,), torch.bool)] if is_init else []
@@ -78,27 +76,11 @@ class RolloutPlan:
         self._flags = [
             Field(key, group.shape, torch.bool) for group in self._groups for key in group.keys()
         ]
-        self._check()
+        check_options(options, (field.key for field in env.observations), self._groups)
         self.layout = Layout(env.batch_shape, self._compose(outputs))
         found = _floats(field for field in self.layout.fields if self._from_env(field))
         # "next" first: a bad value is named at the step that returned it.
         self._finite = sorted(found, key=lambda field: field.key[0] != NEXT)
-
-    def _check(self) -> None:
-        options = self._options
-        if options.max_frames_per_traj is not None and any(
-            field.key[-1] == STEP_COUNT[0] for field in self._env.observations
-        ):
-            raise ConfigError(
-                "max_frames_per_traj needs to count steps, but the environment already delivers "
-                "'step_count'; pass max_frames_per_traj=0 and let the environment truncate"
-            )
-        if options.set_truncated and not any(group.truncated for group in self._groups):
-            raise EnvError(
-                "set_truncated=True needs a 'truncated' key, but the environment has only "
-                f"{[show(key) for group in self._groups for key in group.keys()]}; add one with "
-                "env.add_truncated_keys()"
-            )
 
     def _compose(self, outputs: tuple[Field, ...]) -> tuple[Field, ...]:
         options, env = self._options, self._env
@@ -170,7 +152,6 @@ class RolloutPlan:
             window.tensor(next_key(POLICY_VERSION))[:, :steps] = version
         if options.mask:
             window.tensor(MASK)[:, :steps] = True
-            window.tensor(MASK)[:, steps:] = False
         if options.set_truncated:
             for group in self._groups:
                 _truncate_last(window, group, steps - 1)
@@ -190,6 +171,41 @@ class RolloutPlan:
                     f"environment {env} returned {values[env, step].flatten()[:4].tolist()} as "
                     f"{show(field.key)} at step {step} of the rollout (check_finite=True)"
                 )
+
+
+def end_groups(options: RolloutOptions, dones: Iterable[DoneGroup]) -> tuple[DoneGroup, ...]:
+    """Return the end flags that are delivered: those who can be cut can be truncated."""
+    if options.max_frames_per_traj is None:
+        return tuple(dones)
+    return tuple(replace(group, truncated=True) for group in dones)
+
+
+def check_options(
+    options: RolloutOptions, observed: Iterable[Key], groups: Sequence[DoneGroup]
+) -> None:
+    """Check what was asked for against what the environment shows.
+
+    Args:
+        options: What the user asked for.
+        observed: Root keys of the observations.
+        groups: The end flags that are delivered.
+
+    Raises:
+        ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
+        EnvError: ``set_truncated`` with an environment that cannot tell truncation.
+    """
+    limited = options.max_frames_per_traj is not None
+    if limited and any(key[-1:] == STEP_COUNT for key in observed):
+        raise ConfigError(
+            "max_frames_per_traj needs to count steps, but the environment already delivers "
+            "'step_count'; pass max_frames_per_traj=0 and let the environment truncate"
+        )
+    if options.set_truncated and not any(group.truncated for group in groups):
+        raise EnvError(
+            "set_truncated=True needs a 'truncated' key, but the environment has only "
+            f"{[show(key) for group in groups for key in group.keys()]}; add one with "
+            "env.add_truncated_keys()"
+        )
 
 
 def _floats(fields: Iterable[Field]) -> tuple[Field, ...]:

@@ -12,15 +12,16 @@ from tensordict.nn import set_interaction_type
 from torch import nn
 
 from gleanrl.core import paths
-from gleanrl.core.errors import WeightsError
+from gleanrl.core.errors import ConfigError, WeightsError
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Stop, Window
+from gleanrl.core.streams import preserved
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.dense import dense
 from gleanrl.rollout.plan import RolloutPlan
-from gleanrl.rollout.streams import Streams, preserved
+from gleanrl.rollout.streams import Streams
 from gleanrl.rollout.tracker import Tracker
 from gleanrl.weights.snapshot import check_weights, load_weights
 
@@ -176,7 +177,17 @@ class Rollout(Served):
     """The source of dense environments: fixed layout, one real transition per step."""
 
     def __init__(self, env: Env, make_policies: MakePolicies, options: RolloutOptions) -> None:
-        """Reset ``env`` once, learn the layout, build the policy on that first observation."""
+        """Reset ``env`` once, learn the layout, build the policy on that first observation.
+
+        Raises:
+            ConfigError: ``max_frames_per_traj`` where environments cannot be reset one by one.
+        """
+        if options.max_frames_per_traj is not None and not env.can_cut:
+            raise ConfigError(
+                f"max_frames_per_traj ({options.max_frames_per_traj}) needs to reset environments "
+                f"one by one, which {type(env.inner).__name__} cannot do; set the limit where it "
+                "is made (max_episode_steps), or vectorise single environments with num_envs="
+            )
         self._env = env
         probe = RolloutWindow.allocate(env.layout.observations, env.layout.num_envs, 1)
         env.reset(probe)
@@ -192,7 +203,7 @@ class Rollout(Served):
         self.tracker = Tracker(
             env.layout.num_envs,
             options.index_base,
-            options.index_stride,
+            options.index_stride or env.layout.num_envs,
             options.max_frames_per_traj,
         )
         self._mark_init(None)

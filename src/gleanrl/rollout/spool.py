@@ -57,9 +57,8 @@ class Spool:
         self._width = width = envs + _PAD
         self.steps = steps
         self._envs, self._keep, self._left, self._taken = envs, keep, 0, 0
-        kinds = {f.key: torch.empty(0, dtype=f.dtype).numpy().dtype for f in fields}
         self._rows: dict[Key, Array] = {
-            field.key: np.zeros((rows, width, *field.shape), kinds[field.key]) for field in fields
+            field.key: np.zeros((rows, width, *field.shape), field.numpy_dtype) for field in fields
         }
         self._flat = {k: v.reshape(rows * width, *v.shape[2:]) for k, v in self._rows.items()}
         self._shifted = tuple(shifted)

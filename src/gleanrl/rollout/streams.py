@@ -56,19 +56,6 @@ class Streams:
         self._own = None if state is None else _State.from_description(state)
 
 
-@contextmanager
-def preserved() -> Iterator[None]:
-    """Leave torch, numpy and Python random state as they were, whatever the body draws."""
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-
-
 class _State:
     """One set of stream states."""
 

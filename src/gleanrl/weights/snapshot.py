@@ -20,8 +20,7 @@ def weights_of(source: Any) -> Weights:
 
     Args:
         source: A module (parameters, all buffers, extra state), a `TensorDict` of weights (nested
-        by
-            module, as `TensorDict.from_module` makes it), or a state dict.
+            by module, as `TensorDict.from_module` makes it), or a state dict.
 
     Raises:
         WeightsError: anything else.
@@ -81,9 +80,8 @@ def check_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
     for name, value in tensors.items():
         if tuple(value.shape) != tuple(targets[name].shape):
             raise WeightsError(
-                f"weights do not fit {kind}: {name!r} has shape {tuple(value.shape)}, the "
-                f"model's is "
-                f"{tuple(targets[name].shape)}"
+                f"weights do not fit {kind}: {name!r} has shape {tuple(value.shape)}, the model's "
+                f"is {tuple(targets[name].shape)}"
             )
 
 

@@ -1,0 +1,105 @@
+"""What environments return, checked: the shape of a step and of a reset, and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gleanrl.core.errors import EnvError
+from gleanrl.core.protocols import Array
+
+NUMBERS = "biuf"
+"""Kinds of numpy dtypes that hold plain numbers."""
+
+
+def check_reset(result: Any, who: str, pair: str = "(observation, info)") -> tuple[Any, Any]:
+    """Return what ``reset`` returned.
+
+    Raises:
+        EnvError: it is not the ``pair``; the message starts with ``who``.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise EnvError(f"{who} must return {pair}, it returned {result!r:.200}")
+    return result
+
+
+def not_five(result: Any, who: str, names: str = "terminated, truncated, info") -> EnvError:
+    """Return what to raise for a ``step`` that did not return five things."""
+    size = len(result) if isinstance(result, tuple) else type(result).__name__
+    return EnvError(
+        f"{who} must return (observation, reward, {names}), it returned {size} instead; wrap old "
+        "Gym environments with shimmy"
+    )
+
+
+def check_flag(flag: Any, env: int, name: str) -> bool:
+    """Return one environment's end flag.
+
+    Raises:
+        EnvError: it is an array of several.
+    """
+    if np.size(flag) != 1:
+        raise EnvError(
+            f"environment {env} returned {name}={flag!r:.100}; it must be a bool (what steps "
+            "several environments at once must be a gymnasium.vector.VectorEnv)"
+        )
+    return bool(flag)
+
+
+def check_reward(reward: Any, env: int, when: str = "") -> Array:
+    """Return one environment's reward as an array without dimensions.
+
+    Raises:
+        EnvError: it is not a number.
+    """
+    value = np.asarray(reward)
+    if value.shape != () or value.dtype.kind not in NUMBERS:
+        raise EnvError(f"environment {env} returned reward {reward!r}{when}; it must be a number")
+    return value
+
+
+def write_rewards(
+    target: Array, rewards: Array, *, when: str = " at step {}", wrapper: str = "TransformReward"
+) -> None:
+    """Narrow ``rewards`` ``[T, P]`` into ``target``, ``[P, T]`` float32.
+
+    Args:
+        target: Written.
+        rewards: Numbers of any kind.
+        when: How the message tells the step.
+        wrapper: What it advises to scale with, below ``gymnasium.wrappers``.
+
+    Raises:
+        EnvError: a finite one overflows float32.
+    """
+    try:
+        with np.errstate(over="raise"):
+            target[...] = rewards.T
+    except FloatingPointError as err:
+        with np.errstate(over="ignore"):
+            lost = np.isinf(rewards.astype(np.float32)) & np.isfinite(rewards)
+        t, env = (int(index) for index in np.argwhere(lost)[0])
+        raise EnvError(
+            f"environment {env} returned reward {rewards[t, env]}{when.format(t)}, which overflows "
+            f"float32; scale it with gymnasium.wrappers.{wrapper}"
+        ) from err
+
+
+def check_rewards(rewards: Sequence[Sequence[Any]]) -> Array:
+    """Return the rewards of a rollout, kept row by row, as one array ``[T, P]``.
+
+    Raises:
+        EnvError: one of them is not a number.
+    """
+    try:
+        values = np.array(rewards)
+    except ValueError:  # rewards of different shapes
+        values = np.empty(0, object)
+    if values.ndim == 2 and values.dtype.kind in NUMBERS:
+        return values
+    for t, row in enumerate(rewards):
+        for env, reward in enumerate(row):
+            check_reward(reward, env, f" at step {t}")
+    raise EnvError("rewards of different kinds in one rollout; return floats")
