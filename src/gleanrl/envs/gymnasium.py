@@ -196,6 +196,8 @@ class GymnasiumEnv:
     def _reset_one(self, env: int, options: dict[str, Any] | None) -> tuple[Any, Any]:
         seed, self._seeds[env] = self._seeds[env], None
         result = self._envs[env].reset(seed=seed, options=options)
+        if isinstance(result, tuple) and len(result) == 2:
+            return result
         return check_reset(result, f"environment {env}: reset")
 
     def seed(self, seed: int, static: bool = False) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -93,13 +94,14 @@ def check_rewards(rewards: Sequence[Sequence[Any]]) -> Array:
     Raises:
         EnvError: one of them is not a number.
     """
+    steps, envs = len(rewards), len(rewards[0])
     try:
-        values = np.array(rewards)
-    except ValueError:  # rewards of different shapes
-        values = np.empty(0, object)
-    if values.ndim == 2 and values.dtype.kind in NUMBERS:
-        return values
+        flat = np.fromiter(chain.from_iterable(rewards), np.float64, steps * envs)
+    except (TypeError, ValueError):
+        flat = np.full(1, np.nan)
+    if not np.isnan(flat).any():  # numpy reads None as NaN
+        return flat.reshape(steps, envs)
     for t, row in enumerate(rewards):
         for env, reward in enumerate(row):
             check_reward(reward, env, f" at step {t}")
-    raise EnvError("rewards of different kinds in one rollout; return floats")
+    return np.array(rewards, np.float64)
