@@ -135,6 +135,24 @@ def test_what_a_worker_raises_comes_through_unchanged():
     assert caught.value is error
 
 
+def test_after_a_failure_the_other_workers_are_heard_out():
+    error = ZeroDivisionError("in step")
+    engine = make_engine({(0, 1): Fail(error), (1, 1): Act(after=2)}, workers=3)
+    collect(engine)
+    with pytest.raises(ZeroDivisionError):
+        collect(engine)
+    assert engine.request(0, m.GetState()) == {"rollouts": 1}
+    assert check_stamps(collect(engine)) == [1, 10**6 + 2, 2 * 10**6 + 2]
+
+
+def test_the_late_end_of_an_abandoned_rollout_answers_no_command():
+    engine = make_engine({(1, 0): Act(after=10)})
+    with pytest.raises(CollectorTimeout):
+        collect(engine, timeout=5.0)
+    assert engine.request(0, m.Get("num_envs"), timeout=20.0) == 2
+    assert engine.request(1, m.Get("num_envs"), timeout=20.0) == 2
+
+
 def test_a_dead_worker_is_named():
     engine = make_engine({(1, 0): Die(after=1.0)})
     with pytest.raises(WorkerDied, match="worker 1 died"):

@@ -260,8 +260,8 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         kwargs = list(list_of_kwargs or [])
         if args and kwargs and len(args) != len(kwargs):
             raise ConfigError(
-                f"list_of_args has {len(args)} entries, list_of_kwargs {len(kwargs)}: one each "
-                f"per call"
+                f"list_of_args has {len(args)} entries, list_of_kwargs {len(kwargs)}: "
+                "one each per call"
             )
         count = max(len(args), len(kwargs))
         args, kwargs = args or [()] * count, kwargs or [{}] * count

@@ -51,8 +51,8 @@ def check_later(updater: Any, receivers: Any, trajs_per_write: int | None) -> No
     ):
         if value is not None:
             raise NotImplementedError(
-                f"{name} belongs to collectors with several workers, which this version does not "
-                f"have"
+                f"{name} belongs to collectors with several workers, "
+                "which this version does not have"
             )
 
 

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from gleanrl.core.keys import Key
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import Key, show
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """Return the numpy dtype of a torch dtype, ``None`` where numpy has none (bfloat16)."""
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +38,19 @@ class Field:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The same dtype, as numpy calls it."""
-        return torch.empty(0, dtype=self.dtype).numpy().dtype
+        """The same dtype, as numpy calls it.
+
+        Raises:
+            ConfigError: numpy has no such dtype.
+        """
+        found = numpy_dtype(self.dtype)
+        if found is None:
+            raise ConfigError(
+                f"{show(self.key)} is {self.dtype}, which numpy does not have; what vectorised "
+                "environments in NEXT_STEP mode and EnvPools are collected with passes through "
+                "numpy: cast it (to torch.float32, say)"
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +107,3 @@ class Layout:
     def num_envs(self) -> int:
         """Environments stepped at once (1 for a single one)."""
         return math.prod(self.batch_shape)
-
-    @property
-    def frame_nbytes(self) -> int:
-        """Bytes one frame takes over all fields."""
-        return sum(item.nbytes for item in self.fields)

@@ -84,8 +84,8 @@ class FrameBudget:
         """
         if isinstance(total_frames, float) and math.isinf(total_frames):
             raise ConfigError(
-                f"total_frames ({total_frames}) must be a whole number; use -1 for endless "
-                "collection"
+                f"total_frames ({total_frames}) must be a whole number; "
+                "use -1 for endless collection"
             )
         total = None if total_frames is None else whole("total_frames", total_frames)
         first = 0 if init_random_frames is None else whole("init_random_frames", init_random_frames)
@@ -107,8 +107,7 @@ class FrameBudget:
         if asked != self.frames_per_batch:
             notes.append(
                 f"frames_per_batch ({asked}) is not a multiple of the {num_envs} environments: "
-                f"batches "
-                f"hold {self.frames_per_batch} frames"
+                f"batches hold {self.frames_per_batch} frames"
             )
         total = self.total_frames
         if total is not None and total % self.frames_per_batch:

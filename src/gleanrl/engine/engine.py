@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -78,8 +79,9 @@ class Engine:
 
     def _await_ready(self, timeout: float) -> Layout | None:
         layouts: dict[int, Layout | None] = {}
+        deadline = time.monotonic() + timeout
         while len(layouts) < self._workers:
-            reply = self.backend.receive(timeout)
+            reply = self.backend.receive(max(0.0, deadline - time.monotonic()))
             if isinstance(reply, m.Failed):
                 raise reply.error
             if isinstance(reply, m.Ready):

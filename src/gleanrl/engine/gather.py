@@ -33,21 +33,26 @@ class SyncGather:
             self._backend.send(worker, m.Collect(self._sequence, window, random))
         deadline = None if timeout is None else time.monotonic() + timeout
         reports: dict[int, m.Report] = {}
-        while len(reports) < self._workers:
-            reply = self._receive(deadline, reports)
+        errors: dict[int, BaseException] = {}
+        # After a failure the others are heard out: a worker that still writes would write into
+        # memory that is used again, and its late reply would be taken for another one.
+        while len(reports) + len(errors) < self._workers:
+            reply = self._receive(deadline, {*reports, *errors})
             # A reply to an earlier, abandoned request is not this batch's.
             if isinstance(reply, m.Rolled) and reply.sequence == self._sequence:
                 reports[reply.worker] = reply.report
             elif isinstance(reply, m.Failed):
-                raise reply.error
+                errors[reply.worker] = reply.error
+        if errors:
+            raise errors[min(errors)]
         return [reports[worker] for worker in range(self._workers)]
 
-    def _receive(self, deadline: float | None, reports: dict[int, m.Report]) -> m.Reply:
+    def _receive(self, deadline: float | None, heard: set[int]) -> m.Reply:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             return self._backend.receive(left)
         except CollectorTimeout as err:
-            missing = [worker for worker in range(self._workers) if worker not in reports]
+            missing = [worker for worker in range(self._workers) if worker not in heard]
             raise CollectorTimeout(
                 f"workers {missing} did not deliver their rollout: {err}"
             ) from err
@@ -60,11 +65,14 @@ def request(backend: Backend, worker: int, command: m.Command, timeout: float | 
         Exception: what the worker's code raised.
     """
     backend.send(worker, command)
-    reply = backend.receive(timeout)
-    match reply:
-        case m.Failed(error=error):
-            raise error
-        case m.Done(value=value):
-            return value
-        case _:
-            raise GleanError(f"worker {worker} answered {type(command).__name__} with {reply!r}")
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        reply = backend.receive(left)
+        if isinstance(reply, m.Rolled) or reply.worker != worker:
+            continue  # the late end of a rollout that was given up
+        if isinstance(reply, m.Failed):
+            raise reply.error
+        if isinstance(reply, m.Done):
+            return reply.value
+        raise GleanError(f"worker {worker} answered {type(command).__name__} with {reply!r}")

@@ -54,14 +54,13 @@ def make_env(options: EnvOptions) -> Made:
     if options.num_envs is not None and not _is_recipe(given):
         raise ConfigError(
             f"num_envs ({options.num_envs}) needs an id or a callable that makes one environment "
-            f"per "
-            f"call, not a {type(given).__name__}"
+            f"per call, not a {type(given).__name__}"
         )
     if options.num_envs is not None:
         return _from_sequence([given] * options.num_envs, replace(options, num_envs=None))
     made: list[Any] = []
     with closed_on_error(made):
-        return _adapt(_build(given, options.create_env_kwargs, made), options)
+        return _adapt(_build(given, options.create_env_kwargs, made), options, bool(made))
 
 
 def _is_recipe(given: Any) -> bool:
@@ -79,24 +78,27 @@ def _from_sequence(items: Sequence[Any], options: EnvOptions) -> Made:
         raise ConfigError("create_env_fn is an empty sequence: give at least one environment")
     if options.num_envs is not None:
         raise ConfigError(
-            f"num_envs ({options.num_envs}) and a sequence of {len(items)} environments exclude "
-            f"each other"
+            f"num_envs ({options.num_envs}) and a sequence of {len(items)} environments "
+            "exclude each other"
         )
     made: list[Any] = []
     with closed_on_error(made):
-        return _batch([_build(item, options.create_env_kwargs, made) for item in items], options)
+        built = [_build(item, options.create_env_kwargs, made) for item in items]
+        return _batch(built, options, made)
 
 
-def _batch(built: list[Any], options: EnvOptions) -> Made:
+def _batch(built: list[Any], options: EnvOptions, made: Sequence[Any]) -> Made:
     if len({id(env) for env in built}) < len(built):
         raise ConfigError(
-            "the same environment object was given more than once; give callables that each make "
-            "one"
+            "the same environment object was given more than once; "
+            "give callables that each make one"
         )
     if all(isinstance(env, gym.Env) and not is_vector_env(env) for env in built):
-        return _gymnasium(built, (len(built),), options, inner=None)
+        fresh = {id(env) for env in made}
+        envs = [without_call_checks(env) if id(env) in fresh else env for env in built]
+        return _gymnasium(envs, (len(built),), options, inner=None)
     if all(is_tensordict_env(env) for env in built):
-        return _adapt(SerialEnv.of(built), options)
+        return _adapt(SerialEnv.of(built), options, fresh=len(made) == len(built))
     kinds = sorted({type(env).__name__ for env in built})
     raise ConfigError(
         f"a sequence must hold single Gymnasium or TensorDict environments of one kind, not {kinds}"
@@ -113,9 +115,7 @@ def _build(given: Any, kwargs: Mapping[str, Any], made: list[Any]) -> Any:
             )
         return given
     made.append(_call(given, kwargs))
-    env = made[-1]
-    single = isinstance(env, gym.Env) and not is_vector_env(env)  # EnvPool's are both
-    return without_call_checks(env) if single else env
+    return made[-1]
 
 
 def _call(given: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -124,8 +124,7 @@ def _call(given: Any, kwargs: Mapping[str, Any]) -> Any:
     if not callable(given):
         raise ConfigError(
             f"create_env_fn ({given!r:.100}) is neither an environment id, an environment nor a "
-            f"callable "
-            "that returns one"
+            "callable that returns one"
         )
     env = given(**kwargs)
     if isinstance(env, str):
@@ -138,8 +137,9 @@ def _call(given: Any, kwargs: Mapping[str, Any]) -> Any:
     return env
 
 
-def _adapt(env: Any, options: EnvOptions) -> Made:
-    if is_vector_env(env):
+def _adapt(env: Any, options: EnvOptions, fresh: bool) -> Made:
+    """Return what steps ``env``; one that is ``fresh`` nobody else has, so it may be changed."""
+    if is_vector_env(env):  # first: EnvPool's are single environments, too, by their class
         return make_vector(
             env,
             categorical=options.categorical,
@@ -147,11 +147,12 @@ def _adapt(env: Any, options: EnvOptions) -> Made:
             info_keys=options.info_keys,
         )
     if isinstance(env, gym.Env):
+        env = without_call_checks(env) if fresh else env
         return _gymnasium([env], (), options, inner=env)
     bare = env.unwrap() if isinstance(env, (GymEnv, SerialEnv)) else None
     if bare is not None:
         return GymnasiumEnv(
-            [without_call_checks(single) for single in bare.envs],
+            [without_call_checks(single) for single in bare.envs] if fresh else bare.envs,
             bare.batch_shape,
             inner=env,
             categorical=bare.categorical,

@@ -15,6 +15,7 @@ from gleanrl.core.options import whole
 from gleanrl.envs.base import EnvBase, EnvSpecs, batched
 from gleanrl.envs.closing import closed_on_error
 from gleanrl.envs.gym_env import GymEnv, GymSource
+from gleanrl.envs.tensordict_handle import load_env_state
 from gleanrl.envs.tensordict_layout import EndFlags, is_tensordict_env, spec_leaves
 
 MakeEnv = Callable[..., Any]
@@ -144,17 +145,18 @@ class SerialEnv(EnvBase):
         return {f"worker{i}": env.state_dict() for i, env in enumerate(self._envs)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state_dict` returned.
+        """Restore what `state_dict` returned; not strict, the environments it has a state for.
 
         Raises:
-            ConfigError: the state of another number of environments.
+            ConfigError: the state of another number of environments, and ``strict`` is true.
         """
-        if len(state_dict) != len(self._envs):
+        if strict and len(state_dict) != len(self._envs):
             raise ConfigError(
                 f"the state is that of {len(state_dict)} environments, there are {len(self._envs)}"
             )
         for i, env in enumerate(self._envs):
-            env.load_state_dict(state_dict[f"worker{i}"])
+            if f"worker{i}" in state_dict:
+                load_env_state(env, state_dict[f"worker{i}"], strict)
 
     def _close(self) -> None:
         for env in self._envs:

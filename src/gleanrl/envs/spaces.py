@@ -54,8 +54,7 @@ class Leaf:
 def _walk(space: gym.Space[Any], key: Key, path: Path) -> list[Leaf]:
     raise ConfigError(
         f"space {space} at {'.'.join(key)!r} has no fixed shape, so it cannot be preallocated; "
-        f"wrap the "
-        "environment to return arrays, or give it as a TensorDict environment"
+        "wrap the environment to return arrays, or give it as a TensorDict environment"
     )
 
 
@@ -95,8 +94,7 @@ def observation_leaves(space: gym.Space[Any]) -> tuple[Leaf, ...]:
     if taken:
         raise ConfigError(
             f"the observation space has entries named {taken}, which a batch needs for itself; "
-            f"rename "
-            "them with a wrapper (gymnasium.wrappers.TransformObservation)"
+            "rename them with a wrapper (gymnasium.wrappers.TransformObservation)"
         )
     return found
 
@@ -110,8 +108,8 @@ def action_leaves(space: gym.Space[Any]) -> tuple[Leaf, ...]:
     found = tuple(_walk(space, ACTION, ()))
     if not found:
         raise ConfigError(
-            f"the action space {space} has nothing to choose; give the environment an action, such "
-            "as Discrete(1)"
+            f"the action space {space} has nothing to choose; "
+            "give the environment an action, such as Discrete(1)"
         )
     return found
 

@@ -16,15 +16,7 @@ from gleanrl.core.keys import NEXT, TERMINATED, TRUNCATED, Key, next_key, show
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import Spec, Window
 from gleanrl.envs.tensordict_handle import TensorDictHandle
-from gleanrl.envs.tensordict_layout import (
-    OneEnvSpec,
-    is_tensordict_env,
-    learn_layout,
-    needs_carrier,
-    spec_leaves,
-)
-
-__all__ = ["TensorDictEnv", "is_tensordict_env", "needs_carrier"]
+from gleanrl.envs.tensordict_layout import OneEnvSpec, learn_layout, spec_leaves
 
 _NOTHING: tuple[int, ...] = ()
 

@@ -91,9 +91,7 @@ class TensorDictHandle:
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Restore what `state` returned; ``strict`` is passed on where the environment takes it."""
-        load = self.env.load_state_dict
-        takes_strict = "strict" in inspect.signature(load).parameters
-        load(dict(state), **({"strict": strict} if takes_strict else {}))
+        load_env_state(self.env, state, strict)
         self._unseen = False
 
     def close(self) -> None:
@@ -102,3 +100,9 @@ class TensorDictHandle:
         if not self._closed and not getattr(self.env, "is_closed", False):
             self.env.close()
         self._closed = True
+
+
+def load_env_state(env: Any, state: Mapping[str, Any], strict: bool) -> None:
+    """Restore the state of one environment; ``strict`` is passed on where it takes that."""
+    takes_strict = "strict" in inspect.signature(env.load_state_dict).parameters
+    env.load_state_dict(dict(state), **({"strict": strict} if takes_strict else {}))

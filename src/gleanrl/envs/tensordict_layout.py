@@ -15,7 +15,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.errors import EnvError
-from gleanrl.core.keys import Key, NestedKey, as_key, is_private, next_key, show
+from gleanrl.core.keys import Key, NestedKey, as_key, is_private, next_key, outermost, show
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 
 
@@ -215,9 +215,7 @@ class EndFlags:
         known = {key for group in self.groups for key in group.keys()}
         self.odd = tuple(field for key, field in fields.items() if key not in known)
         """Flags of other names, ``"env_done"`` say: delivered like observations."""
-        self._deciding = tuple(
-            key for key in fields if not any(key[:cut] in names for cut in range(len(key) - 1))
-        )
+        self._deciding = outermost(fields)
         self.reset_keys: tuple[Key, ...] = tuple((*prefix, "_reset") for prefix in names)
         self._shapes = {key: (*batch, *field.shape) for key, field in fields.items()}
         self._envs = math.prod(batch)

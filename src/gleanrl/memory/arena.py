@@ -25,7 +25,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key
-from gleanrl.core.layout import Layout
+from gleanrl.core.layout import Layout, numpy_dtype
 from gleanrl.core.messages import Block, WindowRef
 from gleanrl.core.protocols import Array
 from gleanrl.memory.window import RolloutWindow
@@ -139,7 +139,7 @@ class Arena:
             shape = (*lead, self.steps, *field.shape)
             start = self._offsets[field.key]
             stop = start + math.prod(shape) * field.dtype.itemsize
-            plan.append((field.key, shape, start, stop, field.dtype, _numpy_dtype(field.dtype)))
+            plan.append((field.key, shape, start, stop, field.dtype, numpy_dtype(field.dtype)))
         return plan
 
     def _views(self, base: Array) -> dict[Key, torch.Tensor]:
@@ -152,14 +152,6 @@ class Arena:
             else:
                 views[key] = torch.from_numpy(base[start:stop].view(known).reshape(shape))
         return views
-
-
-def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
-    """Return the numpy dtype of a torch dtype, ``None`` where numpy has none (bfloat16)."""
-    try:
-        return torch.empty(0, dtype=dtype).numpy().dtype
-    except TypeError:
-        return None
 
 
 def _private_memory(nbytes: int) -> mmap.mmap:

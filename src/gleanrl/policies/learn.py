@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from gleanrl.policies.probe import Probed, run_once, untouched
 from gleanrl.policies.states import first_states
 from gleanrl.policies.structure import modules_of
 
-_FAILURES = (KeyError, RuntimeError, TypeError, AttributeError, ValueError, IndexError)
+FAILURES = (KeyError, RuntimeError, TypeError, AttributeError, ValueError, IndexError)
+"""What a policy may raise because the state it is given does not suit it."""
 _ONE_HOT = (D.OneHotCategorical, D.OneHotCategoricalStraightThrough)
 
 
@@ -51,7 +52,7 @@ def learn(
     """
     asks = adapted.in_keys is not None and IS_INIT in adapted.in_keys
     inputs = _root_entries(env, probe, device, asks)
-    states = _declared_states(policy, adapted, inputs)
+    states = declared_states(policy, adapted, inputs)
     with untouched(policy), torch.no_grad(), set_exploration_type(exploration):
         probed, inputs = _call(policy, adapted, env, inputs, states)
     outputs = probed.outputs
@@ -87,17 +88,17 @@ def _root_entries(
     return entries
 
 
-def _declared_states(
-    policy: Any, adapted: Adapted, inputs: Mapping[Key, torch.Tensor]
+def declared_states(
+    policy: Any, adapted: Adapted, given: Container[Key]
 ) -> list[Key]:
-    """Return the states a policy says it has, before it is called."""
+    """Return the states a policy says it has, before it is called; none that is ``given`` to it."""
     shapes = getattr(policy, "state_shapes", None) or {}
     states = [as_key(key) for key in shapes]
     if adapted.in_keys is not None and adapted.out_keys is not None:
         states += [
             key
             for key in adapted.in_keys
-            if next_key(key) in adapted.out_keys and key not in inputs and key not in states
+            if next_key(key) in adapted.out_keys and key not in given and key not in states
         ]
     return states
 
@@ -116,32 +117,53 @@ def _call(
             probed = run_once(adapted.call, {**inputs, **guess}, env.batch_shape)
         except PolicyError:
             raise
-        except _FAILURES as err:
+        except FAILURES as err:
             failure = failure or err
             continue
-        if all(_same_shape(probed.outputs.get(next_key(k)), v) for k, v in guess.items()):
+        if all(same_shape(probed.outputs.get(next_key(k)), v) for k, v in guess.items()):
             return probed, {**inputs, **guess}
     missing = [k for k in adapted.in_keys or () if k not in inputs and k not in states]
-    reason = _reason(failure, policy, env, missing, states)
-    if reason is None and failure is not None:
-        raise failure
-    raise PolicyError(f"{reason} ({failure})") from failure
+    shown = {field.key: field.dtype for field in env.observations}
+    raise explain(failure, policy, shown, missing, states) from failure
 
 
-def _same_shape(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+def same_shape(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Tell whether ``one`` is there and has the shape of ``other``."""
     return one is not None and one.shape == other.shape
+
+
+def explain(
+    err: Exception | None,
+    policy: Any,
+    shown: Mapping[Key, torch.dtype | None],
+    missing: Sequence[Key],
+    states: Sequence[Key],
+) -> Exception:
+    """Return what to raise when a first call failed with ``err``, or fitted no state.
+
+    Args:
+        err: What the policy raised.
+        policy: What the user gave.
+        shown: What the environment gives, with dtypes.
+        missing: What the policy reads and is not given.
+        states: The states it has.
+    """
+    reason = _reason(err, policy, shown, missing, states)
+    if reason is None and err is not None:
+        return err
+    return PolicyError(f"{reason} ({err})")
 
 
 def _reason(
     err: Exception | None,
     policy: Any,
-    env: EnvLayout,
+    shown: Mapping[Key, torch.dtype | None],
     missing: Sequence[Key],
     states: Sequence[Key],
 ) -> str | None:
     """Say why the policy failed, ``None`` if its own error says it best."""
     if missing:
-        given = ", ".join(show(field.key) for field in env.observations)
+        given = ", ".join(map(show, shown))
         return (
             f"the policy reads {', '.join(map(show, missing))}, which the environment does not "
             f"give; it gives {given}"
@@ -152,13 +174,12 @@ def _reason(
             "left out or zero; say what shape it has, without batch dimensions: "
             f"policy.state_shapes = {{{show(states[0])}: (hidden_size,)}}"
         )
-    wide = [show(f.key) for f in env.observations if f.dtype == torch.float64]
+    wide = [show(key) for key, dtype in shown.items() if dtype == torch.float64]
     narrow = any(p.dtype == torch.float32 for m in modules_of(policy) for p in m.parameters(False))
     if isinstance(err, RuntimeError) and wide and narrow:
         return (
-            "the policy has float32 weights and failed on float64 observations "
-            f"{', '.join(wide)}: pass "
-            "observation_dtype=torch.float32 to the environment, or call policy.double()"
+            f"the policy has float32 weights and failed on float64 observations {', '.join(wide)}: "
+            "pass observation_dtype=torch.float32 to the environment, or call policy.double()"
         )
     return None
 
@@ -176,8 +197,7 @@ def _states(
     ]
 
 
-# -- outputs
-# ----------------------------------------------------------------------------------------
+# -- outputs ---------------------------------------------------------------------------------------
 
 
 def _fields(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDict
@@ -26,6 +27,10 @@ _SAFE_MODULE = "torchrl.modules.tensordict_module.probabilistic.SafeProbabilisti
 _TRIALS = 4
 _SKIPPED = ("_",)
 """TensorDict's name for an output that is thrown away."""
+
+Agreed: TypeAlias = dict[tuple[int, ExplorationType | None], tuple[Any, tuple[Any, ...]]]
+"""Modules that were found to act as their calls do, by identity and exploration type: the module
+(held, so that its identity stays its own) and the attributes it had then."""
 
 
 @dataclass(slots=True)
@@ -67,7 +72,7 @@ class Builder:
         self._constants = frozenset(constants)
         self._batch_shape = batch_shape
         self._device = next((v.device for v in inputs.values()), torch.device("cpu"))
-        self._agreed: list[tuple[Any, ExplorationType, tuple[Any, ...]]] = []
+        self._agreed: Agreed = {}
 
     def build(self, kind: ExplorationType | None, lower: bool = True) -> Program:
         """Make the program for ``kind``; with ``lower=False`` every unit is called as it is."""
@@ -102,7 +107,7 @@ class _Work:
         constants: Collection[Key],
         batch_shape: tuple[int, ...],
         kind: ExplorationType | None,
-        agreed: list[tuple[Any, ExplorationType, tuple[Any, ...]]],
+        agreed: Agreed,
     ) -> None:
         self._roots = {key: value.clone() for key, value in inputs.items()}
         self._cells: dict[Key, torch.Tensor] = dict(self._roots)
@@ -239,9 +244,9 @@ class _Work:
         Only the distribution runs here, on parameters that the policy gave; the policy does not.
         """
         kind, now = self.program.kind, tuple(vars(module).values())
-        for one, once, values in self._agreed:
-            if one is module and once is kind and all(map(_is, values, now)):
-                return True
+        _, then = self._agreed.get((id(module), kind), (None, None))
+        if then is not None and len(then) == len(now) and all(map(operator.is_, then, now)):
+            return True
         device = self._cells[reads[0]].device
         for trial in range(_TRIALS):
             td = TensorDict({}, batch_size=self._batch_shape)
@@ -261,7 +266,7 @@ class _Work:
             if not all(_identical(td.get(key), value) for key, value in found.items()):
                 return False
         if kind is not None:
-            self._agreed.append((module, kind, now))
+            self._agreed[id(module), kind] = module, now
         return True
 
     # -- anything else -----------------------------------------------------------------------------
@@ -316,10 +321,6 @@ def _is_understood(module: Any, safe: bool) -> bool:
 
 def _last(key: Any) -> str:
     return key if isinstance(key, str) else str(key[-1])
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _identical(one: torch.Tensor, other: torch.Tensor) -> bool:

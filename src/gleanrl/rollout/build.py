@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from torch import nn
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import IS_INIT, show
+from gleanrl.core.keys import IS_INIT, Key, show
 from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
-from gleanrl.core.protocols import Env, Policy, Pool, Source, Window
+from gleanrl.core.protocols import Env, Pool, Source, Window
 from gleanrl.core.streams import preserved
 from gleanrl.envs.make import Carried, Made, make_env
 from gleanrl.envs.pool import NextStepPool
@@ -20,6 +21,7 @@ from gleanrl.envs.tensordict_env import TensorDictEnv
 from gleanrl.envs.tensordict_layout import spec_leaves
 from gleanrl.policies.adapt import adapt
 from gleanrl.policies.exploration import complete_exploration
+from gleanrl.policies.loose import learn_loose
 from gleanrl.policies.make import make_policy
 from gleanrl.policies.random import RandomActions, RandomPolicy
 from gleanrl.rollout.carrier import CarrierRollout
@@ -61,10 +63,24 @@ class SourceBuilder:
         if user is None or (isinstance(user, RandomPolicy) and user.action_spec is None):
             return CarrierRollout(made.env, None, self.rollout, first=made.first)
         complete_exploration(user, made.env)
-        observed = [key for key, _ in spec_leaves(made.env.full_observation_spec)]
-        acted = [key for key, _ in spec_leaves(made.env.full_action_spec)]
-        policy = adapt(user, observed, acted, trust=self.policy.trust_policy).call
-        source = CarrierRollout(made.env, policy, self.rollout, first=made.first)
+        env, first = made.env, made.first
+        observed = [key for key, _ in spec_leaves(env.full_observation_spec)]
+        acted = [key for key, _ in spec_leaves(env.full_action_spec)]
+        rewarded = [key for key, _ in spec_leaves(env.full_reward_spec)]
+        adapted = adapt(user, observed, acted, trust=self.policy.trust_policy)
+        learnt = learn_loose(
+            user, adapted, first, acted, (*observed, *rewarded), self.rollout.exploration
+        )
+        self._check_inputs((state.key for state in learnt.states), learnt.needs_is_init)
+        source = CarrierRollout(
+            env,
+            adapted.call,
+            self.rollout,
+            first=first,
+            states=learnt.states,
+            is_init=learnt.needs_is_init,
+            silence=learnt.silence,
+        )
         source.policy = user
         return source
 
@@ -82,14 +98,14 @@ class SourceBuilder:
             cudagraph_policy=self.policy.cudagraph_policy,
             policy_device=self.policy.device,
         )
-        self._check_inputs(policy)
+        self._check_inputs(policy.states, policy.needs_is_init)
         if isinstance(env, TensorDictEnv):
             env.feed(field.key for field in policy.outputs)
         stand_in = RandomActions(env.random, env.layout.actions, policy)
         return Policies(policy, stand_in, policy.needs_is_init, user)
 
-    def _check_inputs(self, policy: Policy) -> None:
-        wanted = [*policy.states, *([IS_INIT] if policy.needs_is_init else [])]
+    def _check_inputs(self, states: Iterable[Key], needs_is_init: bool) -> None:
+        wanted = [*states, *([IS_INIT] if needs_is_init else [])]
         if wanted and not self.policy.provide_inputs:
             raise PolicyError(
                 f"the policy reads {', '.join(map(show, wanted))}, which the environment does not "

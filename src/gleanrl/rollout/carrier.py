@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.nn import set_interaction_type
 
 from gleanrl.core.errors import EnvError
@@ -19,7 +19,6 @@ from gleanrl.core.keys import (
     STEP_COUNT,
     TIME,
     TRAJ_IDS,
-    Key,
     as_key,
     is_private,
     next_key,
@@ -30,13 +29,12 @@ from gleanrl.core.messages import Payload, Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Array, Stop, Window
 from gleanrl.envs.tensordict_handle import TensorDictHandle
-from gleanrl.envs.tensordict_layout import needs_carrier, spec_leaves
+from gleanrl.envs.tensordict_layout import spec_leaves
 from gleanrl.memory.window import RolloutWindow
+from gleanrl.policies.loose import leaves
 from gleanrl.rollout.plan import check_options, end_groups
 from gleanrl.rollout.rollout import Served
 from gleanrl.rollout.tracker import Tracker
-
-__all__ = ["CarrierRollout", "needs_carrier"]
 
 CarrierPolicy: TypeAlias = Callable[[TensorDictBase], Any]
 """Sets its outputs in the TensorDict it is given, or returns another one that holds them."""
@@ -46,7 +44,8 @@ class CarrierRollout(Served):
     """The source of environments whose data are ragged, lazy or not tensors.
 
     Rollouts are delivered as payloads: step TensorDicts stacked along the last dimension, densely
-    where shapes agree and lazily where they do not.
+    where shapes agree and lazily where they do not. One that is stopped keeps its length: beyond
+    its last step tensors are zero, and other entries repeat what that step has.
     """
 
     def __init__(
@@ -58,6 +57,7 @@ class CarrierRollout(Served):
         first: TensorDictBase | None = None,
         states: Sequence[Field] = (),
         is_init: bool = False,
+        silence: TensorDictBase | None = None,
     ) -> None:
         """Reset ``env`` once, unless ``first`` is given.
 
@@ -69,6 +69,7 @@ class CarrierRollout(Served):
             states: Root entries of the policy's recurrent state: its ``("next", ...)`` outputs feed
                 them, and they are zero where an episode begins.
             is_init: Whether to tell the policy, as ``"is_init"``, where an episode begins.
+            silence: What random frames hold in place of what the policy writes beside actions.
 
         Raises:
             ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
@@ -93,9 +94,7 @@ class CarrierRollout(Served):
         self._no_rows = RolloutWindow({}, envs, 1)
         self._states = tuple(states)
         self._tells_init = is_init
-        self._silence: TensorDictBase | None = None
-        """Zeros in place of what the policy writes beside actions; known after its first call."""
-        self._actions = {key for key, _ in spec_leaves(env.full_action_spec)}
+        self._silence = silence
         self._finite = {
             key
             for spec in (env.full_observation_spec, env.full_reward_spec)
@@ -118,7 +117,7 @@ class CarrierRollout(Served):
             taken = [self._step(0, act)]
             while len(taken) < steps and not stop[0]:
                 taken.append(self._step(len(taken), act))
-            batch = self._assemble(taken)
+            batch = self._assemble(taken, steps)
         frames = len(taken) * self._handle.num_envs
         return Report(len(taken), frames, self.policy_version, payload=Payload(batch))
 
@@ -143,14 +142,9 @@ class CarrierRollout(Served):
 
     def _act(self) -> None:
         root = self._handle.root
-        before = _leaves(root) if self._silence is None else set()
         out = self._policy(root)  # type: ignore[misc]  # chosen only if there is a policy
         if out is not None and out is not root:
             root.update(out)
-        if self._silence is None:
-            # What the environment makes of these it decides itself when no policy feeds it.
-            written = _leaves(root) - before - self._actions - self._hidden
-            self._silence = root.select(*written).apply(torch.zeros_like)
 
     def _act_randomly(self) -> None:
         handle = self._handle
@@ -178,7 +172,7 @@ class CarrierRollout(Served):
         return flat.reshape(value.shape)
 
     def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
-        drop = [key for key in _leaves(batch) if is_private(key)]
+        drop = [key for key in leaves(batch) if is_private(key)]
         if self.options.compact:
             drop += self._hidden
         return batch.exclude(*drop) if drop else batch
@@ -197,27 +191,31 @@ class CarrierRollout(Served):
 
     # -- a whole rollout -------------------------------------------------------------------------
 
-    def _assemble(self, taken: list[TensorDictBase]) -> TensorDictBase:
-        options, steps, envs = self.options, len(taken), self._handle.num_envs
-        stack = LazyStackedTensorDict.maybe_dense_stack(taken, len(self._batch))
+    def _assemble(self, taken: list[TensorDictBase], steps: int) -> TensorDictBase:
+        options, valid, envs = self.options, len(taken), self._handle.num_envs
+        # Each its own: lazy stacks set entries in what they hold.
+        never = [taken[-1].apply(torch.zeros_like) for _ in range(valid, steps)]
+        stack = LazyStackedTensorDict.maybe_dense_stack([*taken, *never], len(self._batch))
         batch = self._delivered(stack)
         batch.names = [None] * len(self._batch) + [TIME]
         ids, counts = np.zeros((envs, steps), np.int64), np.zeros((envs, steps + 1), np.int64)
-        self.tracker.finish(steps, ids, counts)
+        self.tracker.finish(valid, ids, counts)
         if options.track_traj_ids:
             batch.set(TRAJ_IDS, self._shaped(ids))
         if options.max_frames_per_traj is not None:
             self._add_truncated(batch)
+            after = counts[:, :-1] + 1
+            counts[:, valid:], after[:, valid:] = 0, 0
             batch.set(STEP_COUNT, self._shaped(counts[:, :-1]).unsqueeze(-1))
-            batch.set(next_key(STEP_COUNT), self._shaped(counts[:, :-1] + 1).unsqueeze(-1))
+            batch.set(next_key(STEP_COUNT), self._shaped(after).unsqueeze(-1))
+        made = torch.arange(steps).expand(batch.batch_size) < valid
         if options.track_policy_version:
-            version = torch.full(batch.batch_size, self.policy_version)
-            batch.set(POLICY_VERSION, version)
-            batch.set(next_key(POLICY_VERSION), version.clone())
+            batch.set(POLICY_VERSION, made * self.policy_version)
+            batch.set(next_key(POLICY_VERSION), made * self.policy_version)
         if options.mask:
-            batch.set(MASK, torch.ones(batch.batch_size, dtype=torch.bool))
+            batch.set(MASK, made)
         if options.set_truncated:
-            self._truncate_last(batch)
+            self._truncate(batch, valid - 1)
         return batch
 
     def _add_truncated(self, batch: TensorDictBase) -> None:
@@ -230,16 +228,16 @@ class CarrierRollout(Served):
     def _shaped(self, values: Array) -> torch.Tensor:
         return torch.from_numpy(values.copy()).reshape(*self._batch, -1)
 
-    def _truncate_last(self, batch: TensorDictBase) -> None:
-        """Mark the last step as truncated where the episode did not end by itself."""
+    def _truncate(self, batch: TensorDictBase, step: int) -> None:
+        """Mark ``step`` as truncated where the episode did not end by itself."""
         dim = len(self._batch)
         for group in self._groups:
             if group.truncated:
                 late, done = (
                     batch.get((NEXT, *group.prefix, name)).clone() for name in ("truncated", "done")
                 )
-                last = done.select(dim, -1)
-                late.select(dim, -1).logical_or_(~last)
+                last = done.select(dim, step)
+                late.select(dim, step).logical_or_(~last)
                 last.fill_(True)
                 batch.set((NEXT, *group.prefix, "truncated"), late)
                 batch.set((NEXT, *group.prefix, "done"), done)
@@ -250,9 +248,3 @@ class CarrierRollout(Served):
         self._handle.reset(envs, options)
         self.tracker.restart(envs)
         self._begin_episodes(range(self._handle.num_envs) if envs is None else envs)
-
-
-def _leaves(data: TensorDictBase) -> set[Key]:
-    """Return the keys of all tensors and objects in ``data``."""
-    keys = data.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
-    return {as_key(key) for key in keys}

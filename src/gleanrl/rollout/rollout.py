@@ -101,8 +101,7 @@ class Served:
         if isinstance(module, nn.Module):
             return module
         raise WeightsError(
-            f"{model_id!r} is a {type(module).__name__}, not an nn.Module: it has no weights to "
-            f"update"
+            f"{model_id!r} is a {type(module).__name__}, not an nn.Module: it has no weights"
         )
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:

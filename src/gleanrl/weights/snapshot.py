@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core.errors import WeightsError
@@ -106,9 +106,3 @@ def _flatten(tree: Mapping[Any, Any], prefix: str) -> Weights:
         else:
             flat[path] = value
     return flat
-
-
-def as_tensordict(weights: Mapping[str, Any]) -> TensorDict:
-    """Return weights as a nested `TensorDict`, the form `TensorDict.from_module` has."""
-    tensors = {k: v for k, v in weights.items() if isinstance(v, torch.Tensor)}
-    return TensorDict(tensors, batch_size=[]).unflatten_keys(".")
