@@ -278,6 +278,11 @@ class SourceFactory(Protocol):
 class Backend(Protocol):
     """Starts workers and carries `Command`s to them and `Reply`s back."""
 
+    @property
+    def memory(self) -> Any:
+        """The `SharedMemory` rollouts have to lie in, ``None`` for private memory."""
+        ...
+
     def start(self, factories: Sequence[SourceFactory]) -> None:
         """Start one worker per factory; each answers with `Ready`."""
         ...

@@ -103,7 +103,14 @@ class Engine:
             return
         slots = 1 if self._same_memory else _SPARE_SLOTS
         self._assembler = Assembler(self.layout, self._workers, self._stacked, device)
-        self._arena = Arena(self.layout, steps, slots, self._workers, self._assembler.lead)
+        self._arena = Arena(
+            self.layout,
+            steps,
+            slots,
+            self._workers,
+            self._assembler.lead,
+            shared=self.backend.memory,
+        )
         self._windows = [
             [self._arena.reference(slot, worker) for worker in range(self._workers)]
             for slot in range(slots)

@@ -28,6 +28,7 @@ from gleanrl.core.keys import Key
 from gleanrl.core.layout import Layout, numpy_dtype
 from gleanrl.core.messages import Block, WindowRef
 from gleanrl.core.protocols import Array
+from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.window import RolloutWindow
 
 _ALIGN = 64
@@ -52,6 +53,7 @@ class Arena:
         slots: int,
         workers: int = 1,
         lead: tuple[int, ...] | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         """Reserve the memory.
 
@@ -60,6 +62,7 @@ class Arena:
             steps: Steps per rollout, ``T``.
             slots: Batches that can exist at once.
             workers: Rollouts per batch, ``W``.
+            shared: Memory that worker processes map; private memory by default.
             lead: Shape in which ``W x P`` environments are handed out; ``(W, P)`` by default.
         """
         self.layout = layout
@@ -72,7 +75,12 @@ class Arena:
             size += _aligned(field.nbytes * layout.num_envs * steps * workers)
         self.slab_nbytes = max(size, _ALIGN)
         self._views_of = self._plan_views((workers, layout.num_envs) if lead is None else lead)
-        self._memory = _private_memory(_page_aligned(self.slab_nbytes) * slots)
+        nbytes = _page_aligned(self.slab_nbytes) * slots
+        if shared is None:
+            self._memory = _private_memory(nbytes)
+        else:
+            shared.resize(nbytes)
+            self._memory = shared.map()
         self._free = list(range(slots))[::-1]
         # Finalizers run in any thread, also inside the garbage collector: all they may do is
         # append.

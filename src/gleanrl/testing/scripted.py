@@ -43,6 +43,8 @@ Script = Mapping[tuple[int, int], Act | Fail | Die]
 class ScriptedBackend:
     """Runs real sources; only the timing and the failures are made up."""
 
+    memory = None
+
     def __init__(self, open_window: OpenWindow, script: Script | None = None) -> None:
         """Follow ``script``; where it says nothing, act at once."""
         self._open_window = open_window

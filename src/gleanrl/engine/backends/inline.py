@@ -9,11 +9,14 @@ from typing import Any
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout
 from gleanrl.core.protocols import SourceFactory, Stop
+from gleanrl.memory.shared import SharedMemory
 from gleanrl.rollout.worker import OpenWindow, Worker
 
 
 class InlineBackend:
     """Runs each command when its reply is asked for, in the order commands were sent."""
+
+    memory: SharedMemory | None = None
 
     def __init__(self, open_window: OpenWindow, stop: Stop) -> None:
         """Connect workers to the arena and the stop byte."""

@@ -1,0 +1,110 @@
+"""Every backend does the same: one suite, one row per backend."""
+
+import functools
+
+import pytest
+
+from gleanrl.core import messages as m
+from gleanrl.core.errors import ClosedError
+from gleanrl.engine.backends.inline import InlineBackend
+from gleanrl.engine.backends.process import ProcessBackend
+from gleanrl.engine.engine import Engine
+from gleanrl.testing import KeepingLearner, ScriptedBackend, StampedSource, check_stamps
+
+BACKENDS = {
+    "inline": lambda windows: InlineBackend(windows, bytearray(1)),
+    "scripted": ScriptedBackend,
+    "process": lambda windows: ProcessBackend(),
+}
+
+
+class Failing(StampedSource):
+    """Worker 1 raises where it is told to."""
+
+    def __init__(self, worker, when):
+        if when == "build" and worker == 1:
+            raise LookupError("no such thing")
+        super().__init__(worker)
+        self._when = when
+
+    def collect(self, window, steps, stop, random):
+        if self._when == "collect" and self._worker == 1:
+            raise LookupError("no such thing")
+        return super().collect(window, steps, stop, random)
+
+    def get(self, path):
+        if path == "nothing":
+            raise AttributeError("there is nothing")
+        return super().get(path)
+
+
+@pytest.fixture(params=sorted(BACKENDS))
+def make(request):
+    engines = []
+
+    def build(factory=StampedSource, workers=2, steps=8):
+        engine = Engine(BACKENDS[request.param], [factory] * workers, stacked=True)
+        engines.append(engine)
+        engine.allocate(steps, None)
+        return engine
+
+    yield build
+    for engine in engines:
+        engine.close(5.0)
+
+
+def collect(engine):
+    batch, _ = engine.collect(8, random=False, timeout=30.0)
+    return batch
+
+
+def test_batches_are_whole_and_in_worker_order(make):
+    engine = make(workers=3)
+    for number in range(5):
+        assert check_stamps(collect(engine)) == [w * 10**6 + number for w in range(3)]
+
+
+def test_what_the_learner_keeps_never_changes(make):
+    engine, learner = make(), KeepingLearner()
+    for number in range(12):
+        batch = collect(engine)
+        if number % 3:
+            learner.take(batch)
+    learner.check_unchanged()
+
+
+def test_batches_outlive_the_workers(make):
+    engine = make()
+    batch = collect(engine)
+    engine.close(5.0)
+    assert check_stamps(batch) == [0, 10**6]
+
+
+def test_commands_return_values_in_worker_order(make):
+    engine = make()
+    collect(engine)
+    assert engine.request_all(m.GetState()) == [{"rollouts": 1}] * 2
+    engine.request(1, m.SetState({"rollouts": 7}))
+    assert check_stamps(collect(engine)) == [1, 10**6 + 7]
+    assert engine.request(1, m.Get("num_envs")) == 2
+
+
+@pytest.mark.parametrize("when", ["build", "collect"])
+def test_what_a_worker_raises_arrives_as_its_own_class(make, when):
+    with pytest.raises(LookupError, match="no such thing"):
+        collect(make(functools.partial(Failing, when=when)))
+
+
+def test_a_failed_command_leaves_the_worker_usable(make):
+    engine = make(functools.partial(Failing, when="never"))
+    with pytest.raises(AttributeError, match="there is nothing"):
+        engine.request(0, m.Get("nothing"))
+    assert check_stamps(collect(engine)) == [0, 10**6]
+
+
+def test_closing_twice_is_fine_and_collecting_afterwards_is_not(make):
+    engine = make()
+    engine.close(5.0)
+    engine.close(5.0)
+    with pytest.raises(ClosedError, match="shut down"):
+        collect(engine)

@@ -1,0 +1,198 @@
+"""Real processes: the same data as inline, deaths that are named, nothing left behind."""
+
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+
+import gymnasium as gym
+import pytest
+import torch
+from torch import nn
+
+from gleanrl.core import messages as m
+from gleanrl.core.errors import ConfigError, WorkerDied, WorkerError
+from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
+from gleanrl.engine.backends.inline import InlineBackend
+from gleanrl.engine.backends.process import ProcessBackend
+from gleanrl.engine.engine import Engine
+from gleanrl.rollout.build import SourceBuilder
+from gleanrl.testing import StampedSource
+
+
+def act(observation):
+    logits = observation[..., :2]
+    return torch.distributions.Categorical(logits=logits).sample()
+
+
+def builder(worker, workers, policy=act):
+    return SourceBuilder(
+        env=EnvOptions(create_env_fn=lambda: gym.make("CartPole-v1"), num_envs=3),
+        policy=PolicyOptions(policy=policy),
+        rollout=RolloutOptions(
+            index_base=3 * worker, index_stride=3 * workers, max_frames_per_traj=30
+        ),
+    )
+
+
+def seeded(make_backend, factories):
+    engine = Engine(make_backend, factories, stacked=True)
+    engine.allocate(16, None)
+    seed = 5
+    for worker in range(len(factories)):
+        seed = engine.request(worker, m.Seed(seed)) + 1
+    return engine
+
+
+def test_processes_give_the_data_of_inline_workers_bit_for_bit():
+    factories = [builder(worker, 2) for worker in range(2)]
+    remote = seeded(lambda _: ProcessBackend(torch.get_num_threads()), factories)
+    local = seeded(lambda windows: InlineBackend(windows, bytearray(1)), factories)
+    for _ in range(6):
+        one, _ = remote.collect(16, random=False, timeout=30.0)
+        two, _ = local.collect(16, random=False)
+        assert (one == two).all()
+    assert one["next", "done"].any()
+    remote.close(5.0)
+
+
+class Deadly(StampedSource):
+    """Worker 1 ends in its second rollout, the way it is told to."""
+
+    def __init__(self, worker, how):
+        super().__init__(worker)
+        self._how = how
+
+    def collect(self, window, steps, stop, random):
+        if self._worker == 1 and self._rollouts == 1:
+            self._how()
+        return super().collect(window, steps, stop, random)
+
+
+def by_signal():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def by_segfault():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def by_exit():
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (by_signal, "worker 1 .* was killed by signal 9"),
+        (by_segfault, "worker 1 .* was killed by signal 11"),
+        (by_exit, "worker 1 .* exited with code 3"),
+    ],
+)
+def test_a_worker_that_ends_is_named_with_how(how, message):
+    def make(worker):
+        return Deadly(worker, how)
+
+    engine = Engine(lambda _: ProcessBackend(), [make] * 2, stacked=True)
+    engine.allocate(4, None)
+    kept, _ = engine.collect(4, random=False, timeout=30.0)
+    with pytest.raises(WorkerDied, match=message):
+        engine.collect(4, random=False, timeout=30.0)
+    assert kept["stamp"][1].eq(10**6).all()
+    engine.close(5.0)
+
+
+def test_an_error_is_its_own_class_and_a_worker_error_with_the_remote_traceback():
+    class Own(ValueError):
+        def __init__(self, code, reason):
+            super().__init__(f"{code}: {reason}")
+            self.code = code
+
+    class Raising(StampedSource):
+        def collect(self, window, steps, stop, random):
+            raise Own(7, "in the simulator")
+
+    engine = Engine(lambda _: ProcessBackend(), [Raising], stacked=True)
+    engine.allocate(4, None)
+    with pytest.raises(ValueError, match="worker 0 raised .*Own: 7: in the simulator") as caught:
+        engine.collect(4, random=False, timeout=30.0)
+    assert isinstance(caught.value, WorkerError)
+    assert "in collect" in str(caught.value)
+    engine.close(5.0)
+
+
+def test_what_cannot_be_sent_is_named():
+    lock = __import__("threading").Lock()
+
+    class Locked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lock = lock
+
+        def forward(self, observation):
+            return observation
+
+    with pytest.raises(ConfigError, match="cannot be sent to a process .*lock"):
+        Engine(lambda _: ProcessBackend(), [builder(0, 1, Locked())])
+
+
+SCRIPT = """
+    import os, sys, time
+    from gleanrl.engine.backends.process import ProcessBackend
+    from gleanrl.engine.engine import Engine
+    from gleanrl.testing import StampedSource
+
+    class Stuck(StampedSource):  # lives in __main__, is never importable there
+        def collect(self, window, steps, stop, random):
+            if self._rollouts == 1:
+                while True:
+                    pass
+            return super().collect(window, steps, stop, random)
+
+    backend = ProcessBackend()
+    engine = Engine(lambda _: backend, [Stuck] * 2, stacked=True)
+    engine.allocate(4, None)
+    engine.collect(4, random=False)
+    print(*backend._pids, flush=True)
+    engine.collect(4, random=False)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_workers_end_with_the_learner_however_it_ends(end):
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as learner:
+        pids = [int(word) for word in learner.stdout.readline().split()]
+        watched = [os.pidfd_open(pid) for pid in pids]
+        learner.send_signal(end)
+        learner.wait(20)
+    for fd in watched:
+        assert select.select([fd], [], [], 5.0)[0], "a worker outlived its learner"
+        os.close(fd)
+    assert len(pids) == 2
+
+
+def test_nothing_is_left_behind():
+    def open_files():
+        return len(os.listdir("/proc/self/fd"))
+
+    def run():
+        engine = Engine(lambda _: ProcessBackend(), [StampedSource] * 2, stacked=True)
+        engine.allocate(4, None)
+        engine.collect(4, random=False, timeout=30.0)
+        engine.close(5.0)
+
+    run()
+    before, shared = open_files(), sorted(os.listdir("/dev/shm"))
+    for _ in range(5):
+        run()
+    gc.collect()
+    assert open_files() <= before
+    assert sorted(os.listdir("/dev/shm")) == shared
