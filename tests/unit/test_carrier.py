@@ -5,10 +5,11 @@ import warnings
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
-from tensordict.nn import InteractionType
+from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
 from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 from torchrl.envs import Compose, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv
+from torchrl.modules import GRUModule
 from torchrl.testing.mocking_classes import (
     CountingEnv,
     CountingEnvWithString,
@@ -19,16 +20,17 @@ from torchrl.testing.mocking_classes import (
     Str2StrEnv,
 )
 
-from gleanrl.core.errors import ConfigError, EnvError, WeightsError
+from gleanrl.core.errors import ConfigError, EnvError, PolicyError, WeightsError
 from gleanrl.core.layout import Field
 from gleanrl.core.messages import Snapshot
-from gleanrl.core.options import RolloutOptions
+from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
+from gleanrl.rollout.build import SourceBuilder
 from gleanrl.rollout.carrier import CarrierRollout
 
 
 def collect(source, steps, stop=None, random=False):
     report = source.collect(None, steps, stop or bytearray(1), random)
-    assert report.steps == report.payload.handle.shape[-1]
+    assert report.payload.handle.shape[-1] == steps
     return report.payload.handle
 
 
@@ -213,22 +215,58 @@ def test_marking_needs_a_truncated_key():
         carrier(CountingEnv(), set_truncated=True)
 
 
-def test_a_stopped_rollout_is_shorter():
-    stop = bytearray(1)
-
+def stopping(stop):
     def act(td):
         stop[0] = int(td["observation"]) == 1
         return count_up(td)
 
-    source = carrier(CountingEnvWithString(), act, mask=True)
-    batch = collect(source, 6, stop)
-    assert batch.shape == (2,)
-    assert batch["collector", "mask"].tolist() == [True, True]
+    return act
+
+
+def test_a_stopped_rollout_keeps_its_shape():
+    stop = bytearray(1)
+    source = carrier(
+        Talkative(max_steps=50),
+        stopping(stop),
+        mask=True,
+        max_frames_per_traj=20,
+        track_policy_version=True,
+        set_truncated=True,
+    )
+    source.policy_version = 3
+    report = source.collect(None, 6, stop, False)
+    batch = report.payload.handle
+    assert (report.steps, report.frames, batch.shape) == (2, 2, (6,))
+    assert batch["collector", "mask"].tolist() == [True] * 2 + [False] * 4
+    assert batch["collector", "traj_ids"].tolist() == [0, 0, -1, -1, -1, -1]
+    assert batch["next", "observation"].flatten().tolist() == [1, 2, 0, 0, 0, 0]
+    assert batch["next", "step_count"].flatten().tolist() == [1, 2, 0, 0, 0, 0]
+    assert batch["step_count"].flatten().tolist() == [0, 1, 0, 0, 0, 0]
+    assert batch["policy_version"].tolist() == [3, 3, 0, 0, 0, 0]
+    assert batch["next", "truncated"].flatten().tolist() == [False, True] + [False] * 4
+    assert batch["next", "done"].flatten().tolist() == [False, True] + [False] * 4
+    assert list(batch["next", "string"]) == ["count 1"] + ["count 2"] * 5
     assert collect(source, 1, stop)["observation"].item() == 2
 
 
+def test_a_stopped_rollout_of_growing_data_keeps_its_shape():
+    source = carrier(EnvWithDynamicSpec(max_count=3), mask=True, track_policy_version=True)
+    batch = collect(source, 4, bytearray(b"\1"))
+    assert batch["collector", "mask"].tolist() == [True, False, False, False]
+    assert batch["collector", "traj_ids"].tolist() == [0, -1, -1, -1]
+    assert batch[1]["next", "observation"].abs().sum() == 0
+
+
+def test_a_stopped_batch_of_environments_keeps_its_shape():
+    source = carrier(HeterogeneousCountingEnv(batch_size=[2]), mask=True)
+    batch = collect(source, 3, bytearray(b"\1"))
+    assert batch.shape == (2, 3)
+    assert batch["collector", "mask"].tolist() == [[True, False, False]] * 2
+
+
 def test_a_rollout_takes_at_least_one_step():
-    assert collect(carrier(CountingEnv()), 4, bytearray(b"\1")).shape == (1,)
+    source = carrier(CountingEnv(), mask=True)
+    assert collect(source, 4, bytearray(b"\1"))["collector", "mask"].sum() == 1
 
 
 def test_frames_count_every_environment():
@@ -251,14 +289,99 @@ class Scorer(nn.Module):
         return td.set("score", self.scale * 2).set("_secret", torch.ones(1))
 
 
+def built(env, policy, provide_inputs=True, **options):
+    """Build a source as collectors do."""
+    options.setdefault("index_stride", 0)
+    return SourceBuilder(
+        EnvOptions(create_env_fn=env),
+        PolicyOptions(policy=policy, provide_inputs=provide_inputs),
+        RolloutOptions(**options),
+    )(0)
+
+
 def test_random_frames_do_not_call_the_policy_and_its_outputs_are_zero():
     policy = Scorer()
-    source = carrier(CountingEnvWithString(), policy)
-    assert "score" not in collect(source, 2, random=True).keys()
-    assert policy.calls == 0
-    assert collect(source, 2)["score"].flatten().tolist() == [2, 2]
-    assert collect(source, 2, random=True)["score"].flatten().tolist() == [0, 0]
-    assert policy.calls == 2
+    source = built(CountingEnvWithString(max_steps=50), policy)
+    first = collect(source, 2, random=True)
+    assert policy.calls == 1  # at construction
+    assert first["score"].flatten().tolist() == [0, 0]
+    then = collect(source, 2)
+    assert then["score"].flatten().tolist() == [2, 2]
+    assert set(first.keys(True, True)) == set(then.keys(True, True))
+    assert policy.calls == 3
+
+
+def test_the_call_at_construction_sees_the_first_reset_and_leaves_no_trace():
+    seen = []
+
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, td):
+            self.count += 1
+            torch.rand(1)
+            seen.append((interaction_type(), torch.is_grad_enabled(), td["observation"].item()))
+            td["observation"].fill_(7)
+            return count_up(td)
+
+    policy, before = Noisy(), torch.get_rng_state()
+    source = built(CountingEnvWithString(), policy, exploration=InteractionType.MODE)
+    assert seen == [(InteractionType.MODE, False, 0)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert policy.count == 0
+    batch = collect(source, 1, random=True)
+    assert batch["observation"].item() == 0
+
+
+class Remembering(nn.Module):
+    """A recurrent policy that reads where episodes begin."""
+
+    in_keys = ["observation", "hidden", "is_init"]
+    out_keys = ["action", ("next", "hidden"), "fresh"]
+    state_shapes = {"hidden": (2,)}
+
+    def forward(self, td):
+        td.set("fresh", td["is_init"].clone())
+        td.set(("next", "hidden"), td["hidden"] + 1)
+        return count_up(td)
+
+
+def test_recurrent_policies_are_carried_on_environments_without_layout():
+    source = built(CountingEnvWithString(max_steps=2), Remembering())
+    batch = torch.cat([collect(source, 4), collect(source, 3)], 0)
+    assert batch["hidden"][:, 0].tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert batch["fresh"].flatten().tolist() == [True, False, False] * 2 + [True]
+    quiet = collect(source, 2, random=True)
+    assert set(quiet.keys(True, True)) == set(batch.keys(True, True))
+    assert quiet["next", "hidden"].abs().sum() == 0
+
+
+def test_gated_recurrent_units_are_carried_on_growing_data():
+    unit = GRUModule(2, 4, in_keys=["mean", "hx"], out_keys=["feat", ("next", "hx")])
+    policy = TensorDictSequential(
+        TensorDictModule(lambda seen: seen.mean((-3, -2)), ["observation"], ["mean"]),
+        unit,
+        TensorDictModule(lambda feat: feat[..., :2], ["feat"], ["action"]),
+    )
+    source = built(EnvWithDynamicSpec(max_count=3), policy)
+    batch = collect(source, 4)
+    hidden, after = batch.get("hx"), batch.get(("next", "hx"))
+    assert hidden.shape == (4, 1, 4)
+    assert not hidden[[0, 3]].any()
+    assert torch.equal(hidden[1:3], after[:2])
+
+
+def test_inputs_of_the_policy_can_be_left_to_the_environment():
+    with pytest.raises(PolicyError, match=r"reads 'hidden', 'is_init'"):
+        built(CountingEnvWithString(), Remembering(), provide_inputs=False)
+
+
+def test_policies_that_read_what_is_not_there_are_named():
+    policy = TensorDictModule(lambda x: x, ["speed"], ["action"])
+    with pytest.raises(PolicyError, match=r"reads 'speed', which.*'observation'"):
+        built(CountingEnvWithString(), policy)
 
 
 def test_without_a_policy_actions_are_random():

@@ -32,6 +32,7 @@ from pool_rig import (
     serve,
 )
 
+from gleanrl.collectors import Collector
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import next_key
 
@@ -413,3 +414,14 @@ def test_envpool_counts_states_in_narrow_integers():
     batch, _ = collect(source, 12)
     assert batch[OBS].dtype == torch.int64
     assert (batch[OBS][:, 0] == 36).all()
+
+
+def test_a_dtype_that_numpy_lacks_is_refused_by_name():
+    def act(td):
+        td["score"] = torch.ones(*td.batch_size, dtype=torch.bfloat16)
+        return td.set("action", torch.zeros(*td.batch_size, dtype=torch.int64))
+
+    with pytest.raises(ConfigError, match=r"'score' is torch\.bfloat16, which numpy does not have"):
+        Collector(cartpoles(2, "NextStep"), act, frames_per_batch=4)
+    with Collector(cartpoles(2, "Disabled"), act, frames_per_batch=4) as collector:
+        assert collector.next()["score"].dtype == torch.bfloat16

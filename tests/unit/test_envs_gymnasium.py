@@ -461,3 +461,36 @@ def test_the_same_environment_from_a_factory_is_closed_once():
     with pytest.raises(ConfigError, match="same environment object"):
         make_env(EnvOptions(create_env_fn=lambda: env, num_envs=2))
     assert env.closed == 1
+
+
+def checks_inside(env):
+    return "OrderEnforcing" in str(env)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "CartPole-v1",
+        lambda: gym.make("CartPole-v1"),
+        lambda: GymEnv("CartPole-v1"),
+        ["CartPole-v1"],
+        [lambda: GymEnv("CartPole-v1")],
+    ],
+)
+def test_environments_that_the_collector_makes_lose_the_call_checks(given):
+    env = make_env(EnvOptions(create_env_fn=given))
+    assert not any(map(checks_inside, env._envs))
+
+
+@pytest.mark.parametrize("around", [lambda e: e, GymEnv, lambda e: [e], lambda e: [GymEnv(e)]])
+def test_environments_that_the_user_made_stay_as_they_are(around):
+    mine = gym.make("CartPole-v1")
+    make_env(EnvOptions(create_env_fn=around(mine)))
+    assert checks_inside(mine)
+
+
+def test_an_environment_that_a_callable_returns_twice_stays_as_it_is():
+    mine = gym.make("CartPole-v1")
+    with pytest.raises(ConfigError, match="more than once"):
+        make_env(EnvOptions(create_env_fn=lambda: mine, num_envs=2))
+    assert checks_inside(mine)

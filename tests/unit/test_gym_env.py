@@ -507,6 +507,21 @@ def test_state_is_kept_per_environment():
         SerialEnv(3, CountingEnv).load_state_dict(state)
 
 
+def test_state_of_some_environments_is_restored_if_not_strict():
+    env = SerialEnv(2, lambda: CountingEnv(max_steps=9))
+    env.rollout(4, lambda td: td.set("action", torch.ones(2, 1, dtype=torch.int8)))
+    other = SerialEnv(3, CountingEnv)
+    other.load_state_dict(env.state_dict(), strict=False)
+    assert [int(part["count"]) for part in other.state_dict().values()] == [4, 4, 0]
+
+
+def test_strict_is_passed_on_to_environments_that_keep_no_state():
+    env, state = SerialEnv(1, lambda: GymEnv("CartPole-v1")), {"worker0": {"count": 1}}
+    env.load_state_dict(state, strict=False)
+    with pytest.raises(ConfigError, match="keeps no state"):
+        env.load_state_dict(state)
+
+
 def test_closing_a_batch_closes_all_of_it():
     inner = [Counter(), Counter()]
     parts = iter(inner)

@@ -254,3 +254,13 @@ def test_private_copies_run_under_inference_mode():
     assert not window.tensor(("action",)).is_inference()
     assert torch.equal(window.tensor(("action",)), plain(policy, env, window)[("action",)])
     window.tensor(OBS).mul_(2)
+
+
+def test_what_was_found_out_about_a_changing_module_does_not_pile_up():
+    setting = Setting(actor(return_log_prob=True), INT)
+    for _ in range(3):
+        for kind in (RANDOM, MODE):
+            setting.policy[1].note = object()  # something was replaced: it is looked at again
+            setting.check(kind)
+    assert setting.ours.lowered == 2
+    assert len(setting.ours._builder._agreed) == 2

@@ -88,10 +88,8 @@ def _root_entries(
     return entries
 
 
-def declared_states(
-    policy: Any, adapted: Adapted, given: Container[Key]
-) -> list[Key]:
-    """Return the states a policy says it has, before it is called; none that is ``given`` to it."""
+def declared_states(policy: Any, adapted: Adapted, given: Container[Key]) -> list[Key]:
+    """Return the states a policy says it has, before it is called on what is ``given``."""
     shapes = getattr(policy, "state_shapes", None) or {}
     states = [as_key(key) for key in shapes]
     if adapted.in_keys is not None and adapted.out_keys is not None:

@@ -134,10 +134,16 @@ class CursorRollout(Rollout):
     """The source of pools: fixed layout, only real transitions are delivered."""
 
     def __init__(self, pool: Pool, make_policies: MakePolicies, options: RolloutOptions) -> None:
-        """Reset ``pool`` once, learn the layout, build the policy on that first observation."""
+        """Reset ``pool`` once, learn the layout, build the policy on that first observation.
+
+        Raises:
+            ConfigError: a dtype that the log cannot hold, because numpy has none like it.
+        """
         super().__init__(pool, make_policies, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
         self._turns = Turns(pool, options.max_frames_per_traj)
+        self._logged = _logged(self._plan.layout, self._plan.carried, pool.layout)
+        _ = [field.numpy_dtype for field in self._logged[0]]  # missing ones are found now
         self._spool: Spool | None = None
         self._discarded = 0
 
@@ -200,9 +206,7 @@ class CursorRollout(Rollout):
         keep = max(3 * steps if self._pool.can_cut else steps, _KEEP_AT_LEAST)
         if old is not None:
             keep = max(keep, old.left)
-        layout = self._pool.layout
-        fields, shifted = _logged(self._plan.layout, self._plan.carried, layout)
-        fresh = Spool(fields, shifted, layout.num_envs, steps, keep)
+        fresh = Spool(*self._logged, self._pool.layout.num_envs, steps, keep)
         if old is not None:
             fresh.adopt(old)
         return fresh
