@@ -32,7 +32,7 @@ from gleanrl.core.errors import (
     WorkerError,
 )
 from gleanrl.data.postprocs import MultiStep
-from gleanrl.envs import EnvCreator, GymEnv, SerialEnv
+from gleanrl.envs import EnvCreator, GymEnv, ParallelEnv, SerialEnv
 from gleanrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
 
 __version__ = "0.1.0"
@@ -57,6 +57,7 @@ __all__ = [
     "MultiSyncCollector",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
+    "ParallelEnv",
     "PolicyError",
     "PolicyTypeError",
     "PolicyVersion",
