@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from gleanrl.core.protocols import Backend, SourceFactory
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 from gleanrl.engine.gather import Gather, Rollouts
+from gleanrl.engine.turns import Turns
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.window import RolloutWindow
 
@@ -62,7 +62,7 @@ class Engine:
         self._gather: Gather | None = None
         self._workers = len(factories)
         self._closed = False
-        self._lock = threading.RLock()
+        self._turns = Turns()
         self._busy = False
         self.discarded = 0
         """Frames that were stepped but not delivered."""
@@ -148,12 +148,12 @@ class Engine:
         Raises:
             CollectorTimeout: another thread did not finish within ``timeout`` seconds.
         """
-        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+        if not self._turns.acquire(timeout):
             raise CollectorTimeout(f"another thread has been using the collector for {timeout} s")
         try:
             yield
         finally:
-            self._lock.release()
+            self._turns.release()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
