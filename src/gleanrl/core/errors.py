@@ -7,6 +7,7 @@
   * PolicyError            (RuntimeError)  a policy that does not fit the environment
     * PolicyTypeError      (TypeError)     a policy that cannot be called at all
   * WeightsError           (ValueError)    weights that do not fit the model
+  * ReplayError            (RuntimeError)  a replay buffer cannot do what was asked
   * ClosedError            (RuntimeError)  the collector was shut down
   * WorkerError            (RuntimeError)  user code raised in a worker
   * WorkerDied             (RuntimeError)  a worker process ended
@@ -46,6 +47,10 @@ class PolicyTypeError(PolicyError, TypeError):
 
 class WeightsError(GleanError, ValueError):
     """Weights do not fit the model they are meant for."""
+
+
+class ReplayError(GleanError, RuntimeError):
+    """A replay buffer cannot do what was asked in the state it is in."""
 
 
 class ClosedError(GleanError, RuntimeError):
