@@ -34,8 +34,8 @@ _LOG = 4096
 _LAYOUT_WORDS = 16384
 _HEADER = 64
 # Header words.
-_READY, _SLOTS, _CURSOR, _COUNT, _LIVE, _COMMITS, _OWNERS, _BASE, _EPOCH, _CHANGES = range(10)
-_OP, _ENTRY, _FIRST, _N, _OWNER, _TO_CURSOR, _TO_COUNT, _TO_LIVE, _TO_COMMITS = range(10, 19)
+_READY, _SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _OWNERS, _BASE, _EPOCH = range(9)
+_OP, _ENTRY, _FIRST, _N, _OWNER, _TO_CURSOR, _TO_COUNT, _TO_LIVE, _TO_CHANGES = range(10, 19)
 _LAYOUT_SIZE = 19
 _RESERVE, _COMMIT, _REVOKE, _EMPTY = 1, 2, 3, 4
 
@@ -103,19 +103,9 @@ class Ledger:
         return min(int(self._h[_CURSOR] - self._h[_BASE]), int(self._h[_SLOTS]))
 
     @property
-    def commits(self) -> int:
-        """How often rows were committed."""
-        return int(self._h[_COMMITS])
-
-    @property
-    def epoch(self) -> int:
-        """How often rows changed otherwise."""
-        return int(self._h[_EPOCH])
-
-    @property
-    def version(self) -> int:
-        """Grows with every change of any stamp."""
-        return int(self._h[_CHANGES])
+    def version(self) -> tuple[int, int]:
+        """Differs after every change of any stamp; what `changes` takes."""
+        return int(self._h[_CHANGES]), int(self._h[_EPOCH])
 
     @contextmanager
     def section(self) -> Iterator[None]:
@@ -187,7 +177,6 @@ class Ledger:
                 reservation,
                 count=self.count + (rows if counted is None else counted),
                 live=self.live + rows,
-                commits=int(self._h[_COMMITS]) + 1,
             )
             return True
 
@@ -219,24 +208,19 @@ class Ledger:
         if whole < count:
             yield 0, count - whole, whole
 
-    def changes(self, commits: int, epoch: int) -> tuple[int, int, list[tuple[int, int]] | None]:
-        """Return what was committed since an earlier call.
-
-        Args:
-            commits: First result of the last call, 0 at first.
-            epoch: Second result of the last call, -1 at first.
+    def changes(self, since: tuple[int, int]) -> list[tuple[int, int]] | None:
+        """Return ``(first, count)`` of the positions whose stamps changed since a `version`.
 
         Returns:
-            Two marks for the next call and ``(first, count)`` of every commit since;
             ``None`` if everything has to be looked at.
         """
         with self.section():
-            now, era = int(self._h[_COMMITS]), int(self._h[_EPOCH])
-            if era != epoch or now - commits > _LOG:
-                return now, era, None
-            log = self._log
-            recent = [log[n % _LOG].tolist() for n in range(commits, now)]
-        return now, era, [(first, count) for first, count in recent]
+            now, epoch = self.version
+            if epoch != since[1] or now - since[0] > _LOG:
+                return None
+            places = np.arange(since[0], now) % _LOG
+            recent = self._log[places].tolist()
+        return list(dict.fromkeys((first, count) for first, count in recent))
 
     def snapshot(self) -> dict[str, Any]:
         """Return cursor, counters and stamps (what is being written counts as nothing)."""
@@ -264,7 +248,6 @@ class Ledger:
         self._h[_CURSOR], self._h[_BASE] = state["cursor"], state["base"]
         self._h[_COUNT], self._h[_LIVE] = state["count"], int(np.count_nonzero(stamps > 0))
         self._h[_EPOCH] += 1
-        self._h[_CHANGES] += 1
 
     def mark(self, rows: Words) -> None:
         """Commit single places out of order, as the newest rows (no ring; private ledgers)."""
@@ -276,7 +259,6 @@ class Ledger:
             self._h[_CURSOR] = first + len(rows)
             self._h[_LIVE] += fresh
             self._h[_EPOCH] += 1
-            self._h[_CHANGES] += 1
 
     def add_count(self, rows: int) -> None:
         """Count rows that were seen and not stored."""
@@ -350,14 +332,13 @@ class Ledger:
         cursor: int | None = None,
         count: int | None = None,
         live: int | None = None,
-        commits: int | None = None,
     ) -> None:
         h = self._h
         h[_ENTRY], h[_OWNER], h[_FIRST], h[_N] = reservation
         h[_TO_CURSOR] = h[_CURSOR] if cursor is None else cursor
         h[_TO_COUNT] = h[_COUNT] if count is None else count
         h[_TO_LIVE] = h[_LIVE] if live is None else live
-        h[_TO_COMMITS] = h[_COMMITS] if commits is None else commits
+        h[_TO_CHANGES] = h[_CHANGES] + 1
         h[_OP] = op
         self._apply()
 
@@ -381,11 +362,9 @@ class Ledger:
             row = self._table[int(h[_ENTRY])]
             row[1], row[2] = first, count
             row[0] = owner if op == _RESERVE else 0
-            if op == _COMMIT:
-                self._log[(int(h[_TO_COMMITS]) - 1) % _LOG] = first, count
+            self._log[(int(h[_TO_CHANGES]) - 1) % _LOG] = first, count
         h[_CURSOR], h[_COUNT], h[_LIVE] = h[_TO_CURSOR], h[_TO_COUNT], h[_TO_LIVE]
-        h[_COMMITS] = h[_TO_COMMITS]
-        h[_CHANGES] += 1
+        h[_CHANGES] = h[_TO_CHANGES]
         h[_OP] = 0
 
     def _stamp(self, first: int, count: int, owner: int, op: int) -> None:

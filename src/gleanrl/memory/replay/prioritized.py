@@ -39,7 +39,7 @@ class PrioritizedSampler(Sampler):
         self.eps = eps
         self._tree = SumTree(max_capacity)
         self._max = 1.0
-        self._marks = (0, -1)
+        self._version = (0, -1)
         self._known = np.zeros(max_capacity, np.int64)
 
     @property
@@ -52,24 +52,24 @@ class PrioritizedSampler(Sampler):
         self._follow(storage)
 
         def propose(number: int) -> torch.Tensor:
-            return self._tree.draw(number, generator)
+            found = self._tree.draw(number, generator)
+            if found is None:
+                raise empty_error(storage)
+            return found
 
-        for _ in range(2):
-            if self._tree.total <= 0:
-                break
-            if not storage.shared and storage.ledger.live == storage.ledger.top:
-                draw: Draw | None = Draw(propose(count), None)
-            else:
-                draw = whole(storage, propose, count)
-            if draw is not None:
-                self._weigh(draw)
-                return draw
+        if not storage.shared and storage.ledger.live == storage.ledger.top:
+            draw: Draw | None = Draw(propose(count), None)
+        else:
+            draw = whole(storage, propose, count)
+        while draw is None:
             self._drop(storage)
-        raise empty_error(storage)
+            draw = whole(storage, propose, count)
+        self._weigh(draw)
+        return draw
 
     def _weigh(self, draw: Draw) -> None:
         chosen = self._tree.leaves.index_select(0, draw.index)
-        weight = chosen.div_(self._tree.smallest()).pow_(-self.beta).float()
+        weight = chosen.div_(self._tree.smallest()).float().pow_(-self.beta)
         draw.info = {"priority_weight": weight, "_weight": weight}
 
     def _drop(self, storage: Storage) -> None:
@@ -87,33 +87,37 @@ class PrioritizedSampler(Sampler):
             ConfigError: a priority is negative or not a number.
         """
         self._follow(storage)
-        # NaN fails this comparison too.
-        if len(priority) and not float(priority.min()) >= 0:
-            raise ConfigError(f"priorities are not negative: {priority}")
         if len(priority):
-            self._max = max(self._max, float(priority.max()))
+            least, largest = torch.aminmax(priority)
+            if not float(least) >= 0:  # NaN fails this comparison too
+                raise ConfigError(f"priorities are not negative: {priority}")
+            self._max = max(self._max, float(largest))
         self._tree.set(index, self._raised(priority))
 
     def _raised(self, priority: torch.Tensor) -> torch.Tensor:
         return priority.to(torch.float64).add(self.eps).pow_(self.alpha)
 
     def _follow(self, storage: Storage) -> None:
-        """Give rows that were committed since the last time their first priority."""
-        if (storage.ledger.commits, storage.ledger.epoch) == self._marks:
+        """Give rows that were committed since the last time their first priority.
+
+        The mark is taken first: what changes meanwhile is looked at again.
+        """
+        version = storage.ledger.version
+        if version == self._version:
             return
         if storage.max_size > self.max_capacity:
             raise ConfigError(
                 f"max_capacity ({self.max_capacity}) is less than the storage's max_size "
                 f"({storage.max_size})"
             )
-        commits, epoch, recent = storage.ledger.changes(*self._marks)
+        recent = storage.ledger.changes(self._version)
         if recent is None:
             self._rescan(storage)
         else:
             for first, count in recent:
                 for start, stop, _ in storage.ledger.pieces(first, count):
                     self._fresh(storage, np.arange(start, stop))
-        self._marks = (commits, epoch)
+        self._version = version
 
     def _rescan(self, storage: Storage) -> None:
         stamps = storage.ledger.stamps

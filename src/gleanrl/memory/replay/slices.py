@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import TRAJ_IDS, Key, NestedKey, as_key, show
-from gleanrl.memory.replay.fence import fence
-from gleanrl.memory.replay.ledger import STEP, Ledger
+from gleanrl.memory.replay.runs import Bools, Places, RunFinder, Runs
 from gleanrl.memory.replay.samplers import Draw, Sampler
 from gleanrl.memory.replay.storages import Storage
 
 _DONE: Key = ("next", "done")
-_Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """Stretches of consecutive rows of one trajectory, per environment."""
-
-    slot: torch.Tensor
-    env: torch.Tensor
-    length: torch.Tensor
-    stamps: torch.Tensor
-    """Stamps of all slots when this was made."""
 
 
 class SliceSampler(Sampler):
@@ -76,13 +62,12 @@ class SliceSampler(Sampler):
         self._traj_key = None if traj_key is None else as_key(traj_key)
         self._end_key = None if end_key is None else as_key(end_key)
         self._step_key = None if step_key is None else as_key(step_key)
-        self._runs: _Runs | None = None
-        self._of: tuple[Ledger, int] | None = None
+        self._finder = RunFinder(self._same)
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
         """Choose slices of ``count`` frames together (fewer if some are short)."""
         slices, length = self._sizes(count)
-        runs = self._table(storage)
+        runs = self._finder.runs(storage)
         eligible = torch.arange(len(runs.length))
         if self.strict_length:
             eligible = (runs.length >= length).nonzero().squeeze(1)
@@ -92,7 +77,7 @@ class SliceSampler(Sampler):
                 f"no trajectory has {length} steps in a row (the longest: {longest}); "
                 "shorten slices, or strict_length=False"
             )
-        chosen, last = self._choose(eligible, slices, generator)
+        chosen, last = self._choose(runs, eligible, slices, generator)
         draw = _slices(storage, runs, chosen, length, generator)
         draw.last = last
         return draw
@@ -105,58 +90,25 @@ class SliceSampler(Sampler):
         return (parts, count // parts) if self.num_slices else (count // parts, parts)
 
     def _choose(
-        self, eligible: torch.Tensor, slices: int, generator: torch.Generator | None
+        self, runs: Runs, eligible: torch.Tensor, slices: int, generator: torch.Generator | None
     ) -> tuple[torch.Tensor, bool]:
         return eligible[torch.randint(len(eligible), (slices,), generator=generator)], False
 
-    def _table(self, storage: Storage) -> _Runs:
-        now = (storage.ledger, storage.ledger.version)
-        if self._runs is None or now != self._of:
-            self._runs = self._find(storage)
-            self._of = now
-        return self._runs
-
-    def _find(self, storage: Storage) -> _Runs:
-        ledger, envs = storage.ledger, storage.envs
-        top = ledger.top
-        stamps = ledger.stamps[:top].copy()
-        follows = self._same(storage, top, envs)
-        fence()
-        stamps[stamps != ledger.stamps[:top]] = 0
-        whole = stamps > 0
-        follows &= (whole & (stamps - np.roll(stamps, 1) == STEP))[:, None]
-        # Environment by environment: runs never go from one to the next.
-        flags = np.ascontiguousarray(follows.T)
-        around = flags[:, 0].copy() if top else np.zeros(envs, bool)
-        flags[:, :1] = False
-        starts = np.flatnonzero(~flags)
-        lengths = np.diff(starts, append=envs * top)
-        slots, owners = starts % max(top, 1), starts // max(top, 1)
-        keep = whole[slots]
-        for env in np.flatnonzero(around).tolist():
-            # The ring's first row continues its last: one run, which starts at the end.
-            first, last = np.searchsorted(starts, [env * top, (env + 1) * top - 1], "right") - 1
-            lengths[last] += lengths[first]
-            keep[first] = False
-        slots, owners, lengths = slots[keep], owners[keep], lengths[keep]
-        as_tensor = torch.from_numpy
-        return _Runs(as_tensor(slots), as_tensor(owners), as_tensor(lengths), as_tensor(stamps))
-
-    def _same(self, storage: Storage, top: int, envs: int) -> _Bools:
-        """Tell for every row whether it may continue the one before, ``[top, envs]``."""
-        same = np.ones((top, envs), bool)
+    def _same(self, storage: Storage, rows: Places, before: Places) -> Bools:
+        """Tell whether ``rows`` may continue the ones ``before`` them, ``[n, envs]``."""
+        same = np.ones((len(rows), storage.envs), bool)
         traj_key, end_key = self._traj_key, self._end_key
         if traj_key is None and end_key is None:
             traj_key = TRAJ_IDS if storage.field(TRAJ_IDS) is not None else None
             end_key = _DONE if traj_key is None else None
         if traj_key is not None:
-            ids = _column(storage, traj_key, top, envs)
-            same &= ids == np.roll(ids, 1, 0)
+            ids = _column(storage, traj_key)
+            same &= ids[rows] == ids[before]
         if end_key is not None:
-            same &= ~np.roll(_column(storage, end_key, top, envs).astype(bool), 1, 0)
+            same &= ~_column(storage, end_key)[before].astype(bool)
         if self._step_key is not None:
-            steps = _column(storage, self._step_key, top, envs)
-            same &= steps == np.roll(steps, 1, 0) + 1
+            steps = _column(storage, self._step_key)
+            same &= steps[rows] == steps[before] + 1
         return same
 
 
@@ -171,19 +123,19 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self._order = torch.empty(0, dtype=torch.int64)
-        self._epoch: _Runs | None = None
+        self._epoch: Runs | None = None
 
     def restart(self) -> None:
         """Begin a new epoch with the next draw."""
         self._epoch = None
 
     def _choose(
-        self, eligible: torch.Tensor, slices: int, generator: torch.Generator | None
+        self, runs: Runs, eligible: torch.Tensor, slices: int, generator: torch.Generator | None
     ) -> tuple[torch.Tensor, bool]:
-        if self._epoch is not self._runs or not len(self._order):
+        if self._epoch is not runs or not len(self._order):
             number = len(eligible)
             order = torch.randperm(number, generator=generator) if self.shuffle else slice(None)
-            self._order, self._epoch = eligible[order], self._runs
+            self._order, self._epoch = eligible[order], runs
         if self.drop_last and len(self._order) < slices:
             raise ReplayError(
                 f"an epoch over {len(self._order)} trajectories has no whole batch of {slices}"
@@ -195,11 +147,11 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         return chosen, last
 
 
-def _column(storage: Storage, key: Key, top: int, envs: int) -> Any:
+def _column(storage: Storage, key: Key) -> Any:
     found = storage.field(key)
     if found is None:
         raise ConfigError(f"no {show(key)} is stored: slices need traj_key, or end_key")
-    column = found[:top].cpu().reshape(top, envs, -1)
+    column = found.cpu().reshape(storage.ledger.slots, storage.envs, -1)
     if column.shape[2] != 1:
         raise ConfigError(f"{show(key)} has {column.shape[2]} elements per frame, slices need one")
     return column[:, :, 0].numpy()
@@ -207,7 +159,7 @@ def _column(storage: Storage, key: Key, top: int, envs: int) -> Any:
 
 def _slices(
     storage: Storage,
-    runs: _Runs,
+    runs: Runs,
     chosen: torch.Tensor,
     length: int,
     generator: torch.Generator | None,

@@ -6,6 +6,8 @@ import torch
 
 _FANOUT = 32
 _SHIFT = 5
+_TOP = 2048
+"""So many numbers are still searched at once."""
 _MANY = 2048
 """From here on, looking for nodes that were named twice is cheaper than visiting them twice."""
 
@@ -23,7 +25,7 @@ class SumTree:
         self.size = size
         self._rows: list[torch.Tensor] = []
         nodes = size
-        while nodes > 2 * _FANOUT:
+        while nodes > _TOP:
             nodes = -(-nodes // _FANOUT)
             self._rows.append(torch.zeros(nodes, _FANOUT, dtype=torch.float64))
         self._top = torch.zeros(nodes, dtype=torch.float64)
@@ -33,11 +35,6 @@ class SumTree:
         """The numbers; read only."""
         blocks = self._rows[0].shape[0] if self._rows else len(self._top)
         self._least = torch.full((blocks,), torch.inf, dtype=torch.float64)
-
-    @property
-    def total(self) -> float:
-        """Sum of all numbers."""
-        return float(self._top.sum())
 
     def smallest(self) -> float:
         """Return the smallest number above zero, infinity if there is none."""
@@ -68,17 +65,19 @@ class SumTree:
         """Replace all numbers."""
         self.set(torch.arange(self.size), values)
 
-    def draw(self, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draw ``count`` places, each in proportion to its number; the total must not be zero."""
+    def draw(self, count: int, generator: torch.Generator | None = None) -> torch.Tensor | None:
+        """Draw ``count`` places, each in proportion to its number; ``None`` if all are zero."""
+        sums = self._top.cumsum(0)
+        total = float(sums[-1])
+        if total <= 0:
+            return None
         # A fresh uniform number per level: what is left of one after subtracting loses precision.
         uniform = torch.rand((len(self._rows) + 1, count), dtype=torch.float64, generator=generator)
         # Strictly below one even after rounding, or a draw could land behind the last number.
         first, *shares = uniform.mul_(1 - 2**-52).unbind(0)
-        sums = self._top.cumsum(0)
-        index = torch.searchsorted(sums, first.mul_(sums[-1]), right=True)
+        index = torch.searchsorted(sums, first.mul_(total), right=True)
         for rows, share in zip(reversed(self._rows), shares, strict=True):
             sums = rows.index_select(0, index).cumsum(1)
-            total = sums.select(1, _FANOUT - 1)
-            target = (share * total).unsqueeze(1)
+            target = share.mul_(sums.select(1, _FANOUT - 1)).unsqueeze(1)
             index = torch.add((sums <= target).sum(1), index, alpha=_FANOUT)
         return index
