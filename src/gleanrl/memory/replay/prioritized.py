@@ -12,6 +12,8 @@ from gleanrl.memory.replay.samplers import Draw, Sampler, empty_error, stamps_of
 from gleanrl.memory.replay.storages import Storage
 from gleanrl.memory.replay.sumtree import SumTree
 
+_TRIES = 4
+
 
 class PrioritizedSampler(Sampler):
     """Prioritized experience replay: rows in proportion to ``(priority + eps) ** alpha``.
@@ -57,15 +59,16 @@ class PrioritizedSampler(Sampler):
                 raise empty_error(storage)
             return found
 
-        if not storage.shared and storage.ledger.live == storage.ledger.top:
-            draw: Draw | None = Draw(propose(count), None)
-        else:
-            draw = whole(storage, propose, count)
-        while draw is None:
+        for _ in range(_TRIES):
+            if not storage.shared and storage.ledger.live == storage.ledger.top:
+                draw: Draw | None = Draw(propose(count), None)
+            else:
+                draw = whole(storage, propose, count)
+            if draw is not None:
+                self._weigh(draw)
+                return draw
             self._drop(storage)
-            draw = whole(storage, propose, count)
-        self._weigh(draw)
-        return draw
+        raise empty_error(storage)
 
     def _weigh(self, draw: Draw) -> None:
         chosen = self._tree.leaves.index_select(0, draw.index)
