@@ -320,14 +320,17 @@ class ReplayBuffer:
     def _read(self, choose: Callable[[], Draw]) -> tuple[Draw, Any]:
         """Choose rows and copy them; who writes meanwhile makes us choose again."""
         storage = self._storage
-        if storage.shared:
-            for _ in range(_ATTEMPTS):
+        for _ in range(_ATTEMPTS if storage.shared else 0):
+            try:
                 draw = choose()
-                assert draw.seen is not None
-                data = storage.gather(draw.index, self._extra(draw))
-                fence()
-                if torch.equal(stamps_of(storage, draw.index), draw.seen):
-                    return draw, data
+            except ReplayError:
+                # What was there may have gone while we looked: only the locked look decides.
+                break
+            assert draw.seen is not None
+            data = storage.gather(draw.index, self._extra(draw))
+            fence()
+            if torch.equal(stamps_of(storage, draw.index), draw.seen):
+                return draw, data
         # Nobody reserves rows while we are in here, and only reserved ones are written.
         with storage.ledger.section():
             draw = choose()

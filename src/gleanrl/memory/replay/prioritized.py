@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,8 @@ class PrioritizedSampler(Sampler):
         self._follow(storage)
         if len(priority):
             least, largest = torch.aminmax(priority)
-            if not float(least) >= 0:  # NaN fails this comparison too
-                raise ConfigError(f"priorities are not negative: {priority}")
+            if not 0 <= float(least) <= float(largest) < math.inf:  # NaN fails this too
+                raise ConfigError(f"priorities are finite and not negative: {priority}")
             self._max = max(self._max, float(largest))
         self._tree.set(index, self._raised(priority))
 

@@ -6,6 +6,7 @@ import torch
 
 _FANOUT = 32
 _SHIFT = 5
+_TINY = 1e-300
 _TOP = 2048
 """So many numbers are still searched at once."""
 _MANY = 2048
@@ -45,8 +46,10 @@ class SumTree:
 
         Args:
             index: Places, int64 ``[n]``.
-            values: float64 ``[n]``.
+            values: float64 ``[n]``; what is not above 1e-300 counts as zero.
         """
+        # So small that a share of it may not be smaller than itself.
+        values = torch.threshold(values, _TINY, 0.0)
         for level, (flat, rows) in enumerate(zip(self._flat, self._rows, strict=True)):
             flat.index_copy_(0, index, values)
             index = index >> _SHIFT
