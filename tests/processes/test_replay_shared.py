@@ -3,6 +3,7 @@
 ``GLEANRL_REPLAY_SECONDS=60`` runs the stress test that long.
 """
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -288,11 +289,21 @@ def test_what_other_processes_wrote_gets_the_default_priority():
     assert set(rb.sample(400)["index"].tolist()) == {3, *range(20, 30)}
 
 
-def test_nothing_is_left_in_shared_memory():
-    before = set(os.listdir("/dev/shm"))
-    rb = ReplayBuffer(storage=LazyTensorStorage(100), shared=True)
-    rb.extend(rows(1, 0, 10))
-    assert set(os.listdir("/dev/shm")) == before
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_nothing_is_left_behind(kind):
+    def left():
+        gc.collect()
+        return sorted(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+
+    before = left()
+    for _ in range(3):
+        rb = ReplayBuffer(storage=kind(100), shared=True)
+        rb.extend(rows(1, 0, 10))
+        again = pickle.loads(pickle.dumps(rb))
+        again.extend(rows(1, 10, 10))
+        assert rb.write_count == 20
+    del rb, again
+    assert left() == before
 
 
 def test_a_forked_child_writes_under_its_own_name():
