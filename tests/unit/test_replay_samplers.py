@@ -59,7 +59,8 @@ WRITES = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None)
 @given(
     size=st.integers(18, 30),
     writes=WRITES,
