@@ -102,8 +102,12 @@ def process_peers() -> Case:
                 ("AsyncVectorEnv", lambda: peers.async_vector_env(factories, net, STEPS)),
                 ("SB3 SubprocVecEnv", lambda: peers.sb3(factories, net, STEPS, False)),
                 ("SB3 SubprocVecEnv, lean critic", lambda: peers.sb3(factories, net, STEPS, True)),
-                ("PufferLib", lambda: peers.pufferlib(factories, net, STEPS, False)),
-                ("PufferLib, two halves", lambda: peers.pufferlib(factories, net, STEPS, True)),
+                ("PufferLib, 1 worker", lambda: peers.pufferlib(factories, net, STEPS, 1)),
+                ("PufferLib, 2 workers", lambda: peers.pufferlib(factories, net, STEPS, 2)),
+                (
+                    "PufferLib, 2 workers in turns",
+                    lambda: peers.pufferlib(factories, net, STEPS, 2, halves=True),
+                ),
                 ("tianshou subprocess", lambda: peers.tianshou(factories, net, STEPS, False)),
                 ("tianshou shared memory", lambda: peers.tianshou(factories, net, STEPS, True)),
             )

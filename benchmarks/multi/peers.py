@@ -5,8 +5,7 @@ The policy runs in this process for all of them; the environments run in others.
 
 from __future__ import annotations
 
-import os
-import warnings
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -48,25 +47,25 @@ def tianshou(factories: Sequence[EnvFactory], net: nn.Module, steps: int, shared
 
 
 def pufferlib(
-    factories: Sequence[EnvFactory], net: nn.Module, steps: int, halves: bool
+    factories: Sequence[EnvFactory], net: nn.Module, steps: int, workers: int, halves: bool = False
 ) -> PoolLoop | PufferHalves:
-    """Return a loop over PufferLib's ``Multiprocessing`` with two workers.
+    """Return a loop over PufferLib's ``Multiprocessing``.
 
-    With ``halves`` one of them steps while the policy acts for the other.
+    With ``halves`` one of two workers steps while the policy acts for the other. Workers and the
+    loop wait by spinning: on two cores one worker is the best choice.
     """
-    with _silent_import():
+    with _gymnasium_as_gym():
         try:
             from pufferlib import vector
         except (ImportError, RuntimeError) as err:
             raise Skip(f"pufferlib: {err}") from err
-
         vec = vector.make(
             [_puffer(factory) for factory in factories],
             env_args=[[]] * len(factories),
             env_kwargs=[{}] * len(factories),
             backend=vector.Multiprocessing,
             num_envs=len(factories),
-            num_workers=2,
+            num_workers=workers,
             batch_size=len(factories) // (2 if halves else 1),
             overwork=True,
         )
@@ -137,18 +136,20 @@ class PufferHalves:
 
 
 @contextmanager
-def _silent_import() -> Iterator[None]:
-    """Keep what the old Gym, which PufferLib imports, says about its age off the terminal."""
-    kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+def _gymnasium_as_gym() -> Iterator[None]:
+    """Let ``import gym`` find Gymnasium: PufferLib wants the old Gym for comparisons of types only.
+
+    With the old one installed, every library that supports both would look at it, and warn.
+    """
+    kept = sys.modules.get("gym")
+    sys.modules["gym"] = gym
     try:
-        os.dup2(sink, 2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(sink)
+        if kept is None:
+            del sys.modules["gym"]
+        else:
+            sys.modules["gym"] = kept
 
 
 class _Tianshou:
