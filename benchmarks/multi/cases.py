@@ -169,6 +169,10 @@ def delivered(kind: str, name: str) -> Case:
         [
             Reference("memcpy", grouped(lambda: memcpy.Copies(size, steps)), 0.8),
             Reference("memcpy in 2 processes", grouped(lambda: memcpy.Processes(size, steps)), 0.8),
+            Reference(
+                "env.step and memcpy in 2 processes",
+                grouped(lambda: memcpy.Processes(size, steps, stepping=True)),
+            ),
         ],
         check=check.real_bytes,
         turn=turn,

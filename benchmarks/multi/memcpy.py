@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Fields
+from benchmarks.multi.envs import Still
 
 BUFFERS = 3
 """Rollouts that a copier fills in turn, so that caches help it no more than a collector."""
@@ -21,7 +22,9 @@ BUFFERS = 3
 class Copies:
     """Fills one rollout's memory after the other in this process."""
 
-    def __init__(self, size: int, steps: int) -> None:
+    def __init__(self, size: int, steps: int, stepping: bool = False) -> None:
+        """Copy ``steps`` arrays of ``size`` bytes; ``stepping`` asks an environment for each."""
+        self._step = Still(0, size).step if stepping else None
         self._seen = np.ones(size, np.uint8)
         memory = np.ones((BUFFERS, 2, steps, size), np.uint8)
         self._rollouts = [[list(rows) for rows in rollout] for rollout in memory]
@@ -30,11 +33,13 @@ class Copies:
 
     def collect_batch(self) -> int:
         """Return the number of bytes."""
-        copy, seen = np.copyto, self._seen
+        copy, seen, step = np.copyto, self._seen, self._step
         roots, nexts = self._rollouts[self._turn]
         self._turn = (self._turn + 1) % BUFFERS
         for root, successor in zip(roots, nexts, strict=True):
             copy(root, seen)
+            if step is not None:
+                seen = step(0)[0]
             copy(successor, seen)
         return self._bytes
 
@@ -52,13 +57,16 @@ class Processes:
     waits for us.
     """
 
-    def __init__(self, size: int, steps: int, count: int = 2) -> None:
+    def __init__(self, size: int, steps: int, stepping: bool = False) -> None:
+        """Start them; the arguments are those of `Copies`."""
         context = multiprocessing.get_context("fork")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        for _ in range(count):
+        for _ in range(2):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_copy, args=(theirs, size, steps), daemon=True)
+            process = context.Process(
+                target=_copy, args=(theirs, size, steps, stepping), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -87,8 +95,8 @@ class Processes:
             pipe.close()
 
 
-def _copy(pipe: Connection, size: int, steps: int) -> None:
-    copies = Copies(size, steps)
+def _copy(pipe: Connection, size: int, steps: int, stepping: bool) -> None:
+    copies = Copies(size, steps, stepping)
     try:
         while True:
             pipe.recv_bytes()

@@ -64,4 +64,4 @@ def _lost(system: collectors.Batches, seconds: float) -> float:
     if len(first) != WORKERS:
         raise RuntimeError(f"WRONG only workers {sorted(first)} delivered")
     spans = [last[number] - first[number] for number in first]
-    return 1 - sum(span[1] for span in spans) / sum(span[0] for span in spans)
+    return float(1 - sum(span[1] for span in spans) / sum(span[0] for span in spans))

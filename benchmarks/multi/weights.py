@@ -137,7 +137,7 @@ def freshness(rounds: int, seconds: float, tick: Tick) -> list[Figure]:
     A rollout that begins after a publication must have its version; of those under way only one
     per worker may be without it.
     """
-    policy = TensorDictModule(Still3(), in_keys=["observation"], out_keys=["action"])
+    policy = TensorDictModule(OneWeight(), in_keys=["observation"], out_keys=["action"])
     system = collectors.ours(
         "async", timed(2, 0.001, False), policy, 16, num_threads=1, track_policy_version=True
     )
@@ -148,7 +148,7 @@ def freshness(rounds: int, seconds: float, tick: Tick) -> list[Figure]:
     return list(_freshness(*log))
 
 
-class Still3(nn.Module):
+class OneWeight(nn.Module):
     """A policy with one weight."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Still3(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.weight.long().expand(observation.shape[:-1])
+        return self.weight[0].long().expand(observation.shape[:-1])
 
 
 _Rollout = tuple[int, float, float, float, int]
