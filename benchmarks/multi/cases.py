@@ -81,6 +81,10 @@ def cartpole(kind: str) -> Case:
                 grouped(lambda: collectors.torchrl(kind, _split(WORKERS), policy, frames)),
                 20.0,
             ),
+            Reference(
+                f"TorchRL Multi{kind.capitalize()}Collector, argument checks",
+                grouped(lambda: collectors.torchrl(kind, _split(WORKERS), policy, frames, True)),
+            ),
         ],
         check=check.RealBatches(net, WORKERS * ENVS, STEPS, WORKERS),
         turn=turn,

@@ -70,9 +70,17 @@ def inline(envs: Any, policy: Any, frames: int) -> Batches:
 
 
 def torchrl(
-    kind: str, factories: Sequence[Sequence[EnvFactory]], policy: Any, frames: int
+    kind: str,
+    factories: Sequence[Sequence[EnvFactory]],
+    policy: Any,
+    frames: int,
+    argument_checks: bool = False,
 ) -> Batches:
-    """Return TorchRL's collector with a ``SerialEnv`` in each worker."""
+    """Return TorchRL's collector with a ``SerialEnv`` in each worker.
+
+    ``argument_checks`` leaves those of `torch.distributions` on in its workers, where they are by
+    default.
+    """
     from torchrl import collectors
 
     make: Any = {"sync": collectors.MultiSyncCollector, "async": collectors.MultiAsyncCollector}
@@ -86,7 +94,7 @@ def torchrl(
             no_cuda_sync=True,
             use_buffers=True,
             auto_register_policy_transforms=False,
-            init_fn=quiet_worker,
+            init_fn=None if argument_checks else quiet_worker,
             num_threads=1,
             **({"cat_results": "stack"} if kind == "sync" else {}),
         )
