@@ -84,6 +84,7 @@ def cartpole(kind: str) -> Case:
             Reference(
                 f"TorchRL Multi{kind.capitalize()}Collector, argument checks",
                 grouped(lambda: collectors.torchrl(kind, _split(WORKERS), policy, frames, True)),
+                20.0,
             ),
         ],
         check=check.RealBatches(net, WORKERS * ENVS, STEPS, WORKERS),
