@@ -1,13 +1,20 @@
 """GleanRL gathers experience for reinforcement learning in PyTorch."""
 
 from gleanrl.collectors import (
+    AsyncCollector,
     BaseCollector,
     Collector,
     DataCollectorBase,
     Interruptor,
+    MultiAsyncCollector,
+    MultiaSyncDataCollector,
+    MultiCollector,
+    MultiSyncCollector,
+    MultiSyncDataCollector,
     PolicyVersion,
     RandomPolicy,
     SyncDataCollector,
+    aSyncDataCollector,
     split_trajectories,
 )
 from gleanrl.core.errors import (
@@ -19,6 +26,7 @@ from gleanrl.core.errors import (
     PolicyError,
     PolicyTypeError,
     UnknownEnvError,
+    UnknownModelError,
     WeightsError,
     WorkerDied,
     WorkerError,
@@ -30,6 +38,7 @@ from gleanrl.envs.utils import ExplorationType, exploration_type, set_exploratio
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncCollector",
     "BaseCollector",
     "ClosedError",
     "Collector",
@@ -42,7 +51,12 @@ __all__ = [
     "GleanError",
     "GymEnv",
     "Interruptor",
+    "MultiAsyncCollector",
+    "MultiCollector",
     "MultiStep",
+    "MultiSyncCollector",
+    "MultiSyncDataCollector",
+    "MultiaSyncDataCollector",
     "PolicyError",
     "PolicyTypeError",
     "PolicyVersion",
@@ -50,10 +64,12 @@ __all__ = [
     "SerialEnv",
     "SyncDataCollector",
     "UnknownEnvError",
+    "UnknownModelError",
     "WeightsError",
     "WorkerDied",
     "WorkerError",
     "__version__",
+    "aSyncDataCollector",
     "exploration_type",
     "set_exploration_type",
     "split_trajectories",

@@ -6,13 +6,16 @@ import pytest
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError
+from gleanrl.core.options import FrameBudget
 from gleanrl.engine.backends.inline import InlineBackend
 from gleanrl.engine.backends.process import ProcessBackend
+from gleanrl.engine.batches import BatchOptions, gather_all
+from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.testing import KeepingLearner, ScriptedBackend, StampedSource, check_stamps
 
 BACKENDS = {
-    "inline": lambda windows: InlineBackend(windows, bytearray(1)),
+    "inline": InlineBackend,
     "scripted": ScriptedBackend,
     "process": lambda windows: ProcessBackend(),
 }
@@ -43,9 +46,9 @@ def make(request):
     engines = []
 
     def build(factory=StampedSource, workers=2, steps=8):
-        engine = Engine(BACKENDS[request.param], [factory] * workers, stacked=True)
+        engine = Engine(BACKENDS[request.param], [factory] * workers)
         engines.append(engine)
-        engine.allocate(steps, None)
+        gather_all(engine, [steps] * workers, BatchOptions(stacked=True))
         return engine
 
     yield build
@@ -54,7 +57,8 @@ def make(request):
 
 
 def collect(engine):
-    batch, _ = engine.collect(8, random=False, timeout=30.0)
+    budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
+    batch, _ = engine.collect(budget, 30.0)
     return batch
 
 

@@ -15,9 +15,11 @@ from torch import nn
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, WorkerDied, WorkerError
-from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
+from gleanrl.core.options import EnvOptions, FrameBudget, PolicyOptions, RolloutOptions
 from gleanrl.engine.backends.inline import InlineBackend
 from gleanrl.engine.backends.process import ProcessBackend
+from gleanrl.engine.batches import BatchOptions, gather_all
+from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.testing import StampedSource
@@ -32,28 +34,36 @@ def builder(worker, workers, policy=act):
     return SourceBuilder(
         env=EnvOptions(create_env_fn=lambda: gym.make("CartPole-v1"), num_envs=3),
         policy=PolicyOptions(policy=policy),
-        rollout=RolloutOptions(
-            index_base=3 * worker, index_stride=3 * workers, max_frames_per_traj=30
-        ),
+        rollout=RolloutOptions(max_frames_per_traj=30),
     )
 
 
+def running(make_backend, factories, steps, **options):
+    """Return an engine that makes stacked batches, and a function that collects one."""
+    engine = Engine(make_backend, factories)
+    gather_all(engine, [steps] * len(factories), BatchOptions(stacked=True, **options))
+    return engine
+
+
+def collect(engine, timeout=30.0):
+    budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
+    batch, _ = engine.collect(budget, timeout)
+    return batch
+
+
 def seeded(make_backend, factories):
-    engine = Engine(make_backend, factories, stacked=True)
-    engine.allocate(16, None)
-    seed = 5
-    for worker in range(len(factories)):
-        seed = engine.request(worker, m.Seed(seed)) + 1
+    engine = running(make_backend, factories, 16)
+    engine.request_each({w: m.Seed(5 + 3 * w) for w in range(len(factories))})
     return engine
 
 
 def test_processes_give_the_data_of_inline_workers_bit_for_bit():
     factories = [builder(worker, 2) for worker in range(2)]
     remote = seeded(lambda _: ProcessBackend(torch.get_num_threads()), factories)
-    local = seeded(lambda windows: InlineBackend(windows, bytearray(1)), factories)
+    local = seeded(InlineBackend, factories)
     for _ in range(6):
-        one, _ = remote.collect(16, random=False, timeout=30.0)
-        two, _ = local.collect(16, random=False)
+        one = collect(remote)
+        two = collect(local)
         assert (one == two).all()
     assert one["next", "done"].any()
     remote.close(5.0)
@@ -96,11 +106,10 @@ def test_a_worker_that_ends_is_named_with_how(how, message):
     def make(worker):
         return Deadly(worker, how)
 
-    engine = Engine(lambda _: ProcessBackend(), [make] * 2, stacked=True)
-    engine.allocate(4, None)
-    kept, _ = engine.collect(4, random=False, timeout=30.0)
+    engine = running(lambda _: ProcessBackend(), [make] * 2, 4)
+    kept = collect(engine)
     with pytest.raises(WorkerDied, match=message):
-        engine.collect(4, random=False, timeout=30.0)
+        collect(engine)
     assert kept["stamp"][1].eq(10**6).all()
     engine.close(5.0)
 
@@ -115,10 +124,9 @@ def test_an_error_is_its_own_class_and_a_worker_error_with_the_remote_traceback(
         def collect(self, window, steps, stop, random):
             raise Own(7, "in the simulator")
 
-    engine = Engine(lambda _: ProcessBackend(), [Raising], stacked=True)
-    engine.allocate(4, None)
+    engine = running(lambda _: ProcessBackend(), [Raising], 4)
     with pytest.raises(ValueError, match="worker 0 raised .*Own: 7: in the simulator") as caught:
-        engine.collect(4, random=False, timeout=30.0)
+        collect(engine)
     assert isinstance(caught.value, WorkerError)
     assert "in collect" in str(caught.value)
     engine.close(5.0)
@@ -135,13 +143,16 @@ def test_what_cannot_be_sent_is_named():
         def forward(self, observation):
             return observation
 
-    with pytest.raises(ConfigError, match="cannot be sent to a process .*lock"):
+    with pytest.raises(ConfigError, match=r"cannot be sent to a process: policy\.lock .*TypeError"):
         Engine(lambda _: ProcessBackend(), [builder(0, 1, Locked())])
 
 
 SCRIPT = """
     import os, sys, time
     from gleanrl.engine.backends.process import ProcessBackend
+    from gleanrl.core.options import FrameBudget
+    from gleanrl.engine.batches import BatchOptions, gather_all
+    from gleanrl.engine.budget import Budget
     from gleanrl.engine.engine import Engine
     from gleanrl.testing import StampedSource
 
@@ -153,11 +164,12 @@ SCRIPT = """
             return super().collect(window, steps, stop, random)
 
     backend = ProcessBackend()
-    engine = Engine(lambda _: backend, [Stuck] * 2, stacked=True)
-    engine.allocate(4, None)
-    engine.collect(4, random=False)
-    print(*backend._pids, flush=True)
-    engine.collect(4, random=False)
+    engine = Engine(lambda _: backend, [Stuck] * 2)
+    gather_all(engine, [4, 4], BatchOptions(stacked=True))
+    budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
+    engine.collect(budget)
+    print(*backend.pids, flush=True)
+    engine.collect(budget)
 """
 
 
@@ -184,9 +196,8 @@ def test_nothing_is_left_behind():
         return len(os.listdir("/proc/self/fd"))
 
     def run():
-        engine = Engine(lambda _: ProcessBackend(), [StampedSource] * 2, stacked=True)
-        engine.allocate(4, None)
-        engine.collect(4, random=False, timeout=30.0)
+        engine = running(lambda _: ProcessBackend(), [StampedSource] * 2, 4)
+        collect(engine)
         engine.close(5.0)
 
     run()

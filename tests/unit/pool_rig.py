@@ -148,7 +148,6 @@ class Made:
 def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(), **options):
     """Return the source of ``vector_env``, in the loop that fits it."""
     env = make_vector(vector_env, info_keys=info_keys)
-    options.setdefault("index_stride", env.num_envs)
     kind = CursorRollout if env.costs_reset_step else Rollout
 
     def make_policies(env, probe):

@@ -37,7 +37,6 @@ def collect(source, steps, stop=None, random=False):
 def carrier(env, policy=None, **options):
     first = options.pop("first", None)
     own = {name: options.pop(name) for name in ("states", "is_init") if name in options}
-    options.setdefault("index_stride", 0)
     return CarrierRollout(env, policy, RolloutOptions(**options), first=first, **own)
 
 
@@ -149,9 +148,8 @@ def test_final_observation_is_the_true_one_and_the_next_root_that_of_the_reset()
 
 
 def test_trajectory_ids_span_rollouts_and_are_apart_between_environments():
-    source = carrier(
-        CountingEnv(max_steps=2, batch_size=[2]), count_up, index_base=4, index_stride=10
-    )
+    source = carrier(CountingEnv(max_steps=2, batch_size=[2]), count_up)
+    source.place(4, 10)
     ids = [collect(source, 2)["collector", "traj_ids"].tolist() for _ in range(2)]
     assert ids == [[[4, 4], [5, 5]], [[4, 14], [5, 15]]]
 
@@ -291,7 +289,6 @@ class Scorer(nn.Module):
 
 def built(env, policy, provide_inputs=True, **options):
     """Build a source as collectors do."""
-    options.setdefault("index_stride", 0)
     return SourceBuilder(
         EnvOptions(create_env_fn=env),
         PolicyOptions(policy=policy, provide_inputs=provide_inputs),

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
+from gleanrl.core.options import FrameBudget
 from gleanrl.engine.backends.inline import InlineBackend
+from gleanrl.engine.batches import BatchOptions, gather_all
+from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.testing import (
     Act,
@@ -22,20 +25,22 @@ from gleanrl.testing import (
 )
 
 
-def make_engine(script=None, workers=2, steps=8, **options):
-    engine = Engine(
-        functools.partial(ScriptedBackend, script=script or {}),
-        [StampedSource] * workers,
-        stacked=True,
-        **options,
-    )
-    engine.allocate(steps, None)
+def running(make_backend, factories, steps, **options):
+    """Return an engine that makes stacked batches, and a function that collects one."""
+    engine = Engine(make_backend, factories)
+    gather_all(engine, [steps] * len(factories), BatchOptions(stacked=True, **options))
     return engine
 
 
 def collect(engine, timeout=None):
-    batch, _ = engine.collect(8, random=False, timeout=timeout)
+    budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
+    batch, _ = engine.collect(budget, timeout)
     return batch
+
+
+def make_engine(script=None, workers=2, steps=8, **options):
+    backend = functools.partial(ScriptedBackend, script=script or {})
+    return running(backend, [StampedSource] * workers, steps, **options)
 
 
 def test_a_batch_holds_one_whole_rollout_per_worker():
@@ -112,12 +117,15 @@ def test_a_late_worker_is_named_when_the_deadline_passes():
         collect(engine, timeout=5.0)
 
 
-def test_a_reply_to_an_abandoned_request_is_not_taken_for_the_next_batch():
+def test_nothing_is_asked_of_a_worker_that_missed_its_deadline():
     engine = make_engine({(1, 0): Act(after=10)})
     with pytest.raises(CollectorTimeout):
         collect(engine, timeout=5.0)
-    batch = collect(engine, timeout=20.0)
-    assert check_stamps(batch) == [1, 10**6 + 1]
+    with pytest.raises(CollectorTimeout, match=r"workers \[1\]"):
+        collect(engine, timeout=20.0)
+    with pytest.raises(CollectorTimeout, match=r"workers \[1\]"):
+        engine.request(1, m.Get("num_envs"), timeout=20.0)
+    assert engine.request(0, m.Get("num_envs"), timeout=20.0) == 2
 
 
 def test_a_repeated_reply_changes_nothing():
@@ -145,14 +153,6 @@ def test_after_a_failure_the_other_workers_are_heard_out():
     assert check_stamps(collect(engine)) == [1, 10**6 + 2, 2 * 10**6 + 2]
 
 
-def test_the_late_end_of_an_abandoned_rollout_answers_no_command():
-    engine = make_engine({(1, 0): Act(after=10)})
-    with pytest.raises(CollectorTimeout):
-        collect(engine, timeout=5.0)
-    assert engine.request(0, m.Get("num_envs"), timeout=20.0) == 2
-    assert engine.request(1, m.Get("num_envs"), timeout=20.0) == 2
-
-
 def test_a_dead_worker_is_named():
     engine = make_engine({(1, 0): Die(after=1.0)})
     with pytest.raises(WorkerDied, match="worker 1 died"):
@@ -176,10 +176,7 @@ def test_control_commands_return_values_and_raise_errors():
 
 
 def test_inline_workers_run_in_the_order_they_were_asked():
-    engine = Engine(
-        lambda windows: InlineBackend(windows, bytearray(1)), [StampedSource] * 2, stacked=True
-    )
-    engine.allocate(8, torch.device("cpu"))
+    engine = running(InlineBackend, [StampedSource] * 2, 8, device=torch.device("cpu"))
     batch = collect(engine)
     assert check_stamps(batch) == [0, 10**6]
     assert batch.device == torch.device("cpu")

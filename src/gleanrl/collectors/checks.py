@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.engine.interruptor import Interruptor
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 
@@ -117,8 +118,30 @@ def check_schemes(schemes: Mapping[str, Any] | None) -> None:
     for name, scheme in (schemes or {}).items():
         if not isinstance(scheme, WeightSyncScheme):
             raise ConfigError(
-                f"weight_sync_schemes[{name!r}] ({type(scheme).__name__}) is not a WeightSyncScheme"
+                f"the weight sync scheme of {name!r} is a {type(scheme).__name__}, not a "
+                "WeightSyncScheme"
             )
+
+
+def check_multi(given: Any) -> None:
+    """Contradictions between the arguments of a collector with several workers."""
+    if given.weight_updater is not None:
+        if given.weight_sync_schemes is not None:
+            raise TypeError("give weight_sync_schemes or weight_updater, not both")
+        if given.policy is not None and given.policy_factory is not None:
+            raise TypeError("policy and policy_factory together need no weight_updater")
+    factories = given.policy_factory
+    if factories is not None:
+        several = isinstance(factories, Sequence)
+        for number, factory in enumerate(factories if several else [factories]):
+            check_callables(
+                **{f"policy_factory[{number}]" if several else "policy_factory": factory}
+            )
+    if given.interruptor is not None and not isinstance(given.interruptor, Interruptor):
+        raise ConfigError(
+            f"interruptor ({type(given.interruptor).__name__}) must be a gleanrl.collectors."
+            "Interruptor: workers look at its flag in shared memory"
+        )
 
 
 def check_update(worker_ids: Any, kwargs: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 from gleanrl.collectors import checks
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.core import messages as m
-from gleanrl.core.options import FrameBudget
+from gleanrl.engine.batches import BatchOptions, fake_batch
+from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.models import Models
 from gleanrl.engine.pipeline import Pipeline
@@ -27,21 +29,23 @@ class RunningCollector(BaseCollector):
     _engine: Engine
     _pipeline: Pipeline
     _models: Models
-    _budget: FrameBudget
+    _budget: Budget
+    _options: BatchOptions
+    _steps: tuple[int, ...]
     _version: PolicyVersion | None
     _timeout: float | None
     replay_buffer: Any
     storing_device: torch.device | None
 
-    def _run(self, budget: FrameBudget) -> None:
-        """Reserve memory and start counting; call last in the constructor, once the parts exist."""
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Run the body with the engine up; if it fails, shut the engine down again."""
         try:
-            self._budget = budget.over(self._engine.num_envs)
-            self._engine.allocate(self._steps, self.storing_device)
+            yield
         except BaseException:
             self._engine.close(5.0)
             raise
-        self._frames, self._batches = 0, 0
+        self._batches = 0
         self._ready: deque[Any] = deque()
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, self._engine.close, 5.0)
@@ -53,16 +57,12 @@ class RunningCollector(BaseCollector):
         while True:
             with self._engine.turn(None):
                 while not self._ready:
-                    if self._exhausted():
+                    if self._budget.exhausted:
                         return
                     self._ready = self._pipeline(self._collect(), self.post_collect_hook)
                 held = [self._ready.popleft()]
             # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
             yield held.pop()
-
-    def _exhausted(self) -> bool:
-        total = self._budget.total_frames
-        return total is not None and self._frames >= total
 
     def _collect(self) -> TensorDictBase:
         if self.pre_collect_hook is not None:
@@ -70,15 +70,9 @@ class RunningCollector(BaseCollector):
         return self._gather()
 
     def _gather(self) -> TensorDictBase:
-        random = self._frames < self._budget.init_random_frames
-        batch, reports = self._engine.collect(self._steps, random, self._timeout)
-        self._frames += sum(report.frames for report in reports)
+        batch, _ = self._engine.collect(self._budget, self._timeout)
         self._batches += 1
         return batch
-
-    @property
-    def _steps(self) -> int:
-        return self._budget.frames_per_batch // self._engine.num_envs
 
     def rollout(self) -> TensorDictBase:
         """Collect one batch and return it as it was collected.
@@ -97,7 +91,7 @@ class RunningCollector(BaseCollector):
         Raises:
             TypeError: the collector is endless.
         """
-        batches = self._budget.batches
+        batches = self._budget.limits.batches
         if batches is None:
             raise TypeError("this collector is endless (total_frames=-1): it has no length")
         return batches
@@ -112,7 +106,7 @@ class RunningCollector(BaseCollector):
             raise NotImplementedError(
                 "with trajs_per_batch the shape of a batch is that of its longest trajectory"
             )
-        return self._pipeline.finish(self._engine.fake_batch(self._steps))
+        return self._pipeline.finish(fake_batch(self._engine, self._steps, self._options))
 
     # -- weights and versions --------------------------------------------------------------------
 
@@ -169,8 +163,21 @@ class RunningCollector(BaseCollector):
             >>> collector.shutdown()
         """
         seed = checks.read_seed(seed)
-        self._discard()
-        return int(self._engine.request(0, m.Seed(seed, static_seed)))
+        commands: dict[int, m.Command] = {}
+        base = seed
+        for worker, envs in enumerate(self._engine.envs):
+            # Streams differ from worker to worker, whatever the environments are seeded with.
+            commands[worker] = m.Seed(seed if static_seed else base, static_seed, base)
+            base += envs
+        last = self._restart(commands)
+        return int(last[len(commands) - 1])
+
+    def _restart(self, commands: dict[int, m.Command]) -> dict[int, Any]:
+        """Carry out commands that begin new trajectories; what was under way is discarded."""
+        with self._engine.turn(None):
+            self._ready.clear()
+            self._pipeline.forget()
+            return self._engine.request_each(commands, discard=self._budget)
 
     def reset(self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Reset environments; they start new trajectories.
@@ -179,13 +186,8 @@ class RunningCollector(BaseCollector):
             index: Which environments, by position in the batch; all by default.
             **kwargs: Options for `gymnasium.Env.reset`.
         """
-        self._discard()
         chosen = None if index is None else checks.read_index(index, self._engine.num_envs)
-        self._engine.request(0, m.Reset(chosen, kwargs))
-
-    def _discard(self) -> None:
-        self._ready.clear()
-        self._pipeline.forget()
+        self._restart({0: m.Reset(chosen, kwargs)})
 
     def state_dict(self) -> dict[str, Any]:
         """Return policy and environment state, counters, versions and random streams."""
@@ -193,7 +195,7 @@ class RunningCollector(BaseCollector):
         return {
             "policy_state_dict": self._models.policy_state(),
             "env_state_dict": worker.pop("env"),
-            "frames": self._frames,
+            "frames": self._budget.delivered,
             "iter": self._batches,
             "worker": worker,
         }
@@ -208,29 +210,28 @@ class RunningCollector(BaseCollector):
         checks.check_state(state_dict, strict)
         policy = state_dict.get("policy_state_dict") or {}
         self._models.check_policy_state(policy)
-        self._discard()
         if "worker" in state_dict:
             worker = {**state_dict["worker"], "env": state_dict.get("env_state_dict", {})}
-            self._engine.request(0, m.SetState(worker, strict))
+            self._restart({0: m.SetState(worker, strict)})
             self._models.continue_from(int(worker["policy_version"]))
         if policy:
             self._models.load_policy_state(policy)
-        self._frames = int(state_dict.get("frames", self._frames))
+        self._budget.continue_from(int(state_dict.get("frames", self._budget.delivered)))
         self._batches = int(state_dict.get("iter", self._batches))
 
     def stats(self) -> dict[str, int | float | bool]:
         """Return a flat dictionary of scalars."""
-        engine, total = self._engine, self._budget.total_frames
+        engine, total = self._engine, self._budget.limits.total_frames
         found: dict[str, int | float | bool] = {
-            "frames": self._frames,
+            "frames": self._budget.delivered,
             "batches": self._batches,
-            "frames_per_batch": self._budget.frames_per_batch,
+            "frames_per_batch": self._budget.limits.frames_per_batch,
             "frames_discarded": engine.discarded + self._pipeline.discarded,
             "batches_copied": engine.copies,
             "memory_bytes": engine.nbytes,
             "num_envs": engine.num_envs,
             "policy_version": self._models.number,
-            "completed": self._exhausted(),
+            "completed": self._budget.exhausted,
             "closed": engine.closed,
         }
         if total is not None:
@@ -257,23 +258,23 @@ class RunningCollector(BaseCollector):
     @property
     def frames_per_batch(self) -> int:
         """Frames of one batch, rounded up to whole steps."""
-        return self._budget.frames_per_batch
+        return self._budget.limits.frames_per_batch
 
     @property
     def requested_frames_per_batch(self) -> int:
         """Frames of one batch, rounded up to whole steps."""
-        return self._budget.frames_per_batch
+        return self._budget.limits.frames_per_batch
 
     @property
     def total_frames(self) -> int | float:
         """Frames after which iteration ends; infinity if endless."""
-        total = self._budget.total_frames
+        total = self._budget.limits.total_frames
         return float("inf") if total is None else total
 
     @property
     def init_random_frames(self) -> int:
         """Frames for which the policy is not called."""
-        return self._budget.init_random_frames
+        return self._budget.limits.init_random_frames
 
     @property
     def closed(self) -> bool:

@@ -23,6 +23,8 @@ from gleanrl.core.options import (
     limit,
 )
 from gleanrl.engine.backends.inline import InlineBackend
+from gleanrl.engine.batches import BatchOptions, gather_all
+from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.interruptor import stop_byte
 from gleanrl.engine.models import Models
@@ -251,13 +253,12 @@ class Collector(RunningCollector):
                 compact=compact_obs,
             ),
         )
-        budget = FrameBudget.from_arguments(frames_per_batch, total_frames, init_random_frames)
+        limits = FrameBudget.from_arguments(frames_per_batch, total_frames, init_random_frames)
         stop = stop_byte(interruptor)
-        self._engine = Engine(
-            lambda windows: InlineBackend(windows, stop),
-            [builder],
-            stop=stop,
-            same_memory=return_same_td,
-        )
-        self._models = Models(self._engine, policy, weight_sync_schemes, self._version)
-        self._run(budget)
+        self._engine = Engine(lambda windows: InlineBackend(windows, stop), [builder])
+        with self._starting():
+            self._models = Models(self._engine, policy, weight_sync_schemes, self._version)
+            self._budget = Budget(limits.over(self._engine.num_envs))
+            self._steps = (self.frames_per_batch // self._engine.num_envs,)
+            self._options = BatchOptions(device=devices.storing, same_memory=return_same_td)
+            gather_all(self._engine, self._steps, self._options)

@@ -7,6 +7,7 @@
   * PolicyError            (RuntimeError)  a policy that does not fit the environment
     * PolicyTypeError      (TypeError)     a policy that cannot be called at all
   * WeightsError           (ValueError)    weights that do not fit the model
+    * UnknownModelError    (KeyError)      no model of that id
   * ClosedError            (RuntimeError)  the collector was shut down
   * WorkerError            (RuntimeError)  user code raised in a worker
   * WorkerDied             (RuntimeError)  a worker process ended
@@ -48,6 +49,14 @@ class WeightsError(GleanError, ValueError):
     """Weights do not fit the model they are meant for."""
 
 
+class UnknownModelError(WeightsError, KeyError):
+    """No model runs under the given id."""
+
+    def __str__(self) -> str:
+        """Return the message itself (`KeyError` would quote it)."""
+        return str(self.args[0]) if self.args else ""
+
+
 class ClosedError(GleanError, RuntimeError):
     """The collector was shut down and cannot do what was asked."""
 
@@ -58,6 +67,9 @@ class WorkerError(GleanError, RuntimeError):
 
 class WorkerDied(GleanError, RuntimeError):
     """A worker process ended without being asked to."""
+
+    worker: int | None = None
+    """Which one, if it was a worker."""
 
 
 class CollectorTimeout(GleanError, TimeoutError):

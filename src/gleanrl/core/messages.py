@@ -1,7 +1,8 @@
 """All that crosses between the engine and a worker: commands out, replies back.
 
-Messages are small and typed. Tensors never travel in them: rollouts lie in a window of the arena
-(`Collect.window`) or behind a `Payload` that the engine opens when it accepts the rollout.
+Messages are small and typed. Every command is sent under a ticket, a number that its reply carries
+back. Rollouts never travel in messages: they lie in a window of the arena (`Collect.window`) or
+behind a `Payload` that the engine opens when it accepts the rollout.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import torch
 
 from gleanrl.core.layout import Field, Layout
 
@@ -32,6 +35,8 @@ class WindowRef:
     envs: int
     steps: int
     blocks: tuple[Block, ...]
+    arena: int = 0
+    """Which of the learner's arenas it is of; a worker writes into one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,22 @@ class Snapshot:
     """The weights of one or more models at one version."""
 
     version: int
+    """The label of rollouts made with them."""
     models: Mapping[str, Mapping[str, Any]]
     """Per model id: dotted name to tensor (or extra state)."""
+    serial: int = 0
+    """Its place among all snapshots of one learner: of two, the larger is the newer."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoardRef:
+    """Where a board of weights lies in shared memory, and what one of its buffers holds."""
+
+    offset: int
+    nbytes: int
+    """Bytes of one buffer."""
+    entries: tuple[tuple[str, tuple[int, ...], torch.dtype, int], ...]
+    """Name, shape, dtype and offset in the buffer of every tensor."""
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -48,9 +67,11 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """Collect ``window.steps`` steps into ``window``."""
+    """Collect ``window.steps`` steps into ``window``.
 
-    sequence: int
+    Any other command overtakes those of this kind that a worker has not begun yet.
+    """
+
     window: WindowRef
     random: bool = False
     """Act at random instead of calling the policy."""
@@ -64,11 +85,32 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Bind:
+    """Take the weights of ``model_id`` from a board from now on."""
+
+    model_id: str
+    board: BoardRef
+
+
+@dataclass(frozen=True, slots=True)
 class Seed:
     """Seed environments, action spaces and random streams; resets all environments."""
 
     seed: int
     static: bool = False
+    stream: int | None = None
+    """What the random streams are made from; ``seed`` by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Number the worker's environments among those of all workers; before its first rollout.
+
+    Trajectory ids are ``episode * stride + base + environment``.
+    """
+
+    base: int
+    stride: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +155,9 @@ class Close:
     """Close environments and end."""
 
 
-Command: TypeAlias = Collect | Load | Seed | Reset | GetState | SetState | Call | Get | Close
+Command: TypeAlias = (
+    Collect | Load | Bind | Place | Seed | Reset | GetState | SetState | Call | Get | Close
+)
 
 # -- replies ---------------------------------------------------------------------------------------
 
@@ -146,6 +190,7 @@ class Ready:
     worker: int
     layout: Layout | None
     """``None`` if steps have no fixed layout (ragged or non-tensor data)."""
+    ticket: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +198,7 @@ class Rolled:
     """A `Collect` was carried out."""
 
     worker: int
-    sequence: int
+    ticket: int
     report: Report
 
 
@@ -162,21 +207,25 @@ class Done:
     """Any other command was carried out."""
 
     worker: int
+    ticket: int
     value: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A command raised."""
+    """A command raised; ticket 0 if building the source did."""
 
     worker: int
+    ticket: int
     error: BaseException
 
 
 Reply: TypeAlias = Ready | Rolled | Done | Failed
 
 __all__ = [
+    "Bind",
     "Block",
+    "BoardRef",
     "Call",
     "Close",
     "Collect",
@@ -187,6 +236,7 @@ __all__ = [
     "GetState",
     "Load",
     "Payload",
+    "Place",
     "Ready",
     "Reply",
     "Report",

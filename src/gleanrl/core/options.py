@@ -45,11 +45,8 @@ class RolloutOptions:
     """Deliver ``("collector", "mask")``: rollouts may be stopped early."""
     compact: bool = False
     """Leave out observations under ``"next"``."""
-    index_base: int = 0
-    """Global index of this source's first environment."""
-    index_stride: int | None = None
-    """Environments over all workers: ``traj_id = episode * stride + global index``; ``None`` if
-    there are no others than this source's."""
+    stream: int | None = None
+    """Number the random streams are made from; ``None`` draws from the global ones until seeded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +95,20 @@ class FrameBudget:
     def over(self, num_envs: int) -> FrameBudget:
         """Round the batch up to whole steps of ``num_envs`` environments, with a warning."""
         steps = -(-self.frames_per_batch // num_envs)
-        rounded = replace(self, frames_per_batch=steps * num_envs)
-        rounded._warn_if_rounded(self.frames_per_batch, num_envs)
-        return rounded
+        return self.rounded(steps * num_envs, num_envs)
+
+    def rounded(self, frames_per_batch: int, num_envs: int) -> FrameBudget:
+        """Return the budget of batches that hold ``frames_per_batch`` frames, with a warning."""
+        found = replace(self, frames_per_batch=frames_per_batch)
+        found._warn_if_rounded(self.frames_per_batch, num_envs)
+        return found
 
     def _warn_if_rounded(self, asked: int, num_envs: int) -> None:
         notes = []
         if asked != self.frames_per_batch:
             notes.append(
-                f"frames_per_batch ({asked}) is not a multiple of the {num_envs} environments: "
-                f"batches hold {self.frames_per_batch} frames"
+                f"frames_per_batch ({asked}) is not a multiple of the {num_envs} "
+                f"environments: batches hold {self.frames_per_batch} frames"
             )
         total = self.total_frames
         if total is not None and total % self.frames_per_batch:
@@ -117,7 +118,7 @@ class FrameBudget:
                 f"{extra} additional frames will be collected"
             )
         if notes and os.environ.get("RL_WARNINGS", "1") != "0":
-            warnings.warn("; ".join(notes), UserWarning, stacklevel=4)
+            warnings.warn("; ".join(notes), UserWarning, stacklevel=5)
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:

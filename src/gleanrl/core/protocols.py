@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
@@ -234,11 +235,15 @@ class Source(Protocol):
         """Fill ``window`` with ``steps`` steps, fewer if ``stop`` is raised."""
         ...
 
+    def place(self, base: int, stride: int) -> None:
+        """Number the environments ``base, base + 1, ...`` of ``stride``; before any rollout."""
+        ...
+
     def load(self, snapshot: Snapshot) -> None:
         """Load weights; the next rollout is made with them."""
         ...
 
-    def seed(self, seed: int, static: bool) -> int:
+    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
         """Seed environments, action spaces and streams; reset all; return the last seed used."""
         ...
 
@@ -275,20 +280,42 @@ class SourceFactory(Protocol):
         ...
 
 
+class SharedMemory(Protocol):
+    """Memory that the learner and its workers map."""
+
+    def reserve(self, nbytes: int) -> int:
+        """Grow by ``nbytes``; return the offset of what was added."""
+        ...
+
+    def map(self) -> mmap.mmap:
+        """Return a mapping of all there is now."""
+        ...
+
+
 class Backend(Protocol):
     """Starts workers and carries `Command`s to them and `Reply`s back."""
 
     @property
-    def memory(self) -> Any:
-        """The `SharedMemory` rollouts have to lie in, ``None`` for private memory."""
+    def memory(self) -> SharedMemory | None:
+        """What rollouts have to lie in, ``None`` for private memory."""
+        ...
+
+    @property
+    def control(self) -> SharedMemory | None:
+        """What weights may be published in, ``None`` if workers share no memory."""
+        ...
+
+    @property
+    def stop_byte(self) -> Stop:
+        """The byte that running rollouts look at."""
         ...
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
         """Start one worker per factory; each answers with `Ready`."""
         ...
 
-    def send(self, worker: int, command: Command) -> None:
-        """Post a command. Never blocks."""
+    def send(self, worker: int, ticket: int, command: Command) -> None:
+        """Post a command; its reply carries ``ticket``. Never blocks."""
         ...
 
     def receive(self, timeout: float | None) -> Reply:

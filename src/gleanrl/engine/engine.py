@@ -4,44 +4,51 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError
+from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, WorkerDied
 from gleanrl.core.layout import Layout
-from gleanrl.core.protocols import Backend, SourceFactory, Stop
-from gleanrl.engine.assemble import Assembler, combine
-from gleanrl.engine.gather import SyncGather, request
+from gleanrl.core.protocols import Backend, SourceFactory
+from gleanrl.engine.budget import Budget
+from gleanrl.engine.dispatch import Dispatcher, Ticket
+from gleanrl.engine.gather import Gather, Rollouts
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.window import RolloutWindow
 
 MakeBackend = Callable[[Callable[[m.WindowRef], RolloutWindow]], Backend]
+OnStart = Callable[[int], None]
+"""Is told how many workers are up, each time one more is."""
 
-_SPARE_SLOTS = 3
-"""One batch being written, one being handed over, one the consumer has not let go of yet."""
+
+@dataclass(slots=True)
+class Tally:
+    """What one worker has delivered."""
+
+    frames: int = 0
+    rollouts: int = 0
+    policy_version: int = 0
+
+    def add(self, report: m.Report) -> None:
+        """Count one rollout."""
+        self.frames += report.frames
+        self.rollouts += 1
+        self.policy_version = report.policy_version
 
 
 class Engine:
-    """Runs sources behind a backend and turns their rollouts into batches.
-
-    The memory rule: a batch is handed out as a view of its slot, unless that would leave no slot to
-    write the next one into. Then it is copied into ordinary memory and its slot used again: the
-    engine never waits for the user to let go, and what the user holds never changes.
-    """
+    """Runs sources behind a backend and turns their rollouts into batches."""
 
     def __init__(
         self,
         make_backend: MakeBackend,
         factories: Sequence[SourceFactory],
         *,
-        stop: Stop | None = None,
-        stacked: bool = False,
-        same_memory: bool = False,
         start_timeout: float = 120.0,
     ) -> None:
         """Start the workers and learn what their steps look like.
@@ -49,101 +56,90 @@ class Engine:
         Args:
             make_backend: Builds the backend from a function that maps windows.
             factories: One per worker.
-            stop: The byte the workers' rollouts look at; raised by `close`.
-            stacked: Batches keep a leading worker dimension.
-            same_memory: Write every batch into the same slot and return the same `TensorDict`.
             start_timeout: Seconds all workers together may take to come up.
         """
-        self._arena: Arena | None = None
-        self._stop = bytearray(1) if stop is None else stop
+        self._arenas: list[Arena] = []
+        self._gather: Gather | None = None
         self._workers = len(factories)
-        self._stacked = stacked
-        self._same_memory = same_memory
-        self._kept: tuple[int, TensorDictBase] | None = None
         self._closed = False
         self._lock = threading.RLock()
         self._busy = False
-        self.copies = 0
-        """Batches copied because the user held every slot."""
         self.discarded = 0
         """Frames that were stepped but not delivered."""
+        self.tallies = [Tally() for _ in factories]
+        """Per worker, what it has delivered."""
         self.backend = make_backend(self._open_window)
+        self.dispatcher = Dispatcher(self.backend, self._workers)
         try:
             self.backend.start(factories)
-            self.layout = self._await_ready(start_timeout)
-            self._num_envs = self._count_envs()
+            self.layouts = self._await_ready(start_timeout)
+            self.envs = self._count_envs()
+            self._place()
         except BaseException:
             self.close(5.0)
             raise
-        self._gather = SyncGather(self.backend, self._workers)
 
-    def _await_ready(self, timeout: float) -> Layout | None:
+    def _await_ready(self, timeout: float) -> list[Layout | None]:
         layouts: dict[int, Layout | None] = {}
         deadline = time.monotonic() + timeout
         while len(layouts) < self._workers:
-            reply = self.backend.receive(max(0.0, deadline - time.monotonic()))
+            try:
+                reply = self.backend.receive(max(0.0, deadline - time.monotonic()))
+            except CollectorTimeout:
+                missing = sorted(set(range(self._workers)) - set(layouts))
+                raise self.dispatcher.give_up(
+                    missing, f"workers {missing} did not build their environments in {timeout} s"
+                ) from None
             if isinstance(reply, m.Failed):
                 raise reply.error
             if isinstance(reply, m.Ready):
                 layouts[reply.worker] = reply.layout
-        first = layouts[0]
-        for worker, layout in layouts.items():
-            if layout != first:
-                raise GleanError(f"worker {worker} steps look different from worker 0's")
-        return first
+        return [layouts[worker] for worker in range(self._workers)]
 
-    def _count_envs(self) -> int:
-        if self.layout is not None:
-            return self.layout.num_envs
-        return int(self.request(0, m.Get("num_envs")))
-
-    def allocate(self, steps: int, device: torch.device | None) -> None:
-        """Reserve the memory of batches of ``steps`` steps; call once, before `collect`."""
-        if self.layout is None:
-            return
-        slots = 1 if self._same_memory else _SPARE_SLOTS
-        self._assembler = Assembler(self.layout, self._workers, self._stacked, device)
-        self._arena = Arena(
-            self.layout,
-            steps,
-            slots,
-            self._workers,
-            self._assembler.lead,
-            shared=self.backend.memory,
-        )
-        self._windows = [
-            [self._arena.reference(slot, worker) for worker in range(self._workers)]
-            for slot in range(slots)
+    def _count_envs(self) -> list[int]:
+        return [
+            int(self.request(worker, m.Get("num_envs"))) if layout is None else layout.num_envs
+            for worker, layout in enumerate(self.layouts)
         ]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of batch memory reserved."""
-        return 0 if self._arena is None else self._arena.nbytes
+    def _place(self) -> None:
+        base = 0
+        for worker, envs in enumerate(self.envs):
+            self.request(worker, m.Place(base, self.num_envs))
+            base += envs
+
+    def use(self, gather: Gather, arenas: Sequence[Arena]) -> None:
+        """Collect with ``gather`` into ``arenas``; call once, before `collect`."""
+        self._gather = gather
+        self._arenas = list(arenas)
 
     def _open_window(self, reference: m.WindowRef) -> RolloutWindow:
-        if self._arena is None:  # a source without fixed layout writes no window
+        if not self._arenas:  # a source without fixed layout writes no window
             return RolloutWindow({}, reference.envs, reference.steps)
-        return self._arena.window(reference)
+        return self._arenas[reference.arena].window(reference)
 
     def collect(
-        self, steps: int, random: bool, timeout: float | None = None
-    ) -> tuple[TensorDictBase, list[m.Report]]:
-        """Collect one batch of ``steps`` steps per environment.
+        self, budget: Budget, timeout: float | None = None
+    ) -> tuple[TensorDictBase, Rollouts]:
+        """Collect one batch.
 
         Returns:
-            The batch, whose memory is the caller's until its last tensor is gone, and the reports.
+            The batch, whose memory is the caller's until its last tensor is gone, and the reports
+            of those who made it.
 
         Raises:
             ClosedError: after `close`.
-            CollectorTimeout: the workers took longer than ``timeout`` seconds.
+            CollectorTimeout: a rollout took longer than ``timeout`` seconds.
         """
         with self.turn(None), self._alone():
             if self._closed:
                 raise ClosedError("the collector was shut down; make a new one to collect more")
-            if self._arena is None:
-                return self._collect_payloads(steps, random, timeout)
-            return self._collect_slot(self._arena, random, timeout)
+            assert self._gather is not None
+            batch, rollouts = self._gather.batch(budget, timeout)
+            for worker, report in rollouts.items():
+                self.discarded += report.discarded
+                self.tallies[worker].add(report)
+            return batch, rollouts
 
     @contextmanager
     def turn(self, timeout: float | None) -> Iterator[None]:
@@ -173,44 +169,7 @@ class Engine:
         finally:
             self._busy = False
 
-    def _collect_slot(
-        self, arena: Arena, random: bool, timeout: float | None
-    ) -> tuple[TensorDictBase, list[m.Report]]:
-        slot = self._kept[0] if self._kept else arena.acquire()
-        if slot is None:
-            raise GleanError("no slot is free: a batch was handed out that should have been copied")
-        try:
-            reports = self._gather.batch(self._windows[slot], random, timeout)
-        except CollectorTimeout:
-            raise  # a late worker may still write into this slot: nobody else may have it
-        except BaseException:
-            if self._kept is None:
-                arena.release(slot)
-            raise
-        self.discarded += sum(report.discarded for report in reports)
-        return self._hand_over(arena, slot), reports
-
-    def _hand_over(self, arena: Arena, slot: int) -> TensorDictBase:
-        if self._kept is not None:
-            return self._kept[1]
-        if self._same_memory:
-            self._kept = (slot, self._assembler.batch(arena.lease(slot)))
-            return self._kept[1]
-        if arena.has_free():
-            return self._assembler.batch(arena.lease(slot))
-        self.copies += 1
-        batch = self._assembler.batch(arena.copy(slot))
-        arena.release(slot)
-        return batch
-
-    def _collect_payloads(
-        self, steps: int, random: bool, timeout: float | None
-    ) -> tuple[TensorDictBase, list[m.Report]]:
-        windows = [m.WindowRef(0, worker, 0, steps, ()) for worker in range(self._workers)]
-        reports = self._gather.batch(windows, random, timeout)
-        payloads = [self.backend.open(r.payload) for r in reports if r.payload is not None]
-        self.discarded += sum(report.discarded for report in reports)
-        return combine(payloads, self._stacked), reports
+    # -- commands --------------------------------------------------------------------------------
 
     def request(self, worker: int, command: m.Command, timeout: float | None = 60.0) -> Any:
         """Carry out a control command on one worker and return its value.
@@ -218,14 +177,73 @@ class Engine:
         Raises:
             ClosedError: after `close`, except for reading.
         """
-        with self.turn(timeout), self._alone():
-            if self._closed and not isinstance(command, m.GetState | m.Get):
-                raise ClosedError("the collector was shut down")
-            return request(self.backend, worker, command, timeout)
+        return self.request_each({worker: command}, timeout)[worker]
 
     def request_all(self, command: m.Command, timeout: float | None = 60.0) -> list[Any]:
-        """Carry out a control command on every worker; values in worker order."""
-        return [self.request(worker, command, timeout) for worker in range(self._workers)]
+        """Carry out a control command on every worker at once; values in worker order."""
+        values = self.request_each(dict.fromkeys(range(self._workers), command), timeout)
+        return [values[worker] for worker in range(self._workers)]
+
+    def request_each(
+        self,
+        commands: dict[int, m.Command],
+        timeout: float | None = 60.0,
+        discard: Budget | None = None,
+    ) -> dict[int, Any]:
+        """Carry out one command per worker, all at once; return their values by worker.
+
+        Args:
+            commands: By worker.
+            timeout: Seconds each may take once its worker is free.
+            discard: Throw away the rollouts that were made before the commands, and count them as
+                not delivered here.
+
+        Raises:
+            ClosedError: after `close`, except for reading.
+            Exception: what the first worker to fail raised; all were heard out.
+        """
+        with self.turn(timeout), self._alone():
+            reading = all(isinstance(c, m.GetState | m.Get) for c in commands.values())
+            if self._closed and not reading:
+                raise ClosedError("the collector was shut down")
+            tickets = {w: self.dispatcher.post(w, command) for w, command in commands.items()}
+            values, errors = {}, []
+            for worker, ticket in tickets.items():
+                try:
+                    values[worker] = self.dispatcher.settle(ticket, timeout)
+                except Exception as err:
+                    errors.append(err)
+            if discard is not None and self._gather is not None:
+                since = {worker: ticket.arrived for worker, ticket in tickets.items()}
+                self.discarded += self._gather.discard(since, discard)
+            if errors:
+                raise errors[0]
+            return values
+
+    def post(self, commands: dict[int, m.Command]) -> None:
+        """Send one command per worker without waiting; a worker that fails is heard of later.
+
+        Raises:
+            ClosedError: after `close`.
+            WorkerDied: a worker's process ended.
+        """
+        with self.turn(None), self._alone():
+            if self._closed:
+                raise ClosedError("the collector was shut down")
+            for worker, command in commands.items():
+                self.dispatcher.post(worker, command, watch=True)
+
+    def check(self) -> None:
+        """Raise what is wrong with a worker, if that can be told without waiting.
+
+        Raises:
+            ClosedError: after `close`.
+            WorkerDied: a worker's process ended.
+        """
+        with self.turn(None), self._alone():
+            if self._closed:
+                raise ClosedError("the collector was shut down")
+            self.dispatcher.check()
 
     @property
     def closed(self) -> bool:
@@ -233,22 +251,26 @@ class Engine:
         return self._closed
 
     @property
+    def workers(self) -> int:
+        """How many workers there are."""
+        return self._workers
+
+    @property
     def num_envs(self) -> int:
-        """Environments of one worker."""
-        return self._num_envs
+        """Environments over all workers."""
+        return sum(self.envs)
 
-    def fake_batch(self, steps: int) -> TensorDictBase:
-        """Return a batch of zeros with the layout of the real ones.
+    @property
+    def copies(self) -> int:
+        """Batches copied because the user held every slot."""
+        return 0 if self._gather is None else self._gather.copies
 
-        Raises:
-            NotImplementedError: steps have no fixed layout.
-        """
-        if self.layout is None:
-            raise NotImplementedError(
-                "the data of this environment have no fixed layout; collect a batch to see one"
-            )
-        arena = Arena(self.layout, steps, 1, self._workers, self._assembler.lead)
-        return self._assembler.batch(arena.lease(0))
+    @property
+    def nbytes(self) -> int:
+        """Bytes of batch memory reserved."""
+        return 0 if self._gather is None else self._gather.nbytes
+
+    # -- the end ---------------------------------------------------------------------------------
 
     def close(self, timeout: float, close_env: bool = True, raise_on_error: bool = False) -> None:
         """End all workers. Idempotent. Batches that were handed out stay valid.
@@ -260,19 +282,35 @@ class Engine:
         """
         if self._closed:
             return
-        self._stop[0] = 1  # a rollout that another thread is in ends after its step
+        self.backend.stop_byte[0] = 1  # a rollout that is under way ends after its step
         with self.turn(timeout):
             self._close(timeout, close_env, raise_on_error)
 
     def _close(self, timeout: float, close_env: bool, raise_on_error: bool) -> None:
         errors: list[BaseException] = []
-        if close_env:
-            for worker in range(self._workers):
-                try:
-                    self.request(worker, m.Close(), timeout)
-                except Exception as err:
+        deadline = time.monotonic() + timeout
+        tickets: dict[int | None, Ticket] = {}
+        for worker in self.dispatcher.alive if close_env else ():
+            try:
+                tickets[worker] = self.dispatcher.post(worker, m.Close())
+            except Exception as err:
+                errors.append(err)
+        while late := [w for w in self.dispatcher.alive if self._unanswered(tickets, w)]:
+            left = deadline - time.monotonic()
+            try:
+                if not self.dispatcher.wait(left) and left <= 0:
+                    errors.append(self.dispatcher.give_up(late, f"workers {late} did not end"))
+            except WorkerDied as err:
+                if self._unanswered(tickets, err.worker):
                     errors.append(err)
+            except Exception as err:
+                errors.append(err)
+        errors += [t.reply.error for t in tickets.values() if isinstance(t.reply, m.Failed)]
         self._closed = True
-        self.backend.stop(timeout)
+        self.backend.stop(max(0.5, deadline - time.monotonic()))
         if errors and raise_on_error:
             raise errors[0]
+
+    @staticmethod
+    def _unanswered(tickets: Mapping[int | None, Ticket], worker: int | None) -> bool:
+        return worker in tickets and tickets[worker].reply is None

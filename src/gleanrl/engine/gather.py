@@ -1,78 +1,273 @@
-"""When a batch is complete: pure logic over a `Backend`."""
+"""When a batch is complete: pure logic over a `Dispatcher`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import CollectorTimeout, GleanError
-from gleanrl.core.protocols import Backend
+from gleanrl.core.errors import CollectorTimeout, WorkerDied
+from gleanrl.core.protocols import Stop
+from gleanrl.engine.budget import Budget
+from gleanrl.engine.dispatch import Dispatcher, Ticket
+from gleanrl.engine.slots import Slots
+
+_GRACE = 3.0
+"""Seconds the others get to end their rollouts once one worker has failed."""
+_DEPTH = 2
+"""Rollouts an asynchronous worker has ahead of it, so that it never waits for the learner."""
+
+
+Rollouts: TypeAlias = Mapping[int, m.Report]
+"""Per worker that contributed to a batch: what it says of its rollout."""
+
+
+class Gather(Protocol):
+    """Has workers collect and says when there is a batch."""
+
+    def batch(self, budget: Budget, timeout: float | None) -> tuple[TensorDictBase, Rollouts]:
+        """Return the next batch and who made it."""
+        ...
+
+    def discard(self, since: Mapping[int, int], budget: Budget) -> int:
+        """Drop rollouts of each worker that arrived before its given arrival; return frames."""
+        ...
+
+    @property
+    def copies(self) -> int:
+        """Batches copied because the user held every slot."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of batch memory reserved."""
+        ...
 
 
 class SyncGather:
-    """A batch is complete when every worker has delivered its rollout."""
+    """A batch is complete when every worker has delivered its rollout.
 
-    def __init__(self, backend: Backend, workers: int) -> None:
-        """Gather from ``workers`` workers of ``backend``."""
-        self._backend = backend
-        self._workers = workers
-        self._sequence = 0
+    With ``enough``, the rollouts of the others are stopped once that many workers are done.
+    """
 
-    def batch(
-        self, windows: Sequence[m.WindowRef], random: bool, timeout: float | None
-    ) -> list[m.Report]:
-        """Have every worker fill its window; return their reports in worker order.
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        slots: Slots,
+        frames: Sequence[int],
+        *,
+        stop: Stop | None = None,
+        enough: int | None = None,
+        stopped: Callable[[], bool] = bool,
+    ) -> None:
+        """Gather from every worker.
+
+        Args:
+            dispatcher: Speaks to the workers.
+            slots: Of batches that hold the rollouts of all.
+            frames: What each worker is asked for.
+            stop: The byte running rollouts look at; needed with ``enough``.
+            enough: Number of workers that have to finish.
+            stopped: Whether rollouts are to be stopped from outside.
+        """
+        self._dispatcher = dispatcher
+        self._slots = slots
+        self._frames = tuple(frames)
+        self._stop = stop
+        self._enough = enough
+        self._stopped = stopped
+
+    @property
+    def copies(self) -> int:
+        """Batches copied because the user held every slot."""
+        return self._slots.copies
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of batch memory reserved."""
+        return self._slots.nbytes
+
+    def batch(self, budget: Budget, timeout: float | None) -> tuple[TensorDictBase, Rollouts]:
+        """Have every worker fill its part of a slot.
 
         Raises:
             CollectorTimeout: not all had replied after ``timeout`` seconds.
+            WorkerDied: a worker's process ended.
             Exception: what a worker's code raised.
         """
-        self._sequence += 1
-        for worker, window in enumerate(windows):
-            self._backend.send(worker, m.Collect(self._sequence, window, random))
-        deadline = None if timeout is None else time.monotonic() + timeout
-        reports: dict[int, m.Report] = {}
-        errors: dict[int, BaseException] = {}
-        # After a failure the others are heard out: a worker that still writes would write into
-        # memory that is used again, and its late reply would be taken for another one.
-        while len(reports) + len(errors) < self._workers:
-            reply = self._receive(deadline, {*reports, *errors})
-            # A reply to an earlier, abandoned request is not this batch's.
-            if isinstance(reply, m.Rolled) and reply.sequence == self._sequence:
-                reports[reply.worker] = reply.report
-            elif isinstance(reply, m.Failed):
-                errors[reply.worker] = reply.error
-        if errors:
-            raise errors[min(errors)]
-        return [reports[worker] for worker in range(self._workers)]
-
-    def _receive(self, deadline: float | None, heard: set[int]) -> m.Reply:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        slot, asked = self._slots.acquire(), sum(self._frames)
+        random = budget.random
+        budget.dispatch(asked)
         try:
-            return self._backend.receive(left)
-        except CollectorTimeout as err:
-            missing = [worker for worker in range(self._workers) if worker not in heard]
-            raise CollectorTimeout(
-                f"workers {missing} did not deliver their rollout: {err}"
-            ) from err
+            reports = self._rollouts(self._slots.windows(slot), random, timeout)
+        except (CollectorTimeout, WorkerDied):
+            budget.cancel(asked)
+            raise  # a worker may still write into this slot: nobody else may have it
+        except BaseException:
+            budget.cancel(asked)
+            self._slots.release(slot)
+            raise
+        budget.deliver(asked, sum(report.frames for report in reports))
+        return self._slots.hand_over(slot, reports), dict(enumerate(reports))
+
+    def _rollouts(
+        self, windows: Sequence[m.WindowRef], random: bool, timeout: float | None
+    ) -> list[m.Report]:
+        self._let_run(finished=0)
+        tickets: list[Ticket] = []
+        errors: list[BaseException] = []
+        for worker, window in enumerate(windows):
+            try:
+                tickets.append(self._dispatcher.post(worker, m.Collect(window, random)))
+            except (WorkerDied, CollectorTimeout) as err:
+                errors.append(err)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        # After a failure the others are heard out: a worker that still writes would write into
+        # memory that is used again.
+        while waiting := [ticket for ticket in tickets if ticket.reply is None]:
+            if errors:
+                deadline = min(deadline or float("inf"), time.monotonic() + _GRACE)
+            try:
+                self._wait(waiting, deadline, timeout)
+            except (WorkerDied, CollectorTimeout) as err:
+                errors.append(err)
+                tickets = [t for t in tickets if t.worker in self._dispatcher.alive]
+            errors += [t.reply.error for t in waiting if isinstance(t.reply, m.Failed)]
+            self._let_run(sum(ticket.reply is not None for ticket in tickets))
+        self._let_run(finished=0)
+        if errors:
+            raise errors[0]
+        return [t.reply.report for t in tickets if isinstance(t.reply, m.Rolled)]
+
+    def _wait(
+        self, waiting: Sequence[Ticket], deadline: float | None, timeout: float | None
+    ) -> None:
+        left = None if deadline is None else deadline - time.monotonic()
+        if self._dispatcher.wait(left) or left is None:
+            return
+        late = [ticket.worker for ticket in waiting]
+        raise self._dispatcher.give_up(
+            late, f"workers {late} did not deliver their rollout within {timeout} s"
+        )
+
+    def _let_run(self, finished: int) -> None:
+        if self._enough is not None:
+            assert self._stop is not None
+            self._stop[0] = finished >= self._enough or self._stopped()
+
+    def discard(self, since: Mapping[int, int], budget: Budget) -> int:
+        """Return 0: nothing is under way between batches."""
+        return 0
 
 
-def request(backend: Backend, worker: int, command: m.Command, timeout: float | None) -> object:
-    """Send one control command and return its value; nothing else may be under way.
+class AsyncGather:
+    """A batch is complete when any worker has delivered its rollout."""
 
-    Raises:
-        Exception: what the worker's code raised.
-    """
-    backend.send(worker, command)
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while True:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        reply = backend.receive(left)
-        if isinstance(reply, m.Rolled) or reply.worker != worker:
-            continue  # the late end of a rollout that was given up
-        if isinstance(reply, m.Failed):
-            raise reply.error
-        if isinstance(reply, m.Done):
-            return reply.value
-        raise GleanError(f"worker {worker} answered {type(command).__name__} with {reply!r}")
+    def __init__(
+        self, dispatcher: Dispatcher, slots: Sequence[Slots], frames: Sequence[int]
+    ) -> None:
+        """Gather from whoever is first.
+
+        Args:
+            dispatcher: Speaks to the workers.
+            slots: Per worker, those of its rollouts.
+            frames: Per worker, what it is asked for.
+        """
+        self._dispatcher = dispatcher
+        self._slots = slots
+        self._frames = tuple(frames)
+        self._queues: list[deque[tuple[Ticket, int]]] = [deque() for _ in slots]
+
+    @property
+    def copies(self) -> int:
+        """Batches copied because the user held every slot."""
+        return sum(slots.copies for slots in self._slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of batch memory reserved."""
+        return sum(slots.nbytes for slots in self._slots)
+
+    def batch(self, budget: Budget, timeout: float | None) -> tuple[TensorDictBase, Rollouts]:
+        """Return the rollout that arrived first, and keep every worker busy.
+
+        Raises:
+            CollectorTimeout: a worker took longer than ``timeout`` seconds for its rollout.
+            WorkerDied: a worker's process ended.
+            Exception: what a worker's code raised.
+        """
+        for depth in range(1, _DEPTH + 1):  # in turn: a short budget is shared out
+            for worker in range(len(self._slots)):
+                self._feed(worker, budget, depth)
+        while (first := self._first()) is None:
+            self._dispatcher.raise_lost()
+            if timeout is not None and self._caught_up(timeout):
+                continue
+            if not self._dispatcher.wait(timeout) and timeout is not None:
+                raise self._late([queue[0][0].worker for queue in self._queues if queue], timeout)
+        worker, asked, slots = first.worker, self._frames[first.worker], self._slots[first.worker]
+        _, slot = self._queues[worker].popleft()
+        if not isinstance(first.reply, m.Rolled):
+            slots.release(slot)
+            budget.cancel(asked)
+            assert isinstance(first.reply, m.Failed)
+            raise first.reply.error
+        report = first.reply.report
+        budget.deliver(asked, report.frames)
+        batch = slots.hand_over(slot, [report])
+        self._feed(worker, budget, _DEPTH)
+        return batch, {worker: report}
+
+    def _feed(self, worker: int, budget: Budget, depth: int) -> None:
+        """Give ``worker`` work until ``depth`` rollouts are ahead of it, as the budget allows."""
+        queue, slots = self._queues[worker], self._slots[worker]
+        # Whatever the budget says, asking for a batch has at least one rollout made.
+        while len(queue) < depth and (budget.wants_more or not any(self._queues)):
+            slot = slots.acquire()
+            window, random = slots.windows(slot)[0], budget.random
+            try:
+                ticket = self._dispatcher.post(worker, m.Collect(window, random))
+            except (WorkerDied, CollectorTimeout):
+                slots.release(slot)
+                return  # raised when the rollouts that did arrive have been delivered
+            budget.dispatch(self._frames[worker])
+            queue.append((ticket, slot))
+
+    def _first(self) -> Ticket | None:
+        heads = [queue[0][0] for queue in self._queues if queue]
+        arrived = [ticket for ticket in heads if ticket.reply is not None]
+        return min(arrived, key=lambda ticket: ticket.arrived, default=None)
+
+    def _caught_up(self, timeout: float) -> bool:
+        """Take in what came while the learner was busy; tell whether there is a batch now."""
+        self._dispatcher.check()
+        if self._first() is not None:
+            return True
+        now, heard = time.monotonic(), self._dispatcher.heard
+        heads = [queue[0][0] for queue in self._queues if queue]
+        late = [t.worker for t in heads if now - max(t.posted, heard[t.worker]) >= timeout]
+        if late:
+            raise self._late(late, timeout)
+        return False
+
+    def _late(self, workers: list[int], timeout: float) -> CollectorTimeout:
+        return self._dispatcher.give_up(
+            workers, f"workers {workers} did not deliver their rollout within {timeout} s"
+        )
+
+    def discard(self, since: Mapping[int, int], budget: Budget) -> int:
+        """Drop the rollouts that arrived before their worker's arrival number in ``since``."""
+        frames = 0
+        for worker, mark in since.items():
+            queue = self._queues[worker]
+            while queue and queue[0][0].reply is not None and queue[0][0].arrived < mark:
+                ticket, slot = queue.popleft()
+                self._slots[worker].release(slot)
+                budget.cancel(self._frames[worker])
+                if isinstance(ticket.reply, m.Rolled):
+                    frames += ticket.reply.report.frames
+        return frames

@@ -20,19 +20,30 @@ class Interruptor:
     def __init__(self) -> None:
         """Start with collection allowed."""
         self._byte = bytearray(1)
+        self._attached: list[Stop] = []
 
     @property
     def byte(self) -> Stop:
         """The flag itself: one byte, nonzero once stopped."""
         return self._byte
 
+    def attach(self, byte: Stop) -> None:
+        """Have ``byte``, which workers look at, follow the flag from now on."""
+        byte[0] = self._byte[0]
+        self._attached.append(byte)
+
     def start_collection(self) -> None:
         """Let rollouts run to their full length."""
-        self._byte[0] = 0
+        self._set(0)
 
     def stop_collection(self) -> None:
         """End running rollouts after the step they are in, and later ones after one step."""
-        self._byte[0] = 1
+        self._set(1)
+
+    def _set(self, value: int) -> None:
+        self._byte[0] = value
+        for byte in self._attached:
+            byte[0] = value
 
     def collection_stopped(self) -> bool:
         """Tell whether `stop_collection` was called last."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ConfigError, UnknownModelError
 from gleanrl.engine.engine import Engine
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import check_weights, load_weights, weights_of
@@ -52,18 +52,18 @@ class Models:
         """Return the model that runs under ``model_id``.
 
         Raises:
-            KeyError: there is none.
+            UnknownModelError: there is none.
         """
         try:
             return self._engine.request(0, m.Get(model_id))
         except (AttributeError, LookupError, ValueError) as err:
-            raise KeyError(f"no model {model_id!r} in this collector: {err}") from err
+            raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
 
     def update(self, given: Mapping[str, Any]) -> None:
         """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
 
         Raises:
-            KeyError: no model of that id.
+            UnknownModelError: no model of that id.
             WeightsError: weights that do not fit; nothing was changed.
         """
         models: dict[str, Any] = {}

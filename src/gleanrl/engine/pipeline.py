@@ -12,8 +12,8 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import as_key, is_private
 from gleanrl.core.options import TrajectoryOptions
-from gleanrl.engine.assemble import drop_private
 from gleanrl.engine.sinks import Sink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
 
@@ -112,6 +112,12 @@ class Pipeline:
         """Drop partial trajectories (after a reset or a new seed); they count as discarded."""
         if self._whole is not None:
             self._whole.reset()
+
+
+def drop_private(batch: TensorDictBase) -> TensorDictBase:
+    """Remove every entry, at any depth, one part of whose key starts with an underscore."""
+    private = [key for key in batch.keys(True) if is_private(as_key(key))]
+    return batch.exclude(*private) if private else batch
 
 
 def _checked(postproc: PostProc) -> PostProc:

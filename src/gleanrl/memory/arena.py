@@ -1,13 +1,8 @@
 """Slabs of memory: workers write windows of them, users hold leases on them.
 
-An arena is cut into slots of one slab each. A slab holds every field of one batch, env-major and
-in the order of the delivered batch, so that handing it over makes views and copies nothing:
-
-    slab = [field 0: W x P x T x ...][field 1: ...] ...     (64-byte aligned)
-
-Who may touch a slot is the arena's business: `acquire` takes a free one for writing, `lease` hands
-it to the user as fresh tensors, and it is free again when the last of those tensors (or any slice
-or numpy view of one) is gone.
+An arena has slots of one `Slab` each. Who may touch a slot is the arena's business: `acquire` takes
+a free one for writing, `lease` hands it to the user as fresh tensors, and it is free again when
+the last of those tensors (or any slice or numpy view of one) is gone.
 """
 
 from __future__ import annotations
@@ -25,72 +20,57 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key
-from gleanrl.core.layout import Layout, numpy_dtype
-from gleanrl.core.messages import Block, WindowRef
-from gleanrl.core.protocols import Array
-from gleanrl.memory.shared import SharedMemory
+from gleanrl.core.layout import numpy_dtype
+from gleanrl.core.messages import WindowRef
+from gleanrl.core.protocols import Array, SharedMemory
+from gleanrl.memory.slab import Slab
 from gleanrl.memory.window import RolloutWindow
 
-_ALIGN = 64
+Views: TypeAlias = dict[Key, torch.Tensor]
 _View: TypeAlias = tuple[Key, tuple[int, ...], int, int, torch.dtype, "np.dtype[Any] | None"]
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
 class Arena:
-    """``slots`` slabs, each the memory of one batch of ``workers`` rollouts.
+    """``slots`` slabs, each the memory of one batch.
 
     Untouched slots cost address space only; free slots are used last-in first-out, so a consumer
     that lets go of its batches keeps the collector in the same warm pages.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        steps: int,
-        slots: int,
-        workers: int = 1,
-        lead: tuple[int, ...] | None = None,
-        shared: SharedMemory | None = None,
+        self, slab: Slab, slots: int, shared: SharedMemory | None = None, number: int = 0
     ) -> None:
         """Reserve the memory.
 
         Args:
-            layout: The fields of one step of one worker.
-            steps: Steps per rollout, ``T``.
+            slab: What one batch looks like.
             slots: Batches that can exist at once.
-            workers: Rollouts per batch, ``W``.
-            shared: Memory that worker processes map; private memory by default.
-            lead: Shape in which ``W x P`` environments are handed out; ``(W, P)`` by default.
+            shared: Memory that worker processes map; private memory by default. It is mapped at
+                first use, so that several arenas can lie in it.
+            number: Which of several arenas it is; windows name it.
         """
-        self.layout = layout
-        self.steps = steps
-        self.workers = workers
-        self._offsets: dict[Key, int] = {}
-        size = 0
-        for field in layout.fields:
-            self._offsets[field.key] = size
-            size += _aligned(field.nbytes * layout.num_envs * steps * workers)
-        self.slab_nbytes = max(size, _ALIGN)
-        self._views_of = self._plan_views((workers, layout.num_envs) if lead is None else lead)
-        nbytes = _page_aligned(self.slab_nbytes) * slots
-        if shared is None:
-            self._memory = _private_memory(nbytes)
-        else:
-            shared.resize(nbytes)
-            self._memory = shared.map()
+        self._number = number
+        self.slab = slab
+        self.nbytes = slab.nbytes * slots
+        """Bytes reserved."""
+        self._shared = shared
+        self._base = 0 if shared is None else shared.reserve(self.nbytes)
+        self._memory = _private_memory(self.nbytes) if shared is None else None
+        self._views_of = [
+            [(v.key, v.shape, v.start, v.stop, v.dtype, numpy_dtype(v.dtype)) for v in group]
+            for group in slab.views
+        ]
         self._free = list(range(slots))[::-1]
         # Finalizers run in any thread, also inside the garbage collector: all they may do is
         # append.
         self._returned: deque[int] = deque()
         self._windows: dict[tuple[int, int], RolloutWindow] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes reserved."""
-        return len(self._memory)
+    def _map(self) -> mmap.mmap:
+        if self._memory is None:
+            assert self._shared is not None
+            self._memory = self._shared.map()
+        return self._memory
 
     def acquire(self) -> int | None:
         """Take a free slot for writing, or return ``None`` if every slot is held."""
@@ -112,54 +92,47 @@ class Arena:
 
     def reference(self, slot: int, worker: int) -> WindowRef:
         """Describe the part of ``slot`` that ``worker`` writes."""
-        envs, steps = self.layout.num_envs, self.steps
-        blocks = []
-        for field in self.layout.fields:
-            row = field.nbytes
-            start = slot * _page_aligned(self.slab_nbytes) + self._offsets[field.key]
-            blocks.append(Block(field, start + worker * envs * steps * row, steps * row, row))
-        return WindowRef(slot, worker, envs, steps, tuple(blocks))
+        return self.slab.reference(slot, worker, self._start(slot), self._number)
+
+    def _start(self, slot: int) -> int:
+        return self._base + slot * self.slab.nbytes
 
     def window(self, reference: WindowRef) -> RolloutWindow:
         """Map the window ``reference`` describes; the same object every time."""
         place = (reference.slot, reference.worker)
         window = self._windows.get(place)
         if window is None:
-            window = self._windows[place] = map_window(self._memory, reference)
+            window = self._windows[place] = map_window(self._map(), reference)
         return window
 
-    def lease(self, slot: int) -> dict[Key, torch.Tensor]:
-        """Hand ``slot`` out as fresh tensors ``[*lead, T, ...]``; it returns when all are gone."""
-        start = slot * _page_aligned(self.slab_nbytes)
-        base = np.frombuffer(self._memory, np.uint8, self.slab_nbytes, start)
+    def lease(self, slot: int) -> list[Views]:
+        """Hand ``slot`` out as fresh tensors; it returns when all of them are gone.
+
+        Returns:
+            One set of fields per group of the slab: one, unless workers are kept apart.
+        """
+        base = np.frombuffer(self._map(), np.uint8, self.slab.nbytes, self._start(slot))
         weakref.finalize(base, self._returned.append, slot).atexit = False
         return self._views(base)
 
-    def copy(self, slot: int) -> dict[Key, torch.Tensor]:
-        """Copy ``slot`` into ordinary memory, ``[*lead, T, ...]``; the slot stays acquired."""
-        start = slot * _page_aligned(self.slab_nbytes)
-        base = np.frombuffer(self._memory, np.uint8, self.slab_nbytes, start).copy()
+    def copy(self, slot: int) -> list[Views]:
+        """Copy ``slot`` into ordinary memory; the slot stays acquired."""
+        base = np.frombuffer(self._map(), np.uint8, self.slab.nbytes, self._start(slot)).copy()
         return self._views(base)
 
-    def _plan_views(self, lead: tuple[int, ...]) -> list[_View]:
-        plan: list[_View] = []
-        for field in self.layout.fields:
-            shape = (*lead, self.steps, *field.shape)
-            start = self._offsets[field.key]
-            stop = start + math.prod(shape) * field.dtype.itemsize
-            plan.append((field.key, shape, start, stop, field.dtype, numpy_dtype(field.dtype)))
-        return plan
-
-    def _views(self, base: Array) -> dict[Key, torch.Tensor]:
+    def _views(self, base: Array) -> list[Views]:
         # Every field gets a storage of its own: saving or copying one tensor takes only its bytes.
         # All of them keep ``base`` alive, and with it the lease.
-        views = {}
-        for key, shape, start, stop, dtype, known in self._views_of:
-            if known is None:
-                views[key] = torch.from_numpy(base[start:stop]).view(dtype).view(shape)
-            else:
-                views[key] = torch.from_numpy(base[start:stop].view(known).reshape(shape))
-        return views
+        groups = []
+        for plan in self._views_of:
+            views = {}
+            for key, shape, start, stop, dtype, known in plan:
+                if known is None:
+                    views[key] = torch.from_numpy(base[start:stop]).view(dtype).view(shape)
+                else:
+                    views[key] = torch.from_numpy(base[start:stop].view(known).reshape(shape))
+            groups.append(views)
+        return groups
 
 
 def _private_memory(nbytes: int) -> mmap.mmap:
@@ -191,10 +164,6 @@ def map_window(memory: mmap.mmap, reference: WindowRef) -> RolloutWindow:
         strides = (block.env_stride // item, block.time_stride // item, *inner)
         tensors[field.key] = typed.as_strided(shape, strides, block.offset // item)
     return RolloutWindow(tensors, reference.envs, reference.steps)
-
-
-def _page_aligned(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

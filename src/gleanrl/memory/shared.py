@@ -6,14 +6,15 @@ import mmap
 import os
 import sys
 
-from gleanrl.core.errors import GleanError
+from gleanrl.core.errors import ConfigError, GleanError
 
 
 class SharedMemory:
     """An anonymous file in memory. Nothing of it can stay behind: it has no name anywhere.
 
-    Made empty, so that its descriptor can be handed to workers before its size is known. Mappings
-    are never closed while anything points into them; the pages go when the last process is done.
+    Made empty, so that its descriptor can be handed to workers before it is known how much is
+    needed; it only grows. Mappings are never closed while anything points into them; the pages go
+    when the last process is done.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -29,14 +30,32 @@ class SharedMemory:
         self.fd = fd
         self._mapping: mmap.mmap | None = None
 
-    def resize(self, nbytes: int) -> None:
-        """Give it its size; once, before anybody maps it."""
-        os.ftruncate(self.fd, nbytes)
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved so far."""
+        return os.fstat(self.fd).st_size
+
+    def reserve(self, nbytes: int) -> int:
+        """Grow by ``nbytes``, rounded up to pages; return the offset of what was added.
+
+        Raises:
+            ConfigError: the system refuses a file of that size.
+        """
+        start = self.nbytes
+        try:
+            os.ftruncate(self.fd, start + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        except (OSError, OverflowError) as err:
+            raise ConfigError(
+                f"{nbytes:,} bytes of shared memory cannot be reserved ({err}); lower "
+                "frames_per_batch or the number of workers"
+            ) from err
+        return start
 
     def map(self) -> mmap.mmap:
-        """Return the mapping of the whole file; the same object every time."""
-        if self._mapping is None:
-            self._mapping = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
+        """Return a mapping of all there is now; the same object until it has grown."""
+        size = self.nbytes
+        if self._mapping is None or len(self._mapping) < size:
+            self._mapping = mmap.mmap(self.fd, size)
         return self._mapping
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import IS_INIT, Key, show
 from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
-from gleanrl.core.protocols import Env, Pool, Source, Window
+from gleanrl.core.protocols import Env, Pool, Source, SourceFactory, Window
 from gleanrl.core.streams import preserved
 from gleanrl.envs.make import Carried, Made, make_env
 from gleanrl.envs.pool import NextStepPool
@@ -27,6 +27,20 @@ from gleanrl.policies.random import RandomActions, RandomPolicy
 from gleanrl.rollout.carrier import CarrierRollout
 from gleanrl.rollout.cursor import CursorRollout
 from gleanrl.rollout.rollout import Policies, Rollout
+from gleanrl.rollout.streams import Streams
+
+
+@dataclass(frozen=True, slots=True)
+class Initialised:
+    """A `SourceFactory` that calls something of the user's first."""
+
+    init_fn: Callable[[], Any]
+    factory: SourceFactory
+
+    def __call__(self, worker: int) -> Source:
+        """Call ``init_fn``, then build the source."""
+        self.init_fn()
+        return self.factory(worker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +57,10 @@ class SourceBuilder:
         Raises:
             ConfigError: options the environment cannot honour.
         """
-        with preserved():
+        streams = Streams()
+        if self.rollout.stream is not None:
+            streams.seed(self.rollout.stream)
+        with preserved(), streams.active():
             made = make_env(self.env)
             try:
                 return self._serve(made)

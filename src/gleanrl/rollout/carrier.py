@@ -64,7 +64,7 @@ class CarrierRollout(Served):
         Args:
             env: A built TensorDict environment. Closed by `close`.
             policy: What acts; ``None`` acts at random.
-            options: What the user asked for; a stride of 0 is the number of environments.
+            options: What the user asked for.
             first: What ``env.reset()`` returned, if it was called already. Taken over.
             states: Root entries of the policy's recurrent state: its ``("next", ...)`` outputs feed
                 them, and they are zero where an episode begins.
@@ -87,9 +87,7 @@ class CarrierRollout(Served):
         check_options(options, observed, self._groups)
         self.num_envs = envs = self._handle.num_envs
         """Asked for by name: without a layout nothing else tells."""
-        self.tracker = Tracker(
-            envs, options.index_base, options.index_stride or envs, options.max_frames_per_traj
-        )
+        self.tracker = Tracker(envs, options.max_frames_per_traj)
         # The tracker looks for "is_init" rows, of which a window without fields has none.
         self._no_rows = RolloutWindow({}, envs, 1)
         self._states = tuple(states)

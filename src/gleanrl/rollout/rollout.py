@@ -12,7 +12,7 @@ from tensordict.nn import set_interaction_type
 from torch import nn
 
 from gleanrl.core import paths
-from gleanrl.core.errors import ConfigError, WeightsError
+from gleanrl.core.errors import ConfigError, UnknownModelError, WeightsError
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.options import RolloutOptions
@@ -23,7 +23,7 @@ from gleanrl.rollout.dense import dense
 from gleanrl.rollout.plan import RolloutPlan
 from gleanrl.rollout.streams import Streams
 from gleanrl.rollout.tracker import Tracker
-from gleanrl.weights.snapshot import check_weights, load_weights
+from gleanrl.weights.snapshot import Shapes, check_weights, load_weights, shapes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,16 @@ class Served:
         self.env = inner
         self.policy = user_policy
         self.streams = Streams()
+        if options.stream is not None:
+            self.streams.seed(options.stream)
         self.policy_version = 0
         self.torn = False
         """Whether something failed half-way: environments and counters no longer agree."""
         self._fresh = True
+
+    def place(self, base: int, stride: int) -> None:
+        """Number the environments among those of all workers."""
+        self.tracker.place(base, stride)
 
     def load(self, snapshot: Snapshot) -> None:
         """Load weights of one or more models; the next rollout is made with them."""
@@ -93,11 +99,27 @@ class Served:
             load_weights(models[name], weights)
         self.policy_version = snapshot.version
 
+    def describe_weights(self, model_id: str) -> Shapes:
+        """Return the shape of every parameter (``True``) and buffer (``False``) of a model.
+
+        Raises:
+            UnknownModelError: there is none of that id.
+            WeightsError: it is no module.
+        """
+        return shapes_of(self._module(model_id))
+
+    def policy_state(self) -> dict[str, Any]:
+        """Return the policy's state dict, cloned; empty if it has none."""
+        if not isinstance(self.policy, nn.Module):
+            return {}
+        state = self.policy.state_dict()
+        return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
     def _module(self, model_id: str) -> nn.Module:
         try:
             module = paths.resolve(self, model_id)
         except (AttributeError, LookupError, ValueError) as err:
-            raise KeyError(f"no model {model_id!r} in this collector: {err}") from err
+            raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
         if isinstance(module, nn.Module):
             return module
         raise WeightsError(
@@ -137,11 +159,11 @@ class Served:
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
-    def seed(self, seed: int, static: bool) -> int:
+    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
         """Seed everything and reset; returns the last seed an environment got."""
         with preserved():  # some environments seed torch's global generator as well
             last = self._keeper.seed(seed, static)
-        self.streams.seed(seed)
+        self.streams.seed(seed if stream is None else stream)
         self.reset(None, {})
         return last
 
@@ -199,12 +221,7 @@ class Rollout(Served):
         self._carry = self._plan.make_carry()
         for key in probe.keys():
             self._carry.tensor(key).copy_(probe.tensor(key))
-        self.tracker = Tracker(
-            env.layout.num_envs,
-            options.index_base,
-            options.index_stride or env.layout.num_envs,
-            options.max_frames_per_traj,
-        )
+        self.tracker = Tracker(env.layout.num_envs, options.max_frames_per_traj)
         self._mark_init(None)
 
     def layout(self) -> Layout:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
+import socket
 import sys
 import traceback
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from typing import Any
+from dataclasses import dataclass
 
 import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
+from gleanrl.core.errors import GleanError
 from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.window import RolloutWindow
+from gleanrl.rollout.channel import Channel
+from gleanrl.rollout.wire import CommandReader, write_reply
 from gleanrl.rollout.worker import Worker
+from gleanrl.weights.board import Boards
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,6 @@ class Bootstrap:
     """What a worker has to know before anything of the user's is unpickled in it."""
 
     worker: int
-    generation: int
     environment: Mapping[str, str]
     directory: str
     path: tuple[str, ...]
@@ -59,12 +61,11 @@ class RemoteError:
 
 def main(connection_fd: int, arena_fd: int, control_fd: int) -> None:
     """Serve one learner over ``connection_fd`` until it says `Close` or goes away."""
-    connection = Connection(connection_fd)
+    channel = Channel(socket.socket(fileno=connection_fd))
     try:
-        boot: Bootstrap = pickle.loads(connection.recv_bytes())
+        boot: Bootstrap = pickle.loads(channel.wait()[0])
         _settle(boot)
-        serving = _Serving(connection, boot, SharedMemory(arena_fd), SharedMemory(control_fd))
-        serving.run()
+        _Serving(channel, boot, SharedMemory(arena_fd), SharedMemory(control_fd)).run()
     except (EOFError, ConnectionError):
         return  # the learner is gone: nobody is left to tell
 
@@ -82,51 +83,64 @@ class _Serving:
     """The command loop of one worker."""
 
     def __init__(
-        self, connection: Connection, boot: Bootstrap, arena: SharedMemory, control: SharedMemory
+        self, channel: Channel, boot: Bootstrap, arena: SharedMemory, control: SharedMemory
     ) -> None:
-        self._connection = connection
+        self._channel = channel
         self._boot = boot
         self._arena = arena
-        self._memory: mmap.mmap | None = None
-        self._references: dict[int, m.WindowRef] = {}
+        self._control = control
+        self._reader = CommandReader()
+        self._collects: deque[tuple[int, m.Command]] = deque()
+        self._others: deque[tuple[int, m.Command]] = deque()
         self._windows: dict[int, RolloutWindow] = {}
-        self._stop = memoryview(control.map())
 
     def run(self) -> None:
         """Build the source and answer commands."""
+        index = self._boot.worker
         try:
+            stop, boards = memoryview(self._control.map()), Boards(self._control)
             factory = cloudpickle.loads(self._boot.factory)
-            worker = Worker(self._boot.worker, factory, self._open, self._stop)
+            worker = Worker(index, factory, self._open, stop, boards)
             self._answer(worker.ready())
         except Exception as err:
-            self._answer(m.Failed(self._boot.worker, err))
+            self._answer(m.Failed(index, 0, err))
             return
         while True:
-            command = self._receive()
-            self._answer(worker.handle(command))
+            ticket, command = self._next()
+            self._answer(worker.handle(ticket, command))
             if isinstance(command, m.Close):
                 return
 
-    def _receive(self) -> m.Command:
-        command: m.Command = cloudpickle.loads(self._connection.recv_bytes())
-        if isinstance(command, m.Collect):
-            # A window is described in full the first time only.
-            reference = command.window
-            if reference.blocks:
-                self._references[reference.slot] = reference
-            command = replace(command, window=self._references[reference.slot])
-        return command
+    def _next(self) -> tuple[int, m.Command]:
+        """Return the next command: rollouts not begun yet are overtaken by everything else."""
+        idle = not self._others and not self._collects
+        for frame in self._channel.wait() if idle else self._channel.read():
+            ticket, command = self._reader.read(frame)
+            queue = self._collects if isinstance(command, m.Collect) else self._others
+            queue.append((ticket, command))
+        return (self._others or self._collects).popleft()
 
     def _open(self, reference: m.WindowRef) -> RolloutWindow:
         window = self._windows.get(reference.slot)
         if window is None:
-            if self._memory is None:
-                self._memory = self._arena.map()
-            window = self._windows[reference.slot] = map_window(self._memory, reference)
+            window = map_window(self._arena.map(), reference)
+            self._windows[reference.slot] = window
         return window
 
     def _answer(self, reply: m.Reply) -> None:
-        message: Any = reply
         if isinstance(reply, m.Failed):
-            message = m.Failed(reply.worker, RemoteError.of(reply.error))  # type: ignore[arg-type]
-        self._connection.send_bytes(cloudpickle.dumps((self._boot.generation, message)))
+            remote = RemoteError.of(reply.error)
+            reply = m.Failed(reply.worker, reply.ticket, remote)  # type: ignore[arg-type]
+        try:
+            frame = write_reply(reply)
+        except Exception as err:  # whatever the user's objects do when pickled
+            self._answer(m.Failed(reply.worker, reply.ticket, _unsendable(err)))
+            return
+        self._channel.send(frame)
+
+
+def _unsendable(err: Exception) -> GleanError:
+    return GleanError(
+        f"the answer cannot be sent to the learner's process ({type(err).__name__}: {err}); ask "
+        "for an attribute that can be pickled"
+    )

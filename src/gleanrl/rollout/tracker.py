@@ -23,10 +23,10 @@ class Tracker:
     timing and of where batches begin.
     """
 
-    def __init__(self, envs: int, base: int, stride: int, max_frames: int | None) -> None:
-        """Start at episode 0 of every environment."""
-        self._index = base + np.arange(envs, dtype=np.int64)
-        self._stride = stride
+    def __init__(self, envs: int, max_frames: int | None) -> None:
+        """Start at episode 0 of every environment; there are no others until `place`."""
+        self._index = np.arange(envs, dtype=np.int64)
+        self._stride = envs
         self._max = max_frames
         self._episode = np.zeros(envs, np.int64)
         self._age = np.zeros(envs, np.int64)
@@ -38,6 +38,11 @@ class Tracker:
         self._init_rows: list[Array] = []
         self.next_cut = -1
         """The next step at which some environment has to be truncated, or -1."""
+
+    def place(self, base: int, stride: int) -> None:
+        """Number the environments from ``base`` on, among ``stride`` of all workers."""
+        self._index = base + np.arange(len(self._index), dtype=np.int64)
+        self._stride = stride
 
     def begin(self, window: Window, carry: Window) -> None:
         """Start a rollout at step 0; keeps root ``"is_init"`` right if the window has it."""

@@ -44,6 +44,7 @@ class ScriptedBackend:
     """Runs real sources; only the timing and the failures are made up."""
 
     memory = None
+    control = None
 
     def __init__(self, open_window: OpenWindow, script: Script | None = None) -> None:
         """Follow ``script``; where it says nothing, act at once."""
@@ -53,27 +54,31 @@ class ScriptedBackend:
         self._counts: list[int] = []
         self._due: list[tuple[float, int, m.Reply | Die, int]] = []
         self._order = 0
+        self.stop_byte = bytearray(1)
         self.now = 0.0
         """Virtual seconds since the start."""
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
         """Build the workers; all are ready at once."""
         for index, factory in enumerate(factories):
-            worker = Worker(index, factory, self._open_window, bytearray(1))
+            worker = Worker(index, factory, self._open_window, self.stop_byte)
             self._workers.append(worker)
             self._counts.append(0)
             self._post(0.0, worker.ready(), index)
 
-    def send(self, worker: int, command: m.Command) -> None:
-        """Have ``worker`` do what the script says of this command."""
+    def send(self, worker: int, ticket: int, command: m.Command) -> None:
+        """Have ``worker`` do what the script says of this command (`Place` is not counted)."""
+        if isinstance(command, m.Place):
+            self._post(0.0, self._workers[worker].handle(ticket, command), worker)
+            return
         number, self._counts[worker] = self._counts[worker], self._counts[worker] + 1
         match self._script.get((worker, number), Act()):
             case Act(after, copies):
-                reply = self._workers[worker].handle(command)
+                reply = self._workers[worker].handle(ticket, command)
                 for _ in range(copies):
                     self._post(after, reply, worker)
             case Fail(error, after):
-                self._post(after, m.Failed(worker, error), worker)
+                self._post(after, m.Failed(worker, ticket, error), worker)
             case Die(after) as death:
                 self._post(after, death, worker)
 
@@ -88,7 +93,9 @@ class ScriptedBackend:
             raise CollectorTimeout(f"no reply within {timeout} s")
         self.now, _, what, worker = heapq.heappop(self._due)
         if isinstance(what, Die):
-            raise WorkerDied(f"worker {worker} died")
+            death = WorkerDied(f"worker {worker} died")
+            death.worker = worker
+            raise death
         return what
 
     def open(self, payload: m.Payload) -> Any:

@@ -41,10 +41,13 @@ class StampedSource:
             window.tensor(_WIDE)[:, step] = stamp
         return Report(steps, steps * window.envs, 0)
 
+    def place(self, base: int, stride: int) -> None:
+        """Nothing is numbered."""
+
     def load(self, snapshot: Snapshot) -> None:
         """Nothing to load."""
 
-    def seed(self, seed: int, static: bool) -> int:
+    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
         """Nothing is random."""
         return seed
 

@@ -1,17 +1,92 @@
-"""Which weights travel, and whether at all."""
+"""Which weights travel, and over which channel."""
 
 from __future__ import annotations
+
+from gleanrl.core.errors import ConfigError
 
 
 class WeightSyncScheme:
     """How one model's weights reach the workers that use it.
 
-    An in-process collector has nothing to send: its scheme only says whether
-    ``update_policy_weights_`` applies to the model.
+    A scheme is a description: one and the same object can be given to several collectors. Weights
+    are sent by ``update_policy_weights_``; every copy is complete and carries one version, and a
+    worker changes over between two rollouts, never within one.
+
+    In one process nothing has to be sent: the scheme only says whether updates apply.
     """
 
     applies = True
     """Whether updates reach the model."""
+    shared = True
+    """Whether weights are published in shared memory, where the workers can share any."""
+
+    def __init__(self, strategy: str = "tensordict", sync: bool = True) -> None:
+        """Describe the scheme.
+
+        Args:
+            strategy: ``"tensordict"`` or ``"state_dict"``: what callers used to have to choose;
+                weights of either kind are accepted by every scheme.
+            sync: Accepted for compatibility. What it stood for always holds: once
+                ``update_policy_weights_`` has returned, rollouts that begin use the new weights.
+
+        Raises:
+            ConfigError: an unknown strategy.
+        """
+        if strategy not in ("tensordict", "state_dict"):
+            raise ConfigError(f"strategy ({strategy!r}) must be 'tensordict' or 'state_dict'")
+        self.strategy = strategy
+        self.sync = sync
+
+    @staticmethod
+    def from_backend(name: str) -> WeightSyncScheme:
+        """Return the scheme that fits a backend.
+
+        Args:
+            name: ``"none"``, ``"direct"``, ``"inline"``, ``"shared"``, ``"thread"``, ``"process"``
+                or ``"multiprocessing"``.
+
+        Raises:
+            ConfigError: no such backend.
+        """
+        kinds: dict[str, type[WeightSyncScheme]] = {
+            "none": NoWeightSyncScheme,
+            "direct": WeightSyncScheme,
+            "inline": WeightSyncScheme,
+            "shared": SharedMemWeightSyncScheme,
+            "thread": SharedMemWeightSyncScheme,
+            "process": MultiProcessWeightSyncScheme,
+            "multiprocessing": MultiProcessWeightSyncScheme,
+        }
+        if name not in kinds:
+            raise ConfigError(f"no weight sync scheme for {name!r}; known are {sorted(kinds)}")
+        return kinds[name]()
+
+
+class SharedMemWeightSyncScheme(WeightSyncScheme):
+    """Publish weights in shared memory; workers copy them when their next rollout begins.
+
+    The default. Publishing costs one copy, whatever the number of workers, and waits for nobody.
+    """
+
+    def __init__(
+        self, strategy: str = "tensordict", sync: bool = True, per_worker_weights: bool = False
+    ) -> None:
+        """Describe the scheme; see `WeightSyncScheme`.
+
+        Args:
+            strategy: See `WeightSyncScheme`.
+            sync: See `WeightSyncScheme`.
+            per_worker_weights: Accepted for compatibility: ``weights={0: ..., 1: ...}`` always
+                gives each worker its own.
+        """
+        super().__init__(strategy, sync)
+        self.per_worker_weights = per_worker_weights
+
+
+class MultiProcessWeightSyncScheme(WeightSyncScheme):
+    """Send weights to each worker as a message."""
+
+    shared = False
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

@@ -11,6 +11,8 @@ from torch import nn
 
 from gleanrl.core.errors import WeightsError
 
+Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], bool]]
+"""Dotted name to shape, and whether it is a parameter (else a buffer)."""
 Weights: TypeAlias = dict[str, Any]
 """Dotted name to tensor; extra state under its ``state_dict`` name."""
 
@@ -69,19 +71,30 @@ def load_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
 
 def check_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
     """Raise `WeightsError` unless ``weights`` can be loaded into ``module``."""
+    check_shapes(type(module).__name__, shapes_of(module), weights)
+
+
+def shapes_of(module: nn.Module) -> Shapes:
+    """Return shape and kind (``True``: parameter, ``False``: buffer) of every weight by name."""
+    shapes: Shapes = {name: (tuple(p.shape), True) for name, p in module.named_parameters()}
+    shapes.update({name: (tuple(b.shape), False) for name, b in module.named_buffers()})
+    return shapes
+
+
+def check_shapes(kind: str, shapes: Shapes, weights: Mapping[str, Any]) -> None:
+    """Raise `WeightsError` unless ``weights`` fit a model of class ``kind`` with ``shapes``."""
     tensors, _ = _sort(weights)
-    targets, kind = _targets(module), type(module).__name__
-    needed = {name for name, _ in module.named_parameters()}
-    unknown, missing = sorted(set(tensors) - set(targets)), sorted(needed - set(tensors))
+    needed = {name for name, (_, parameter) in shapes.items() if parameter}
+    unknown, missing = sorted(set(tensors) - set(shapes)), sorted(needed - set(tensors))
     if unknown or missing:
         raise WeightsError(
             f"weights do not fit {kind}: missing {missing[:5]}, unexpected {unknown[:5]}"
         )
     for name, value in tensors.items():
-        if tuple(value.shape) != tuple(targets[name].shape):
+        if tuple(value.shape) != shapes[name][0]:
             raise WeightsError(
                 f"weights do not fit {kind}: {name!r} has shape {tuple(value.shape)}, the model's "
-                f"is {tuple(targets[name].shape)}"
+                f"is {shapes[name][0]}"
             )
 
 

@@ -6,24 +6,39 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import cloudpickle
+
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout
+from gleanrl.core.errors import ClosedError, GleanError
 from gleanrl.core.protocols import SourceFactory, Stop
+from gleanrl.engine.backends.pickling import pickled
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.rollout.worker import OpenWindow, Worker
 
 
 class InlineBackend:
-    """Runs each command when its reply is asked for, in the order commands were sent."""
+    """Runs each command when its reply is asked for, in the order workers in processes would."""
 
     memory: SharedMemory | None = None
+    control: SharedMemory | None = None
 
-    def __init__(self, open_window: OpenWindow, stop: Stop) -> None:
-        """Connect workers to the arena and the stop byte."""
+    def __init__(
+        self, open_window: OpenWindow, stop: Stop | None = None, *, apart: bool = False
+    ) -> None:
+        """Connect workers to the arena and the stop byte.
+
+        Args:
+            open_window: Maps windows.
+            stop: The byte running rollouts look at; one of its own by default.
+            apart: Give each worker its own copy of everything, made by pickling, as processes
+                would have.
+        """
+        self._apart = apart
         self._open_window = open_window
-        self._stop_byte = stop
+        self.stop_byte: Stop = bytearray(1) if stop is None else stop
         self._workers: list[Worker] = []
-        self._waiting: deque[tuple[int, m.Command]] = deque()
+        self._collects: deque[tuple[int, int, m.Command]] = deque()
+        self._others: deque[tuple[int, int, m.Command]] = deque()
         self._replies: deque[m.Reply] = deque()
 
     @property
@@ -32,26 +47,35 @@ class InlineBackend:
         return self._workers
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        """Build the workers; what a factory raises comes through unchanged."""
+        """Build the workers; what a factory raises comes through unchanged.
+
+        Raises:
+            ConfigError: kept apart, but something cannot be pickled.
+        """
+        if self._apart:
+            blobs = [pickled(index, factory) for index, factory in enumerate(factories)]
+            factories = [cloudpickle.loads(blob) for blob in blobs]
         for index, factory in enumerate(factories):
-            worker = Worker(index, factory, self._open_window, self._stop_byte)
+            worker = Worker(index, factory, self._open_window, self.stop_byte)
             self._workers.append(worker)
             self._replies.append(worker.ready())
 
-    def send(self, worker: int, command: m.Command) -> None:
+    def send(self, worker: int, ticket: int, command: m.Command) -> None:
         """Queue ``command``; it runs when a reply is received."""
         if not self._workers:
             raise ClosedError("the collector was shut down")
-        self._waiting.append((worker, command))
+        queue = self._collects if isinstance(command, m.Collect) else self._others
+        queue.append((worker, ticket, command))
 
     def receive(self, timeout: float | None) -> m.Reply:
-        """Carry out the oldest command and return its reply."""
+        """Carry out a command and return its reply."""
         if self._replies:
             return self._replies.popleft()
-        if not self._waiting:
-            raise CollectorTimeout("no command is under way: nothing will ever reply")
-        worker, command = self._waiting.popleft()
-        return self._workers[worker].handle(command)
+        queue = self._others or self._collects
+        if not queue:
+            raise GleanError("no command is under way: nothing will ever reply")
+        worker, ticket, command = queue.popleft()
+        return self._workers[worker].handle(ticket, command)
 
     def open(self, payload: m.Payload) -> Any:
         """Return the rollout itself."""
@@ -59,5 +83,6 @@ class InlineBackend:
 
     def stop(self, timeout: float) -> None:
         """Forget what was under way. Idempotent. Workers can still be read."""
-        self._waiting.clear()
+        self._collects.clear()
+        self._others.clear()
         self._replies.clear()

@@ -5,32 +5,33 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import select
 import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass
 from typing import Any
-
-import cloudpickle
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import (
     ClosedError,
     CollectorTimeout,
-    ConfigError,
     WorkerDied,
     WorkerError,
 )
-from gleanrl.core.protocols import SourceFactory
+from gleanrl.core.protocols import SourceFactory, Stop
+from gleanrl.engine.backends.pickling import pickled
 from gleanrl.engine.backends.zygote import Zygote
 from gleanrl.memory.shared import SharedMemory
+from gleanrl.rollout.channel import Channel
 from gleanrl.rollout.serve import Bootstrap, RemoteError
+from gleanrl.rollout.wire import CommandWriter, read_reply
 
-_CONTROL_NBYTES = 4096
 _FORK_TIMEOUT = 60.0
+_GRACE = 2.0
+"""Seconds within which a worker that was told to end has to be gone."""
 _zygote: Zygote | None = None
 
 
@@ -54,16 +55,15 @@ class ProcessBackend:
         """
         self._threads = threads
         self.memory = SharedMemory()
-        """The arena's memory; its size is set once the layout is known."""
-        self._control = SharedMemory()
-        self._control.resize(_CONTROL_NBYTES)
-        self.stop_byte = memoryview(self._control.map())
-        """The byte every worker's rollout looks at."""
+        """The arena's memory."""
+        self.control = SharedMemory()
+        """The stop byte, and boards of weights after it."""
+        self.control.reserve(1)
+        self.stop_byte: Stop = memoryview(self.control.map())
         self._zygote = zygote()
-        self._connections: list[Connection] = []
-        self._pids: list[int] = []
-        self._generations: list[int] = []
-        self._described: list[set[int]] = []
+        self._poller = select.epoll()
+        self._workers: list[_Process] = []
+        self._by_fd: dict[int, _Process] = {}
         self._replies: deque[m.Reply] = deque()
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
@@ -72,55 +72,56 @@ class ProcessBackend:
         Raises:
             ConfigError: something that cannot be sent to another process.
         """
-        pickled = [_pickle(worker, factory) for worker, factory in enumerate(factories)]
-        for worker, blob in enumerate(pickled):
+        blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
+        for worker, blob in enumerate(blobs):
             self._fork(worker, blob)
 
     def _fork(self, worker: int, factory: bytes) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            fds = [theirs.fileno(), self.memory.fd, self._control.fd]
+            fds = [theirs.fileno(), self.memory.fd, self.control.fd]
             pid = self._zygote.fork(fds, _FORK_TIMEOUT)
-        connection = Connection(ours.detach())
-        self._connections.append(connection)
-        self._pids.append(pid)
-        self._generations.append(0)
-        self._described.append(set())
+        process = _Process(worker, pid, Channel(ours), CommandWriter())
+        self._workers.append(process)
+        self._by_fd[process.channel.fileno()] = process
+        self._poller.register(process.channel.fileno(), select.EPOLLIN)
         boot = Bootstrap(
             worker=worker,
-            generation=0,
             environment=dict(os.environ),
             directory=os.getcwd(),
             path=tuple(sys.path),
             threads=self._threads,
             factory=factory,
         )
-        self._post(worker, pickle.dumps(boot))
+        self._post(process, pickle.dumps(boot))
 
-    def send(self, worker: int, command: m.Command) -> None:
-        """Post ``command``."""
-        if not self._connections:
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in worker order."""
+        return [process.pid for process in self._workers]
+
+    def send(self, worker: int, ticket: int, command: m.Command) -> None:
+        """Post ``command``.
+
+        Raises:
+            ClosedError: after `stop`.
+            WorkerDied: the worker's process ended.
+        """
+        if not self._workers:
             raise ClosedError("the collector was shut down")
-        if isinstance(command, m.Collect):
-            command = self._abridged(worker, command)
-        self._post(worker, cloudpickle.dumps(command))
+        process = self._workers[worker]
+        self._post(process, process.writer.write(ticket, command))
 
-    def _abridged(self, worker: int, command: m.Collect) -> m.Collect:
-        """Leave out the description of a window the worker knows."""
-        known, slot = self._described[worker], command.window.slot
-        if slot in known:
-            return replace(command, window=replace(command.window, blocks=()))
-        known.add(slot)
-        return command
-
-    def _post(self, worker: int, message: bytes) -> None:
+    def _post(self, process: _Process, frame: bytes) -> None:
         try:
-            self._connections[worker].send_bytes(message)
-        except (BrokenPipeError, ConnectionError):
-            raise self._died(worker) from None
+            process.channel.post(frame)
+        except OSError:  # gone, or found gone before
+            raise self._died(process) from None
+        if process.channel.pending:
+            self._poller.modify(process.channel.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
     def receive(self, timeout: float | None) -> m.Reply:
-        """Return the next reply of any worker.
+        """Return the next reply of any worker; replies that came earlier come first.
 
         Raises:
             CollectorTimeout: none came within ``timeout`` seconds.
@@ -134,35 +135,49 @@ class ProcessBackend:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._replies:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = wait(self._connections, left)
-            if not ready:
+            ready = self._poller.poll(left)
+            if not ready and (left is not None and left <= 0.0):
                 raise CollectorTimeout(f"no worker replied within {timeout} s")
-            for worker, connection in enumerate(self._connections):
-                if connection in ready:
-                    self._read(worker)
+            for fd, events in ready:
+                self._serve(self._by_fd[fd], events)
 
-    def _read(self, worker: int) -> None:
+    def _serve(self, process: _Process, events: int) -> None:
+        channel = process.channel
         try:
-            generation, reply = pickle.loads(self._connections[worker].recv_bytes())
+            if events & select.EPOLLOUT:
+                channel.flush()
+                if not channel.pending:
+                    self._poller.modify(channel.fileno(), select.EPOLLIN)
+            if events & ~select.EPOLLOUT:
+                for frame in channel.read():
+                    self._accept(process, read_reply(frame))
         except (EOFError, ConnectionError):
-            raise self._died(worker) from None
-        if generation != self._generations[worker]:
-            return  # of a worker that was replaced
+            # Replies that were read before stay: they are whole, and so is what they are about.
+            raise self._died(process) from None
+
+    def _accept(self, process: _Process, reply: m.Reply) -> None:
         if isinstance(reply, m.Failed):
-            reply = m.Failed(worker, raised(worker, reply.error))  # type: ignore[arg-type]
+            error = raised(process.worker, reply.error)  # type: ignore[arg-type]
+            reply = m.Failed(process.worker, reply.ticket, error)
         self._replies.append(reply)
 
-    def _died(self, worker: int) -> WorkerDied:
-        status = self._zygote.exit_status(self._pids[worker], 2.0)
+    def _died(self, process: _Process) -> WorkerDied:
+        if process.channel.fileno() >= 0:
+            self._poller.unregister(process.channel.fileno())
+            self._by_fd.pop(process.channel.fileno())
+            process.channel.close()
+        status = self._zygote.exit_status(process.pid, 2.0)
         if status is None:
             how = "closed its connection"
         elif status < 0:
             how = f"was killed by signal {-status}"
         else:
             how = f"exited with code {status}"
-        return WorkerDied(
-            f"worker {worker} (process {self._pids[worker]}) {how}; what it printed last is above"
+        error = WorkerDied(
+            f"worker {process.worker} (process {process.pid}) {how}; what it printed last is above"
         )
+        error.worker = process.worker
+        return error
 
     def open(self, payload: m.Payload) -> Any:
         """Return the rollout, which travelled with the reply."""
@@ -170,28 +185,29 @@ class ProcessBackend:
 
     def stop(self, timeout: float) -> None:
         """End all workers: let those that were asked go, kill the rest. Idempotent."""
-        connections, self._connections = self._connections, []
-        pids, self._pids = self._pids, []
-        for connection in connections:
-            connection.close()
-        deadline = time.monotonic() + timeout
-        for pid in pids:
-            left = max(0.05, deadline - time.monotonic())
-            if self._zygote.exit_status(pid, min(left, 1.0)) is None:
-                self._zygote.kill(pid)
+        processes, self._workers = self._workers, []
         self._replies.clear()
+        self._by_fd.clear()
+        for process in processes:
+            process.channel.close()
+        deadline = time.monotonic() + min(timeout, _GRACE)
+        for process in processes:
+            left = max(0.0, deadline - time.monotonic())
+            if self._zygote.exit_status(process.pid, left) is None:
+                self._zygote.kill(process.pid)
+        self._poller.close()
         self.memory.close()
-        self._control.close()
+        self.control.close()
 
 
-def _pickle(worker: int, factory: SourceFactory) -> bytes:
-    try:
-        return bytes(cloudpickle.dumps(factory))
-    except Exception as err:  # whatever the user's objects do when pickled
-        raise ConfigError(
-            f"what worker {worker} needs cannot be sent to a process ({type(err).__name__}: "
-            f"{err}); make it inside a function given as create_env_fn or policy_factory"
-        ) from err
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """One worker, seen from here."""
+
+    worker: int
+    pid: int
+    channel: Channel
+    writer: CommandWriter
 
 
 def raised(worker: int, remote: RemoteError) -> BaseException:

@@ -18,6 +18,8 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Sequence
 
@@ -39,6 +41,7 @@ class Zygote:
         self._socket = ours
         self.owner = os.getpid()
         self._statuses: dict[int, int] = {}
+        self._lock = threading.Lock()  # several collectors, in several threads, share it
         # A session of its own: Ctrl-C in the terminal is the learner's to handle.
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
@@ -61,24 +64,34 @@ class Zygote:
             CollectorTimeout: the zygote did not answer in time.
             WorkerDied: the zygote itself ended.
         """
-        socket.send_fds(self._socket, [b"fork"], list(fds))
-        while True:
-            message = self._next(timeout)
-            if message[:1] == b"F":
-                return int(_FORKED.unpack(message)[1])
-            self._note(message)
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [b"fork"], list(fds))
+            except ConnectionError:
+                self._next(timeout)  # says how it ended
+            while True:
+                message = self._next(timeout)
+                if message[:1] == b"F":
+                    pid = int(_FORKED.unpack(message)[1])
+                    self._statuses.pop(pid, None)  # of an earlier process of that number
+                    return pid
+                self._note(message)
 
     def exit_status(self, pid: int, timeout: float) -> int | None:
         """Return how worker ``pid`` ended (as `subprocess` counts), ``None`` if it has not yet."""
-        while pid not in self._statuses:
-            try:
-                self._note(self._next(timeout))
-            except (CollectorTimeout, WorkerDied):
-                return None
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            while pid not in self._statuses:
+                try:
+                    self._note(self._next(max(0.0, deadline - time.monotonic())))
+                except (CollectorTimeout, WorkerDied):
+                    return None
         return self._statuses[pid]
 
     def _next(self, timeout: float) -> bytes:
-        if not select.select([self._socket], [], [], timeout)[0]:
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        if not waiting.poll(1000 * timeout):
             raise CollectorTimeout(f"the process that starts workers did not answer in {timeout} s")
         message = self._socket.recv(64)
         if not message:
@@ -94,7 +107,7 @@ class Zygote:
 
     def kill(self, pid: int) -> None:
         """Kill worker ``pid`` if it still runs; nobody else can have got its number meanwhile."""
-        if pid not in self._statuses:
+        if pid not in self._statuses and self.alive:
             socket.send_fds(self._socket, [b"kill" + struct.pack("=i", pid)], [])
 
     def close(self) -> None:

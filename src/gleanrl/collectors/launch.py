@@ -1,0 +1,184 @@
+"""How a collector with several workers is set up, from its arguments to its running parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from gleanrl.collectors import checks, retired, workers
+from gleanrl.collectors.nested import nested_factory
+from gleanrl.collectors.remote import RemoteCollector
+from gleanrl.collectors.single import Collector
+from gleanrl.core.options import (
+    EnvOptions,
+    FrameBudget,
+    PolicyOptions,
+    RolloutOptions,
+    TrajectoryOptions,
+    limit,
+)
+from gleanrl.core.protocols import SourceFactory
+from gleanrl.engine.budget import Budget
+from gleanrl.engine.pipeline import Pipeline
+from gleanrl.engine.sent_models import SentModels
+from gleanrl.engine.sinks import make_sink
+from gleanrl.rollout.build import Initialised, SourceBuilder
+
+
+class LaunchedCollector(RemoteCollector):
+    """The steps of the constructor; ``given`` holds its arguments by name."""
+
+    def _check(self, given: SimpleNamespace) -> None:
+        """Find contradictions before anything is built."""
+        checks.check_multi(given)
+        checks.check_trajectories(
+            given.track_traj_ids,
+            given.split_trajs,
+            given.trajs_per_batch,
+            False,
+            given.set_truncated,
+        )
+        checks.check_callables(
+            postproc=given.postproc,
+            init_fn=given.init_fn,
+            pre_collect_hook=given.pre_collect_hook,
+            post_collect_hook=given.post_collect_hook,
+        )
+        checks.check_timeout(given.timeout)
+        checks.check_schemes(given.weight_sync_schemes)
+        checks.check_schemes(given.weight_recv_schemes)
+        retired.check_reset_when_done(given.reset_when_done)
+        retired.note_local_init_rb(given.local_init_rb)
+
+    def _read(self, given: SimpleNamespace) -> None:
+        """Read what concerns this process."""
+        count = self.num_workers
+        extend = retired.read_extend_buffer(given.extend_buffer, given.replay_buffer_chunk)
+        split, whole_ones = bool(given.split_trajs), given.trajs_per_batch is not None
+        shaped = split or whole_ones or given.postproc is not None
+        checks.check_buffer(given.replay_buffer, given.use_buffers, False, extend, shaped)
+        self._devices = workers.Devices.read(
+            count,
+            device=given.device,
+            storing_device=given.storing_device,
+            policy_device=given.policy_device,
+            env_device=given.env_device,
+        )
+        self._asked = workers.frames_per_worker(given.frames_per_batch, count, self._sync)
+        self._limits = FrameBudget.from_arguments(
+            self._batch_of(self._asked), given.total_frames, given.init_random_frames
+        )
+        self._cat = self._read_cat(given.cat_results)
+        self._enough = self._read_threshold(given.preemptive_threshold)
+        self._worker_idx = given.worker_idx
+        self.exploration_type = retired.read_exploration(
+            given.exploration_type, given.exploration_mode
+        )
+        self.replay_buffer = given.replay_buffer
+        self.interruptor = given.interruptor
+        self.storing_device = self._devices.storing()
+        self.policy_device = self._devices.policies()
+        self.env_device = [plan.env for plan in self._devices.plans]
+        self._timeout = given.timeout
+        self._version = checks.read_version(given.track_policy_version)
+        self._update_each = bool(given.update_at_each_batch)
+        self._pipeline = Pipeline(
+            TrajectoryOptions(
+                split_trajs=split,
+                trajs_per_batch=given.trajs_per_batch,
+                traj_format=given.traj_format,
+            ),
+            given.postproc,
+            make_sink(given.replay_buffer, extend),
+            self.storing_device,
+            episodes_end=given.reset_at_each_iter,
+        )
+
+    def _factories(self, given: SimpleNamespace, functions: list[Any]) -> list[SourceFactory]:
+        """Return what builds each worker's source, there."""
+        count = self.num_workers
+        kwargs = workers.env_kwargs(given.create_env_kwargs, count)
+        makers = workers.per_worker("policy_factory", given.policy_factory, count)
+        # Drawn from torch's generator: a seeded script has seeded workers.
+        stream = int(torch.randint(1 << 62, ()))
+        rollout = RolloutOptions(
+            max_frames_per_traj=limit(given.max_frames_per_traj),
+            reset_at_each_iter=given.reset_at_each_iter,
+            track_traj_ids=given.track_traj_ids,
+            set_truncated=given.set_truncated,
+            exploration=self.exploration_type,
+            track_policy_version=bool(given.track_policy_version),
+            check_finite=given.check_finite,
+            mask=given.interruptor is not None or self._enough is not None,
+            compact=given.compact_obs,
+        )
+        factories: list[SourceFactory] = []
+        for worker, plan in enumerate(self._devices.plans):
+            maker = makers[worker]
+            factory: SourceFactory = SourceBuilder(
+                env=EnvOptions(
+                    create_env_fn=functions[worker],
+                    create_env_kwargs=kwargs[worker],
+                    num_envs=given.num_envs,
+                    categorical=given.categorical_action_encoding,
+                    observation_dtype=given.observation_dtype,
+                    info_keys=given.info_keys,
+                    device=plan.env,
+                ),
+                policy=PolicyOptions(
+                    policy=given.policy if maker is None else None,
+                    policy_factory=maker,
+                    trust_policy=given.trust_policy,
+                    compile_policy=given.compile_policy,
+                    cudagraph_policy=given.cudagraph_policy,
+                    device=plan.policy,
+                    provide_inputs=given.auto_register_policy_transforms is not False,
+                ),
+                rollout=replace(rollout, stream=stream + worker),
+            )
+            if given.collector_class not in (None, Collector):
+                factory = nested_factory(given, factory, self._asked[worker])
+            if given.init_fn is not None:
+                factory = Initialised(given.init_fn, factory)
+            factories.append(factory)
+        return factories
+
+    def _begin(self, given: SimpleNamespace) -> None:
+        """Set up memory, weights and counters, now that the workers are up."""
+        engine = self._engine
+        if self.interruptor is not None:
+            self.interruptor.attach(engine.backend.stop_byte)
+        self._steps = tuple(
+            -(-frames // envs) for frames, envs in zip(self._asked, engine.envs, strict=True)
+        )
+        sizes = [steps * envs for steps, envs in zip(self._steps, engine.envs, strict=True)]
+        self._sizes = sizes
+        self._budget = Budget(self._limits.rounded(self._batch_of(sizes), engine.num_envs))
+        self._gather_with()
+        self._models = SentModels(
+            engine,
+            given.policy,
+            made_by_factory=given.policy_factory is not None,
+            schemes=given.weight_sync_schemes,
+            version=self._version,
+            devices=self.policy_device,
+            memory=engine.backend.control,
+        )
+
+    def _batch_of(self, frames: Sequence[int]) -> int:
+        """Return the frames of a batch, given those of each worker."""
+        raise NotImplementedError
+
+    def _gather_with(self) -> None:
+        """Decide how batches are made."""
+        raise NotImplementedError
+
+    def _read_cat(self, cat_results: str | int | None) -> int | None:
+        return workers.read_cat(cat_results)
+
+    def _read_threshold(self, threshold: float | None) -> int | None:
+        return workers.read_threshold(threshold, self.num_workers)

@@ -1,0 +1,179 @@
+"""Collectors inside workers: whatever has the collector interface can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from gleanrl.collectors.base import BaseCollector
+from gleanrl.core import paths
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import TRAJ_IDS
+from gleanrl.core.layout import Layout
+from gleanrl.core.messages import Payload, Report, Snapshot
+from gleanrl.core.protocols import SourceFactory, Stop, Window
+from gleanrl.rollout.build import SourceBuilder
+from gleanrl.weights.snapshot import Shapes
+
+
+@dataclass(frozen=True, slots=True)
+class NestedFactory:
+    """Builds a collector of the user's class where its worker is."""
+
+    collector_class: Callable[..., Any]
+    create_env_fn: Any
+    policy: Any
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, worker: int) -> NestedSource:
+        """Build the collector and serve it."""
+        collector = self.collector_class(self.create_env_fn, self.policy, **self.kwargs)
+        if isinstance(collector, BaseCollector):
+            collector.worker_idx = worker
+        return NestedSource(collector)
+
+
+def nested_factory(given: SimpleNamespace, builder: SourceFactory, frames: int) -> NestedFactory:
+    """Return the factory of one worker's collector, built from the same arguments.
+
+    Args:
+        given: The arguments of the outer collector.
+        builder: The worker's `SourceBuilder`.
+        frames: What the worker is asked for.
+    """
+    assert isinstance(builder, SourceBuilder)
+    if not callable(given.collector_class):
+        raise ConfigError(f"collector_class ({given.collector_class!r}) must be callable")
+    kwargs: dict[str, Any] = {
+        "frames_per_batch": frames,
+        "total_frames": -1,
+        "create_env_kwargs": dict(builder.env.create_env_kwargs),
+        "policy_device": builder.policy.device,
+        "env_device": builder.env.device,
+        "max_frames_per_traj": given.max_frames_per_traj,
+        "reset_at_each_iter": given.reset_at_each_iter,
+        "exploration_type": builder.rollout.exploration,
+        "set_truncated": given.set_truncated,
+        "track_policy_version": given.track_policy_version,
+    }
+    if builder.policy.policy_factory is not None:
+        kwargs["policy_factory"] = builder.policy.policy_factory
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    return NestedFactory(
+        given.collector_class, builder.env.create_env_fn, builder.policy.policy, kwargs
+    )
+
+
+class NestedSource:
+    """Serves a collector: one of its batches is one rollout, which travels as a payload."""
+
+    def __init__(self, collector: Any) -> None:
+        """Take over ``collector``."""
+        self.collector = collector
+        self._batches: Iterator[Any] | None = None
+        self._base, self._stride = 0, 1
+        self._version = 0
+
+    @property
+    def num_envs(self) -> int:
+        """1: the collector itself knows how many environments it has."""
+        return 1
+
+    @property
+    def env(self) -> Any:
+        """The collector's environment."""
+        return self.collector.env
+
+    @property
+    def policy(self) -> Any:
+        """The collector's policy."""
+        return self.collector.policy
+
+    def layout(self) -> Layout | None:
+        """Return ``None``: rollouts travel as payloads."""
+        return None
+
+    def place(self, base: int, stride: int) -> None:
+        """Keep trajectory ids apart from those of other workers."""
+        self._base, self._stride = base, stride
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
+        """Return the collector's next batch."""
+        if self._batches is None:
+            self._batches = iter(self.collector)
+        batch: TensorDictBase = next(self._batches)
+        # The batch may be a view of memory that is used again: it is copied before it travels.
+        batch = batch.clone()
+        ids = batch.get(TRAJ_IDS, None)
+        if ids is not None:
+            batch.set(TRAJ_IDS, torch.where(ids < 0, ids, ids * self._stride + self._base))
+        frames = batch.numel()
+        return Report(steps, frames, self._version, payload=Payload(batch))
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Hand the weights on to the collector, which passes them to workers of its own."""
+        if snapshot.models:
+            copies = {
+                name: {key: _copied(value) for key, value in weights.items()}
+                for name, weights in snapshot.models.items()
+            }
+            self.collector.update_policy_weights_(weights_dict=copies)
+        self._version = snapshot.version
+
+    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
+        """Seed the collector."""
+        return int(self.collector.set_seed(seed, static_seed=static))
+
+    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        """Reset the collector's environments."""
+        self.collector.reset(envs, **options)
+
+    def state(self) -> dict[str, Any]:
+        """Return the collector's state."""
+        return {
+            "env": {},
+            "collector": self.collector.state_dict(),
+            "policy_version": self._version,
+        }
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore the collector's state."""
+        self.collector.load_state_dict(state["collector"])
+        self._version = int(state["policy_version"])
+
+    def policy_state(self) -> dict[str, Any]:
+        """Return nothing: the policy is part of the collector's state."""
+        return {}
+
+    def describe_weights(self, model_id: str) -> Shapes:
+        """Return the shapes of a model of the collector."""
+        module = self.collector.get_model(model_id)
+        shapes: Shapes = {n: (tuple(p.shape), True) for n, p in module.named_parameters()}
+        shapes.update({n: (tuple(b.shape), False) for n, b in module.named_buffers()})
+        return shapes
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call what ``path`` names, here or on the collector."""
+        own = path.partition(".")[0] in _OWN
+        return paths.call(self if own else self.collector, path, args, kwargs)
+
+    def get(self, path: str) -> Any:
+        """Return what ``path`` names, here or on the collector."""
+        own = path.partition(".")[0] in _OWN
+        return paths.resolve(self if own else self.collector, path)
+
+    def close(self) -> None:
+        """Shut the collector down."""
+        self.collector.shutdown()
+
+
+_OWN = ("num_envs", "describe_weights", "policy_state")
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

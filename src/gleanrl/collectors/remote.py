@@ -1,0 +1,226 @@
+"""What a collector with several workers does across them: state, resets, questions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from gleanrl.collectors.running import RunningCollector
+from gleanrl.core import messages as m
+from gleanrl.core.errors import ConfigError
+from gleanrl.engine.sent_models import SentModels
+
+
+class RemoteCollector(RunningCollector):
+    """A `RunningCollector` whose environments and policies are in workers."""
+
+    num_workers: int
+    _models: SentModels  # type: ignore[assignment]  # copies in workers, not the user's object
+    _threads: Any
+    _sizes: Sequence[int]
+    _sync: bool
+
+    @contextmanager
+    def _threads_back(self) -> Iterator[None]:
+        """Restore the number of torch threads if the body fails."""
+        try:
+            yield
+        except BaseException:
+            self._threads()
+            raise
+
+    def frames_per_batch_worker(self, worker_idx: int = 0) -> int:
+        """Return the frames of one rollout of a worker."""
+        return int(self._sizes[worker_idx])
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def _update_weights(
+        self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        if kwargs:
+            raise TypeError(f"unexpected arguments {sorted(kwargs)}")
+        with self._engine.turn(None):
+            self._models.update(models, worker_ids)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def reset(  # type: ignore[override]  # workers, not environments
+        self, reset_idx: Sequence[bool] | torch.Tensor | None = None, **kwargs: Any
+    ) -> None:
+        """Reset all environments of workers; they start new trajectories.
+
+        Rollouts under way are thrown away and counted as discarded.
+
+        Args:
+            reset_idx: One bool per worker; all by default.
+            **kwargs: Options for `gymnasium.Env.reset`.
+        """
+        chosen = [True] * self.num_workers if reset_idx is None else [bool(x) for x in reset_idx]
+        if len(chosen) != self.num_workers:
+            raise ConfigError(f"reset_idx has {len(chosen)} entries for {self.num_workers} workers")
+        self._restart({w: m.Reset(None, kwargs) for w, reset in enumerate(chosen) if reset})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``worker0``, ``worker1``, …, each with its policy and environment, and counters.
+
+        Waits for rollouts that are under way; they are delivered as if nothing had been asked.
+        """
+        with self._engine.turn(None):
+            states = self._engine.request_all(m.GetState())
+            policies = self._engine.request_all(m.Call("policy_state"))
+        found: dict[str, Any] = {}
+        for worker, (state, policy) in enumerate(zip(states, policies, strict=True)):
+            env = state.pop("env")
+            found[f"worker{worker}"] = {
+                "policy_state_dict": policy,
+                "env_state_dict": env,
+                "worker": state,
+            }
+        return {**found, "frames": self._budget.delivered, "iter": self._batches}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what `state_dict` returned; environments restart on fresh resets.
+
+        The learner's own policy is not touched: what it loads is for your script to say.
+
+        Raises:
+            ConfigError: the state of another number of workers.
+            KeyError: ``strict`` and an entry is missing.
+            WeightsError: the policy's weights do not fit; nothing was loaded.
+        """
+        names = [f"worker{worker}" for worker in range(self.num_workers)]
+        saved = sum(str(name).startswith("worker") for name in state_dict)
+        if saved != self.num_workers:
+            raise ConfigError(f"the state is that of {saved} workers, here are {self.num_workers}")
+        missing = [name for name in (*names, "frames", "iter") if name not in state_dict]
+        if strict and missing:
+            raise KeyError(f"state_dict lacks {missing}; load with strict=False to do without")
+        policies, states = {}, {}
+        for worker, name in enumerate(names):
+            entry = state_dict[name]
+            state = {**entry["worker"], "env": entry.get("env_state_dict", {})}
+            version = int(state["policy_version"])
+            policies[worker] = (entry.get("policy_state_dict") or {}, version)
+            states[worker] = m.SetState(state, strict)
+        with self._engine.turn(None):
+            self._models.restore(policies)
+            self._restart(dict(states))
+            self._models.continue_from(max(version for _, version in policies.values()))
+        self._budget.continue_from(int(state_dict.get("frames", self._budget.delivered)))
+        self._batches = int(state_dict.get("iter", self._batches))
+
+    def stats(self, workers: str = "aggregate") -> dict[str, int | float | bool]:
+        """Return a flat dictionary of scalars; costs no round trip.
+
+        Args:
+            workers: ``"aggregate"``, ``"per_worker"`` (entries ``worker_0/frames``, …) or
+                ``"both"``.
+        """
+        if workers not in ("aggregate", "per_worker", "both"):
+            raise ConfigError(f"workers ({workers!r}) must be 'aggregate', 'per_worker' or 'both'")
+        alive = self._engine.dispatcher.alive
+        found: dict[str, int | float | bool] = {}
+        if workers != "per_worker":
+            found = {**super().stats(), "workers": self.num_workers, "workers_alive": len(alive)}
+        if workers != "aggregate":
+            for worker, tally in enumerate(self._engine.tallies):
+                found[f"worker_{worker}/frames"] = tally.frames
+                found[f"worker_{worker}/batches"] = tally.rollouts
+                found[f"worker_{worker}/policy_version"] = tally.policy_version
+                found[f"worker_{worker}/alive"] = worker in alive
+        return found
+
+    # -- questions -------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Any:
+        """The learner's policy; workers have copies."""
+        return self._models.running("policy")
+
+    def getattr_policy(self, attr: str) -> Any:
+        """Return an attribute of the policy of the first worker.
+
+        Raises:
+            AttributeError: it has none of that name.
+        """
+        return self._engine.request(0, m.Get(f"policy.{attr}"))
+
+    def getattr_env(self, attr: str) -> Any:
+        """Return an attribute of the environment of the first worker.
+
+        Raises:
+            AttributeError: it has none of that name.
+        """
+        return self._engine.request(0, m.Get(f"env.{attr}"))
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Resolve a path such as ``"env.transform[0]"`` and call it in every worker.
+
+        Returns:
+            One result per worker.
+        """
+        return self._engine.request_all(m.Call(attr_path, args, kwargs))
+
+    def get_distant_attr(self, attr: str) -> list[Any]:
+        """Return what a path such as ``"policy.module"`` names, one entry per worker."""
+        return self._engine.request_all(m.Get(attr))
+
+    def map_fn(
+        self,
+        method: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call ``method`` once in every worker, each with its own arguments.
+
+        Args:
+            method: A path such as ``"env.set_attr"``.
+            list_of_args: One entry per worker.
+            list_of_kwargs: One entry per worker.
+
+        Raises:
+            ConfigError: a list with another number of entries.
+            AttributeError: ``method`` does not exist.
+        """
+        count = self.num_workers
+        args = [()] * count if list_of_args is None else list(list_of_args)
+        kwargs: list[Any] = [{}] * count if list_of_kwargs is None else list(list_of_kwargs)
+        if len(args) != count or len(kwargs) != count:
+            raise ConfigError(f"map_fn needs one entry per worker: there are {count} of them")
+        calls = {w: m.Call(method, tuple(args[w]), dict(kwargs[w])) for w in range(count)}
+        values = self._engine.request_each(dict(calls))
+        return [values[worker] for worker in range(count)]
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def shutdown(
+        self,
+        timeout: float | None = None,
+        close_env: bool = True,
+        raise_on_error: bool = True,
+    ) -> None:
+        """End the workers. Idempotent; batches that were handed out stay valid.
+
+        Args:
+            timeout: Seconds until workers that do not end by themselves are killed; 10 by default.
+            close_env: Only ``True``: environments end with their process.
+            raise_on_error: Raise what closing an environment raised.
+        """
+        if not close_env:
+            raise RuntimeError(
+                "close_env=False: the environments of workers cannot outlive their process"
+            )
+        super().shutdown(10.0 if timeout is None else timeout, True, raise_on_error)
+        self._threads()
+
+    def receive_weights(
+        self, policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None
+    ) -> None:
+        """Apply weights that a parent sent, and pass them on to the workers."""
+        super().receive_weights(policy_or_weights)

@@ -1,0 +1,162 @@
+"""Arguments that concern several workers: read, checked and dealt out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.options import DevicePlan, whole
+
+
+def env_functions(create_env_fn: Any, num_workers: int | None) -> list[Any]:
+    """Return what each worker collects from.
+
+    Raises:
+        TypeError: one environment and no number of workers.
+        ConfigError: no workers.
+    """
+    if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
+        if not create_env_fn:
+            raise ConfigError("create_env_fn is empty: give one environment per worker")
+        return list(create_env_fn)
+    if num_workers is None:
+        raise TypeError(
+            "one create_env_fn for several workers needs num_workers=; or pass a list with one "
+            "entry per worker"
+        )
+    return [create_env_fn] * whole("num_workers", num_workers, least=1)
+
+
+def per_worker(name: str, value: Any, workers: int) -> list[Any]:
+    """Deal ``value`` out: one for all, or a list with one entry per worker.
+
+    Raises:
+        ConfigError: a list of another length.
+    """
+    if isinstance(value, list | tuple):
+        if len(value) != workers:
+            raise ConfigError(f"{name} has {len(value)} entries for {workers} workers")
+        return list(value)
+    return [value] * workers
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What each worker does where."""
+
+    plans: tuple[DevicePlan, ...]
+
+    @classmethod
+    def read(cls, workers: int, **given: Any) -> Devices:
+        """Read device arguments, each one for all workers or a list."""
+        lists = [per_worker(name, value, workers) for name, value in given.items()]
+        plans = [DevicePlan.from_arguments(*column) for column in zip(*lists, strict=True)]
+        return cls(tuple(plans))
+
+    def storing(self) -> torch.device | None:
+        """Where batches of all workers are delivered: the CPU if workers differ."""
+        found = {plan.storing for plan in self.plans}
+        return found.pop() if len(found) == 1 else torch.device("cpu")
+
+    def policies(self) -> list[torch.device | None]:
+        """Where each worker's policy is."""
+        return [plan.policy for plan in self.plans]
+
+
+def frames_per_worker(frames_per_batch: Any, workers: int, sync: bool) -> list[int]:
+    """Return what each worker is asked for per batch, in frames.
+
+    Synchronous workers share a number out (rounded up); asynchronous ones collect all of it each.
+    A sequence gives each its own.
+
+    Raises:
+        ConfigError: a sequence of another length, or numbers that are not positive.
+    """
+    if isinstance(frames_per_batch, Sequence) and not isinstance(frames_per_batch, str):
+        given = per_worker("frames_per_batch", list(frames_per_batch), workers)
+        return [whole("frames_per_batch", frames, least=1) for frames in given]
+    frames = whole("frames_per_batch", frames_per_batch, least=1)
+    return [-(-frames // workers) if sync else frames] * workers
+
+
+def read_cat(cat_results: str | int | None) -> int | None:
+    """Return the dimension to concatenate along, ``None`` to stack.
+
+    Raises:
+        ConfigError: another string.
+    """
+    if cat_results is None or cat_results == "stack":
+        return None
+    if isinstance(cat_results, str):
+        raise ConfigError(f"cat_results ({cat_results!r}) must be 'stack' or a dimension")
+    return whole("cat_results", cat_results)
+
+
+def read_threshold(threshold: float | None, workers: int) -> int | None:
+    """Return how many workers have to finish before the others are stopped, ``None`` for all.
+
+    Raises:
+        ConfigError: outside [0, 1].
+    """
+    if threshold is None:
+        return None
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+        raise ConfigError(f"preemptive_threshold ({threshold!r}) must be a number in [0, 1]")
+    if not 0 <= threshold <= 1:
+        raise ConfigError(f"preemptive_threshold ({threshold}) must lie in [0, 1]")
+    return None if threshold == 1 else int(workers * threshold)
+
+
+def env_kwargs(given: Any, workers: int) -> list[Mapping[str, Any]]:
+    """Return each worker's ``create_env_kwargs``."""
+    return [dict(kwargs or {}) for kwargs in per_worker("create_env_kwargs", given, workers)]
+
+
+class Threads:
+    """The learner's torch threads: fewer while workers run, as before afterwards."""
+
+    def __init__(self, wanted: int | None, workers: int) -> None:
+        """Leave the cores of ``workers`` workers alone, unless a number is ``wanted``."""
+        self._before = torch.get_num_threads()
+        default = max(1, self._before - workers)
+        self._set = default if wanted is None else whole("num_threads", wanted, least=1)
+        torch.set_num_threads(self._set)
+
+    def restore(self) -> None:
+        """Put the number back, unless somebody has changed it since. Idempotent."""
+        if torch.get_num_threads() == self._set:
+            torch.set_num_threads(self._before)
+        self._set = self._before
+
+
+@contextmanager
+def restored(threads: Threads) -> Iterator[None]:
+    """Restore ``threads`` if the body fails."""
+    try:
+        yield
+    except BaseException:
+        threads.restore()
+        raise
+
+
+def make_backend_of(
+    name: str | None, processes: Callable[[], Any], inline: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """Return what builds the backend called ``name``.
+
+    Raises:
+        ConfigError: an unknown backend.
+        NotImplementedError: one that this version does not have.
+    """
+    if name in (None, "process", "multiprocessing"):
+        return lambda windows: processes()
+    if name in ("inline", "direct"):
+        return inline
+    if name in ("distributed", "submitit", "rpc", "ray", "thread"):
+        raise NotImplementedError(f"backend={name!r} is not available in this version")
+    raise ConfigError(f"backend ({name!r}) must be 'process' or 'inline'")

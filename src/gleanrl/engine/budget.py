@@ -1,0 +1,49 @@
+"""How many frames were asked for, and how many came."""
+
+from __future__ import annotations
+
+from gleanrl.core.options import FrameBudget
+
+
+class Budget:
+    """Counts frames from dispatch to delivery, over all workers."""
+
+    def __init__(self, limits: FrameBudget) -> None:
+        """Start at zero."""
+        self.limits = limits
+        self.delivered = 0
+        self._under_way = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all frames were delivered."""
+        total = self.limits.total_frames
+        return total is not None and self.delivered >= total
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether what was delivered and what is under way is less than the total."""
+        total = self.limits.total_frames
+        return total is None or self.delivered + self._under_way < total
+
+    @property
+    def random(self) -> bool:
+        """Whether the next rollouts act at random."""
+        return self.delivered + self._under_way < self.limits.init_random_frames
+
+    def dispatch(self, frames: int) -> None:
+        """Note that ``frames`` frames were asked for."""
+        self._under_way += frames
+
+    def deliver(self, asked: int, frames: int) -> None:
+        """Note that a rollout of ``asked`` frames came back with ``frames`` valid ones."""
+        self._under_way -= asked
+        self.delivered += frames
+
+    def cancel(self, asked: int) -> None:
+        """Note that a rollout of ``asked`` frames will not be delivered."""
+        self._under_way -= asked
+
+    def continue_from(self, delivered: int) -> None:
+        """Go on counting from a restored state."""
+        self.delivered = delivered

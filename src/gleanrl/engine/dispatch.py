@@ -1,0 +1,189 @@
+"""Commands out, replies back, matched by ticket: nothing is lost to whoever asks in between."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from gleanrl.core import messages as m
+from gleanrl.core.errors import CollectorTimeout, GleanError, WorkerDied
+from gleanrl.core.protocols import Backend
+
+_NOTICE = 60.0
+"""Seconds without any reply after which the user is told who is being waited for."""
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """One command on its way, and its reply once that has come."""
+
+    worker: int
+    number: int
+    command: m.Command
+    posted: float
+    reply: m.Reply | None = None
+    arrived: int = 0
+    """The reply's place among all replies."""
+
+
+class Dispatcher:
+    """Posts commands to the workers of a backend and hands every reply to its ticket."""
+
+    def __init__(self, backend: Backend, workers: int) -> None:
+        """Speak for ``workers`` workers; tickets count from 1 (0 is a worker's start)."""
+        self._backend = backend
+        self.workers = workers
+        self._open: dict[int, Ticket] = {}
+        self._watched: set[int] = set()
+        self._number = 0
+        self._arrivals = 0
+        self._lost: dict[int, WorkerDied | CollectorTimeout] = {}
+        self.heard = [time.monotonic()] * workers
+        """When each worker last replied."""
+
+    @property
+    def alive(self) -> list[int]:
+        """Workers that were not lost."""
+        return [worker for worker in range(self.workers) if worker not in self._lost]
+
+    def post(self, worker: int, command: m.Command, *, watch: bool = False) -> Ticket:
+        """Send ``command``; never waits.
+
+        Args:
+            worker: Who gets it.
+            command: What it is told.
+            watch: Nobody will ask for the reply; if it is an error, whoever waits for anything
+                next gets that raised.
+
+        Raises:
+            WorkerDied: the worker's process has ended.
+            CollectorTimeout: the worker missed a deadline before, nobody knows what it is doing.
+        """
+        if worker in self._lost:
+            raise self._lost[worker]
+        self._number += 1
+        ticket = Ticket(worker, self._number, command, time.monotonic())
+        self._open[ticket.number] = ticket
+        if watch:
+            self._watched.add(ticket.number)
+        try:
+            self._backend.send(worker, ticket.number, command)
+        except WorkerDied as err:
+            raise self._lose(worker, err) from None
+        return ticket
+
+    def pump(self, timeout: float | None) -> Ticket | None:
+        """Wait for one reply; return its ticket, or ``None`` if nobody waits for it any more.
+
+        Raises:
+            CollectorTimeout: none came within ``timeout`` seconds.
+            WorkerDied: a worker's process ended.
+            Exception: what a watched command raised.
+        """
+        try:
+            reply = self._backend.receive(timeout)
+        except WorkerDied as err:
+            raise self._lose(err.worker, err) from None
+        self.heard[reply.worker] = time.monotonic()
+        ticket = self._open.pop(reply.ticket, None)
+        if ticket is not None:
+            self._arrivals += 1
+            ticket.reply, ticket.arrived = reply, self._arrivals
+        if reply.ticket in self._watched:
+            self._watched.discard(reply.ticket)
+            if isinstance(reply, m.Failed):
+                raise reply.error
+        return ticket
+
+    def check(self) -> None:
+        """Take in what has come, without waiting.
+
+        Raises:
+            WorkerDied: a worker's process ended.
+        """
+        self.raise_lost()
+        while True:
+            try:
+                self.pump(0.0)
+            except CollectorTimeout:
+                return
+
+    def raise_lost(self) -> None:
+        """Raise what the first lost worker was lost to, if one was."""
+        for lost in self._lost.values():
+            raise lost
+
+    def settle(self, ticket: Ticket, timeout: float | None) -> Any:
+        """Wait for a control command's reply and return its value.
+
+        Time counts while the worker is free: rollouts it is in the middle of are not held against
+        the command.
+
+        Raises:
+            Exception: what the worker's code raised.
+            CollectorTimeout: no reply within ``timeout`` seconds.
+        """
+        while ticket.reply is None:
+            left = self._left(ticket, timeout)
+            if not self.wait(left) and left is not None and ticket.reply is None:
+                raise self._unanswered(ticket, timeout)
+        if isinstance(ticket.reply, m.Failed):
+            raise ticket.reply.error
+        if isinstance(ticket.reply, m.Done):
+            return ticket.reply.value
+        raise GleanError(f"worker {ticket.worker} answered {ticket.command} with {ticket.reply!r}")
+
+    def _left(self, ticket: Ticket, timeout: float | None) -> float | None:
+        collecting = any(
+            isinstance(other.command, m.Collect) and other.number < ticket.number
+            for other in self._open.values()
+            if other.worker == ticket.worker
+        )
+        if timeout is None or collecting:
+            return None
+        return max(ticket.posted, self.heard[ticket.worker]) + timeout - time.monotonic()
+
+    def _unanswered(self, ticket: Ticket, timeout: float | None) -> CollectorTimeout:
+        worker, asked = ticket.worker, type(ticket.command).__name__
+        return self.give_up([worker], f"worker {worker} did not answer {asked} within {timeout} s")
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for one reply like `pump`; return ``False`` when time is up.
+
+        Without a deadline the user is told now and then who is being waited for.
+        """
+        if timeout is not None and timeout < 0:
+            return False
+        try:
+            self.pump(_NOTICE if timeout is None else timeout)
+        except CollectorTimeout:
+            if timeout is None:
+                waiting = sorted({ticket.worker for ticket in self._open.values()})
+                warnings.warn(
+                    f"still waiting for workers {waiting}, which live but have not replied for "
+                    f"{_NOTICE:.0f} s; timeout= bounds how long a rollout may take",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            return False
+        return True
+
+    def forget(self, ticket: Ticket) -> None:
+        """Ignore the ticket's reply when it comes."""
+        self._open.pop(ticket.number, None)
+
+    def give_up(self, workers: list[int], why: str) -> CollectorTimeout:
+        """Count ``workers`` as lost, so that nothing is ever asked of them; return the error."""
+        error = CollectorTimeout(why)
+        for worker in workers:
+            self._lose(worker, error)
+        return error
+
+    def _lose(self, worker: int | None, error: Any) -> Any:
+        if worker is not None:
+            self._lost.setdefault(worker, error)
+            for ticket in [t for t in self._open.values() if t.worker == worker]:
+                self.forget(ticket)
+        return error

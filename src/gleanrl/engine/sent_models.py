@@ -1,0 +1,256 @@
+"""The learner's side of weights that workers have copies of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gleanrl.core import messages as m
+from gleanrl.core.errors import ConfigError, PolicyTypeError, UnknownModelError
+from gleanrl.core.protocols import SharedMemory
+from gleanrl.engine.engine import Engine
+from gleanrl.memory.available import check_memory
+from gleanrl.weights.board import Board, plan_board
+from gleanrl.weights.scheme import SharedMemWeightSyncScheme, WeightSyncScheme
+from gleanrl.weights.snapshot import Shapes, Weights, check_shapes, shapes_of, weights_of
+from gleanrl.weights.tracked import TrackedModule
+from gleanrl.weights.version import PolicyVersion
+
+_POLICY = "policy"
+
+
+class SentModels:
+    """Publishes weights to workers: through a board for all of them, or by message to some.
+
+    Everything is checked here, before anything is sent: weights that do not fit are the caller's
+    error. A board holds one model for all workers. What concerns several models at once, some of
+    the workers, or extra state goes by message, which is atomic over models. A serial number tells
+    workers which of the two is newer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        policy: Any,
+        *,
+        made_by_factory: bool,
+        schemes: Mapping[str, WeightSyncScheme] | None,
+        version: PolicyVersion | None,
+        devices: Sequence[torch.device | None],
+        memory: SharedMemory | None,
+    ) -> None:
+        """Remember the learner's policy, and set up its board.
+
+        Args:
+            engine: Whose workers run the models.
+            policy: The policy the user gave: what is sent when nothing else is given.
+            made_by_factory: Whether workers made their own.
+            schemes: Per model id; shared memory where nothing is said.
+            version: The counter to show, if versions are tracked.
+            devices: Per worker, where its policy is.
+            memory: For boards; ``None`` if workers share no memory.
+        """
+        self._engine = engine
+        self._policy = policy
+        self._factory = made_by_factory
+        self._schemes = dict(schemes or {})
+        self._version = version if version is not None else PolicyVersion()
+        self._devices = list(devices)
+        self._memory = memory
+        self._serial = 0
+        self._shapes: dict[str, Shapes] = {}
+        self._boards: dict[str, Board] = {}
+        self._tracked = TrackedModule(policy) if isinstance(policy, nn.Module) else None
+        if self._tracked is not None:
+            tracked = self._tracked
+            self._bind(_POLICY, dict(zip(tracked.names, tracked.tensors(), strict=True)))
+            if made_by_factory and tracked.names:
+                self.update({_POLICY: None}, None, version=0)  # workers start with these weights
+
+    @property
+    def number(self) -> int:
+        """The version of the newest weights."""
+        return self._version.number
+
+    def running(self, model_id: str) -> Any:
+        """Return the learner's own object behind ``model_id``.
+
+        Raises:
+            UnknownModelError: the learner has none; workers may.
+        """
+        if model_id == _POLICY and self._policy is not None:
+            return self._policy
+        raise UnknownModelError(f"no model {model_id!r} on the learner's side")
+
+    # -- publishing ------------------------------------------------------------------------------
+
+    def update(
+        self, given: Mapping[str, Any], worker_ids: Any = None, version: int | None = None
+    ) -> None:
+        """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
+
+        Args:
+            given: Per model id a module, a `TensorDict`, a state dict or ``None``; or, by worker
+                index, a dictionary of these.
+            worker_ids: Which workers: indices, devices, or a list of them; ``None`` for all.
+            version: The version they get; the next one by default.
+
+        Raises:
+            UnknownModelError: no model of that id.
+            WeightsError: weights that do not fit; nothing was sent.
+            PolicyTypeError: nothing was given, and there is no policy to take weights from.
+            WorkerDied: a worker's process ended.
+        """
+        self._engine.check()
+        workers = self._chosen(worker_ids)
+        number = self._version.number + 1 if version is None else version
+        applied = {name: w for name, w in given.items() if self._scheme(name).applies}
+        if not self._published(applied, workers, number):
+            per_worker = [self._weights_for(worker, applied) for worker in workers]
+            for models in per_worker:
+                for name, weights in models.items():
+                    check_shapes(repr(name), self._shapes_of(name), weights)
+            self._serial += 1
+            self._engine.post(
+                {
+                    worker: m.Load(m.Snapshot(number, models, self._serial))
+                    for worker, models in zip(workers, per_worker, strict=True)
+                }
+            )
+        if version is None:
+            self._version.increment_version()
+
+    def _published(self, given: Mapping[str, Any], workers: Sequence[int], number: int) -> bool:
+        """Publish through a board if that can be done."""
+        if len(given) != 1 or len(workers) < self._engine.workers:
+            return False
+        ((name, source),) = given.items()
+        board = self._boards.get(name)
+        if board is None:
+            return False
+        if source is None or source is self._policy:
+            tracked = self._learners()
+            if tracked is None or tracked.has_extra:
+                return False
+            tensors, names = tracked.tensors(), tracked.names
+        else:
+            if isinstance(source, Mapping) and _by_worker(source):
+                return False
+            weights = weights_of(source)
+            check_shapes(repr(name), self._shapes_of(name), weights)
+            names = [entry[0] for entry in board.ref.entries]
+            if set(weights) != set(names):
+                return False  # buffers may be left out; a board takes all or nothing
+            tensors = [torch.as_tensor(weights[entry]) for entry in names]
+        if names != [entry[0] for entry in board.ref.entries]:
+            return False
+        self._serial += 1
+        board.publish(tensors, number, self._serial)
+        return True
+
+    def _weights_for(self, worker: int, given: Mapping[str, Any]) -> dict[str, Weights]:
+        models = {}
+        for name, source in given.items():
+            if isinstance(source, Mapping) and _by_worker(source):
+                if worker not in source:
+                    continue
+                source = source[worker]
+            models[name] = _cloned(self._read(name, source))
+        return {name: weights for name, weights in models.items() if weights}
+
+    def _read(self, name: str, source: Any) -> Weights:
+        if source is not None:
+            return weights_of(source)
+        if name != _POLICY:
+            raise ConfigError(f"no weights were given for model {name!r}")
+        tracked = self._learners()
+        return {} if tracked is None else weights_of(tracked.module)
+
+    def _learners(self) -> TrackedModule | None:
+        if self._tracked is None and self._factory and self._policy is None:
+            raise PolicyTypeError(
+                "there is nothing to take weights from: the workers made their policies with "
+                "policy_factory; pass weights, or give the collector a policy= as well"
+            )
+        return self._tracked
+
+    def _shapes_of(self, name: str) -> Shapes:
+        if name not in self._shapes:
+            if name == _POLICY and self._tracked is not None and not self._factory:
+                self._shapes[name] = shapes_of(self._tracked.module)
+            else:
+                ask = m.Call("describe_weights", (name,))
+                self._shapes[name] = self._engine.request(0, ask)
+        return self._shapes[name]
+
+    def _scheme(self, name: str) -> WeightSyncScheme:
+        return self._schemes.get(name) or SharedMemWeightSyncScheme()
+
+    def _bind(self, name: str, weights: Mapping[str, torch.Tensor]) -> None:
+        scheme = self._scheme(name)
+        if self._memory is None or not weights or not (scheme.shared and scheme.applies):
+            return
+        nbytes = 3 * sum(tensor.nbytes for tensor in weights.values())
+        check_memory(nbytes, f"three copies of the weights of {name!r}")
+        board = Board(self._memory, plan_board(self._memory, weights))
+        workers = range(self._engine.workers)
+        self._engine.request_each(dict.fromkeys(workers, m.Bind(name, board.ref)))
+        self._boards[name] = board
+
+    # -- which workers ---------------------------------------------------------------------------
+
+    def _chosen(self, worker_ids: Any) -> list[int]:
+        workers = range(self._engine.workers)
+        if worker_ids is None:
+            return list(workers)
+        single = isinstance(worker_ids, int | torch.device | str)
+        chosen: set[int] = set()
+        for one in [worker_ids] if single else worker_ids:
+            if isinstance(one, torch.device | str):
+                device = torch.device(one)
+                chosen |= {w for w in workers if (self._devices[w] or _CPU) == device}
+            elif isinstance(one, int) and not isinstance(one, bool) and one in workers:
+                chosen.add(one)
+            else:
+                raise ConfigError(f"worker_ids ({one!r}) is none of the {len(workers)} workers")
+        if not chosen:
+            raise ConfigError(f"worker_ids ({worker_ids!r}) names no worker")
+        return sorted(chosen)
+
+    def continue_from(self, number: int) -> None:
+        """Go on counting from a restored version."""
+        self._version.set_number(number)
+
+    def restore(self, states: Mapping[int, tuple[Mapping[str, Any], int]]) -> None:
+        """Load a policy state of its own, with its version, into each worker.
+
+        Raises:
+            WeightsError: a state that does not fit; nothing was sent.
+        """
+        for state, _ in states.values():
+            if state:
+                check_shapes(repr(_POLICY), self._shapes_of(_POLICY), weights_of(state))
+        self._serial += 1
+        loads: dict[int, m.Command] = {}
+        for worker, (state, number) in states.items():
+            models = {_POLICY: _cloned(weights_of(state))} if state else {}
+            loads[worker] = m.Load(m.Snapshot(number, models, self._serial))
+        self._engine.request_each(loads)
+
+
+_CPU = torch.device("cpu")
+
+
+def _by_worker(source: Mapping[Any, Any]) -> bool:
+    return bool(source) and all(isinstance(key, int) for key in source)
+
+
+def _cloned(weights: Weights) -> Weights:
+    """Copy the tensors: what was sent must not change with the learner's."""
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in weights.items()
+    }

@@ -1,0 +1,187 @@
+"""Where rollouts land, and how they are handed over: as views of an arena, or as payloads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from gleanrl.core import messages as m
+from gleanrl.core.errors import GleanError
+from gleanrl.core.keys import TIME
+from gleanrl.core.protocols import Backend
+from gleanrl.memory.arena import Arena, Views, nest
+from gleanrl.memory.slab import Order
+
+
+class Slots(Protocol):
+    """The memory of batches of one shape."""
+
+    copies: int
+    """Batches copied because the user held every slot."""
+    nbytes: int
+    """Bytes reserved."""
+
+    def acquire(self) -> int:
+        """Take a free slot for writing."""
+        ...
+
+    def windows(self, slot: int) -> Sequence[m.WindowRef]:
+        """Return where each worker writes its part of ``slot``."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Give back a slot that was not handed over."""
+        ...
+
+    def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
+        """Return the batch that was written into ``slot``; its memory is the caller's."""
+        ...
+
+
+class SlabSlots:
+    """Slots of an arena.
+
+    The memory rule: a batch is handed out as a view of its slot, unless that would leave no slot to
+    write the next one into. Then it is copied into ordinary memory and its slot used again: nobody
+    waits for the user to let go, and what the user holds never changes.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        slots: int,
+        device: torch.device | None,
+        *,
+        same_memory: bool = False,
+        trim: bool = False,
+        cat_dim: int = 0,
+    ) -> None:
+        """Hand out slots of ``arena``.
+
+        Args:
+            arena: Has ``slots`` slots.
+            slots: How many.
+            device: Where batches are delivered; ``None`` leaves tensors where they are.
+            same_memory: Hand the same `TensorDict` out every time.
+            trim: Leave out steps that a stopped rollout never reached, where there is a place to
+                leave them out from (not where rollouts are stacked).
+            cat_dim: Along which dimension rollouts that lie apart are put together.
+        """
+        self._arena = arena
+        self._device = device
+        self._same_memory = same_memory
+        self._trim = trim and arena.slab.order is not Order.STACKED
+        self._cat_dim = cat_dim
+        self._kept: TensorDictBase | None = None
+        self.copies = 0
+        self.nbytes = arena.nbytes
+        self._shapes = arena.slab.batch_shapes
+        self._names = [None] * (len(self._shapes[0]) - 1) + [TIME]
+        workers = range(len(arena.slab.layouts))
+        self._windows = [[arena.reference(slot, w) for w in workers] for slot in range(slots)]
+
+    def acquire(self) -> int:
+        """Take a free slot for writing."""
+        if self._same_memory:
+            return 0
+        slot = self._arena.acquire()
+        if slot is None:
+            raise GleanError("no slot is free: a batch was handed out that should have been copied")
+        return slot
+
+    def windows(self, slot: int) -> Sequence[m.WindowRef]:
+        """Return where each worker writes its part of ``slot``."""
+        return self._windows[slot]
+
+    def release(self, slot: int) -> None:
+        """Give back a slot that was not handed over."""
+        if not self._same_memory:
+            self._arena.release(slot)
+
+    def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
+        """Return the batch in ``slot``: a view of it, or a copy if no other slot is free."""
+        if self._same_memory:
+            if self._kept is None:
+                self._kept = self._batch(self._arena.lease(slot), reports)
+            return self._kept
+        if self._arena.has_free():
+            return self._batch(self._arena.lease(slot), reports)
+        self.copies += 1
+        batch = self._batch(self._arena.copy(slot), reports)
+        self._arena.release(slot)
+        return batch
+
+    def _batch(self, groups: Sequence[Views], reports: Sequence[m.Report]) -> TensorDictBase:
+        steps = self._arena.slab.steps
+        short = self._trim and any(r.steps < t for r, t in zip(reports, steps, strict=True))
+        parts = [
+            TensorDict(nest(views), batch_size=shape, names=self._names)
+            for views, shape in zip(groups, self._shapes, strict=True)
+        ]
+        if short:
+            parts = self._trimmed(parts, reports)
+        batch = parts[0]
+        if len(parts) > 1:
+            batch = joined(parts, self._cat_dim)
+        return batch if self._device is None else batch.to(self._device)
+
+    def _trimmed(self, parts: list[TensorDict], reports: Sequence[m.Report]) -> list[TensorDict]:
+        slab = self._arena.slab
+        if slab.order is Order.TIME:
+            whole, start, kept = parts[0], 0, []
+            for report, steps in zip(reports, slab.steps, strict=True):
+                kept.append(whole[..., start : start + report.steps])
+                start += steps
+            return [joined(kept, whole.ndim - 1)]
+        if slab.order is Order.APART and self._cat_dim == parts[0].ndim - 1:
+            return [part[..., : r.steps] for part, r in zip(parts, reports, strict=True)]
+        most = max(report.steps for report in reports)
+        return [part[..., :most] for part in parts]
+
+
+def joined(parts: Sequence[TensorDict], dim: int) -> TensorDict:
+    """Copy ``parts`` one after another along ``dim``; the dimensions keep their names."""
+    whole: Any = torch.cat(list(parts), dim)
+    whole.names = parts[0].names
+    out: TensorDict = whole
+    return out
+
+
+class PayloadSlots:
+    """Rollouts that travel with the reply: data without a fixed layout."""
+
+    def __init__(
+        self, backend: Backend, steps: Sequence[int], cat_dim: int | None, stacked: bool
+    ) -> None:
+        """Ask workers for ``steps[w]`` steps each."""
+        self._backend = backend
+        self._windows = [
+            m.WindowRef(worker, worker, 0, count, ()) for worker, count in enumerate(steps)
+        ]
+        self._cat_dim, self._stacked = cat_dim, stacked
+        self.copies, self.nbytes = 0, 0
+
+    def acquire(self) -> int:
+        """Return a number; nothing is reserved."""
+        return 0
+
+    def windows(self, slot: int) -> Sequence[m.WindowRef]:
+        """Return how many steps each worker takes."""
+        return self._windows
+
+    def release(self, slot: int) -> None:
+        """Nothing to give back."""
+
+    def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
+        """Open the payloads and put them together."""
+        parts = [self._backend.open(r.payload) for r in reports if r.payload is not None]
+        if len(parts) == 1 and not self._stacked:
+            first: TensorDictBase = parts[0]
+            return first
+        if self._stacked:
+            return lazy_stack(parts, 0)
+        batch: TensorDictBase = torch.cat(parts, self._cat_dim or 0)
+        return batch

@@ -1,0 +1,122 @@
+"""Frames over a socket: writing never waits unless asked to, reading takes what has come."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections import deque
+
+_HEADER = struct.Struct("=Q")
+_CHUNK = 1 << 18
+
+
+class Channel:
+    """One end of a stream socket that carries length-prefixed frames. Owns the socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Take over ``sock``."""
+        sock.setblocking(False)
+        self._socket = sock
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
+        self._out: deque[memoryview] = deque()
+        self._in = bytearray()
+
+    def fileno(self) -> int:
+        """Return the descriptor, -1 once closed."""
+        return self._socket.fileno()
+
+    @property
+    def pending(self) -> bool:
+        """Whether frames are waiting to be taken by the other side."""
+        return bool(self._out)
+
+    def post(self, frame: bytes) -> None:
+        """Send ``frame`` as far as the other side takes it; `flush` sends the rest.
+
+        Raises:
+            ConnectionError: the other side is gone.
+        """
+        self._out.append(memoryview(_HEADER.pack(len(frame)) + frame))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as it is taken.
+
+        Raises:
+            ConnectionError: the other side is gone.
+        """
+        while self._out:
+            try:
+                sent = self._socket.send(self._out[0])
+            except BlockingIOError:
+                return
+            left = self._out[0][sent:]
+            if left:
+                self._out[0] = left
+            else:
+                self._out.popleft()
+
+    def send(self, frame: bytes) -> None:
+        """Send ``frame``, waiting until the other side has taken it.
+
+        Raises:
+            ConnectionError: the other side is gone.
+        """
+        self.post(frame)
+        while self._out:
+            self._writable.poll()
+            self.flush()
+
+    def read(self) -> list[bytes]:
+        """Return the whole frames that have come, without waiting.
+
+        Raises:
+            EOFError: the other side is gone and every frame it sent was returned.
+        """
+        ended = False
+        while True:
+            try:
+                chunk = self._socket.recv(_CHUNK)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                chunk = b""
+            if not chunk:
+                ended = True
+                break
+            self._in += chunk
+            if len(chunk) < _CHUNK:
+                break
+        frames = self._cut()
+        if ended and not frames:
+            raise EOFError("the other side is gone")
+        return frames
+
+    def _cut(self) -> list[bytes]:
+        frames, start, size = [], 0, _HEADER.size
+        while len(self._in) - start >= size:
+            (length,) = _HEADER.unpack_from(self._in, start)
+            if len(self._in) - start - size < length:
+                break
+            frames.append(bytes(self._in[start + size : start + size + length]))
+            start += size + length
+        if start:
+            del self._in[:start]
+        return frames
+
+    def wait(self) -> list[bytes]:
+        """Wait for at least one whole frame and return what has come.
+
+        Raises:
+            EOFError: the other side is gone.
+        """
+        while not (frames := self.read()):
+            self._readable.poll()
+        return frames
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()

@@ -1,0 +1,150 @@
+"""Weights in shared memory: one publisher, any number of readers, nobody waits for anybody.
+
+A board has three buffers. Each publication goes into the next one and ends with a counter; a
+reader copies the newest buffer and looks afterwards whether it was being written meanwhile. With
+three buffers that takes three publications during one copy, so a retry is rare.
+
+    word 0: publications so far     words 1-3: per buffer, 2n once publication n is in it
+    words 4-6: version in each      words 7-9: serial in each
+
+The words are 64-bit and aligned. On processors that reorder stores (not x86) the interpreter's own
+work between two of them is what keeps them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from gleanrl.core.errors import GleanError, WeightsError
+from gleanrl.core.messages import BoardRef, Snapshot
+from gleanrl.core.protocols import Array, SharedMemory
+
+_ALIGN = 64
+_BUFFERS = 3
+_HEADER = 128
+_STATE, _VERSION, _SERIAL = 1, 4, 7
+_MOST_TRIES = 10_000
+
+
+def plan_board(memory: SharedMemory, weights: Mapping[str, torch.Tensor]) -> BoardRef:
+    """Reserve a board for tensors like those in ``weights``."""
+    entries, size = [], 0
+    for name, tensor in weights.items():
+        entries.append((name, tuple(tensor.shape), tensor.dtype, size))
+        size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+    offset = memory.reserve(_HEADER + _BUFFERS * max(size, _ALIGN))
+    return BoardRef(offset, max(size, _ALIGN), tuple(entries))
+
+
+class Board:
+    """The publisher's side."""
+
+    def __init__(self, memory: SharedMemory, ref: BoardRef) -> None:
+        """Map the board; nothing is published yet."""
+        whole = np.frombuffer(memory.map(), np.uint8)
+        self.ref = ref
+        self._words = _words(whole, ref)
+        self._views = [_views(_buffer(whole, ref, number), ref) for number in range(_BUFFERS)]
+        self._shapes = [shape for _, shape, _, _ in ref.entries]
+
+    def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
+        """Copy ``tensors``, in the order of the board's entries, and make them the newest.
+
+        Raises:
+            WeightsError: a shape that is not the board's; nothing is published.
+        """
+        if [tuple(tensor.shape) for tensor in tensors] != self._shapes:
+            raise WeightsError(self._misfit(tensors))
+        words = self._words
+        number = int(words[0]) + 1
+        buffer = number % _BUFFERS
+        words[_STATE + buffer] = 2 * number - 1
+        words[_VERSION + buffer], words[_SERIAL + buffer] = version, serial
+        with torch.no_grad():
+            torch._foreach_copy_(self._views[buffer], list(tensors))
+        words[_STATE + buffer] = 2 * number
+        words[0] = number
+
+    def _misfit(self, tensors: Sequence[torch.Tensor]) -> str:
+        for tensor, (name, shape, _, _) in zip(tensors, self.ref.entries, strict=True):
+            if tuple(tensor.shape) != shape:
+                return f"{name!r} has shape {tuple(tensor.shape)}, the workers' is {shape}"
+        return f"{len(tensors)} tensors for {len(self._shapes)} entries"
+
+
+class Boards:
+    """A reader's side: the boards of all models it was told of."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        """Read boards that lie in ``memory``."""
+        self._memory = memory
+        self._readers: dict[str, _Reader] = {}
+
+    def bind(self, model_id: str, board: BoardRef) -> None:
+        """Look at ``board`` for the weights of ``model_id`` from now on."""
+        self._readers[model_id] = _Reader(np.frombuffer(self._memory.map(), np.uint8), board)
+
+    def newest(self) -> Snapshot | None:
+        """Return a snapshot that was not returned before, ``None`` if there is none.
+
+        Its tensors are this reader's own and valid until the next call.
+        """
+        for model_id, reader in self._readers.items():
+            if reader.has_newer():
+                version, serial = reader.read()
+                return Snapshot(version, {model_id: reader.tensors}, serial)
+        return None
+
+
+class _Reader:
+    """Reads one board into memory of its own."""
+
+    def __init__(self, whole: Array, ref: BoardRef) -> None:
+        self._words = _words(whole, ref)
+        self._buffers = [_buffer(whole, ref, number) for number in range(_BUFFERS)]
+        self._own = np.zeros(ref.nbytes, np.uint8)
+        names = [name for name, _, _, _ in ref.entries]
+        self.tensors = dict(zip(names, _views(self._own, ref), strict=True))
+        self._seen = 0
+
+    def has_newer(self) -> bool:
+        return bool(self._words[0] != self._seen)
+
+    def read(self) -> tuple[int, int]:
+        """Copy the newest publication; return its version and serial."""
+        words = self._words
+        for _ in range(_MOST_TRIES):
+            number = int(words[0])
+            buffer = number % _BUFFERS
+            if words[_STATE + buffer] != 2 * number:
+                continue
+            np.copyto(self._own, self._buffers[buffer])
+            version, serial = int(words[_VERSION + buffer]), int(words[_SERIAL + buffer])
+            if words[_STATE + buffer] == 2 * number:
+                self._seen = number
+                return version, serial
+        raise GleanError(
+            f"weights were published faster than they could be read {_MOST_TRIES} times in a row"
+        )
+
+
+def _words(whole: Array, ref: BoardRef) -> Array:
+    return whole[ref.offset : ref.offset + _HEADER].view(np.int64)
+
+
+def _buffer(whole: Array, ref: BoardRef, number: int) -> Array:
+    start = ref.offset + _HEADER + number * ref.nbytes
+    return whole[start : start + ref.nbytes]
+
+
+def _views(buffer: Array, ref: BoardRef) -> list[torch.Tensor]:
+    memory = torch.from_numpy(buffer)
+    views = []
+    for _, shape, dtype, offset in ref.entries:
+        count = int(np.prod(shape, dtype=np.int64))
+        part = memory[offset : offset + count * dtype.itemsize]
+        views.append(part.view(dtype).view(shape))
+    return views
