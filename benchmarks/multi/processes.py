@@ -65,7 +65,7 @@ def resident_mib(pids: Iterable[int]) -> float:
 
 
 def private_mib(pids: Iterable[int]) -> float:
-    """Return what of ``pids`` is in memory and not shared with a file or another process."""
+    """Return what of ``pids`` is in memory and not of a file or shared memory."""
     pages = (Path(f"/proc/{pid}/statm").read_text().split()[1:3] for pid in pids)
     return sum(int(resident) - int(shared) for resident, shared in pages) * _PAGE / 2**20
 
