@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import pickle
@@ -10,6 +9,7 @@ import select
 import socket
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from gleanrl.rollout.serve import Bootstrap, RemoteError
 from gleanrl.rollout.wire import CommandWriter, read_reply
 
 _FORK_TIMEOUT = 60.0
-_GRACE = 2.0
+_GRACE = 1.0
 """Seconds within which a worker that was told to end has to be gone."""
 _zygote: Zygote | None = None
 
@@ -41,7 +41,9 @@ def zygote() -> Zygote:
     global _zygote
     if _zygote is None or not _zygote.alive:
         _zygote = Zygote()
-        atexit.register(_zygote.close)
+        # Finalizers run newest first at exit: it ends after the collectors, which ask it how their
+        # workers ended.
+        weakref.finalize(_zygote, _zygote.close)
     return _zygote
 
 
@@ -102,11 +104,11 @@ class ProcessBackend:
         return [process.pid for process in self._workers]
 
     def send(self, worker: int, ticket: int, command: m.Command) -> None:
-        """Post ``command``.
+        """Post ``command``; if the worker is gone, `receive` says so, after what it had sent.
 
         Raises:
             ClosedError: after `stop`.
-            WorkerDied: the worker's process ended.
+            WorkerDied: `receive` has said already that the worker's process ended.
         """
         if not self._workers:
             raise ClosedError("the collector was shut down")
@@ -114,10 +116,10 @@ class ProcessBackend:
         self._post(process, process.writer.write(ticket, command))
 
     def _post(self, process: _Process, frame: bytes) -> None:
-        try:
+        if process.channel.fileno() < 0:
+            raise self._died(process)
+        with contextlib.suppress(ConnectionError):
             process.channel.post(frame)
-        except OSError:  # gone, or found gone before
-            raise self._died(process) from None
         if process.channel.pending:
             self._poller.modify(process.channel.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
@@ -149,17 +151,19 @@ class ProcessBackend:
 
     def _serve(self, process: _Process, events: int) -> None:
         channel = process.channel
-        try:
-            if events & select.EPOLLOUT:
+        # Read first: what a worker sent before it ended is whole, and so is what it is about.
+        if events & ~select.EPOLLOUT:
+            try:
+                frames = channel.read()
+            except EOFError:
+                raise self._died(process) from None
+            for frame in frames:
+                self._accept(process, read_reply(frame))
+        if events & select.EPOLLOUT:
+            with contextlib.suppress(ConnectionError):
                 channel.flush()
-                if not channel.pending:
-                    self._poller.modify(channel.fileno(), select.EPOLLIN)
-            if events & ~select.EPOLLOUT:
-                for frame in channel.read():
-                    self._accept(process, read_reply(frame))
-        except (EOFError, ConnectionError):
-            # Replies that were read before stay: they are whole, and so is what they are about.
-            raise self._died(process) from None
+            if not channel.pending:
+                self._poller.modify(channel.fileno(), select.EPOLLIN)
 
     def _accept(self, process: _Process, reply: m.Reply) -> None:
         if isinstance(reply, m.Failed):
