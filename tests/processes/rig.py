@@ -6,6 +6,7 @@ import gc
 import os
 import select
 import signal
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,10 @@ def leave():
 def leave_late():
     time.sleep(0.7)  # the time a slow environment takes
     os._exit(3)
+
+
+def leave_soon():
+    threading.Timer(0.3, leave).start()
 
 
 def fail():

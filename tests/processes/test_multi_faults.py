@@ -165,7 +165,7 @@ def test_a_hanging_worker_is_found_by_a_learner_that_always_has_work():
         timeout=0.5,
         total_frames=8 * 200,
     )
-    with rig.in_time(), pytest.raises(CollectorTimeout, match=r"workers \[1\]"):
+    with rig.in_time(), pytest.raises(CollectorTimeout, match=r"workers \[1\]"):  # noqa: PT012
         for batch in collector:
             assert rows(batch)[0][0] == 0
             time.sleep(0.02)  # learning; worker 0 is always ahead of it
@@ -182,13 +182,13 @@ def test_an_error_does_not_wait_for_a_worker_that_hangs(make):
 
 
 def test_rollouts_that_had_arrived_are_delivered_before_the_death():
-    collector = MultiAsyncCollector([rig.counting(7, at=17, fault=rig.leave)], frames_per_batch=8)
-    iterator = iter(collector)
-    seen = rows(next(iterator))
-    rig.await_end(rig.workers())  # it has made its second rollout, and died in its third
+    env = rig.counting(7, fault=rig.leave_soon, at=17)
+    collector = MultiAsyncCollector([env], frames_per_batch=8)
+    seen = rows(collector.next())
+    rig.await_end(rig.workers())  # it has made two more rollouts, and died while it was idle
     delivered, error = until_error(collector)
-    assert seen + delivered[0] == [(7, step) for step in range(1, 17)]
-    assert len(delivered) == 1
+    seen += [row for batch in delivered for row in batch]
+    assert seen == [(7, step) for step in range(1, 25)]
     assert isinstance(error, WorkerDied)
 
 
@@ -200,14 +200,15 @@ def test_rollouts_of_others_are_delivered_before_the_death():
     )
     dying = collector.map_fn("env.pid")[0]
     iterator = collector.iterator()
-    seen = []
-    with pytest.raises(WorkerDied, match="worker 0"):
-        for _ in range(5):
+    seen = rows(next(iterator))
+    rig.await_end([dying])
+    with pytest.raises(WorkerDied, match="worker 0"):  # noqa: PT012
+        while True:
             seen += rows(next(iterator))
-            rig.await_end([dying])
-    numbers = [number for number, _ in seen]
-    assert numbers.count(1) >= 8
-    assert numbers.count(2) >= 8
+    for number in (1, 2):
+        steps = [step for worker, step in seen if worker == number]
+        assert steps == list(range(1, len(steps) + 1))
+        assert len(steps) >= 16  # all that it had been asked for
     collector.shutdown(raise_on_error=False)
 
 
@@ -331,9 +332,10 @@ def test_a_worker_that_dies_while_commands_wait_for_it(command):
         frames_per_batch=8,
     )
     collector.next()
-    with rig.in_time(), pytest.raises(WorkerDied, match="worker 1 .* exited with code 3"):
+    message = "worker 1 .* exited with code 3"
+    with rig.in_time(), pytest.raises(WorkerDied, match=message):  # noqa: PT012
         COMMANDS[command](collector)
-        collector.state_dict()
+        collector.state_dict()  # those that do not wait for workers leave it to the next
     with rig.in_time():
         collector.shutdown()
 
@@ -358,12 +360,12 @@ def test_wrong_weights_are_the_callers_error_and_change_nothing(make):
 
 def test_an_exception_in_the_loop_leaves_a_collector_that_goes_on(make):
     collector = make(rig.counting(0), rig.counting(1))
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match="mine"):  # noqa: PT012
         for _ in collector:
             raise KeyError("mine")
     assert not collector.closed
     assert collector.next() is not None
-    with pytest.raises(KeyError, match="mine"), collector:
+    with pytest.raises(KeyError, match="mine"), collector:  # noqa: PT012
         for _ in collector:
             raise KeyError("mine")
     assert collector.closed
@@ -373,7 +375,7 @@ def test_shutdown_twice_and_from_its_own_loop(make):
     collector = make(rig.counting(0), rig.counting(1))
     with rig.in_time():
         kept = []
-        with pytest.raises(ClosedError):
+        with pytest.raises(ClosedError):  # noqa: PT012
             for batch in collector:
                 kept.append(batch)
                 collector.shutdown()
@@ -442,26 +444,38 @@ def script(kind, stuck="pass", body="pass"):
     )
 
 
-STATES = {
-    "collecting": ("pass", "print('batch', flush=True)"),
-    "stuck": ("time.sleep(1000)", "print('batch', flush=True)"),
-    "learning": ("pass", "print('batch', flush=True); time.sleep(1000)"),
+BATCH = "print('batch', flush=True)"
+ENDS = {
+    "killed": ("MultiSyncCollector", "pass", BATCH, signal.SIGKILL),
+    "interrupted in its loop": (
+        "MultiSyncCollector",
+        "pass",
+        f"{BATCH}; time.sleep(1000)",
+        signal.SIGINT,
+    ),
+    "interrupted while workers hang": (
+        "MultiAsyncCollector",
+        "time.sleep(1000)",
+        BATCH,
+        signal.SIGINT,
+    ),
 }
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=["killed", "ctrl-c"])
-def test_nothing_outlives_a_learner_that_is_ended(end, state):
-    kind = "MultiAsyncCollector" if state == "stuck" else "MultiSyncCollector"
-    with script(kind, *STATES[state]) as learner:
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ENDS)
+def test_nothing_outlives_a_learner_that_is(how):
+    *parts, end = ENDS[how]
+    with script(*parts) as learner:
         pids = [int(word) for word in learner.stdout.readline().split()]
         assert len(pids) == 2
         assert learner.stdout.readline() == "batch\n"
         begin = time.monotonic()
         learner.send_signal(end)
         rig.await_end([*pids, learner.pid])
+        took = time.monotonic() - begin
         _, err = learner.communicate(timeout=5)
-    assert time.monotonic() - begin < rig.LIMIT
+    assert took < rig.LIMIT
     if end == signal.SIGINT:
         assert err.rstrip().endswith("KeyboardInterrupt")
         assert err.count("Traceback") == 1, err
@@ -469,13 +483,10 @@ def test_nothing_outlives_a_learner_that_is_ended(end, state):
         assert err == ""
 
 
-@pytest.mark.parametrize("kind", ["MultiSyncCollector", "MultiAsyncCollector"])
-def test_a_script_that_just_ends_is_quiet(kind):
-    with script(kind, body="print(*batch.shape); break") as learner:
+@pytest.mark.slow
+def test_a_script_that_just_ends_is_quiet():
+    with script("MultiAsyncCollector", body="print(*batch.shape); break") as learner:
         pids = [int(word) for word in learner.stdout.readline().split()]
-        begin = time.monotonic()
-        out, err = learner.communicate(timeout=20)
-    assert (err, learner.returncode) == ("", 0)
-    assert out == ("2 8\n" if kind == "MultiSyncCollector" else "16\n")
+        out, err = learner.communicate(timeout=60)
     rig.await_end(pids)
-    assert time.monotonic() - begin < rig.LIMIT
+    assert (out, err, learner.returncode) == ("16\n", "", 0)
