@@ -122,7 +122,7 @@ class Engine:
         self._arenas = list(arenas)
 
     def _open_window(self, reference: m.WindowRef) -> RolloutWindow:
-        if not self._arenas:  # a source without fixed layout writes no window
+        if not reference.blocks:  # a source without fixed layout writes no window
             return RolloutWindow({}, reference.envs, reference.steps)
         return self._arenas[reference.arena].window(reference)
 
