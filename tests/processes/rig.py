@@ -108,6 +108,9 @@ class Count(gym.Env):
     def pid(self):
         return os.getpid()
 
+    def threads(self):
+        return torch.get_num_threads()
+
 
 def counting(number=0, **options):
     """Return a function that makes a `Count`."""
