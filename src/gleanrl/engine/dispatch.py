@@ -49,6 +49,11 @@ class Dispatcher:
         return [worker for worker in range(self.workers) if worker not in self._lost]
 
     @property
+    def lost(self) -> list[WorkerDied | CollectorTimeout]:
+        """What workers were lost to, first lost first."""
+        return list(self._lost.values())
+
+    @property
     def intact(self) -> bool:
         """Whether no worker was lost."""
         return not self._lost
@@ -131,8 +136,8 @@ class Dispatcher:
 
     def raise_lost(self) -> None:
         """Raise what the first lost worker was lost to, if one was."""
-        for lost in self._lost.values():
-            raise lost
+        if self._lost:
+            raise self.lost[0]
 
     def settle(self, ticket: Ticket, timeout: float | None) -> Any:
         """Wait for a control command's reply and return its value.

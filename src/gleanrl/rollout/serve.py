@@ -121,7 +121,7 @@ class _Serving:
         return (self._others or self._collects).popleft()
 
     def _open(self, reference: m.WindowRef) -> RolloutWindow:
-        if not reference.blocks:  # data without fixed layout travel with the reply
+        if not reference.blocks:  # of a source whose rollouts lie elsewhere
             return RolloutWindow({}, reference.envs, reference.steps)
         window = self._windows.get(reference.slot)
         if window is None:

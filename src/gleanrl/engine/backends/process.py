@@ -36,14 +36,21 @@ _GRACE = 1.0
 _zygote: Zygote | None = None
 
 
+class _AtExit:
+    """Something to hang a finalizer on that lives as long as the interpreter."""
+
+
+_AT_EXIT = _AtExit()
+
+
 def zygote() -> Zygote:
     """Return this process's zygote, started on first use."""
     global _zygote
     if _zygote is None or not _zygote.alive:
         _zygote = Zygote()
-        # Finalizers run newest first at exit: it ends after the collectors, which ask it how their
-        # workers ended.
-        weakref.finalize(_zygote, _zygote.close)
+        # At the end of the interpreter finalizers run last made first: collectors, which were made
+        # after their zygote, close before it does.
+        weakref.finalize(_AT_EXIT, _zygote.close)
     return _zygote
 
 
