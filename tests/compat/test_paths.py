@@ -49,7 +49,9 @@ PATHS = [
     "gleanrl.envs.utils.exploration_type",
     "gleanrl.envs.utils.set_exploration_type",
     "gleanrl.modules.RandomPolicy",
+    "gleanrl.weight_update.MultiProcessWeightSyncScheme",
     "gleanrl.weight_update.NoWeightSyncScheme",
+    "gleanrl.weight_update.SharedMemWeightSyncScheme",
     "gleanrl.weight_update.WeightSyncScheme",
 ]
 

@@ -68,7 +68,11 @@ class InlineBackend:
         queue.append((worker, ticket, command))
 
     def receive(self, timeout: float | None) -> m.Reply:
-        """Carry out a command and return its reply."""
+        """Carry out a command and return its reply.
+
+        Raises:
+            CollectorTimeout: ``timeout`` is 0 (is there anything?) and there is nothing.
+        """
         if self._replies:
             return self._replies.popleft()
         queue = self._others or self._collects
