@@ -44,12 +44,11 @@ def check_front_door(
         raise ConfigError(f"backend_options ({sorted(options)}) have no meaning in this process")
 
 
-def check_later(updater: Any, receivers: Any, trajs_per_write: int | None) -> None:
+def check_later(updater: Any, receivers: Any) -> None:
     """Refuse what only collectors with several workers have."""
     for name, value in (
         ("weight_updater", updater),
         ("weight_recv_schemes", receivers),
-        ("trajs_per_write", trajs_per_write),
     ):
         if value is not None:
             raise NotImplementedError(

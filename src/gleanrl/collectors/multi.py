@@ -108,6 +108,7 @@ class MultiCollector(LaunchedCollector):
         init_fn: Callable[[], Any] | None = None,
         track_traj_ids: bool = True,
         trajs_per_batch: int | None = None,
+        trajs_per_write: int | None = None,
         traj_format: str = "padded",
         pre_collect_hook: PreHook | None = None,
         post_collect_hook: PostHook | None = None,
@@ -163,7 +164,8 @@ class MultiCollector(LaunchedCollector):
                 after another along that dimension (-1: time). Synchronous collectors only.
             set_truncated: See `Collector`.
             use_buffers: Accepted for compatibility; memory is always used again.
-            replay_buffer: Anything with ``extend``; batches go there and ``None`` is yielded.
+            replay_buffer: Anything with ``extend``; batches go there and ``None`` is yielded. Into
+                a `ReplayBuffer` of tensors workers write by themselves; it is shared if it was not.
             extend_buffer: ``False`` adds step by step.
             replay_buffer_chunk: Retired.
             local_init_rb: Retired.
@@ -180,9 +182,10 @@ class MultiCollector(LaunchedCollector):
             init_fn: Called first in every worker.
             track_traj_ids: See `Collector`.
             trajs_per_batch: See `Collector`.
+            trajs_per_write: See `Collector`.
             traj_format: See `Collector`.
             pre_collect_hook: Called here before each batch is asked for.
-            post_collect_hook: Called here with each batch.
+            post_collect_hook: Called here with each batch; in the workers where they write.
             compact_obs: See `Collector`.
             num_envs: Environments of each worker.
             categorical_action_encoding: See `Collector`.
@@ -253,10 +256,10 @@ class MultiSyncCollector(MultiCollector):
             stopped=bool if interruptor is None else interruptor.collection_stopped,
         )
 
-    def _gather(self) -> TensorDictBase:
+    def _gather(self, feed: bool = True) -> TensorDictBase | None:
         if self._update_each:
             self.update_policy_weights_()
-        return super()._gather()
+        return super()._gather(feed)
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -282,8 +285,8 @@ class MultiAsyncCollector(MultiCollector):
         self._options = BatchOptions(device=self.storing_device)
         gather_first(self._engine, self._steps, self._options)
 
-    def _gather(self) -> TensorDictBase:
-        batch = super()._gather()
+    def _gather(self, feed: bool = True) -> TensorDictBase | None:
+        batch = super()._gather(feed)
         if self._update_each:
             self.update_policy_weights_()
         return batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from gleanrl.core.protocols import Backend, SourceFactory
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 from gleanrl.engine.gather import Gather, Rollouts
+from gleanrl.engine.turns import Turns
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.window import RolloutWindow
 
@@ -62,8 +62,10 @@ class Engine:
         self._gather: Gather | None = None
         self._workers = len(factories)
         self._closed = False
-        self._lock = threading.RLock()
+        self._turns = Turns()
         self._busy = False
+        self.failure: BaseException | None = None
+        """What ended collection in the background: whoever asks for anything next is told."""
         self.discarded = 0
         """Frames that were stepped but not delivered."""
         self.tallies = [Tally() for _ in factories]
@@ -81,20 +83,26 @@ class Engine:
 
     def _await_ready(self, timeout: float) -> list[Layout | None]:
         layouts: dict[int, Layout | None] = {}
-        deadline = time.monotonic() + timeout
+        try:
+            self._hear_ready(layouts, time.monotonic() + timeout)
+        except BaseException as err:
+            # Whoever is still building cannot be asked to end.
+            missing = sorted(set(range(self._workers)) - set(layouts))
+            late = self.dispatcher.give_up(
+                missing, f"workers {missing} did not build their environments in {timeout} s"
+            )
+            if type(err) is CollectorTimeout:
+                raise late from None
+            raise
+        return [layouts[worker] for worker in range(self._workers)]
+
+    def _hear_ready(self, layouts: dict[int, Layout | None], deadline: float) -> None:
         while len(layouts) < self._workers:
-            try:
-                reply = self.backend.receive(max(0.0, deadline - time.monotonic()))
-            except CollectorTimeout:
-                missing = sorted(set(range(self._workers)) - set(layouts))
-                raise self.dispatcher.give_up(
-                    missing, f"workers {missing} did not build their environments in {timeout} s"
-                ) from None
+            reply = self.backend.receive(max(0.0, deadline - time.monotonic()))
             if isinstance(reply, m.Failed):
                 raise reply.error
             if isinstance(reply, m.Ready):
                 layouts[reply.worker] = reply.layout
-        return [layouts[worker] for worker in range(self._workers)]
 
     def _count_envs(self) -> list[int]:
         return [
@@ -114,28 +122,32 @@ class Engine:
         self._arenas = list(arenas)
 
     def _open_window(self, reference: m.WindowRef) -> RolloutWindow:
-        if not self._arenas:  # a source without fixed layout writes no window
+        if not reference.blocks:  # a source without fixed layout writes no window
             return RolloutWindow({}, reference.envs, reference.steps)
         return self._arenas[reference.arena].window(reference)
 
     def collect(
-        self, budget: Budget, timeout: float | None = None
-    ) -> tuple[TensorDictBase, Rollouts]:
+        self, budget: Budget, timeout: float | None = None, feed: bool = True
+    ) -> tuple[TensorDictBase | None, Rollouts]:
         """Collect one batch.
 
+        Args:
+            budget: What is still needed; counts along.
+            timeout: Seconds a rollout may take.
+            feed: Whether workers are given more to do.
+
         Returns:
-            The batch, whose memory is the caller's until its last tensor is gone, and the reports
-            of those who made it.
+            The batch, whose memory is the caller's until its last tensor is gone (``None`` if
+            workers kept it), and the reports of those who made it.
 
         Raises:
             ClosedError: after `close`.
             CollectorTimeout: a rollout took longer than ``timeout`` seconds.
         """
         with self.turn(None), self._alone():
-            if self._closed:
-                raise ClosedError("the collector was shut down; make a new one to collect more")
+            self._check_usable("; make a new one to collect more")
             assert self._gather is not None
-            batch, rollouts = self._gather.batch(budget, timeout)
+            batch, rollouts = self._gather.batch(budget, timeout, feed)
             for worker, report in rollouts.items():
                 self.discarded += report.discarded
                 self.tallies[worker].add(report)
@@ -148,12 +160,12 @@ class Engine:
         Raises:
             CollectorTimeout: another thread did not finish within ``timeout`` seconds.
         """
-        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+        if not self._turns.acquire(timeout):
             raise CollectorTimeout(f"another thread has been using the collector for {timeout} s")
         try:
             yield
         finally:
-            self._lock.release()
+            self._turns.release()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -204,8 +216,8 @@ class Engine:
         """
         with self.turn(timeout), self._alone():
             reading = all(isinstance(c, m.GetState | m.Get) for c in commands.values())
-            if self._closed and not reading:
-                raise ClosedError("the collector was shut down")
+            if not (self._closed and reading):
+                self._check_usable()
             tickets = {w: self.dispatcher.post(w, command) for w, command in commands.items()}
             values, errors = {}, []
             for worker, ticket in tickets.items():
@@ -228,8 +240,7 @@ class Engine:
             WorkerDied: a worker's process ended.
         """
         with self.turn(None), self._alone():
-            if self._closed:
-                raise ClosedError("the collector was shut down")
+            self._check_usable()
             for worker, command in commands.items():
                 self.dispatcher.post(worker, command, watch=True)
 
@@ -241,9 +252,26 @@ class Engine:
             WorkerDied: a worker's process ended.
         """
         with self.turn(None), self._alone():
-            if self._closed:
-                raise ClosedError("the collector was shut down")
+            self._check_usable()
             self.dispatcher.check()
+
+    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+        """Tell whether `collect` would give a batch now; see `Gather.ready`."""
+        with self.turn(None), self._alone():
+            self._check_usable()
+            assert self._gather is not None
+            return self._gather.ready(budget, feed, timeout)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rollout is under way."""
+        return self._gather is None or self._gather.idle
+
+    def _check_usable(self, advice: str = "") -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self._closed:
+            raise ClosedError(f"the collector was shut down{advice}")
 
     @property
     def closed(self) -> bool:
@@ -303,6 +331,8 @@ class Engine:
             except WorkerDied as err:
                 if self._unanswered(tickets, err.worker):
                     errors.append(err)
+                else:
+                    self.dispatcher.ended(err.worker)
             except Exception as err:
                 errors.append(err)
         errors += [t.reply.error for t in tickets.values() if isinstance(t.reply, m.Failed)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from tensordict import TensorDictBase
@@ -29,8 +30,25 @@ Rollouts: TypeAlias = Mapping[int, m.Report]
 class Gather(Protocol):
     """Has workers collect and says when there is a batch."""
 
-    def batch(self, budget: Budget, timeout: float | None) -> tuple[TensorDictBase, Rollouts]:
-        """Return the next batch and who made it."""
+    def batch(
+        self, budget: Budget, timeout: float | None, feed: bool = True
+    ) -> tuple[TensorDictBase | None, Rollouts]:
+        """Return the next batch and who made it; ``None`` for one that workers kept.
+
+        With ``feed=False`` nothing is begun that `ready` has not found under way.
+        """
+        ...
+
+    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+        """Tell whether `batch` would give one now; begin new rollouts only if told to ``feed``.
+
+        Takes in what has come, without waiting for more.
+        """
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rollout is under way."""
         ...
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
@@ -46,6 +64,16 @@ class Gather(Protocol):
     def nbytes(self) -> int:
         """Bytes of batch memory reserved."""
         ...
+
+
+@dataclass(slots=True)
+class _Round:
+    """A batch on its way."""
+
+    slot: int
+    deadline: float | None
+    tickets: list[Ticket] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
 
 
 class SyncGather:
@@ -80,6 +108,7 @@ class SyncGather:
         self._stop = stop
         self._enough = enough
         self._stopped = stopped
+        self._begun: _Round | None = None
 
     @property
     def copies(self) -> int:
@@ -91,7 +120,9 @@ class SyncGather:
         """Bytes of batch memory reserved."""
         return self._slots.nbytes
 
-    def batch(self, budget: Budget, timeout: float | None) -> tuple[TensorDictBase, Rollouts]:
+    def batch(
+        self, budget: Budget, timeout: float | None, feed: bool = True
+    ) -> tuple[TensorDictBase | None, Rollouts]:
         """Have every worker fill its part of a slot.
 
         Raises:
@@ -99,46 +130,63 @@ class SyncGather:
             WorkerDied: a worker's process ended.
             Exception: what a worker's code raised.
         """
-        slot, asked = self._slots.acquire(), sum(self._frames)
-        random = budget.random
-        budget.dispatch(asked)
+        begun = self._begun or self._begin(budget, timeout)
+        self._begun = None
+        asked = sum(self._frames)
         try:
-            reports = self._rollouts(self._slots.windows(slot), random, timeout)
+            reports = self._finish(begun, timeout)
         except (CollectorTimeout, WorkerDied):
             budget.cancel(asked)
             raise  # a worker may still write into this slot: nobody else may have it
         except BaseException:
             budget.cancel(asked)
-            self._slots.release(slot)
+            self._slots.release(begun.slot)
             raise
         budget.deliver(asked, sum(report.frames for report in reports))
-        return self._slots.hand_over(slot, reports), dict(enumerate(reports))
+        return self._slots.hand_over(begun.slot, reports), dict(enumerate(reports))
 
-    def _rollouts(
-        self, windows: Sequence[m.WindowRef], random: bool, timeout: float | None
-    ) -> list[m.Report]:
+    def _begin(self, budget: Budget, timeout: float | None) -> _Round:
+        """Ask every worker for its part of a slot."""
         self._let_run(finished=0)
-        tickets: list[Ticket] = []
-        errors: list[BaseException] = []
-        for worker, window in enumerate(windows):
-            try:
-                tickets.append(self._dispatcher.post(worker, m.Collect(window, random)))
-            except (WorkerDied, CollectorTimeout) as err:
-                errors.append(err)
         deadline = None if timeout is None else time.monotonic() + timeout
-        # After a failure the others are heard out: a worker that still writes would write into
-        # memory that is used again.
+        begun, random = _Round(self._slots.acquire(), deadline), budget.random
+        budget.dispatch(sum(self._frames))
+        for worker, window in enumerate(self._slots.windows(begun.slot)):
+            try:
+                ticket = self._dispatcher.post(worker, m.Collect(window, random))
+                begun.tickets.append(ticket)
+            except (WorkerDied, CollectorTimeout) as err:
+                begun.errors.append(err)
+        return begun
+
+    def _finish(self, begun: _Round, timeout: float | None) -> list[m.Report]:
+        """Wait for all replies.
+
+        After a failure the others are stopped and heard out: a worker that still writes would
+        write into memory that is used again.
+        """
+        tickets, errors, deadline = begun.tickets, begun.errors, begun.deadline
+        hurried = False
+        if not (errors or self._dispatcher.intact):  # noticed by whoever asked in between
+            errors.append(self._dispatcher.lost[0])
+            tickets = [t for t in tickets if t.worker in self._dispatcher.alive]
         while waiting := [ticket for ticket in tickets if ticket.reply is None]:
-            if errors:
-                deadline = min(deadline or float("inf"), time.monotonic() + _GRACE)
+            found = errors or _failures(tickets)
+            if found and not hurried:
+                errors = list(found)  # what went wrong first is what is raised
+                hurried, deadline = True, time.monotonic() + _GRACE
+                self._hurry(True)
             try:
                 self._wait(waiting, deadline, timeout)
             except (WorkerDied, CollectorTimeout) as err:
                 errors.append(err)
                 tickets = [t for t in tickets if t.worker in self._dispatcher.alive]
-            errors += [t.reply.error for t in waiting if isinstance(t.reply, m.Failed)]
-            self._let_run(sum(ticket.reply is not None for ticket in tickets))
+            if not hurried:
+                self._let_run(sum(ticket.reply is not None for ticket in tickets))
         self._let_run(finished=0)
+        if hurried:
+            self._hurry(False)
+        errors = errors or _failures(tickets)
         if errors:
             raise errors[0]
         return [t.reply.report for t in tickets if isinstance(t.reply, m.Rolled)]
@@ -154,14 +202,46 @@ class SyncGather:
             late, f"workers {late} did not deliver their rollout within {timeout} s"
         )
 
+    def _hurry(self, stop: bool) -> None:
+        if self._stop is not None:
+            self._stop[0] = stop or self._stopped()
+
     def _let_run(self, finished: int) -> None:
         if self._enough is not None:
             assert self._stop is not None
             self._stop[0] = finished >= self._enough or self._stopped()
 
+    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+        """Tell whether all rollouts have arrived, or something that `batch` will raise."""
+        if self._begun is None:
+            if not feed or budget.exhausted:
+                return False
+            self._begun = self._begin(budget, timeout)
+        begun = self._begun
+        self._dispatcher.check()
+        finished = sum(ticket.reply is not None for ticket in begun.tickets)
+        self._let_run(finished)
+        late = begun.deadline is not None and time.monotonic() > begun.deadline
+        return bool(late or begun.errors or finished == len(begun.tickets))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rollout is under way."""
+        return self._begun is None
+
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
-        """Return 0: nothing is under way between batches."""
-        return 0
+        """Drop the rollouts under way, if there are any, all of them: a batch is of one piece."""
+        if self._begun is None:
+            return 0
+        begun, self._begun = self._begun, None
+        budget.cancel(sum(self._frames))
+        reports = self._finish(begun, None)
+        self._slots.release(begun.slot)
+        return sum(report.frames for report in reports)
+
+
+def _failures(tickets: Sequence[Ticket]) -> list[BaseException]:
+    return [t.reply.error for t in tickets if isinstance(t.reply, m.Failed)]
 
 
 class AsyncGather:
@@ -192,7 +272,9 @@ class AsyncGather:
         """Bytes of batch memory reserved."""
         return sum(slots.nbytes for slots in self._slots)
 
-    def batch(self, budget: Budget, timeout: float | None) -> tuple[TensorDictBase, Rollouts]:
+    def batch(
+        self, budget: Budget, timeout: float | None, feed: bool = True
+    ) -> tuple[TensorDictBase | None, Rollouts]:
         """Return the rollout that arrived first, and keep every worker busy.
 
         Raises:
@@ -200,15 +282,15 @@ class AsyncGather:
             WorkerDied: a worker's process ended.
             Exception: what a worker's code raised.
         """
-        for depth in range(1, _DEPTH + 1):  # in turn: a short budget is shared out
-            for worker in range(len(self._slots)):
-                self._feed(worker, budget, depth)
+        if feed and self._dispatcher.intact:
+            self._feed_all(budget)
+            if self.idle:  # whatever the budget says, who asks for a batch gets one
+                self._begin(0, budget)
+        if timeout is not None:
+            self._catch_up(timeout)
         while (first := self._first()) is None:
             self._dispatcher.raise_lost()
-            if timeout is not None and self._caught_up(timeout):
-                continue
-            if not self._dispatcher.wait(timeout) and timeout is not None:
-                raise self._late([queue[0][0].worker for queue in self._queues if queue], timeout)
+            self._wait(timeout)
         worker, asked, slots = first.worker, self._frames[first.worker], self._slots[first.worker]
         _, slot = self._queues[worker].popleft()
         if not isinstance(first.reply, m.Rolled):
@@ -219,45 +301,89 @@ class AsyncGather:
         report = first.reply.report
         budget.deliver(asked, report.frames)
         batch = slots.hand_over(slot, [report])
-        self._feed(worker, budget, _DEPTH)
+        if feed and self._dispatcher.intact:  # else: only what was begun is delivered
+            self._feed(worker, budget, _DEPTH)
         return batch, {worker: report}
+
+    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+        """Tell whether a rollout has arrived."""
+        if feed and self._dispatcher.intact:
+            self._feed_all(budget)
+        if timeout is not None or self._first() is None:
+            self._catch_up(timeout)
+        if self._first() is None:
+            self._dispatcher.raise_lost()
+            return False
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rollout is under way."""
+        return not any(self._queues)
+
+    def _feed_all(self, budget: Budget) -> None:
+        for depth in range(1, _DEPTH + 1):  # in turn: a short budget is shared out
+            for worker in range(len(self._slots)):
+                self._feed(worker, budget, depth)
 
     def _feed(self, worker: int, budget: Budget, depth: int) -> None:
         """Give ``worker`` work until ``depth`` rollouts are ahead of it, as the budget allows."""
-        queue, slots = self._queues[worker], self._slots[worker]
-        # Whatever the budget says, asking for a batch has at least one rollout made.
-        while len(queue) < depth and (budget.wants_more or not any(self._queues)):
-            slot = slots.acquire()
-            window, random = slots.windows(slot)[0], budget.random
-            try:
-                ticket = self._dispatcher.post(worker, m.Collect(window, random))
-            except (WorkerDied, CollectorTimeout):
-                slots.release(slot)
-                return  # raised when the rollouts that did arrive have been delivered
-            budget.dispatch(self._frames[worker])
-            queue.append((ticket, slot))
+        queue = self._queues[worker]
+        while len(queue) < depth and budget.wants_more and self._begin(worker, budget):
+            pass
+
+    def _begin(self, worker: int, budget: Budget) -> bool:
+        """Ask ``worker`` for a rollout; return ``False`` if it was lost."""
+        slots = self._slots[worker]
+        slot = slots.acquire()
+        window, random = slots.windows(slot)[0], budget.random
+        try:
+            ticket = self._dispatcher.post(worker, m.Collect(window, random))
+        except (WorkerDied, CollectorTimeout):
+            slots.release(slot)
+            return False  # raised when the rollouts that did arrive have been delivered
+        budget.dispatch(self._frames[worker])
+        self._queues[worker].append((ticket, slot))
+        return True
+
+    def _heads(self) -> list[Ticket]:
+        return [queue[0][0] for queue in self._queues if queue]
 
     def _first(self) -> Ticket | None:
-        heads = [queue[0][0] for queue in self._queues if queue]
-        arrived = [ticket for ticket in heads if ticket.reply is not None]
+        arrived = [ticket for ticket in self._heads() if ticket.reply is not None]
         return min(arrived, key=lambda ticket: ticket.arrived, default=None)
 
-    def _caught_up(self, timeout: float) -> bool:
-        """Take in what came while the learner was busy; tell whether there is a batch now."""
-        self._dispatcher.check()
-        if self._first() is not None:
-            return True
-        now, heard = time.monotonic(), self._dispatcher.heard
-        heads = [queue[0][0] for queue in self._queues if queue]
-        late = [t.worker for t in heads if now - max(t.posted, heard[t.worker]) >= timeout]
-        if late:
-            raise self._late(late, timeout)
-        return False
+    def _wait(self, timeout: float | None) -> None:
+        """Wait for a reply. What goes wrong is raised once all that had arrived is delivered."""
+        try:
+            replied = self._dispatcher.wait(timeout)
+        except WorkerDied as err:
+            if err.worker is None:
+                raise
+            self._dispatcher.take_in()
+            return
+        if not replied and timeout is not None:
+            self._give_up([ticket.worker for ticket in self._heads()], timeout)
 
-    def _late(self, workers: list[int], timeout: float) -> CollectorTimeout:
-        return self._dispatcher.give_up(
-            workers, f"workers {workers} did not deliver their rollout within {timeout} s"
-        )
+    def _catch_up(self, timeout: float | None) -> None:
+        """Take in what came while the learner was busy, and note who is late."""
+        self._dispatcher.take_in()
+        if timeout is not None:
+            self._give_up_late(timeout)
+
+    def _give_up_late(self, timeout: float) -> None:
+        now, heard = time.monotonic(), self._dispatcher.heard
+        waiting = [ticket for ticket in self._heads() if ticket.reply is None]
+        late = [t.worker for t in waiting if now - max(t.posted, heard[t.worker]) >= timeout]
+        self._give_up(late, timeout)
+
+    def _give_up(self, late: list[int], timeout: float) -> None:
+        alive = self._dispatcher.alive
+        late = [worker for worker in late if worker in alive]
+        if late:
+            self._dispatcher.give_up(
+                late, f"workers {late} did not deliver their rollout within {timeout} s"
+            )
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
         """Drop the rollouts that arrived before their worker's arrival number in ``since``."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import os
 import pickle
 import select
 import socket
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,9 +31,16 @@ from gleanrl.rollout.serve import Bootstrap, RemoteError
 from gleanrl.rollout.wire import CommandWriter, read_reply
 
 _FORK_TIMEOUT = 60.0
-_GRACE = 2.0
+_GRACE = 1.0
 """Seconds within which a worker that was told to end has to be gone."""
 _zygote: Zygote | None = None
+
+
+class _AtExit:
+    """Something to hang a finalizer on that lives as long as the interpreter."""
+
+
+_AT_EXIT = _AtExit()
 
 
 def zygote() -> Zygote:
@@ -40,7 +48,9 @@ def zygote() -> Zygote:
     global _zygote
     if _zygote is None or not _zygote.alive:
         _zygote = Zygote()
-        atexit.register(_zygote.close)
+        # At the end of the interpreter finalizers run last made first: collectors, which were made
+        # after their zygote, close before it does.
+        weakref.finalize(_AT_EXIT, _zygote.close)
     return _zygote
 
 
@@ -101,11 +111,11 @@ class ProcessBackend:
         return [process.pid for process in self._workers]
 
     def send(self, worker: int, ticket: int, command: m.Command) -> None:
-        """Post ``command``.
+        """Post ``command``; if the worker is gone, `receive` says so, after what it had sent.
 
         Raises:
             ClosedError: after `stop`.
-            WorkerDied: the worker's process ended.
+            WorkerDied: `receive` has said already that the worker's process ended.
         """
         if not self._workers:
             raise ClosedError("the collector was shut down")
@@ -113,10 +123,10 @@ class ProcessBackend:
         self._post(process, process.writer.write(ticket, command))
 
     def _post(self, process: _Process, frame: bytes) -> None:
-        try:
+        if process.channel.fileno() < 0:
+            raise self._died(process)
+        with contextlib.suppress(ConnectionError):
             process.channel.post(frame)
-        except OSError:  # gone, or found gone before
-            raise self._died(process) from None
         if process.channel.pending:
             self._poller.modify(process.channel.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
@@ -131,6 +141,11 @@ class ProcessBackend:
             self._await(timeout)
         return self._replies.popleft()
 
+    def wait(self, timeout: float) -> None:
+        """Wait until there may be a reply; safe while another thread uses the backend."""
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            self._poller.poll(timeout)
+
     def _await(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._replies:
@@ -143,17 +158,19 @@ class ProcessBackend:
 
     def _serve(self, process: _Process, events: int) -> None:
         channel = process.channel
-        try:
-            if events & select.EPOLLOUT:
+        # Read first: what a worker sent before it ended is whole, and so is what it is about.
+        if events & ~select.EPOLLOUT:
+            try:
+                frames = channel.read()
+            except EOFError:
+                raise self._died(process) from None
+            for frame in frames:
+                self._accept(process, read_reply(frame))
+        if events & select.EPOLLOUT:
+            with contextlib.suppress(ConnectionError):
                 channel.flush()
-                if not channel.pending:
-                    self._poller.modify(channel.fileno(), select.EPOLLIN)
-            if events & ~select.EPOLLOUT:
-                for frame in channel.read():
-                    self._accept(process, read_reply(frame))
-        except (EOFError, ConnectionError):
-            # Replies that were read before stay: they are whole, and so is what they are about.
-            raise self._died(process) from None
+            if not channel.pending:
+                self._poller.modify(channel.fileno(), select.EPOLLIN)
 
     def _accept(self, process: _Process, reply: m.Reply) -> None:
         if isinstance(reply, m.Failed):
