@@ -185,9 +185,9 @@ class SyncGather:
         self._let_run(finished=0)
         if hurried:
             self._hurry(False)
-        errors += [t.reply.error for t in tickets if isinstance(t.reply, m.Failed)]
-        if errors:
-            raise errors[0]
+        failures = [t.reply.error for t in begun.tickets if isinstance(t.reply, m.Failed)]
+        if failures or errors:  # who is late may only be so because somebody failed
+            raise [*failures, *errors][0]
         return [t.reply.report for t in tickets if isinstance(t.reply, m.Rolled)]
 
     def _wait(
