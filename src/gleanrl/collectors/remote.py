@@ -10,13 +10,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from gleanrl.collectors.running import RunningCollector
+from gleanrl.collectors.running import PATIENCE, RunningCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.sent_models import SentModels
-
-_PATIENCE = 2.0
-"""Seconds workers get to close their environments after a failure."""
 
 
 class RemoteCollector(RunningCollector):
@@ -224,7 +221,7 @@ class RemoteCollector(RunningCollector):
 
     def _abandon(self) -> None:
         # Whoever interrupted, or waits for the error, does not wait for a worker that hangs.
-        self.shutdown(_PATIENCE, raise_on_error=False)
+        self.shutdown(PATIENCE, raise_on_error=False)
 
     def receive_weights(
         self, policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None

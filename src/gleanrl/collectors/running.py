@@ -20,6 +20,9 @@ from gleanrl.engine.models import Models
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.weights.version import PolicyVersion
 
+PATIENCE = 2.0
+"""Seconds environments get to close after a failure, and where nobody called `shutdown`."""
+
 
 class RunningCollector(BackgroundCollector):
     """A collector over an engine; subclasses build the parts in their constructor."""
@@ -42,7 +45,7 @@ class RunningCollector(BackgroundCollector):
         self._batches = 0
         self._ready: deque[Any] = deque()
         # The finalizer must not hold the collector itself, or it would never be collected.
-        self._closing = weakref.finalize(self, self._engine.close, 5.0)
+        self._closing = weakref.finalize(self, self._engine.close, PATIENCE)
 
     # -- iteration -------------------------------------------------------------------------------
 
