@@ -257,10 +257,10 @@ class MultiSyncCollector(MultiCollector):
             stopped=bool if interruptor is None else interruptor.collection_stopped,
         )
 
-    def _gather(self) -> TensorDictBase:
+    def _gather(self, feed: bool = True) -> TensorDictBase | None:
         if self._update_each:
             self.update_policy_weights_()
-        return super()._gather()
+        return super()._gather(feed)
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -286,8 +286,8 @@ class MultiAsyncCollector(MultiCollector):
         self._options = BatchOptions(device=self.storing_device)
         gather_first(self._engine, self._steps, self._options)
 
-    def _gather(self) -> TensorDictBase:
-        batch = super()._gather()
+    def _gather(self, feed: bool = True) -> TensorDictBase | None:
+        batch = super()._gather(feed)
         if self._update_each:
             self.update_policy_weights_()
         return batch

@@ -12,22 +12,19 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.collectors import checks
+from gleanrl.collectors.background import BackgroundCollector
 from gleanrl.collectors.updating import UpdatingCollector
 from gleanrl.core import messages as m
 from gleanrl.engine.batches import BatchOptions, fake_batch
-from gleanrl.engine.budget import Budget
 from gleanrl.engine.pipeline import Pipeline
 
 
-class RunningCollector(UpdatingCollector):
+class RunningCollector(UpdatingCollector, BackgroundCollector):
     """A collector over an engine; subclasses build the parts in their constructor."""
 
     _pipeline: Pipeline
-    _budget: Budget
     _options: BatchOptions
     _steps: tuple[int, ...]
-    _timeout: float | None
-    replay_buffer: Any
     storing_device: torch.device | None
 
     @contextmanager
@@ -46,35 +43,45 @@ class RunningCollector(UpdatingCollector):
     # -- iteration -------------------------------------------------------------------------------
 
     def iterator(self) -> Iterator[Any]:
-        """Yield batches until ``total_frames`` are reached."""
+        """Yield batches until ``total_frames`` are reached.
+
+        Raises:
+            RuntimeError: the collector collects in the background.
+        """
         while True:
             with self._engine.turn(None):
+                self._check_not_started()
                 while not self._ready:
                     if self._budget.exhausted:
                         return
-                    self._ready = self._pipeline(self._collect(), self.post_collect_hook)
+                    self._ready = self._collect()
                 held = [self._ready.popleft()]
             # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
             yield held.pop()
 
-    def _collect(self) -> TensorDictBase:
+    def _collect(self, feed: bool = True) -> deque[Any]:
+        """Collect a batch; return what is to be delivered for it."""
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
-        return self._gather()
+        batch = self._gather(feed)
+        if batch is None:  # workers have put it into the buffer themselves
+            return deque([None])
+        return self._pipeline(batch, self.post_collect_hook)
 
-    def _gather(self) -> TensorDictBase:
-        batch, _ = self._engine.collect(self._budget, self._timeout)
+    def _gather(self, feed: bool = True) -> TensorDictBase | None:
+        batch, _ = self._engine.collect(self._budget, self._timeout, feed)
         self._batches += 1
         return batch
 
-    def rollout(self) -> TensorDictBase:
+    def rollout(self) -> TensorDictBase | None:
         """Collect one batch and return it as it was collected.
 
         The environments move on and the frames count, but ``split_trajs``, ``postproc``, hooks and
         the replay buffer are left out, and trajectories in the making for ``trajs_per_batch`` are
-        dropped (and counted as discarded).
+        dropped (and counted as discarded). ``None`` where workers put everything into a buffer.
         """
         with self._engine.turn(None):
+            self._check_not_started()
             self._pipeline.forget()  # these frames will be missing from trajectories in the making
             return self._gather()
 
@@ -187,6 +194,8 @@ class RunningCollector(UpdatingCollector):
             "policy_version": self._models.number,
             "completed": self._budget.exhausted,
             "closed": engine.closed,
+            "running": self.is_running(),
+            "failed": engine.failure is not None,
         }
         if total is not None:
             found["total_frames"] = total
@@ -287,6 +296,11 @@ class RunningCollector(UpdatingCollector):
             close_env: ``False`` leaves environments the user handed over open.
             raise_on_error: Raise what closing an environment raised.
         """
+        limit = 60.0 if timeout is None else timeout
         self._ready.clear()
-        self._engine.close(60.0 if timeout is None else timeout, close_env, raise_on_error)
+        failure = self._stop_background(limit)
+        self._engine.close(limit, close_env, raise_on_error)
         self._closing.detach()
+        if failure is not None and raise_on_error:
+            self._engine.failure = None  # it is raised once
+            raise failure

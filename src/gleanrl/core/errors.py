@@ -8,6 +8,7 @@
     * PolicyTypeError      (TypeError)     a policy that cannot be called at all
   * WeightsError           (ValueError)    weights that do not fit the model
     * UnknownModelError    (KeyError)      no model of that id
+  * ReplayError            (RuntimeError)  a replay buffer cannot do what was asked
   * ClosedError            (RuntimeError)  the collector was shut down
   * WorkerError            (RuntimeError)  user code raised in a worker
   * WorkerDied             (RuntimeError)  a worker process ended
@@ -55,6 +56,10 @@ class UnknownModelError(WeightsError, KeyError):
     def __str__(self) -> str:
         """Return the message itself (`KeyError` would quote it)."""
         return str(self.args[0]) if self.args else ""
+
+
+class ReplayError(GleanError, RuntimeError):
+    """A replay buffer cannot do what was asked in the state it is in."""
 
 
 class ClosedError(GleanError, RuntimeError):

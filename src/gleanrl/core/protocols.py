@@ -322,6 +322,13 @@ class Backend(Protocol):
         """Return the next reply of any worker, or raise `CollectorTimeout` / `WorkerDied`."""
         ...
 
+    def wait(self, timeout: float) -> None:
+        """Wait until `receive` may have something, at most ``timeout`` seconds.
+
+        Another thread may use the backend meanwhile.
+        """
+        ...
+
     def open(self, payload: Payload) -> Any:
         """Return the rollout behind ``payload``. Called at most once per payload."""
         ...

@@ -10,14 +10,57 @@ from gleanrl.envs.specs import (
     TensorSpec,
     Unbounded,
 )
+from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.memory.replay.prioritized import PrioritizedSampler
+from gleanrl.memory.replay.samplers import (
+    RandomSampler,
+    Sampler,
+    SamplerWithoutReplacement,
+)
+from gleanrl.memory.replay.slices import SliceSampler, SliceSamplerWithoutReplacement
+from gleanrl.memory.replay.storages import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    Storage,
+)
+from gleanrl.memory.replay.variants import (
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from gleanrl.memory.replay.writers import (
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
 
 __all__ = [
     "Binary",
     "Bounded",
     "Categorical",
     "Composite",
+    "LazyMemmapStorage",
+    "LazyTensorStorage",
+    "ListStorage",
     "MultiCategorical",
     "OneHot",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
+    "RandomSampler",
+    "ReplayBuffer",
+    "RoundRobinWriter",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
+    "Storage",
+    "TensorDictMaxValueWriter",
+    "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
+    "TensorDictRoundRobinWriter",
     "TensorSpec",
     "Unbounded",
+    "Writer",
 ]

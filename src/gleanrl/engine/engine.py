@@ -64,6 +64,8 @@ class Engine:
         self._closed = False
         self._turns = Turns()
         self._busy = False
+        self.failure: BaseException | None = None
+        """What ended collection in the background: whoever asks for anything next is told."""
         self.discarded = 0
         """Frames that were stepped but not delivered."""
         self.tallies = [Tally() for _ in factories]
@@ -119,23 +121,27 @@ class Engine:
         return self._arenas[reference.arena].window(reference)
 
     def collect(
-        self, budget: Budget, timeout: float | None = None
-    ) -> tuple[TensorDictBase, Rollouts]:
+        self, budget: Budget, timeout: float | None = None, feed: bool = True
+    ) -> tuple[TensorDictBase | None, Rollouts]:
         """Collect one batch.
 
+        Args:
+            budget: What is still needed; counts along.
+            timeout: Seconds a rollout may take.
+            feed: Whether workers are given more to do.
+
         Returns:
-            The batch, whose memory is the caller's until its last tensor is gone, and the reports
-            of those who made it.
+            The batch, whose memory is the caller's until its last tensor is gone (``None`` if
+            workers kept it), and the reports of those who made it.
 
         Raises:
             ClosedError: after `close`.
             CollectorTimeout: a rollout took longer than ``timeout`` seconds.
         """
         with self.turn(None), self._alone():
-            if self._closed:
-                raise ClosedError("the collector was shut down; make a new one to collect more")
+            self._check_usable("; make a new one to collect more")
             assert self._gather is not None
-            batch, rollouts = self._gather.batch(budget, timeout)
+            batch, rollouts = self._gather.batch(budget, timeout, feed)
             for worker, report in rollouts.items():
                 self.discarded += report.discarded
                 self.tallies[worker].add(report)
@@ -204,8 +210,8 @@ class Engine:
         """
         with self.turn(timeout), self._alone():
             reading = all(isinstance(c, m.GetState | m.Get) for c in commands.values())
-            if self._closed and not reading:
-                raise ClosedError("the collector was shut down")
+            if not (self._closed and reading):
+                self._check_usable()
             tickets = {w: self.dispatcher.post(w, command) for w, command in commands.items()}
             values, errors = {}, []
             for worker, ticket in tickets.items():
@@ -228,8 +234,7 @@ class Engine:
             WorkerDied: a worker's process ended.
         """
         with self.turn(None), self._alone():
-            if self._closed:
-                raise ClosedError("the collector was shut down")
+            self._check_usable()
             for worker, command in commands.items():
                 self.dispatcher.post(worker, command, watch=True)
 
@@ -241,9 +246,26 @@ class Engine:
             WorkerDied: a worker's process ended.
         """
         with self.turn(None), self._alone():
-            if self._closed:
-                raise ClosedError("the collector was shut down")
+            self._check_usable()
             self.dispatcher.check()
+
+    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+        """Tell whether `collect` would give a batch now; see `Gather.ready`."""
+        with self.turn(None), self._alone():
+            self._check_usable()
+            assert self._gather is not None
+            return self._gather.ready(budget, feed, timeout)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rollout is under way."""
+        return self._gather is None or self._gather.idle
+
+    def _check_usable(self, advice: str = "") -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self._closed:
+            raise ClosedError(f"the collector was shut down{advice}")
 
     @property
     def closed(self) -> bool:

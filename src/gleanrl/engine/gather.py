@@ -29,8 +29,25 @@ Rollouts: TypeAlias = Mapping[int, m.Report]
 class Gather(Protocol):
     """Has workers collect and says when there is a batch."""
 
-    def batch(self, budget: Budget, timeout: float | None) -> tuple[TensorDictBase, Rollouts]:
-        """Return the next batch and who made it."""
+    def batch(
+        self, budget: Budget, timeout: float | None, feed: bool = True
+    ) -> tuple[TensorDictBase | None, Rollouts]:
+        """Return the next batch and who made it; ``None`` for one that workers kept.
+
+        With ``feed=False`` nothing is begun that `ready` has not found under way.
+        """
+        ...
+
+    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+        """Tell whether `batch` would give one now; begin new rollouts only if told to ``feed``.
+
+        Takes in what has come, without waiting for more.
+        """
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rollout is under way."""
         ...
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
@@ -91,7 +108,9 @@ class SyncGather:
         """Bytes of batch memory reserved."""
         return self._slots.nbytes
 
-    def batch(self, budget: Budget, timeout: float | None) -> tuple[TensorDictBase, Rollouts]:
+    def batch(
+        self, budget: Budget, timeout: float | None, feed: bool = True
+    ) -> tuple[TensorDictBase | None, Rollouts]:
         """Have every worker fill its part of a slot.
 
         Raises:
@@ -159,6 +178,15 @@ class SyncGather:
             assert self._stop is not None
             self._stop[0] = finished >= self._enough or self._stopped()
 
+    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+        """Tell whether there are more batches to make: `batch` does all of it."""
+        return feed and not budget.exhausted
+
+    @property
+    def idle(self) -> bool:
+        """True: nothing is under way between batches."""
+        return True
+
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
         """Return 0: nothing is under way between batches."""
         return 0
@@ -192,7 +220,9 @@ class AsyncGather:
         """Bytes of batch memory reserved."""
         return sum(slots.nbytes for slots in self._slots)
 
-    def batch(self, budget: Budget, timeout: float | None) -> tuple[TensorDictBase, Rollouts]:
+    def batch(
+        self, budget: Budget, timeout: float | None, feed: bool = True
+    ) -> tuple[TensorDictBase | None, Rollouts]:
         """Return the rollout that arrived first, and keep every worker busy.
 
         Raises:
@@ -200,9 +230,10 @@ class AsyncGather:
             WorkerDied: a worker's process ended.
             Exception: what a worker's code raised.
         """
-        for depth in range(1, _DEPTH + 1):  # in turn: a short budget is shared out
-            for worker in range(len(self._slots)):
-                self._feed(worker, budget, depth)
+        if feed:
+            self._feed_all(budget)
+            if self.idle:  # whatever the budget says, who asks for a batch gets one
+                self._begin(0, budget)
         while (first := self._first()) is None:
             self._dispatcher.raise_lost()
             if timeout is not None and self._caught_up(timeout):
@@ -219,23 +250,50 @@ class AsyncGather:
         report = first.reply.report
         budget.deliver(asked, report.frames)
         batch = slots.hand_over(slot, [report])
-        self._feed(worker, budget, _DEPTH)
+        if feed:
+            self._feed(worker, budget, _DEPTH)
         return batch, {worker: report}
+
+    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+        """Tell whether a rollout has arrived."""
+        if feed:
+            self._feed_all(budget)
+        if self._first() is not None:
+            return True
+        if timeout is not None:
+            return self._caught_up(timeout)
+        self._dispatcher.check()
+        return self._first() is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rollout is under way."""
+        return not any(self._queues)
+
+    def _feed_all(self, budget: Budget) -> None:
+        for depth in range(1, _DEPTH + 1):  # in turn: a short budget is shared out
+            for worker in range(len(self._slots)):
+                self._feed(worker, budget, depth)
 
     def _feed(self, worker: int, budget: Budget, depth: int) -> None:
         """Give ``worker`` work until ``depth`` rollouts are ahead of it, as the budget allows."""
-        queue, slots = self._queues[worker], self._slots[worker]
-        # Whatever the budget says, asking for a batch has at least one rollout made.
-        while len(queue) < depth and (budget.wants_more or not any(self._queues)):
-            slot = slots.acquire()
-            window, random = slots.windows(slot)[0], budget.random
-            try:
-                ticket = self._dispatcher.post(worker, m.Collect(window, random))
-            except (WorkerDied, CollectorTimeout):
-                slots.release(slot)
-                return  # raised when the rollouts that did arrive have been delivered
-            budget.dispatch(self._frames[worker])
-            queue.append((ticket, slot))
+        queue = self._queues[worker]
+        while len(queue) < depth and budget.wants_more and self._begin(worker, budget):
+            pass
+
+    def _begin(self, worker: int, budget: Budget) -> bool:
+        """Ask ``worker`` for a rollout; return ``False`` if it was lost."""
+        slots = self._slots[worker]
+        slot = slots.acquire()
+        window, random = slots.windows(slot)[0], budget.random
+        try:
+            ticket = self._dispatcher.post(worker, m.Collect(window, random))
+        except (WorkerDied, CollectorTimeout):
+            slots.release(slot)
+            return False  # raised when the rollouts that did arrive have been delivered
+        budget.dispatch(self._frames[worker])
+        self._queues[worker].append((ticket, slot))
+        return True
 
     def _first(self) -> Ticket | None:
         heads = [queue[0][0] for queue in self._queues if queue]

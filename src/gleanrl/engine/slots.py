@@ -36,8 +36,11 @@ class Slots(Protocol):
         """Give back a slot that was not handed over."""
         ...
 
-    def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
-        """Return the batch that was written into ``slot``; its memory is the caller's."""
+    def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase | None:
+        """Return the batch that was written into ``slot``; its memory is the caller's.
+
+        ``None`` where workers keep what they collect.
+        """
         ...
 
 
@@ -175,9 +178,11 @@ class PayloadSlots:
     def release(self, slot: int) -> None:
         """Nothing to give back."""
 
-    def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
-        """Open the payloads and put them together."""
+    def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase | None:
+        """Open the payloads and put them together; ``None`` if there are none."""
         parts = [self._backend.open(r.payload) for r in reports if r.payload is not None]
+        if not parts:
+            return None
         if len(parts) == 1 and not self._stacked:
             first: TensorDictBase = parts[0]
             return first

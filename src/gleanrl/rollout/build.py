@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from gleanrl.core.errors import PolicyError
@@ -101,8 +100,8 @@ class SourceBuilder:
         source.policy = user
         return source
 
-    def _policies(self, env: Env | Pool, probe: Window) -> Policies:
-        user = self._user_policy()
+    def _policies(self, env: Env | Pool, probe: Window, own: bool = False) -> Policies:
+        user = self._user_policy(own)
         complete_exploration(user, env.inner)
         policy = make_policy(
             user,
@@ -129,16 +128,16 @@ class SourceBuilder:
                 "give; add them to the environment, or drop auto_register_policy_transforms=False"
             )
 
-    def _user_policy(self) -> Any:
-        """Return the policy that runs: the user's own unless it lives on another device."""
+    def _user_policy(self, own: bool = False) -> Any:
+        """Return the policy that runs: the user's own object, or a copy.
+
+        It is a copy if told to ``own`` it, or if the user's lives on another device.
+        """
         given = self.policy
         policy = given.policy if given.policy_factory is None else given.policy_factory()
-        if given.device is None or not isinstance(policy, nn.Module):
+        if not isinstance(policy, nn.Module):
             return policy
-        if all(tensor.device == given.device for tensor in _tensors(policy)):
-            return policy
-        return copy.deepcopy(policy).to(given.device)
-
-
-def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
+        tensors = [*policy.parameters(), *policy.buffers()]
+        if given.device is not None and any(t.device != given.device for t in tensors):
+            return copy.deepcopy(policy).to(given.device)
+        return copy.deepcopy(policy) if own else policy

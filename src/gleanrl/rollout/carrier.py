@@ -101,6 +101,17 @@ class CarrierRollout(Served):
         self._hidden = set(map(next_key, observed))
         self._begin_episodes(list(range(envs)))
 
+    def own_policy(self) -> None:
+        """Act with a copy of the policy.
+
+        Raises:
+            NotImplementedError: not here.
+        """
+        raise NotImplementedError(
+            "data without a fixed layout cannot be collected in the background in one process with "
+            "a module that is trained meanwhile; use MultiAsyncCollector with num_workers=1"
+        )
+
     def layout(self) -> None:
         """Return ``None``: steps have no fixed layout, rollouts travel as payloads."""
 

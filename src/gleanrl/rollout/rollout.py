@@ -40,8 +40,11 @@ class Policies:
 class MakePolicies(Protocol):
     """Builds the policies, once the environment is known."""
 
-    def __call__(self, env: Env | Pool, probe: Window) -> Policies:
-        """Build them; ``probe`` is one step long and holds the first reset observation."""
+    def __call__(self, env: Env | Pool, probe: Window, own: bool = False) -> Policies:
+        """Build them; ``probe`` is one step long and holds an observation.
+
+        With ``own``, of a copy of the user's module: nobody else changes its weights.
+        """
         ...
 
 
@@ -213,6 +216,7 @@ class Rollout(Served):
         probe = RolloutWindow.allocate(env.layout.observations, env.layout.num_envs, 1)
         env.reset(probe)
         made = make_policies(env, probe)
+        self._make_policies = make_policies
         super().__init__(env, env.inner, made.user, options)
         self._policy, self._random = made.policy, made.random
         self._plan = RolloutPlan(
@@ -244,6 +248,15 @@ class Rollout(Served):
                 self._carry_from(window, taken)
             self._plan.finish(window, self.tracker, taken, self.policy_version)
         return Report(taken, taken * window.envs, self.policy_version)
+
+    def own_policy(self) -> None:
+        """Act with a copy of the policy from now on: the learner trains the original meanwhile."""
+        probe = RolloutWindow.allocate(self._env.layout.observations, self._env.layout.num_envs, 1)
+        for key in probe.keys():
+            probe.tensor(key).copy_(self._carry.tensor(key))
+        with preserved():
+            made = self._make_policies(self._env, probe, own=True)
+        self._policy, self._random, self.policy = made.policy, made.random, made.user
 
     def _exploration(self) -> Any:
         return set_interaction_type(self.options.exploration)

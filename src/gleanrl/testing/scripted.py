@@ -98,6 +98,9 @@ class ScriptedBackend:
             raise death
         return what
 
+    def wait(self, timeout: float) -> None:
+        """Nothing happens between calls: there is nothing to wait for."""
+
     def open(self, payload: m.Payload) -> Any:
         """Return the rollout itself."""
         return payload.handle

@@ -77,6 +77,9 @@ class InlineBackend:
         worker, ticket, command = queue.popleft()
         return self._workers[worker].handle(ticket, command)
 
+    def wait(self, timeout: float) -> None:
+        """Nothing happens between calls: there is nothing to wait for."""
+
     def open(self, payload: m.Payload) -> Any:
         """Return the rollout itself."""
         return payload.handle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import select
@@ -130,6 +131,11 @@ class ProcessBackend:
         if not self._replies:
             self._await(timeout)
         return self._replies.popleft()
+
+    def wait(self, timeout: float) -> None:
+        """Wait until there may be a reply; safe while another thread uses the backend."""
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            self._poller.poll(timeout)
 
     def _await(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -1,0 +1,108 @@
+"""Collecting in the background into a replay buffer."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from gleanrl.collectors.base import BaseCollector
+from gleanrl.core.errors import CollectorTimeout
+from gleanrl.engine.background import Background
+from gleanrl.engine.budget import Budget
+from gleanrl.engine.engine import Engine
+
+
+class BackgroundCollector(BaseCollector):
+    """A collector that can be started: it goes on by itself in a thread of its own."""
+
+    _engine: Engine
+    _budget: Budget
+    _timeout: float | None
+    _background: Background | None = None
+    replay_buffer: Any
+
+    def _collect(self, feed: bool = True) -> deque[Any]:
+        """Collect a batch; return what is to be delivered for it."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Collect into the replay buffer in the background, until told to stop.
+
+        Weights can be updated and everything can be asked meanwhile. What goes wrong is raised by
+        the next call of anything, and shows in ``stats()["failed"]``.
+
+        Raises:
+            RuntimeError: there is no replay buffer.
+            ClosedError: after `shutdown`.
+        """
+        if self.replay_buffer is None:
+            raise RuntimeError("start() collects into a replay buffer: give replay_buffer=")
+        with self._engine.turn(None):
+            self._engine.check()
+            if not self.is_running():
+                self._prepare_background()
+                # The thread must not keep the collector alive.
+                self._background = Background(partial(_background_step, weakref.ref(self)))
+
+    def is_running(self) -> bool:
+        """Tell whether the collector collects in the background (also while paused)."""
+        return self._background is not None and self._background.running
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Suspend background collection for the length of a ``with`` block.
+
+        Inside, everything that was collected is in the buffer and nothing is under way. Collection
+        goes on afterwards, also if the body raises.
+
+        Raises:
+            RuntimeError: the collector does not collect in the background.
+        """
+        if self._background is None or not self.is_running():
+            if self._engine.failure is not None:
+                raise self._engine.failure
+            raise RuntimeError("pause() suspends what start() began; it is not running")
+        return self._background.pause(60.0 if self._timeout is None else 2 * self._timeout)
+
+    def _prepare_background(self) -> None:
+        """Take care that the learner's policy is not the one that acts in the background."""
+
+    def _check_not_started(self) -> None:
+        if self.is_running():
+            raise RuntimeError(
+                "this collector collects in the background (start()): there is nothing to iterate "
+                "over; sample from its replay buffer"
+            )
+
+    def _step_in_background(self, feed: bool) -> bool:
+        """Collect what has come; return whether there is anything more to do."""
+        try:
+            with self._engine.turn(None):
+                if self._engine.ready(self._budget, feed, self._timeout):
+                    self._collect(feed)
+                    return True
+                if self._engine.idle:
+                    return False
+        except BaseException as err:
+            self._engine.failure = err
+            raise
+        self._engine.backend.wait(1.0)
+        return True
+
+    def _stop_background(self, timeout: float) -> BaseException | None:
+        """End the thread; return what went wrong in it."""
+        failure = self._engine.failure
+        if self._background is not None:
+            self._engine.backend.stop_byte[0] = 1  # a rollout under way ends after its step
+            try:
+                self._background.stop(timeout)
+            except CollectorTimeout as err:
+                return failure or err
+        return failure
+
+
+def _background_step(collector: weakref.ref[BackgroundCollector], feed: bool) -> bool:
+    found = collector()
+    return False if found is None else found._step_in_background(feed)

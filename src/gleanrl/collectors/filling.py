@@ -1,0 +1,122 @@
+"""Workers that put what they collect into a buffer themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+
+from gleanrl.core.keys import MASK, TIME
+from gleanrl.core.layout import Layout
+from gleanrl.core.messages import Report, Snapshot
+from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
+from gleanrl.engine.pipeline import Pipeline
+from gleanrl.memory.arena import nest
+from gleanrl.memory.window import RolloutWindow
+
+PostHook = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FillingFactory:
+    """Builds a source whose rollouts go into a buffer where they are made."""
+
+    factory: SourceFactory
+    pipeline: Pipeline
+    """What rollouts go through there; its sink is the buffer."""
+    hook: PostHook | None
+
+    def __call__(self, worker: int) -> FillingSource:
+        """Build the source and connect it to the buffer."""
+        return FillingSource(self.factory(worker), self.pipeline, self.hook)
+
+
+class FillingSource:
+    """A source that delivers into a buffer: what it reports are counts."""
+
+    def __init__(self, source: Source, pipeline: Pipeline, hook: PostHook | None) -> None:
+        """Serve ``source``; its rollouts are written into memory of this worker's own first."""
+        self._source = source
+        self._pipeline = pipeline
+        self._hook = hook
+        self._layout = source.layout()
+        self._window: RolloutWindow | None = None
+        self._batch: TensorDictBase | None = None
+
+    @property
+    def num_envs(self) -> int:
+        """Environments of this worker."""
+        layout = self._layout
+        return int(self._source.get("num_envs")) if layout is None else layout.num_envs
+
+    def layout(self) -> Layout | None:
+        """Return ``None``: nothing travels to the learner."""
+        return None
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
+        """Collect a rollout and store what became of it."""
+        if self._layout is None:
+            report = self._source.collect(window, steps, stop, random)
+            assert report.payload is not None
+            batch: TensorDictBase = report.payload.handle
+        else:
+            own, batch = self._memory(self._layout, steps)
+            report = self._source.collect(own, steps, stop, random)
+        if report.steps < steps and MASK not in batch.keys(True):
+            batch = batch[..., : report.steps]
+        self._pipeline(batch, self._hook)
+        return Report(report.steps, report.frames, report.policy_version, report.discarded)
+
+    def _memory(self, layout: Layout, steps: int) -> tuple[RolloutWindow, TensorDictBase]:
+        if self._window is None or self._batch is None or self._window.steps != steps:
+            window = RolloutWindow.allocate(layout.fields, layout.num_envs, steps)
+            shape = (*layout.batch_shape, steps)
+            views = {
+                field.key: window.tensor(field.key).view(*shape, *field.shape)
+                for field in layout.fields
+            }
+            names = [None] * (len(shape) - 1) + [TIME]
+            self._window = window
+            self._batch = TensorDict(nest(views), batch_size=shape, names=names)
+        return self._window, self._batch
+
+    def place(self, base: int, stride: int) -> None:
+        """Number the environments among those of all workers."""
+        self._source.place(base, stride)
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Load weights; the next rollout is made with them."""
+        self._source.load(snapshot)
+
+    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
+        """Seed everything; trajectories in the making are dropped."""
+        self._pipeline.forget()
+        return self._source.seed(seed, static, stream)
+
+    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        """Reset environments; trajectories in the making are dropped."""
+        self._pipeline.forget()
+        self._source.reset(envs, options)
+
+    def state(self) -> dict[str, Any]:
+        """Return the source's state."""
+        return self._source.state()
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore the source's state."""
+        self._pipeline.forget()
+        self._source.load_state(state, strict)
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call what ``path`` names on the source."""
+        return self._source.call(path, *args, **kwargs)
+
+    def get(self, path: str) -> Any:
+        """Return what ``path`` names on the source."""
+        return self.num_envs if path == "num_envs" else self._source.get(path)
+
+    def close(self) -> None:
+        """Close the source."""
+        self._source.close()

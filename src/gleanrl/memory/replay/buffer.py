@@ -1,0 +1,388 @@
+"""The replay buffer: a storage, a writer that fills it and a sampler that draws from it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+
+from gleanrl.core.errors import ConfigError, ReplayError
+from gleanrl.core.keys import Key
+from gleanrl.memory.replay import saving
+from gleanrl.memory.replay.ahead import Ahead
+from gleanrl.memory.replay.fence import fence
+from gleanrl.memory.replay.ledger import Reservation
+from gleanrl.memory.replay.places import flat_places, shown, stored
+from gleanrl.memory.replay.prioritized import PrioritizedSampler
+from gleanrl.memory.replay.samplers import Draw, RandomSampler, Sampler, stamps_of
+from gleanrl.memory.replay.slices import SliceSampler
+from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage, stack
+from gleanrl.memory.replay.writers import RoundRobinWriter, Writer
+
+Transform: TypeAlias = Callable[[Any], Any]
+_ATTEMPTS = 4
+_NOTHING: Mapping[str, torch.Tensor] = {}
+
+
+class ReplayBuffer:
+    """Holds rows of experience and hands out samples of them.
+
+    A row is what stands behind the first batch dimension of what is given to `extend`. Samples are
+    copies. With ``shared=True`` it can be pickled into other processes of the same user, where it
+    is the same buffer: any number of them write and sample at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        storage: Storage | Callable[[], Storage] | None = None,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        transform: Transform | None = None,
+        batch_size: int | None = None,
+        prefetch: int | None = None,
+        pin_memory: bool = False,
+        shared: bool = False,
+        generator: torch.Generator | None = None,
+        dim_extend: int | None = None,
+    ) -> None:
+        """Put the parts together; nothing is allocated before the first data.
+
+        Args:
+            storage: Where rows lie, or what makes it; `ListStorage` of 1000 by default.
+            sampler: Which rows a sample holds; `RandomSampler` by default.
+            writer: Where new rows go; `RoundRobinWriter` by default.
+            collate_fn: Makes a batch of what was gathered: a list of items (`ListStorage`) or the
+                batch itself (tensor storages).
+            transform: Called with every sample; what it returns replaces it, unless ``None``.
+            batch_size: Rows per sample where `sample` is not told.
+            prefetch: Samples to make ahead in a thread. They miss what is written, or given other
+                priorities, after they were made.
+            pin_memory: Copy samples to page-locked memory, for transfers to an accelerator.
+            shared: Store in memory that other processes map.
+            generator: Source of randomness; torch's global one by default. It stays behind when
+                the buffer is sent to another process.
+            dim_extend: Which dimension of the data for `extend` is time (or rows); for
+                ``[env, time]`` storages 1 by default, else 0.
+
+        Raises:
+            ConfigError: arguments that do not go together.
+        """
+        self._storage: Storage = _made(storage, lambda: ListStorage(1000))
+        self._sampler: Sampler = _made(sampler, RandomSampler)
+        self._writer: Writer = _made(writer, RoundRobinWriter)
+        self._collate = collate_fn
+        self._transforms: list[Transform] = [] if transform is None else [transform]
+        self.batch_size = batch_size
+        self._prefetch = prefetch or 0
+        self._pin = pin_memory
+        self._generator = generator
+        self._dim = self._storage.ndim - 1 if dim_extend is None else dim_extend
+        self._with_index = isinstance(self._sampler, PrioritizedSampler)
+        self._reset_local()
+        self._check(batch_size, prefetch)
+        if shared:
+            self.share()
+
+    def _check(self, batch_size: int | None, prefetch: int | None) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size is positive, not {batch_size}")
+        if prefetch is not None and prefetch < 0:
+            raise ConfigError(f"prefetch is a number of samples, not {prefetch}")
+        if not 0 <= self._dim < self._storage.ndim:
+            raise ConfigError(f"dim_extend ({self._dim}) in a {self._storage.ndim}-D storage")
+        if self._pin and not torch.accelerator.is_available():
+            raise ConfigError("pin_memory=True needs an accelerator, and there is none")
+
+    def _reset_local(self) -> None:
+        self._lock = threading.RLock()
+        self._ahead = Ahead(self._make, self._prefetch) if self._prefetch else None
+
+    @property
+    def storage(self) -> Storage:
+        """Where rows lie."""
+        return self._storage
+
+    @property
+    def sampler(self) -> Sampler:
+        """Which rows a sample holds."""
+        return self._sampler
+
+    @property
+    def writer(self) -> Writer:
+        """Where new rows go."""
+        return self._writer
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes can write and sample it."""
+        return self._storage.shared
+
+    @property
+    def write_count(self) -> int:
+        """Frames ever stored whole, over all writers, since `empty`."""
+        return self._storage.ledger.count * self._storage.envs
+
+    def __len__(self) -> int:
+        """Return the number of frames that can be sampled."""
+        return len(self._storage)
+
+    def extend(self, data: Any) -> torch.Tensor:
+        """Store many rows.
+
+        Args:
+            data: A TensorDict, mapping or tensor ``[rows, ...]`` (``[env, time, ...]`` for 2-D
+                storages), or a sequence for `ListStorage`. Copied. The first data decides keys,
+                shapes and dtypes.
+
+        Returns:
+            Where they are: places, int64 ``[rows]``; (step, env) pairs for 2-D storages.
+
+        Raises:
+            ConfigError: data unlike the first.
+        """
+        return shown(self._storage, self._writer.extend(self._storage, data, self._dim))
+
+    def add(self, data: Any) -> Any:
+        """Store one row (one step of all environments for 2-D storages) and return its place."""
+        place = self._writer.extend(self._storage, *_single(self._storage, data))
+        return int(place[0]) if len(place) else None
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """Draw rows and return copies of them.
+
+        Args:
+            batch_size: How many; the buffer's own by default.
+            return_info: Return ``(sample, info)``, where ``info["index"]`` is where rows are.
+
+        Raises:
+            ReplayError: nothing is there to be sampled.
+        """
+        size = self.batch_size if batch_size is None else batch_size
+        if size is None:
+            raise ConfigError("sample(batch_size), or a batch_size at construction")
+        draw, data = self._make(size) if self._ahead is None else self._ahead.next(size)
+        if not return_info:
+            return data
+        return data, {"index": shown(self._storage, draw.index, flat=True), **draw.info}
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield samples: an epoch if the sampler has such (without replacement), else endlessly."""
+        if self.batch_size is None:
+            raise ConfigError("iterating over a buffer needs a batch_size at construction")
+        self._forget()
+        self._sampler.restart()
+        draw: Draw | None = None
+        while draw is None or not draw.last:
+            size = self.batch_size
+            draw, data = self._make(size) if self._ahead is None else self._ahead.next(size)
+            yield data
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return copies of the rows at ``index``: an int, slice, tensor or list of places.
+
+        ``rb[:]`` is everything that is whole, ``[env, time]`` for 2-D storages.
+        """
+        storage, single = self._storage, isinstance(index, int)
+        whole = index == slice(None) if isinstance(index, slice) else False
+        _, data = self._read(lambda: Draw(*stored(storage, index)))
+        if whole and storage.ndim == 2:
+            return data.reshape(-1, storage.envs).transpose(0, 1)
+        if isinstance(storage, ListStorage):
+            return data[0] if single else stack(data)
+        return data[0] if single else data
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forget all rows. What others are writing at this moment is forgotten, too."""
+        with self._lock:
+            self._forget()
+            self._storage.ledger.empty(empty_write_count)
+            self._sampler.restart()
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Give rows new priorities; without effect unless the sampler has such.
+
+        Args:
+            index: Places as in a sample's ``"index"``.
+            priority: One each, or one for all.
+        """
+        places = flat_places(self._storage, index)
+        given = torch.as_tensor(priority).detach().cpu()
+        if given.ndim > 1:
+            given = given.reshape(len(given), -1).amax(1)
+        with self._lock:
+            self._sampler.update_priority(self._storage, places, given.expand(len(places)))
+
+    def append_transform(self, transform: Transform) -> ReplayBuffer:
+        """Call ``transform`` with every sample, after those that are there."""
+        self._transforms.append(transform)
+        self._forget()
+        return self
+
+    def share(self) -> ReplayBuffer:
+        """Move to memory that other processes map; handles already sent stay valid."""
+        with self._lock, self._storage.ledger.gate:
+            self._storage.share()
+        return self
+
+    def reserve(self, count: int, contiguous: bool = False) -> Reservation:
+        """Take rows to write them in place: then `windows`, and `commit` or `revoke`.
+
+        Until committed they are invisible; what they held is gone. If this process ends before,
+        they are given back. The storage must know its rows (`LazyTensorStorage.initialise`).
+
+        Args:
+            count: Slots of the ring.
+            contiguous: One window, which does not wrap around the end of the ring.
+        """
+        return self._tensors().ledger.reserve(count, contiguous)
+
+    def windows(self, reservation: Reservation) -> list[dict[Key, torch.Tensor]]:
+        """Return the memory of reserved rows by key, ``[slots, ...]``: written in place."""
+        return list(self._tensors().windows(reservation))
+
+    def commit(self, reservation: Reservation) -> bool:
+        """Make reserved rows visible; False if the buffer was emptied meanwhile."""
+        return self._storage.ledger.commit(reservation)
+
+    def revoke(self, reservation: Reservation) -> None:
+        """Give reserved rows back; nobody may write to their windows any more."""
+        self._storage.ledger.revoke(reservation)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all rows, counters, and the sampler's state."""
+        with self._lock:
+            return {
+                "storage": saving.storage_state(self._storage),
+                "sampler": self._sampler.state_dict(),
+                "batch_size": self.batch_size,
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put a state back, replacing what is stored.
+
+        Raises:
+            ConfigError: it is of other rows.
+        """
+        with self._lock:
+            self._load(state["storage"], state["sampler"])
+            self.batch_size = state["batch_size"]
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to the directory ``path``: raw tensors and JSON, no pickle."""
+        with self._lock:
+            saving.write(path, self._storage, self._sampler.state_dict())
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Replace what is stored by what `dumps` wrote.
+
+        Raises:
+            ConfigError: ``path`` holds nothing such, or other rows.
+        """
+        with self._lock:
+            self._load(*saving.read(path))
+
+    def _load(self, storage: dict[str, Any], sampler: dict[str, Any]) -> None:
+        self._forget()
+        same = storage.get("slots") == self._storage.ledger.slots or not self._storage.ledger.ready
+        saving.load_storage(self._storage, storage)
+        # Places mean nothing in a ring of another size, and with them what samplers know.
+        same = same and storage.get("slots") == self._storage.ledger.slots
+        if sampler and same:
+            self._sampler.load_state_dict(sampler, self._storage)
+        else:
+            self._sampler.restart()
+
+    def _forget(self) -> None:
+        if self._ahead is not None:
+            self._ahead.forget()
+
+    def _tensors(self) -> LazyTensorStorage:
+        storage = self._storage
+        if not isinstance(storage, LazyTensorStorage):
+            raise ConfigError(f"rows of {type(storage).__name__} cannot be written in place")
+        if storage.rows is None:
+            raise ReplayError("what rows look like is not known: extend() or initialise() first")
+        return storage
+
+    def _make(self, size: int) -> tuple[Draw, Any]:
+        with self._lock:
+            draw, data = self._read(
+                lambda: self._sampler.draw(self._storage, size, self._generator)
+            )
+        return draw, self._finish(draw, data)
+
+    def _read(self, choose: Callable[[], Draw]) -> tuple[Draw, Any]:
+        """Choose rows and copy them; who writes meanwhile makes us choose again."""
+        storage = self._storage
+        for _ in range(_ATTEMPTS if storage.shared else 0):
+            try:
+                draw = choose()
+            except ReplayError:
+                # What was there may have gone while we looked: only the locked look decides.
+                break
+            assert draw.seen is not None
+            data = storage.gather(draw.index, self._extra(draw))
+            fence()
+            if torch.equal(stamps_of(storage, draw.index), draw.seen):
+                return draw, data
+        # Nobody reserves rows while we are in here, and only reserved ones are written.
+        with storage.ledger.section():
+            draw = choose()
+            return draw, storage.gather(draw.index, self._extra(draw))
+
+    def _extra(self, draw: Draw) -> Mapping[str, torch.Tensor]:
+        if not self._with_index:
+            return draw.info or _NOTHING
+        return {"index": shown(self._storage, draw.index, flat=True), **draw.info}
+
+    def _finish(self, draw: Draw, data: Any) -> Any:
+        if isinstance(self._storage, ListStorage):
+            data = stack(data) if self._collate is None else self._collate(data)
+        elif self._collate is not None:
+            data = self._collate(data)
+        if draw.ends is not None and isinstance(data, TensorDictBase):
+            self._mark(data, draw.ends)
+        for transform in self._transforms:
+            made = transform(data)
+            data = data if made is None else made
+        return data.pin_memory() if self._pin else data
+
+    def _mark(self, data: TensorDictBase, ends: torch.Tensor) -> None:
+        sampler = self._sampler
+        if not isinstance(sampler, SliceSampler) or sampler.truncated_key is None:
+            return
+        key = sampler.truncated_key
+        for name in (key, (*key[:-1], "done")):
+            flag = data.get(name, None)
+            marks = ends.to(data.device).view(-1, *[1] * (1 if flag is None else flag.ndim - 1))
+            data.set(name, marks if flag is None else flag | marks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        local = ("_lock", "_ahead")
+        state = {name: value for name, value in self.__dict__.items() if name not in local}
+        state["_generator"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset_local()
+
+
+def _made(part: Any, default: Callable[[], Any]) -> Any:
+    if part is None:
+        return default()
+    return part if isinstance(part, (Storage, Sampler, Writer)) else part()
+
+
+def _single(storage: Storage, data: Any) -> tuple[Any, int]:
+    if isinstance(storage, ListStorage):
+        return [data], 0
+    if isinstance(data, (TensorDictBase, torch.Tensor)):
+        return data.unsqueeze(0), 0
+    return {key: value.unsqueeze(0) for key, value in data.items()}, 0

@@ -1,0 +1,382 @@
+"""Which rows of a ring are whole: reserve, commit, revoke; safe against death at any instant.
+
+Every row has one word, its *stamp*: positive when the row is whole, negative while it is being
+written, zero when it holds nothing. Positions only grow and a stamp holds its position, so a word
+never has the same value twice: who reads a stamp, copies the row and finds the same stamp again
+has copied a whole row. Ledgers lie in shared memory if their rows do.
+
+Every change is written down first, as absolute values, and the word that makes it valid last.
+Whoever enters next finishes what a process that was killed inside left there.
+
+The order of stores and loads that this needs is what x86-64 gives, and what the lock gives
+elsewhere to everything but the reader's second look (that is what `fence` is for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from gleanrl.core.errors import ReplayError
+from gleanrl.memory.replay.gate import Gate
+
+Words: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+_OWNER_BITS = 20
+STEP = 1 << _OWNER_BITS
+"""Difference between the stamps of two rows that one process wrote one after the other."""
+_OWNER_MASK = STEP - 1
+_ENTRIES = 1024
+_LOG = 4096
+_LAYOUT_WORDS = 16384
+_HEADER = 64
+# Header words.
+_READY, _SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _OWNERS, _BASE, _EPOCH = range(9)
+_OP, _ENTRY, _FIRST, _N, _OWNER, _TO_CURSOR, _TO_COUNT, _TO_LIVE, _TO_CHANGES = range(10, 19)
+_LAYOUT_SIZE = 19
+_RESERVE, _COMMIT, _REVOKE, _EMPTY = 1, 2, 3, 4
+
+
+class Reservation(NamedTuple):
+    """Rows that one writer may write; travels between processes."""
+
+    entry: int
+    owner: int
+    first: int
+    """Position of the first row; its place is ``first % slots``."""
+    rows: int
+
+
+class Ledger:
+    """The stamps of a ring of rows, and who may write which."""
+
+    def __init__(self, max_slots: int, gate: Gate, words: Words) -> None:
+        """Use ``words`` (zeroed, `words_for` of them), which others may share."""
+        self.gate = gate
+        self.max_slots = max_slots
+        self._h = words[:_HEADER]
+        start = _HEADER
+        self._table = words[start : start + 3 * _ENTRIES].reshape(_ENTRIES, 3)
+        start += 3 * _ENTRIES
+        self._log = words[start : start + 2 * _LOG].reshape(_LOG, 2)
+        start += 2 * _LOG
+        self._layout = words[start : start + _LAYOUT_WORDS].view(np.uint8)
+        start += _LAYOUT_WORDS
+        self._all = words
+        self.stamps: Words = words[start : start + max_slots]
+        """One word per row."""
+        self.words = torch.from_numpy(self.stamps)
+        """The stamps, as a tensor over the same memory."""
+        self._ramp: Words = np.arange(256, dtype=np.int64) << _OWNER_BITS
+
+    @staticmethod
+    def words_for(max_slots: int) -> int:
+        """Return how many words a ledger of ``max_slots`` rows needs."""
+        return _HEADER + 3 * _ENTRIES + 2 * _LOG + _LAYOUT_WORDS + max_slots
+
+    @property
+    def ready(self) -> bool:
+        """Whether the layout of a row is known."""
+        return bool(self._h[_READY])
+
+    @property
+    def slots(self) -> int:
+        """Rows in the ring."""
+        return int(self._h[_SLOTS])
+
+    @property
+    def count(self) -> int:
+        """Rows ever committed since the last `empty`."""
+        return int(self._h[_COUNT])
+
+    @property
+    def live(self) -> int:
+        """Rows that are whole now."""
+        return int(self._h[_LIVE])
+
+    @property
+    def top(self) -> int:
+        """Rows that were ever reserved lie below this place."""
+        return min(int(self._h[_CURSOR] - self._h[_BASE]), int(self._h[_SLOTS]))
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Differs after every change of any stamp; what `changes` takes."""
+        return int(self._h[_CHANGES]), int(self._h[_EPOCH])
+
+    @contextmanager
+    def section(self) -> Iterator[None]:
+        """Keep everybody else from changing stamps; what a dead process left here is finished."""
+        with self.gate:
+            if self._h[_OP]:
+                self._recover()
+            yield
+
+    def initialise(self, slots: int, layout: bytes) -> None:
+        """Fix the size of the ring and describe its rows; inside `section`.
+
+        Raises:
+            ReplayError: the description is too long.
+        """
+        if len(layout) > self._layout.nbytes:
+            raise ReplayError(f"rows with a layout of {len(layout):,} bytes have too many fields")
+        self._layout[: len(layout)] = np.frombuffer(layout, np.uint8)
+        self._h[_LAYOUT_SIZE] = len(layout)
+        self._h[_SLOTS] = slots
+        self._h[_READY] = 1
+
+    def layout(self) -> bytes:
+        """Return what `initialise` was given."""
+        return self._layout[: int(self._h[_LAYOUT_SIZE])].tobytes()
+
+    def reserve(self, count: int, contiguous: bool = False) -> Reservation:
+        """Take the next ``count`` rows for writing; what they held is gone.
+
+        Args:
+            count: Rows, at most `slots`.
+            contiguous: The rows must not wrap around the end of the ring; what would be left over
+                there keeps its old rows.
+
+        Raises:
+            ReplayError: so much is being written by others that no room is left.
+        """
+        with self.section():
+            entry = self._free_entry()
+            first = self._place(count, contiguous)
+            live = self.live - sum(
+                int(np.count_nonzero(self.stamps[a:b] > 0)) for a, b, _ in self.pieces(first, count)
+            )
+            reservation = Reservation(entry, self._own(), first, count)
+            self._enact(_RESERVE, reservation, cursor=first + count, live=live)
+            return reservation
+
+    def commit(self, reservation: Reservation, counted: int | None = None) -> bool:
+        """Make rows visible.
+
+        Args:
+            reservation: What `reserve` returned, in whatever process.
+            counted: By how much `count` grows; the number of rows by default.
+
+        Returns:
+            False if the buffer was emptied since the reservation: the rows go with the rest.
+
+        Raises:
+            ReplayError: the reservation was revoked, or committed before.
+        """
+        with self.section():
+            self._check_held(reservation)
+            if reservation.first < self._h[_BASE]:
+                self._enact(_REVOKE, reservation)
+                return False
+            rows = reservation.rows
+            self._enact(
+                _COMMIT,
+                reservation,
+                count=self.count + (rows if counted is None else counted),
+                live=self.live + rows,
+            )
+            return True
+
+    def revoke(self, reservation: Reservation) -> None:
+        """Give rows back unwritten; nobody may write them any more when this is called."""
+        with self.section():
+            self._check_held(reservation)
+            self._enact(_REVOKE, reservation)
+
+    def empty(self, count: bool = True) -> None:
+        """Forget all rows; those being written right now are forgotten when they are committed."""
+        with self.section():
+            slots = max(self.slots, 1)
+            cursor = -(-int(self._h[_CURSOR]) // slots) * slots
+            self._enact(
+                _EMPTY,
+                Reservation(0, 0, cursor, 0),
+                cursor=cursor,
+                count=0 if count else self.count,
+                live=0,
+            )
+
+    def pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Split positions into ``(start, stop)`` places and the offset of the first in them."""
+        slots = int(self._h[_SLOTS])
+        start = first % slots
+        whole = min(count, slots - start)
+        yield start, start + whole, 0
+        if whole < count:
+            yield 0, count - whole, whole
+
+    def changes(self, since: tuple[int, int]) -> list[tuple[int, int]] | None:
+        """Return ``(first, count)`` of the positions whose stamps changed since a `version`.
+
+        Returns:
+            ``None`` if everything has to be looked at.
+        """
+        with self.section():
+            now, epoch = self.version
+            if epoch != since[1] or now - since[0] > _LOG:
+                return None
+            places = np.arange(since[0], now) % _LOG
+            recent = self._log[places].tolist()
+        return list(dict.fromkeys((first, count) for first, count in recent))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return cursor, counters and stamps (what is being written counts as nothing)."""
+        with self.section():
+            return {
+                "cursor": int(self._h[_CURSOR]),
+                "base": int(self._h[_BASE]),
+                "count": self.count,
+                "stamps": torch.from_numpy(np.maximum(self.stamps[: self.top], 0)),
+            }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put back what `snapshot` returned, into a ring of the same size; inside `section`.
+
+        Raises:
+            ReplayError: somebody is writing.
+        """
+        if self._table[:, 0].any():
+            self._sweep()
+        if self._table[:, 0].any():
+            raise ReplayError("a replay buffer cannot be loaded while rows of it are being written")
+        stamps = state["stamps"].numpy()
+        self.stamps[:] = 0
+        self.stamps[: len(stamps)] = stamps
+        self._h[_CURSOR], self._h[_BASE] = state["cursor"], state["base"]
+        self._h[_COUNT], self._h[_LIVE] = state["count"], int(np.count_nonzero(stamps > 0))
+        self._h[_EPOCH] += 1
+
+    def mark(self, rows: Words) -> None:
+        """Commit single places out of order, as the newest rows (no ring; private ledgers)."""
+        with self.section():
+            first, fresh = int(self._h[_CURSOR]), int(np.count_nonzero(self.stamps[rows] == 0))
+            ranks = first + 1 + np.arange(len(rows), dtype=np.int64)
+            # Neighbours get different owners: what was placed one by one follows no other row.
+            self.stamps[rows] = ranks << _OWNER_BITS | rows & 1
+            self._h[_CURSOR] = first + len(rows)
+            self._h[_LIVE] += fresh
+            self._h[_EPOCH] += 1
+
+    def add_count(self, rows: int) -> None:
+        """Count rows that were seen and not stored."""
+        with self.section():
+            self._h[_COUNT] += rows
+
+    def _own(self) -> int:
+        owner = self.gate.owner()
+        if owner is None:
+            # Numbers are never given out twice, so a new process never looks like a dead one.
+            owner = int(self._h[_OWNERS]) + 1
+            self._h[_OWNERS] = owner
+            self.gate.claim(owner)
+        return owner
+
+    def _free_entry(self) -> int:
+        free = np.flatnonzero(self._table[:, 0] == 0)
+        if not len(free):
+            self._sweep()
+            free = np.flatnonzero(self._table[:, 0] == 0)
+        if not len(free):
+            raise ReplayError(
+                f"{_ENTRIES} writers are writing at once, more than a buffer can note"
+            )
+        return int(free[0])
+
+    def _place(self, count: int, contiguous: bool) -> int:
+        slots, cursor = self.slots, int(self._h[_CURSOR])
+        first = cursor
+        while first + count <= cursor + 2 * slots:
+            if contiguous and first % slots + count > slots:
+                first += slots - first % slots
+            after = self._blocked_until(first, count)
+            if after is None:
+                return first
+            first = after
+        raise ReplayError(
+            f"{count} rows cannot be reserved in a buffer of {slots}: too many of its rows are "
+            "being written; make max_size larger than what all writers hold at once"
+        )
+
+    def _blocked_until(self, first: int, count: int) -> int | None:
+        if not any(self.stamps[a:b].min() < 0 for a, b, _ in self.pieces(first, count)):
+            return None
+        self._sweep()
+        slots = self.slots
+        for owner, held, rows in self._table.tolist():
+            behind, ahead = (first - held) % slots, (held - first) % slots
+            if owner and behind < rows:
+                return first + rows - behind
+            if owner and ahead < count:
+                return first + ahead + rows
+        return None
+
+    def _sweep(self) -> None:
+        """Revoke what dead processes had reserved."""
+        for entry in np.flatnonzero(self._table[:, 0]).tolist():
+            owner, first, count = self._table[entry].tolist()
+            if not self.gate.alive(owner):
+                self._enact(_REVOKE, Reservation(entry, owner, first, count))
+
+    def _check_held(self, reservation: Reservation) -> None:
+        entry = self._table[reservation.entry].tolist()
+        if entry != [reservation.owner, reservation.first, reservation.rows]:
+            raise ReplayError(f"{reservation} is not held (any more): committed or revoked before")
+
+    def _enact(
+        self,
+        op: int,
+        reservation: Reservation,
+        cursor: int | None = None,
+        count: int | None = None,
+        live: int | None = None,
+    ) -> None:
+        h = self._h
+        h[_ENTRY], h[_OWNER], h[_FIRST], h[_N] = reservation
+        h[_TO_CURSOR] = h[_CURSOR] if cursor is None else cursor
+        h[_TO_COUNT] = h[_COUNT] if count is None else count
+        h[_TO_LIVE] = h[_LIVE] if live is None else live
+        h[_TO_CHANGES] = h[_CHANGES] + 1
+        h[_OP] = op
+        self._apply()
+
+    def _recover(self) -> None:
+        reserving = self._h[_OP] == _RESERVE
+        reservation = Reservation(*(int(self._h[w]) for w in (_ENTRY, _OWNER, _FIRST, _N)))
+        self._apply()
+        if reserving:
+            self._enact(_REVOKE, reservation)
+
+    def _apply(self) -> None:
+        """Do what is written down; doing it twice changes nothing."""
+        h = self._h
+        op, first, count, owner = int(h[_OP]), int(h[_FIRST]), int(h[_N]), int(h[_OWNER])
+        if op == _EMPTY:
+            np.minimum(self.stamps, 0, out=self.stamps)
+            h[_BASE] = first
+            h[_EPOCH] += 1
+        else:
+            self._stamp(first, count, owner, op)
+            row = self._table[int(h[_ENTRY])]
+            row[1], row[2] = first, count
+            row[0] = owner if op == _RESERVE else 0
+            self._log[(int(h[_TO_CHANGES]) - 1) % _LOG] = first, count
+        h[_CURSOR], h[_COUNT], h[_LIVE] = h[_TO_CURSOR], h[_TO_COUNT], h[_TO_LIVE]
+        h[_CHANGES] = h[_TO_CHANGES]
+        h[_OP] = 0
+
+    def _stamp(self, first: int, count: int, owner: int, op: int) -> None:
+        if len(self._ramp) < count:
+            self._ramp = np.arange(count, dtype=np.int64) << _OWNER_BITS
+        for start, stop, offset in self.pieces(first, count):
+            out = self.stamps[start:stop]
+            base = (first + offset + 1) << _OWNER_BITS | owner & _OWNER_MASK
+            # Ufuncs store whole words, which a plain copy of bytes does not promise.
+            if op == _COMMIT:
+                np.add(self._ramp[: stop - start], base, out=out)
+            elif op == _RESERVE:
+                np.subtract(-base, self._ramp[: stop - start], out=out)
+            else:
+                np.multiply(self._ramp[: stop - start], 0, out=out)

@@ -1,0 +1,191 @@
+"""Which rows a sample holds: uniform, or each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from gleanrl.core.errors import ReplayError
+from gleanrl.memory.replay.storages import Storage
+
+_TRIES = 8
+
+
+@dataclass(slots=True)
+class Draw:
+    """Frames to be copied."""
+
+    index: torch.Tensor
+    """Flat places (slot times environments plus environment), int64 ``[n]``."""
+    seen: torch.Tensor | None
+    """Stamps of their slots when they were chosen; ``None`` where nobody can write meanwhile."""
+    info: dict[str, torch.Tensor] = field(default_factory=dict)
+    """More entries of the sample, ``[n]``."""
+    ends: torch.Tensor | None = None
+    """Which frames end a slice, bool ``[n]``."""
+    last: bool = False
+    """Whether an epoch ended with these."""
+
+
+class Sampler:
+    """Chooses rows that are whole. One per buffer and process: it has state of its own."""
+
+    def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
+        """Choose ``count`` frames.
+
+        Raises:
+            ReplayError: nothing is there to choose from.
+        """
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Begin a new epoch with the next draw."""
+
+    def update_priority(
+        self, storage: Storage, index: torch.Tensor, priority: torch.Tensor
+    ) -> None:
+        """Take note of priorities; samplers without any ignore them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sampler's state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
+        """Put a state back, after the rows it belongs to."""
+        self.restart()
+
+
+class RandomSampler(Sampler):
+    """Every whole row with the same probability, with replacement."""
+
+    def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
+        """Choose uniformly."""
+        ledger = storage.ledger
+        top = ledger.top
+        if top == 0:
+            raise empty_error(storage)
+        frames = top * storage.envs
+
+        def propose(number: int) -> torch.Tensor:
+            return torch.randint(frames, (number,), generator=generator)
+
+        if not storage.shared and ledger.live == top:
+            return Draw(propose(count), None)
+        draw = whole(storage, propose, count)
+        return _exact(storage, count, generator) if draw is None else draw
+
+
+class SamplerWithoutReplacement(Sampler):
+    """Every row once per epoch. Rows that come during an epoch belong to the next.
+
+    Args:
+        drop_last: Leave out the last batch of an epoch if it would be smaller.
+        shuffle: In random order; in the order of their places otherwise.
+    """
+
+    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self._order = torch.empty(0, dtype=torch.int64)
+        self._next = 0
+
+    def restart(self) -> None:
+        """Begin a new epoch with the next draw."""
+        self._order = self._order[:0]
+        self._next = 0
+
+    def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
+        """Take the next ``count`` rows of the epoch, or what is left of it."""
+        if self._next >= len(self._order):
+            self._begin(storage, generator)
+        if self.drop_last and len(self._order) < count:
+            raise ReplayError(
+                f"an epoch over {len(self._order)} rows has no whole batch of {count}; lower the "
+                "batch size, or drop_last=False"
+            )
+        chosen, seen = self._take(storage, count)
+        if not len(chosen):  # the whole rest of the epoch was overwritten
+            self.restart()
+            return self.draw(storage, count, generator)
+        left = len(self._order) - self._next
+        last = left == 0 or (self.drop_last and left < count)
+        if last:
+            self.restart()
+        return Draw(chosen, seen, last=last)
+
+    def _begin(self, storage: Storage, generator: torch.Generator | None) -> None:
+        slots = torch.from_numpy(np.flatnonzero(storage.ledger.stamps[: storage.ledger.top] > 0))
+        if not len(slots):
+            raise empty_error(storage)
+        envs = storage.envs
+        if envs > 1:
+            slots = (slots.unsqueeze(1) * envs + torch.arange(envs)).flatten()
+        if self.shuffle:
+            slots = slots[torch.randperm(len(slots), generator=generator)]
+        self._order, self._next = slots, 0
+
+    def _take(self, storage: Storage, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        parts, stamps = [self._order[:0]], [self._order[:0]]
+        while count > 0 and self._next < len(self._order):
+            part = self._order[self._next : self._next + count]
+            self._next += len(part)
+            seen = stamps_of(storage, part)
+            good = seen > 0
+            parts.append(part[good])
+            stamps.append(seen[good])
+            count -= len(parts[-1])
+        return torch.cat(parts), torch.cat(stamps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is left of the epoch."""
+        return {"order": self._order[self._next :].clone()}
+
+    def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
+        """Continue the epoch."""
+        self._order, self._next = state["order"].clone(), 0
+
+
+def stamps_of(storage: Storage, index: torch.Tensor) -> torch.Tensor:
+    """Return the stamps of the slots of flat places."""
+    envs = storage.envs
+    slots = index if envs == 1 else index.div(envs, rounding_mode="floor")
+    return storage.ledger.words.index_select(0, slots)
+
+
+def whole(storage: Storage, propose: Callable[[int], torch.Tensor], count: int) -> Draw | None:
+    """Draw from ``propose`` until all rows are whole; ``None`` if that seems to lead nowhere."""
+    index = propose(count)
+    seen = stamps_of(storage, index)
+    for _ in range(_TRIES):
+        if int(seen.min()) > 0:
+            return Draw(index, seen)
+        bad = (seen <= 0).nonzero().squeeze(1)
+        again = propose(len(bad))
+        index[bad] = again
+        seen[bad] = stamps_of(storage, again)
+    return Draw(index, seen) if int(seen.min()) > 0 else None
+
+
+def _exact(storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
+    stamps = storage.ledger.stamps[: storage.ledger.top].copy()
+    slots = torch.from_numpy(np.flatnonzero(stamps > 0))
+    if not len(slots):
+        raise empty_error(storage)
+    chosen = slots[torch.randint(len(slots), (count,), generator=generator)]
+    seen = torch.from_numpy(stamps)[chosen]
+    if storage.envs > 1:
+        envs = torch.randint(storage.envs, (count,), generator=generator)
+        chosen = chosen * storage.envs + envs
+    return Draw(chosen, seen)
+
+
+def empty_error(storage: Storage) -> ReplayError:
+    """Say that there is nothing to sample."""
+    return ReplayError(
+        f"nothing to sample: the buffer holds {len(storage)} whole rows"
+        + ("; it is being written for the first time" if storage.ledger.top else "; extend() it")
+    )

@@ -1,0 +1,219 @@
+"""States of storages: in memory as dictionaries, on disk as raw tensors and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.memory.replay.fence import fence
+from gleanrl.memory.replay.rows import RowLayout, dtype_named
+from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage
+from gleanrl.memory.replay.writers import RoundRobinWriter
+
+_FORMAT = "gleanrl replay buffer"
+_VERSION = 1
+_META = "meta.json"
+_FOLDER = re.compile(r"data-[0-9a-f]{32}")
+
+
+def storage_state(storage: Storage, copied: bool = True) -> dict[str, Any]:
+    """Return everything that is whole.
+
+    Args:
+        storage: Whose.
+        copied: Copy the tensors; otherwise they are views that later writes show in.
+    """
+    if isinstance(storage, ListStorage):
+        with storage.ledger.section():
+            return {
+                **storage.ledger.snapshot(),
+                "slots": storage.max_size,
+                "items": [*storage.items],
+            }
+    assert isinstance(storage, LazyTensorStorage)
+    rows = storage.rows
+    if rows is None:
+        return {"layout": None}
+    state = storage.ledger.snapshot()
+    top = len(state["stamps"])
+    tensors = [tensor[:top].clone() if copied else tensor[:top] for tensor in rows.tensors]
+    if copied:
+        keep_unchanged(storage, state)
+    return {
+        **state,
+        "slots": storage.ledger.slots,
+        "layout": rows.layout.to_json().decode(),
+        "tensors": tensors,
+    }
+
+
+def keep_unchanged(storage: Storage, state: dict[str, Any]) -> None:
+    """Drop rows from ``state`` that somebody wrote while they were copied."""
+    fence()
+    stamps = state["stamps"]
+    stamps[stamps != storage.ledger.words[: len(stamps)]] = 0
+
+
+def load_storage(storage: Storage, state: dict[str, Any]) -> None:
+    """Put rows back: at the same places if the sizes agree, else in the order of their age.
+
+    Raises:
+        ConfigError: the state is of rows this storage cannot hold.
+    """
+    if isinstance(storage, ListStorage):
+        _load_items(storage, state)
+        return
+    assert isinstance(storage, LazyTensorStorage)
+    if state.get("layout") is None:
+        storage.ledger.empty()
+        return
+    rows = storage.initialise(RowLayout.from_json(state["layout"].encode()))
+    top = len(state["stamps"])
+    if storage.ledger.slots == state["slots"]:
+        with storage.ledger.section():
+            storage.ledger.restore(state)
+            for tensor, saved in zip(rows.tensors, state["tensors"], strict=True):
+                tensor[:top].copy_(saved)
+        return
+    order = torch.from_numpy(_by_age(state["stamps"])[-storage.ledger.slots :])
+    storage.ledger.empty()
+    data = dict(
+        zip([f.key for f in rows.layout.fields], (t[order] for t in state["tensors"]), strict=True)
+    )
+    RoundRobinWriter().extend(storage, data, 0)
+    storage.ledger.add_count(state["count"] - len(order))
+
+
+def _load_items(storage: ListStorage, state: dict[str, Any]) -> None:
+    if state.get("items") is None:
+        raise ConfigError("this state is of tensors, and this buffer's storage is a list")
+    with storage.ledger.section():
+        items = [state["items"][place] for place in _by_age(state["stamps"])]
+        storage.ledger.empty()
+        storage.items.clear()
+        if items:
+            RoundRobinWriter().extend(storage, items, 0)
+        storage.ledger.add_count(state["count"] - len(items))
+
+
+def _by_age(stamps: torch.Tensor) -> Any:
+    numbers = stamps.numpy()
+    order = np.argsort(numbers, kind="stable")
+    return order[numbers[order] > 0]
+
+
+def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any]) -> None:
+    """Write a buffer to the directory ``path``.
+
+    What an earlier call left there stays valid until this one is complete.
+
+    Raises:
+        ConfigError: the storage is a list of objects.
+    """
+    if isinstance(storage, ListStorage):
+        raise ConfigError("ListStorage holds any object, and files hold tensors: use state_dict()")
+    root = Path(path)
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / f"data-{uuid.uuid4().hex}"
+    folder.mkdir()
+    state = storage_state(storage, copied=False)
+    meta: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "folder": folder.name}
+    files: list[dict[str, Any]] = []
+    for tensor in state.pop("tensors", ()):
+        files.append(_save(folder, len(files), tensor))
+    meta["tensors"] = len(files)
+    if "stamps" in state:
+        keep_unchanged(storage, state)
+        files.append(_save(folder, len(files), state.pop("stamps")))
+    tensors = {name: value for name, value in sampler.items() if isinstance(value, torch.Tensor)}
+    for value in tensors.values():
+        files.append(_save(folder, len(files), value))
+    meta["sampler"] = {k: v for k, v in sampler.items() if k not in tensors}
+    meta |= {"storage": state, "sampler_tensors": list(tensors), "files": files}
+    fresh = root / f"{_META}.{folder.name}"
+    fresh.write_text(json.dumps(meta, indent=1))
+    fresh.replace(root / _META)
+    for old in root.iterdir():
+        if old.name != folder.name and _FOLDER.fullmatch(old.name):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the states of storage and sampler; the tensors are mapped files.
+
+    Nothing is unpickled, and no file outside ``path`` is opened.
+
+    Raises:
+        ConfigError: there is no such buffer, or its files are not what they are said to be.
+    """
+    root = Path(path)
+    try:
+        meta = json.loads(_regular(root / _META).read_text())
+        if meta["format"] != _FORMAT or meta["version"] != _VERSION:
+            raise ConfigError(f"{root} holds {meta['format']!r}, version {meta['version']!r}")
+        if not _FOLDER.fullmatch(meta["folder"]) or (root / meta["folder"]).is_symlink():
+            raise ConfigError(f"{root} names {meta['folder']!r} as its data")
+        folder = root / meta["folder"]
+        found = [_load(folder, number, entry) for number, entry in enumerate(meta["files"])]
+        storage, sampler = dict(meta["storage"]), dict(meta["sampler"])
+        number = int(meta["tensors"])
+        if storage.get("layout") is not None:
+            storage["tensors"], storage["stamps"] = found[:number], found[number]
+            _check(root, storage)
+            number += 1
+        sampler |= zip(meta["sampler_tensors"], found[number:], strict=True)
+    except (OSError, KeyError, TypeError, AttributeError, IndexError, ValueError) as err:
+        if isinstance(err, ConfigError):
+            raise
+        raise ConfigError(f"{root} holds no replay buffer that dumps() wrote: {err}") from err
+    return storage, sampler
+
+
+def _check(root: Path, state: dict[str, Any]) -> None:
+    layout, top = RowLayout.from_json(state["layout"].encode()), len(state["stamps"])
+    lead = (top,) if layout.envs is None else (top, layout.envs)
+    expected = [((*lead, *field.shape), field.dtype) for field in layout.fields]
+    if [(tuple(t.shape), t.dtype) for t in state["tensors"]] != expected:
+        raise ConfigError(f"the files in {root} are not of the layout that {_META} describes")
+    if state["stamps"].dtype != torch.int64 or not 0 <= top <= state["slots"]:
+        raise ConfigError(f"{root} holds {top} rows of {state['slots']}")
+
+
+def _save(folder: Path, number: int, tensor: torch.Tensor) -> dict[str, Any]:
+    data = tensor.detach().cpu().contiguous()
+    data.reshape(-1).view(torch.uint8).numpy().tofile(_file(folder, number))
+    return {"shape": list(data.shape), "dtype": str(data.dtype)[6:]}
+
+
+def _load(folder: Path, number: int, entry: dict[str, Any]) -> torch.Tensor:
+    path = _regular(_file(folder, number))
+    shape, dtype = [int(size) for size in entry["shape"]], dtype_named(entry["dtype"])
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= size
+    if min(shape, default=0) < 0 or path.stat().st_size != nbytes:
+        raise ConfigError(f"{path} has {path.stat().st_size} bytes, {shape} {dtype} takes {nbytes}")
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype)
+    data = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
+    return data.view(dtype).view(shape)
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"{number}.bin"
+
+
+def _regular(path: Path) -> Path:
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise ConfigError(f"{path} is not a regular file")
+    return path

@@ -1,0 +1,377 @@
+"""Where rows lie: tensors in memory or in a file, or a list of anything."""
+
+from __future__ import annotations
+
+import copy
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, lazy_stack
+
+from gleanrl.core.errors import ConfigError, ReplayError
+from gleanrl.core.keys import Key
+from gleanrl.memory.replay.gate import ProcessGate, ThreadGate
+from gleanrl.memory.replay.handles import Handle
+from gleanrl.memory.replay.ledger import Ledger, Reservation
+from gleanrl.memory.replay.rows import RowLayout, Rows, batch_shape, describe, flatten
+from gleanrl.memory.shared import SharedMemory
+
+_ALIGN = 64
+
+
+class Storage:
+    """Rows and the ledger that says which of them are whole."""
+
+    shareable = False
+
+    def __init__(self, max_size: int, ndim: int = 1) -> None:
+        """Hold ``max_size`` frames.
+
+        Raises:
+            ConfigError: ``max_size`` is not positive, or ``ndim`` neither 1 nor 2.
+        """
+        if isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1:
+            raise ConfigError(f"max_size is a positive number of rows, not {max_size!r}")
+        if ndim not in (1, 2):
+            raise ConfigError(f"ndim is 1 (rows) or 2 ([env, time]), not {ndim!r}")
+        self.max_size = max_size
+        self.ndim = ndim
+        self.shared = False
+        words = np.zeros(Ledger.words_for(max_size), np.int64)
+        self.ledger = Ledger(max_size, ThreadGate(), words)
+
+    @property
+    def envs(self) -> int:
+        """Frames per slot of the ring: environments of an ``[env, time]`` storage, else 1."""
+        return 1
+
+    def __len__(self) -> int:
+        """Return the number of frames that are whole."""
+        return self.ledger.live * self.envs
+
+    def share(self) -> None:
+        """Move to memory that other processes map.
+
+        Raises:
+            ConfigError: this kind of storage cannot be.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} holds objects of one process; share a "
+            "LazyTensorStorage or LazyMemmapStorage"
+        )
+
+    def prepare(self, data: Any, dim: int) -> tuple[Any, int]:
+        """Check ``data`` and return it as `write` takes it, and how many slots it fills."""
+        raise NotImplementedError
+
+    def write(self, start: int, values: Any, offset: int, count: int) -> None:
+        """Write slots ``start`` to ``start + count`` from ``offset`` on in prepared data."""
+        raise NotImplementedError
+
+    def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> Any:
+        """Return copies of the frames at flat places ``index``, ``[n]``, and more entries."""
+        raise NotImplementedError
+
+    def field(self, key: Key) -> torch.Tensor | None:
+        """Return a field of all slots, ``[slots, ...]``, or ``None``."""
+        return None
+
+
+class LazyTensorStorage(Storage):
+    """Tensors in memory, allocated when the first data is stored, which decides what rows are.
+
+    Args:
+        max_size: Frames to hold.
+        device: Where they lie; ``None`` is the CPU. Samples come out there.
+        ndim: 1 for rows; 2 for ``[env, time]`` data, of which each environment's frames follow one
+            another (``max_size // envs`` steps are kept).
+    """
+
+    shareable = True
+
+    def __init__(
+        self, max_size: int, device: torch.device | str | None = None, ndim: int = 1
+    ) -> None:
+        super().__init__(max_size, ndim)
+        self.device = torch.device("cpu" if device is None else device)
+        self._rows: Rows | None = None
+        self._memory: SharedMemory | None = None
+        self._words: SharedMemory | None = None
+        self._gate: ProcessGate | None = None
+
+    @property
+    def rows(self) -> Rows | None:
+        """The tensors, ``None`` while nothing was stored by anybody."""
+        if self._rows is None and self.ledger.ready:
+            layout = RowLayout.from_json(self.ledger.layout())
+            self._rows = Rows(layout, self.ledger.slots, self._allocate)
+        return self._rows
+
+    @property
+    def envs(self) -> int:
+        """Frames per slot of the ring."""
+        rows = self.rows
+        return 1 if rows is None else rows.layout.envs or 1
+
+    def initialise(self, layout: RowLayout) -> Rows:
+        """Allocate for ``layout``, or check that what was allocated is the same.
+
+        Raises:
+            ConfigError: the storage holds other rows, or they do not fit into memory.
+        """
+        slots = self.max_size // (layout.envs or 1)
+        if slots < 1:
+            raise ConfigError(f"max_size ({self.max_size}) is less than {layout.envs} environments")
+        with self.ledger.section():
+            if not self.ledger.ready:
+                self._reserve_memory(layout, slots)
+                self.ledger.initialise(slots, layout.to_json())
+        rows = self.rows
+        assert rows is not None
+        if rows.layout != layout:
+            raise ConfigError(f"this storage holds rows of {rows.layout}, not of {layout}")
+        return rows
+
+    def prepare(self, data: Any, dim: int) -> tuple[list[torch.Tensor], int]:
+        """Check ``data``, time first: ``[slots, ...]`` or ``[slots, envs, ...]``."""
+        rows = self.rows
+        if dim == 1:
+            batch_shape(data, 2)
+            if rows is None:
+                flipped = {k: v.transpose(0, 1) for k, v in flatten(data).items()}
+                rows = self.initialise(describe(flipped, 2, batch_shape(data, 2)[2:]))
+            values = [value.transpose(0, 1) for value in rows.take(data, 2)]
+        else:
+            batch_shape(data, self.ndim)
+            if rows is None:
+                rows = self.initialise(describe(data, self.ndim))
+            values = rows.take(data, self.ndim)
+        if self.ndim == 2 and values[0].shape[1] != rows.layout.envs:
+            raise ConfigError(
+                f"data of {values[0].shape[1]} environments for a storage of {rows.layout.envs}"
+            )
+        return values, values[0].shape[0]
+
+    def write(self, start: int, values: Sequence[torch.Tensor], offset: int, count: int) -> None:
+        """Copy prepared leaves into slots."""
+        rows = self._rows
+        assert rows is not None
+        for tensor, value in zip(rows.tensors, values, strict=True):
+            tensor[start : start + count].copy_(value[offset : offset + count].detach())
+
+    def scatter(self, places: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+        """Copy prepared leaves to single places."""
+        rows = self._rows
+        assert rows is not None
+        for tensor, value in zip(rows.tensors, values, strict=True):
+            tensor.index_copy_(0, places.to(tensor.device), value.detach().to(tensor.device))
+
+    def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> Any:
+        """Copy frames out."""
+        rows = self._rows or self.rows
+        assert rows is not None
+        if rows.device.type != "cpu":
+            index = index.to(rows.device)
+            extra = {name: value.to(rows.device) for name, value in extra.items()}
+        return rows.gather(index, extra)
+
+    def field(self, key: Key) -> torch.Tensor | None:
+        """Return a field of all slots."""
+        rows = self.rows
+        return None if rows is None else rows.field(key)
+
+    def windows(self, reservation: Reservation) -> Iterator[dict[Key, torch.Tensor]]:
+        """Yield views of reserved rows by key, in order: two if they wrap, else one."""
+        rows = self.rows
+        assert rows is not None
+        for start, stop, _ in self.ledger.pieces(reservation.first, reservation.rows):
+            yield rows.view(start, stop)
+
+    def share(self) -> None:
+        """Move what is stored to anonymous memory that other processes map."""
+        if self.shared:
+            return
+        if self.device.type != "cpu":
+            raise ConfigError(f"a storage on {self.device} cannot be shared between processes")
+        before, old = self.ledger, self.rows
+        state = before.snapshot()
+        self._words, self._gate = _memory(), ProcessGate(SharedMemory().fd)
+        self._words.reserve(8 * Ledger.words_for(self.max_size))
+        self._memory = self._new_file()
+        self.shared = True
+        self._map_ledger()
+        if old is None:
+            return
+        self._rows = None
+        rows = self.initialise(old.layout)
+        for new, tensor in zip(rows.tensors, old.tensors, strict=True):
+            new[: before.top].copy_(tensor[: before.top])
+        with self.ledger.section():
+            self.ledger.restore(state)
+
+    def _map_ledger(self) -> None:
+        assert self._words is not None
+        assert self._gate is not None
+        words = np.frombuffer(self._words.map(), np.int64)
+        self.ledger = Ledger(self.max_size, self._gate, words)
+
+    def _new_file(self) -> SharedMemory:
+        return _memory()
+
+    def _reserve_memory(self, layout: RowLayout, slots: int) -> None:
+        self._check_room(layout.nbytes * slots)
+        if self._memory is not None:
+            size = sum(_aligned(f.nbytes * slots * (layout.envs or 1)) for f in layout.fields)
+            self._memory.reserve(max(size, mmap.PAGESIZE))
+
+    def _check_room(self, nbytes: int) -> None:
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if self.device.type == "cpu" and nbytes > room:
+            raise ConfigError(
+                f"a buffer of {self.max_size:,} such frames takes {nbytes:,} bytes and this "
+                f"machine has {room:,}: lower max_size, or use LazyMemmapStorage"
+            )
+
+    def _allocate(
+        self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    ) -> list[torch.Tensor]:
+        if self._memory is None:
+            return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+        whole, start, tensors = torch.frombuffer(self._memory.map(), dtype=torch.uint8), 0, []
+        for shape, dtype in shapes:
+            nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            tensors.append(whole[start : start + nbytes].view(dtype).view(shape))
+            start += _aligned(nbytes)
+        return tensors
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._words is None or self._gate is None or self._memory is None or not self.shared:
+            raise ReplayError(
+                "this replay buffer is private to its process: make it with shared=True, or call "
+                "share(), before it is sent to another one"
+            )
+        state = {k: v for k, v in self.__dict__.items() if k not in ("ledger", "_rows")}
+        for name in ("_words", "_memory", "_gate"):
+            state[name] = Handle.of(state[name].fd)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        gate = state["_gate"]
+        self.__dict__.update(state)
+        self._words, self._memory = _opened(state["_words"]), _opened(state["_memory"])
+        known = ProcessGate.known(gate.identity)
+        self._gate = ProcessGate(gate.open()) if known is None else known
+        self._rows = None
+        self._map_ledger()
+
+
+class LazyMemmapStorage(LazyTensorStorage):
+    """Tensors in a file that is mapped, for buffers larger than memory.
+
+    The file has no name: it is gone with the last process that maps it. `ReplayBuffer.dumps` makes
+    files that stay.
+
+    Args:
+        max_size: Frames to hold.
+        scratch_dir: Where the file lies; the system's directory for temporary files by default.
+        ndim: As in `LazyTensorStorage`.
+    """
+
+    def __init__(
+        self, max_size: int, scratch_dir: str | os.PathLike[str] | None = None, ndim: int = 1
+    ) -> None:
+        super().__init__(max_size, None, ndim)
+        self.scratch_dir = tempfile.gettempdir() if scratch_dir is None else os.fspath(scratch_dir)
+        os.makedirs(self.scratch_dir, exist_ok=True)
+        self._memory = self._new_file()
+
+    def _new_file(self) -> SharedMemory:
+        return _closing(SharedMemory(_unnamed_file(self.scratch_dir)))
+
+    def _check_room(self, nbytes: int) -> None:
+        status = os.statvfs(self.scratch_dir)
+        room = status.f_bavail * status.f_frsize
+        if nbytes > room:
+            raise ConfigError(
+                f"a buffer of {self.max_size:,} such frames takes {nbytes:,} bytes and "
+                f"{self.scratch_dir} has {room:,} left: lower max_size, or give a scratch_dir"
+            )
+
+
+class ListStorage(Storage):
+    """A list of anything, of one process.
+
+    Args:
+        max_size: Items to hold.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        super().__init__(max_size)
+        self.items: list[Any] = []
+        with self.ledger.section():
+            self.ledger.initialise(max_size, b"{}")
+
+    def prepare(self, data: Any, dim: int) -> tuple[list[Any], int]:
+        """Split ``data`` into items."""
+        items = list(data.unbind(0)) if isinstance(data, TensorDictBase) else list(data)
+        return items, len(items)
+
+    def write(self, start: int, values: Sequence[Any], offset: int, count: int) -> None:
+        """Keep references to items."""
+        self.items.extend([None] * (start + count - len(self.items)))
+        self.items[start : start + count] = values[offset : offset + count]
+
+    def scatter(self, places: torch.Tensor, values: Sequence[Any]) -> None:
+        """Keep references at single places."""
+        for place, value in zip(places.tolist(), values, strict=True):
+            self.write(place, [value], 0, 1)
+
+    def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> list[Any]:
+        """Return the items at ``index``."""
+        return [self.items[place] for place in index.tolist()]
+
+    def snapshot(self) -> list[Any]:
+        """Return a shallow copy of what is stored."""
+        return copy.copy(self.items)
+
+
+def stack(items: Sequence[Any]) -> Any:
+    """Stack items of a list into a batch; what cannot be stacked is returned as a list."""
+    if items and all(isinstance(item, torch.Tensor) for item in items):
+        return torch.stack(list(items))
+    if items and all(isinstance(item, TensorDictBase) for item in items):
+        return lazy_stack(list(items), 0).contiguous()
+    return list(items)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _memory() -> SharedMemory:
+    return _closing(SharedMemory())
+
+
+def _opened(handle: Handle) -> SharedMemory:
+    return _closing(SharedMemory(handle.open()))
+
+
+def _closing(memory: SharedMemory) -> SharedMemory:
+    weakref.finalize(memory, os.close, memory.fd).atexit = False
+    return memory
+
+
+def _unnamed_file(directory: str) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        # Some file systems have no files without names: this one loses its name at once.
+        fd, path = tempfile.mkstemp(dir=directory)
+        os.unlink(path)
+        return fd

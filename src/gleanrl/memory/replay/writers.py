@@ -1,0 +1,129 @@
+"""Where new rows go: round the ring, or in place of the least valuable ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import NestedKey, as_key, show
+from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
+
+
+class Writer:
+    """Stores data and says where."""
+
+    def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
+        """Store ``data``; return the slots that now hold it, int64.
+
+        Args:
+            storage: Where to.
+            data: Rows along dimension ``dim``.
+            dim: 0, or 1 for ``[env, time]`` data.
+        """
+        raise NotImplementedError
+
+
+class RoundRobinWriter(Writer):
+    """New rows replace the oldest. Reserve, copy, commit: rows become visible when whole."""
+
+    def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
+        """Store ``data``; of more rows than the storage has, the last ones."""
+        values, count = storage.prepare(data, dim)
+        slots = storage.ledger.slots
+        skipped = max(0, count - slots)
+        if not storage.shared:
+            # Nobody else may look before the rows are whole: one section around all of it.
+            with storage.ledger.section():
+                return self._write(storage, values, skipped, count - skipped, skipped)
+        # A part of the ring at a time, so that several writers of long batches find room.
+        part = max(1, slots // 4)
+        places = [
+            self._write(storage, values, start, min(part, count - start), skipped * (not n))
+            for n, start in enumerate(range(skipped, count, part))
+        ]
+        return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+
+    def _write(
+        self, storage: Storage, values: Any, offset: int, count: int, skipped: int
+    ) -> torch.Tensor:
+        if not count:
+            return torch.empty(0, dtype=torch.int64)
+        ledger = storage.ledger
+        reservation = ledger.reserve(count)
+        try:
+            for start, stop, ahead in ledger.pieces(reservation.first, count):
+                storage.write(start, values, offset + ahead, stop - start)
+        except BaseException:
+            ledger.revoke(reservation)
+            raise
+        ledger.commit(reservation, count + skipped)
+        first = reservation.first % ledger.slots
+        places = torch.arange(first, first + count)
+        return places if first + count <= ledger.slots else places % ledger.slots
+
+
+class TensorDictRoundRobinWriter(RoundRobinWriter):
+    """The same; TorchRL's name for the writer of TensorDicts."""
+
+
+class TensorDictMaxValueWriter(Writer):
+    """Keeps the rows with the largest values of an entry. For storages of one process, 1-D.
+
+    Args:
+        rank_key: The entry; summed if it has several elements per row.
+    """
+
+    def __init__(self, rank_key: NestedKey) -> None:
+        self.rank_key = as_key(rank_key)
+
+    def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
+        """Store what ranks among the best; return a slot per row of ``data``, -1 for the others.
+
+        Raises:
+            ConfigError: the storage is shared, a list, or 2-D, or rows lack the entry.
+        """
+        if not isinstance(storage, LazyTensorStorage) or storage.shared or storage.ndim != 1:
+            raise ConfigError(
+                "TensorDictMaxValueWriter writes to one-dimensional tensor storages of one process"
+            )
+        values, count = storage.prepare(data, dim)
+        rows = storage.rows
+        assert rows is not None
+        keys = [field.key for field in rows.layout.fields]
+        if self.rank_key not in keys:
+            raise ConfigError(f"rank_key {show(self.rank_key)} is no entry of the data: {keys}")
+        rank = keys.index(self.rank_key)
+        with storage.ledger.section():
+            return self._store(storage, values, count, rank)
+
+    def _store(
+        self, storage: LazyTensorStorage, values: list[torch.Tensor], count: int, rank: int
+    ) -> torch.Tensor:
+        ledger = storage.ledger
+        rows = storage.rows
+        assert rows is not None
+        filled, slots = ledger.live, ledger.slots
+        given = _ranks(values[rank])
+        have = _ranks(rows.tensors[rank][:filled])
+        # Stable, and the stored ones first: of equals, those that are there stay.
+        best = np.argsort(-np.concatenate([have, given]), kind="stable")[:slots]
+        taken = np.sort(best[best >= filled] - filled)
+        out = np.setdiff1d(np.arange(filled), best)
+        places = np.concatenate([np.arange(filled, slots), out])[: len(taken)]
+        chosen = torch.from_numpy(taken)
+        storage.scatter(
+            torch.from_numpy(places), [value.index_select(0, chosen) for value in values]
+        )
+        ledger.mark(places)
+        ledger.add_count(len(taken))
+        where = torch.full((count,), -1)
+        where[chosen] = torch.from_numpy(places)
+        return where
+
+
+def _ranks(values: torch.Tensor) -> Any:
+    flat = values.reshape(len(values), -1) if values.numel() else values.reshape(len(values), 0)
+    return flat.sum(1, dtype=torch.float64).cpu().numpy()

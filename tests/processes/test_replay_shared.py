@@ -1,0 +1,325 @@
+"""Several processes write and read one buffer while writers are killed: nothing torn, lost, twice.
+
+``GLEANRL_REPLAY_SECONDS=60`` runs the stress test that long.
+"""
+
+import gc
+import multiprocessing as mp
+import os
+import pickle
+import random
+import select
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gleanrl import (
+    ConfigError,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    ReplayError,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
+
+SECONDS = float(os.environ.get("GLEANRL_REPLAY_SECONDS", "4"))
+WIDTH = 48
+PROCESSES = mp.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["gleanrl"])
+
+
+def rows(writer, first, count):
+    """Every field of a row is a function of who wrote it and its number."""
+    number = torch.arange(first, first + count) + writer * 10**9
+    return TensorDict(
+        {
+            "number": number,
+            "wide": number.unsqueeze(1) * 3 + torch.arange(WIDTH),
+            "collector": {"traj_ids": torch.full((count,), writer)},
+            "next": {"number": number + 1},
+        },
+        [count],
+    )
+
+
+def check(batch):
+    """Raise unless every row is whole."""
+    number = batch["number"]
+    assert (batch["wide"] == number.unsqueeze(1) * 3 + torch.arange(WIDTH)).all(), "torn"
+    assert (batch["next", "number"] == number + 1).all(), "torn"
+    assert (batch["collector", "traj_ids"] == number // 10**9).all(), "torn"
+
+
+def run(rb, body, names, answer):
+    """Runs in the child: ``body`` with ``rb`` and ``names``; ``say`` answers."""
+    torch.set_num_threads(1)
+    exec(textwrap.dedent(body), {**globals(), **names, "rb": rb, "say": answer.send})
+
+
+def start(rb, body, **names):
+    here, there = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=run, args=(rb, body, names, there))
+    process.start()
+    there.close()
+    process.answer = here
+    return process
+
+
+def finish(process):
+    process.join(60)
+    assert process.exitcode == 0
+    try:
+        return process.answer.recv()
+    except EOFError:  # it had nothing to say
+        return None
+
+
+WRITE = """
+first, rng = 0, random.Random(writer)
+ready = os.open(acknowledged, os.O_WRONLY | os.O_APPEND)
+while first < limit:
+    count = rng.choice([1, 3, 17, 64, 200])
+    data = rows(writer, first, count)
+    rb.add(data[0]) if count == 1 else rb.extend(data)
+    first += count
+    os.write(ready, b"%d %d\\n" % (first - count, count))
+"""
+READ = """
+end, samples, seen = time.monotonic() + seconds, 0, 0
+while time.monotonic() < end:
+    if len(rb) < 2000:
+        continue
+    batch = rb.sample(128)
+    check(batch)
+    if slices:
+        parts = batch["number"].view(-1, 8)
+        assert (parts[:, 1:] == parts[:, :-1] + 1).all(), "a slice crosses a gap"
+    samples += 1
+    seen = max(seen, rb.write_count)
+say((samples, seen))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(max(120, 3 * SECONDS))
+def test_rows_are_whole_while_writers_are_killed(tmp_path):
+    size = 6000
+    rb = ReplayBuffer(storage=LazyTensorStorage(size), shared=True)
+    sliced = ReplayBuffer(storage=rb.storage, sampler=SliceSampler(slice_len=8))
+    readers = [
+        start(buffer, READ, seconds=SECONDS, slices=buffer is sliced) for buffer in (rb, sliced)
+    ]
+    rng = random.Random(0)
+    logs, writers, kills, serial = [], {}, 0, 0
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end or any(reader.is_alive() for reader in readers):
+        while len(writers) < 4:
+            serial += 1
+            logs.append(tmp_path / f"{serial}")
+            logs[-1].touch()
+            writers[serial] = start(
+                rb, WRITE, writer=serial, limit=10**8, acknowledged=str(logs[-1])
+            )
+        victim = rng.choice(sorted(writers))
+        # Only what has begun to write is worth killing; the pause lets it be in the middle.
+        if logs[victim - 1].stat().st_size:
+            end_process(writers.pop(victim))
+            kills += 1
+        select.select([], [], [], rng.uniform(0.0, 0.05))
+    for writer in writers.values():
+        end_process(writer)
+    reads = []
+    for reader in readers:
+        samples, seen = finish(reader)
+        assert samples > 20
+        reads.append(f"{samples:,} samples")
+        assert seen <= rb.write_count
+    assert kills >= 2
+    check_losses(rb, logs, size)
+    rb.extend(rows(0, 0, size))  # Nobody wedged anything: the whole ring is writable
+    assert len(rb) == size
+    sys.stderr.write(f"{serial} writers, {kills} killed, {rb.write_count:,} rows, {reads}\n")
+
+
+def end_process(process):
+    process.kill()
+    process.join(30)
+    process.close()
+
+
+def check_losses(rb, logs, size):
+    """Every acknowledged row was counted, and none of the latest is missing or there twice."""
+    everything = rb[:]
+    check(everything)
+    numbers = everything["number"].tolist()
+    assert len(numbers) == len(set(numbers)) == len(rb), "twice"
+    acknowledged = 0
+    for writer, log in enumerate(logs, 1):
+        done = [tuple(map(int, line.split())) for line in log.read_text().splitlines()]
+        acknowledged += sum(count for _, count in done)
+        mine = sorted(number - writer * 10**9 for number in numbers if number // 10**9 == writer)
+        if done and mine:
+            # A writer's rows leave in the order they came: from its oldest row on, all are there.
+            last = max(done[-1][0] + done[-1][1], mine[-1] + 1)
+            assert mine == list(range(mine[0], last)), "lost"
+            assert last - (done[-1][0] + done[-1][1]) in (0, 1, 3, 17, 64, 200)
+    # A writer may die between committing and saying so: one batch each.
+    assert acknowledged <= rb.write_count <= acknowledged + 200 * len(logs)
+
+
+def test_the_handle_of_a_process_that_ended_is_a_named_error():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
+    handle = finish(start(rb, "say(pickle.dumps(rb))"))
+    with pytest.raises(ReplayError, match="has ended or dropped it"):
+        pickle.loads(handle)
+
+
+def test_a_private_buffer_cannot_be_sent():
+    with pytest.raises(ReplayError, match="shared=True"):
+        pickle.dumps(ReplayBuffer(storage=LazyTensorStorage(10)))
+
+
+def test_a_list_cannot_be_shared():
+    with pytest.raises(ConfigError, match="LazyTensorStorage"):
+        ReplayBuffer(storage=ListStorage(10), shared=True)
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_the_first_writer_decides_what_rows_are(kind):
+    rb = ReplayBuffer(storage=kind(100), shared=True)
+    finish(start(rb, "rb.extend(rows(1, 0, 30))"))
+    assert len(rb) == 30
+    check(rb.sample(64))
+    assert rb.write_count == 30
+
+
+def test_a_child_hands_the_buffer_on():
+    rb = ReplayBuffer(storage=LazyTensorStorage(100), shared=True)
+    body = """
+    finish(start(rb, "rb.extend(rows(1, 0, 30)); rb.extend(rows(1, 30, 5))"))
+    rb.extend(rows(2, 0, 7))
+    """
+    finish(start(rb, body))
+    assert rb.write_count == len(rb) == 42
+
+
+def test_share_takes_along_what_is_stored():
+    rb = ReplayBuffer(storage=LazyTensorStorage(50))
+    rb.extend(rows(1, 0, 60))
+    before = rb[:]
+    rb.share()
+    assert (rb[:] == before).all()
+    assert rb.write_count == 60
+    finish(start(rb, "check(rb.sample(20)); rb.extend(rows(1, 60, 10))"))
+    assert rb[:]["number"].max() == 10**9 + 69
+
+
+def test_rows_reserved_by_the_dead_are_skipped_and_written_again():
+    rb = ReplayBuffer(storage=LazyTensorStorage(40), shared=True)
+    rb.extend(rows(1, 0, 20))
+    finish(start(rb, "rb.reserve(10)"))
+    assert len(rb) == 20
+    for _ in range(20):
+        assert rb.sample(16)["number"].max() < 10**9 + 20
+    places = rb.extend(rows(1, 20, 30))
+    assert places.tolist() == [*range(30, 40), *range(20)]
+    rb.extend(rows(1, 50, 40))
+    assert len(rb) == 40
+    assert rb.write_count == 90
+
+
+DIE = """
+h, left = rb.storage.ledger._h, [step]
+
+class Mortal:
+    def __getitem__(self, word): return h[word]
+    def __setitem__(self, word, value):
+        if left[0] == 0:
+            os.kill(os.getpid(), 9)
+        left[0] -= 1
+        h[word] = value
+
+rb.storage.ledger._h = Mortal()
+taken = rb.reserve(5, contiguous=True)
+for key, tensor in rb.windows(taken)[0].items():
+    tensor.copy_(rows(7, 0, 5)[key])
+rb.commit(taken)
+"""
+
+
+@pytest.mark.slow
+def test_a_death_inside_the_lock_is_repaired_by_the_next():
+    """Killed before every store into the header, in turn: counters and stamps agree afterwards."""
+    for step in range(0, 60, 2):
+        rb = ReplayBuffer(storage=LazyTensorStorage(16), shared=True)
+        rb.extend(rows(1, 0, 12))
+        process = start(rb, DIE, step=step)
+        process.join(60)
+        counts = (14,) if process.exitcode else (19,)
+        rb.extend(rows(1, 12, 2))
+        stamps = rb.storage.ledger.stamps
+        assert len(rb) == (stamps > 0).sum()
+        # From the store on that declares the commit, whoever comes next completes it.
+        assert rb.write_count in (*counts, 19)
+        check(rb[:])
+        rb.extend(rows(1, 14, 16))
+        assert len(rb) == 16
+        assert (stamps > 0).all()
+        if process.exitcode == 0:
+            return
+    raise AssertionError("it never got to the end")
+
+
+def test_what_other_processes_wrote_gets_the_default_priority():
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(64), sampler=PrioritizedSampler(64, 1.0, 0.5), shared=True
+    )
+    rb.extend(rows(1, 0, 20))
+    rb.update_priority(torch.arange(20), 0.0)
+    rb.update_priority(3, 1.0)
+    assert set(rb.sample(32)["index"].tolist()) == {3}
+    finish(start(rb, "rb.extend(rows(2, 0, 10))"))
+    assert set(rb.sample(400)["index"].tolist()) == {3, *range(20, 30)}
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_nothing_is_left_behind(kind):
+    def left():
+        gc.collect()
+        return sorted(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+
+    before = left()
+    for _ in range(3):
+        rb = ReplayBuffer(storage=kind(100), shared=True)
+        rb.extend(rows(1, 0, 10))
+        again = pickle.loads(pickle.dumps(rb))
+        again.extend(rows(1, 10, 10))
+        assert rb.write_count == 20
+    del rb, again
+    assert left() == before
+
+
+def test_a_forked_child_writes_under_its_own_name():
+    rb = ReplayBuffer(storage=LazyTensorStorage(100), shared=True)
+    rb.extend(rows(1, 0, 10))
+    body = """
+    rb.extend(rows(1, 0, 1))
+    child = os.fork()
+    if child == 0:
+        rb.extend(rows(2, 0, 5))
+        rb.reserve(3)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    gate, table = rb.storage.ledger.gate, rb.storage.ledger._table
+    (owner,) = table[table[:, 0] > 0, 0].tolist()
+    assert owner != gate.owner() and not gate.alive(owner)
+    """
+    finish(start(rb, body))
+    assert rb.write_count == 16

@@ -1,0 +1,401 @@
+"""Replay buffers: what is stored, where, and what comes back."""
+
+import threading
+from itertools import chain
+
+import pytest
+import torch
+import torchrl.data as theirs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+import gleanrl
+from gleanrl import (
+    ConfigError,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    ReplayError,
+    SamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+)
+
+
+def rows(first, count):
+    """Rows that can be told apart in every field."""
+    number = torch.arange(first, first + count)
+    return TensorDict(
+        {
+            "observation": number.float().unsqueeze(1) + torch.tensor([0.0, 0.25, 0.5]),
+            "action": number,
+            "flag": (number % 2 == 0).unsqueeze(1),
+            "next": {"reward": number.float().unsqueeze(1), "deep": {"half": number.bfloat16()}},
+        },
+        [count],
+    )
+
+
+def grid(first, envs, steps):
+    """``[env, time]`` data whose every frame tells environment and step."""
+    number = torch.arange(first, first + steps) + 1000 * torch.arange(envs).unsqueeze(1)
+    return TensorDict({"number": number, "next": {"row": number.unsqueeze(2)}}, [envs, steps])
+
+
+STORAGES = [LazyTensorStorage, LazyMemmapStorage]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 12),
+    writes=st.lists(st.integers(0, 15), min_size=1, max_size=12),
+    shared=st.booleans(),
+)
+def test_contents_are_those_of_a_model_ring(size, writes, shared):
+    rb = ReplayBuffer(storage=LazyTensorStorage(size), shared=shared)
+    model, cursor, written = {}, 0, 0
+    for count in writes:
+        if count == 1:
+            places = [rb.add(rows(written, 1)[0])]
+        else:
+            places = rb.extend(rows(written, count)).tolist()
+        stored = range(max(0, count - size), count)
+        expected = [(cursor + n) % size for n in range(len(stored))]
+        assert places == expected
+        model.update(zip(expected, (written + n for n in stored), strict=True))
+        cursor += len(stored)
+        written += count
+        assert len(rb) == len(model)
+        assert rb.write_count == written
+        if model:
+            numbers = [model[place] for place in sorted(model)]
+            everything = rb[:]
+            assert (everything == torch.cat([rows(n, 1) for n in numbers])).all()
+            sample, info = rb.sample(20, return_info=True)
+            assert sample["action"].tolist() == [model[n] for n in info["index"].tolist()]
+            assert (sample == torch.cat([rows(n, 1) for n in sample["action"].tolist()])).all()
+
+
+@given(writes=st.lists(st.integers(1, 12), min_size=1, max_size=8))
+@settings(max_examples=25, deadline=None)
+def test_contents_and_places_are_those_of_torchrl(writes):
+    ours = ReplayBuffer(storage=LazyTensorStorage(12))
+    peer = theirs.ReplayBuffer(storage=theirs.LazyTensorStorage(12))
+    first = 0
+    for count in writes:
+        data = rows(first, count)
+        assert ours.extend(data).tolist() == peer.extend(data).tolist()
+        first += count
+    assert (ours[:] == peer[:]).all()
+    assert (len(ours), ours.write_count) == (len(peer), peer.write_count)
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_env_time_storages_keep_steps_of_every_environment(kind):
+    rb = ReplayBuffer(storage=kind(12, ndim=2))
+    assert rb.extend(grid(0, 2, 4)).tolist() == [[t, e] for t in range(4) for e in range(2)]
+    assert (rb[:] == grid(0, 2, 4)).all()
+    rb.extend(grid(4, 2, 4))
+    assert (len(rb), rb.write_count) == (12, 16)
+    assert rb[:]["number"].tolist()[1] == [1006, 1007, 1002, 1003, 1004, 1005]
+    sample, info = rb.sample(50, return_info=True)
+    assert info["index"].shape == (50, 2)
+    step, env = info["index"].unbind(1)
+    assert (rb[:]["number"][env, step] == sample["number"]).all()
+    assert sample["next", "row"].shape == (50, 1)
+    place = rb.add(grid(8, 2, 1)[:, 0])
+    assert (place, len(rb)) == (2, 12)
+
+
+def test_time_can_come_first():
+    rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), dim_extend=0)
+    rb.extend(grid(0, 2, 4).transpose(0, 1))
+    assert (rb[:] == grid(0, 2, 4)).all()
+
+
+def test_env_time_data_has_two_dimensions():
+    rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+    with pytest.raises(ConfigError, match=r"batch size \[3\]"):
+        rb.extend(rows(0, 3))
+    rb.extend(grid(0, 2, 3))
+    with pytest.raises(ConfigError, match="3 environments for a storage of 2"):
+        rb.extend(grid(0, 3, 3))
+
+
+def test_rows_may_have_batch_dimensions_of_their_own():
+    rb = ReplayBuffer(storage=LazyTensorStorage(6))
+    rb.extend(grid(0, 2, 4))
+    sample = rb.sample(5)
+    assert sample.batch_size == (5, 4)
+    assert sample["next"].batch_size == (5, 4)
+
+
+def test_samples_are_copies_on_the_storages_device():
+    rb = ReplayBuffer(storage=LazyTensorStorage(4))
+    rb.extend(rows(0, 4))
+    sample = rb.sample(4)
+    sample["action"].fill_(-1)
+    assert rb[:]["action"].tolist() == [0, 1, 2, 3]
+    assert sample.device == torch.device("cpu")
+    assert sample["next", "deep", "half"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.exclude("action"), "missing 'action'; new none"),
+        (lambda d: d.set("more", d["action"]), "missing none; new 'more'"),
+        (lambda d: d.set("action", d["action"].int()), "'action' is torch.int32"),
+        (lambda d: d.set(("next", "reward"), d["action"].float()), r"\('next', 'reward'\) is"),
+    ],
+)
+def test_data_unlike_the_first_is_named(change, message):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend(rows(0, 3))
+    with pytest.raises(ConfigError, match=message):
+        rb.extend(change(rows(3, 3)))
+    assert rb.write_count == 3
+
+
+def test_what_is_no_tensor_is_named():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    with pytest.raises(ConfigError, match="'name' is NonTensorData.*ListStorage"):
+        rb.extend(TensorDict({"a": torch.zeros(3), "name": "x"}, [3]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LazyTensorStorage(0),
+        lambda: LazyTensorStorage(5, ndim=3),
+        lambda: ReplayBuffer(storage=LazyTensorStorage(5), batch_size=0),
+        lambda: ReplayBuffer(storage=LazyTensorStorage(5), prefetch=-1),
+        lambda: ReplayBuffer(storage=LazyTensorStorage(5), dim_extend=1),
+    ],
+)
+def test_wrong_arguments(make):
+    with pytest.raises(ConfigError):
+        make()
+
+
+def test_too_large_a_buffer_is_refused_before_it_swaps():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10**9))
+    with pytest.raises(ConfigError, match="lower max_size, or use LazyMemmapStorage"):
+        rb.extend(TensorDict({"image": torch.zeros(1, 84, 84, 4, dtype=torch.uint8)}, [1]))
+
+
+def test_nothing_to_sample():
+    rb = ReplayBuffer(storage=LazyTensorStorage(5))
+    with pytest.raises(ReplayError, match="nothing to sample"):
+        rb.sample(2)
+    rb.extend(rows(0, 3))
+    with pytest.raises(ConfigError, match="batch_size"):
+        rb.sample()
+    rb.empty()
+    assert (len(rb), rb.write_count) == (0, 0)
+    with pytest.raises(ReplayError, match="nothing to sample"):
+        rb.sample(2)
+    rb.extend(rows(7, 2))
+    assert rb[:]["action"].tolist() == [7, 8]
+
+
+def test_plain_tensors():
+    rb = ReplayBuffer(storage=LazyTensorStorage(5))
+    rb.extend(torch.arange(8.0).view(4, 2))
+    assert rb.sample(3).shape == (3, 2)
+    assert rb[1].tolist() == [2.0, 3.0]
+    assert rb[-1].tolist() == [6.0, 7.0]
+    assert rb[1:3].tolist() == [[2.0, 3.0], [4.0, 5.0]]
+    assert rb[[3, 0]].tolist() == [[6.0, 7.0], [0.0, 1.0]]
+    with pytest.raises(IndexError, match="no row is stored"):
+        rb[4]
+
+
+def test_lists_hold_anything():
+    rb = ReplayBuffer(storage=ListStorage(3), batch_size=4)
+    rb.extend(["a", "b"])
+    assert rb.add({"c": 1}) == 2
+    rb.add("d")
+    assert rb[:] == ["d", "b", {"c": 1}]
+    assert len(rb.sample()) == 4
+    collated = ReplayBuffer(storage=ListStorage(3), collate_fn=len)
+    collated.extend([1, 2])
+    assert collated.sample(7) == 7
+
+
+def test_lists_stack_tensordicts():
+    rb = ReplayBuffer(storage=ListStorage(10))
+    rb.extend(rows(0, 5))
+    assert (rb[:] == rows(0, 5)).all()
+    assert rb.sample(3).batch_size == (3,)
+
+
+def test_transforms_see_every_sample_in_order():
+    def double(data):
+        return data.set("action", data["action"] * 2)
+
+    def note(data):
+        data["noted"] = data["action"] + 1
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(5), transform=double, batch_size=3)
+    rb.append_transform(note).extend(rows(0, 5))
+    sample = rb.sample()
+    assert (sample["noted"] == sample["action"] + 1).all()
+    assert (sample["action"] % 2 == 0).all()
+    assert rb[:]["action"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_generator_makes_samples_repeatable():
+    def numbers(seed, prefetch=None):
+        generator = torch.Generator().manual_seed(seed)
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(50), generator=generator, batch_size=8, prefetch=prefetch
+        )
+        rb.extend(rows(0, 50))
+        return [rb.sample()["action"].tolist() for _ in range(4)]
+
+    assert numbers(1) == numbers(1)
+    assert numbers(1) != numbers(2)
+    assert numbers(1, prefetch=3) == numbers(1)
+
+
+def test_prefetching_passes_errors_on_and_goes_on():
+    rb = ReplayBuffer(storage=LazyTensorStorage(50), batch_size=8, prefetch=2)
+    with pytest.raises(ReplayError, match="nothing to sample"):
+        rb.sample()
+    rb.empty()
+    rb.extend(rows(0, 20))
+    assert len(rb.sample()) == 8
+    assert len(rb.sample(5)) == 5
+
+
+def test_max_value_writer_keeps_the_best():
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter("action"))
+
+    def keyed(values):
+        return TensorDict({"action": torch.tensor(values)}, [len(values)])
+
+    assert (rb.extend(keyed([1, 5, 3])) >= 0).all()
+    assert (rb.extend(keyed([2, 4, 0])) >= 0).tolist() == [True, True, False]
+    assert sorted(rb[:]["action"].tolist()) == [2, 3, 4, 5]
+    assert rb.add(keyed([1])[0]) == -1
+    assert rb.add(keyed([9])[0]) >= 0
+    assert sorted(rb[:]["action"].tolist()) == [3, 4, 5, 9]
+    assert (len(rb), rb.write_count) == (4, 6)
+    assert set(rb.sample(100)["action"].tolist()) == {3, 4, 5, 9}
+
+
+def test_max_value_writer_needs_its_entry():
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter("rank"))
+    with pytest.raises(ConfigError, match="'rank' is no entry"):
+        rb.extend(rows(0, 2))
+
+
+def test_rows_are_written_in_place_and_seen_when_committed():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    with pytest.raises(ReplayError, match="not known"):
+        rb.reserve(2)
+    rb.extend(rows(0, 8))
+    taken = rb.reserve(4)
+    assert len(rb) == 6  # two of the oldest make room
+    windows = rb.windows(taken)
+    assert [len(window["action",]) for window in windows] == [2, 2]
+    for start, window in zip((8, 10), windows, strict=True):
+        for key, value in window.items():
+            value.copy_(rows(start, 2)[key])
+    assert set(rb.sample(100)["action"].tolist()) == {2, 3, 4, 5, 6, 7}
+    assert rb.write_count == 8
+    assert rb.commit(taken)
+    assert (len(rb), rb.write_count) == (10, 12)
+    assert rb[:]["action"].tolist() == [10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
+    with pytest.raises(ReplayError, match="not held"):
+        rb.commit(taken)
+
+
+def test_revoked_rows_are_skipped():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend(rows(0, 4))
+    rb.revoke(rb.reserve(3))
+    assert rb.extend(rows(4, 2)).tolist() == [7, 8]
+    assert set(rb.sample(200)["action"].tolist()) == {0, 1, 2, 3, 4, 5}
+    assert len(rb) == rb.write_count == 6
+
+
+def test_writers_go_round_what_others_hold():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend(rows(0, 10))
+    held = rb.reserve(3)
+    assert rb.extend(rows(10, 7)).tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert rb.extend(rows(17, 4)).tolist() == [3, 4, 5, 6]
+    with pytest.raises(ReplayError, match="8 rows cannot be reserved in a buffer of 10"):
+        rb.extend(rows(0, 8))
+    rb.revoke(held)
+    assert len(rb.extend(rows(21, 10))) == 10
+
+
+def test_contiguous_rows_do_not_wrap():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend(rows(0, 8))
+    (window,) = rb.windows(rb.reserve(5, contiguous=True))
+    window["action",][:] = 99
+    assert rb.storage.rows.tensors[0].flatten().tolist()[:5] == [99] * 5
+
+
+def test_what_is_written_while_the_buffer_is_emptied_goes_too():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend(rows(0, 8))
+    taken = rb.reserve(2)
+    rb.empty()
+    assert not rb.commit(taken)
+    assert (len(rb), rb.write_count) == (0, 0)
+    rb.extend(rows(20, 10))
+    assert len(rb) == 10
+
+
+def test_threads_write_and_sample_at_once():
+    rb = ReplayBuffer(storage=LazyTensorStorage(64))
+    rb.extend(rows(0, 64))
+    errors, done = [], threading.Event()
+
+    def read():
+        try:
+            while not done.is_set():
+                sample = rb.sample(32)
+                assert (sample == torch.cat([rows(n, 1) for n in sample["action"].tolist()])).all()
+        except BaseException as err:
+            errors.append(err)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(200):
+        rb.extend(rows(int(torch.randint(100, ())), 17))
+    done.set()
+    reader.join()
+    assert not errors
+    assert rb.write_count == 64 + 200 * 17
+
+
+def test_iterating_is_an_epoch():
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(20), sampler=SamplerWithoutReplacement(), batch_size=6
+    )
+    rb.extend(rows(0, 14))
+    for _ in range(2):
+        batches = [batch["action"].tolist() for batch in rb]
+        assert [len(batch) for batch in batches] == [6, 6, 2]
+        assert sorted(chain(*batches)) == list(range(14))
+
+
+def test_a_collector_fills_it():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(500), batch_size=16)
+    collector = gleanrl.Collector(
+        "CartPole-v1", frames_per_batch=64, total_frames=256, num_envs=2, replay_buffer=rb
+    )
+    assert all(batch is None for batch in collector)
+    collector.shutdown()
+    assert (len(rb), rb.write_count) == (256, 256)
+    sample = rb.sample()
+    assert sample["observation"].shape == (16, 4)
+    assert (rb[sample["index"]]["observation"] == sample["observation"]).all()
