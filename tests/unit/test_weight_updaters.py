@@ -42,7 +42,7 @@ def weights(value):
 
 
 def in_process(policy=None, **options):
-    return Collector("Pendulum-v1", policy, frames_per_batch=6, total_frames=60, **options)
+    return Collector("Pendulum-v1", policy, frames_per_batch=6, total_frames=-1, **options)
 
 
 def multi(kind, backend, policy=None, **options):
@@ -50,7 +50,6 @@ def multi(kind, backend, policy=None, **options):
         ["Pendulum-v1"] * 2,
         policy,
         frames_per_batch=6,
-        total_frames=120,
         backend=backend,
         **options,
     )
@@ -75,12 +74,27 @@ def make_multi(request):
     return KINDS[request.param]
 
 
+def batches_of_each(collector):
+    if isinstance(collector, Collector):
+        return [collector.stats()["batches"]]
+    stats = collector.stats("per_worker")
+    return [stats[name] for name in stats if name.endswith("/batches")]
+
+
+def until_each_delivered(collector, number):
+    """Return the actions in the batches until every worker has delivered ``number`` more."""
+    before, actions = batches_of_each(collector), []
+    while any(
+        now - then < number for now, then in zip(batches_of_each(collector), before, strict=True)
+    ):
+        actions.append(collector.next()["action"].reshape(-1))
+    return torch.cat(actions)
+
+
 def settled(collector):
-    """Return the actions of the rollouts that begin now."""
-    for _ in range(4 * collector.stats().get("workers", 1)):  # what async workers had begun
-        collector.next()
-    batches = [collector.next() for _ in range(collector.stats().get("workers", 1))]
-    return torch.cat([batch["action"].reshape(-1) for batch in batches])
+    """Return the actions of rollouts that begin now."""
+    until_each_delivered(collector, 4)  # what asynchronous workers had begun
+    return until_each_delivered(collector, 1)
 
 
 def acts(collector):

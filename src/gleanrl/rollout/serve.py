@@ -121,6 +121,8 @@ class _Serving:
         return (self._others or self._collects).popleft()
 
     def _open(self, reference: m.WindowRef) -> RolloutWindow:
+        if not reference.blocks:  # rollouts that travel as payloads; there may be no memory at all
+            return RolloutWindow({}, reference.envs, reference.steps)
         window = self._windows.get(reference.slot)
         if window is None:
             window = map_window(self._arena.map(), reference)

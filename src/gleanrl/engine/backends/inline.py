@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, GleanError
+from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.engine.backends.pickling import pickled
 from gleanrl.memory.shared import SharedMemory
@@ -68,10 +68,16 @@ class InlineBackend:
         queue.append((worker, ticket, command))
 
     def receive(self, timeout: float | None) -> m.Reply:
-        """Carry out a command and return its reply."""
+        """Carry out a command and return its reply.
+
+        Raises:
+            CollectorTimeout: ``timeout`` is 0 (is there anything?) and there is nothing.
+        """
         if self._replies:
             return self._replies.popleft()
         queue = self._others or self._collects
+        if not queue and timeout == 0.0:
+            raise CollectorTimeout("no command is under way")
         if not queue:
             raise GleanError("no command is under way: nothing will ever reply")
         worker, ticket, command = queue.popleft()
