@@ -30,7 +30,7 @@ def first_batches(systems: Mapping[str, System]) -> list[str]:
         fields = _first(system)
         if not fields:
             continue
-        line = f"{name}: {_consistent(fields)}"
+        line = f"{name}: {consistent(fields)}"
         if reference:
             line += f"; {_compare(reference, fields)}"
         else:
@@ -82,7 +82,7 @@ def _equal(name: str, one: np.ndarray, other: np.ndarray) -> bool:
     return bool(np.array_equal(one, other))
 
 
-def _consistent(fields: Fields) -> str:
+def consistent(fields: Fields) -> str:
     """Check what must hold within any batch: successors follow, flags and ids agree."""
     if "next.observation" not in fields:
         return "no successors to check"

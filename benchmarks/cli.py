@@ -28,18 +28,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         1 if ``--strict`` was given and a target was missed, else 0.
     """
     options = _parse(arguments)
-    cases = [case for case in all_cases() if _chosen(case.name, options.only)]
+    cases = [case for case in all_cases() if chosen(case.name, options.only)]
     if options.list:
         print("\n".join([*(f"{case.name:24} {case.title}" for case in all_cases()), "memory"]))
         return 0
-    if not cases and not _chosen("memory", options.only):
+    if not cases and not chosen("memory", options.only):
         print(f"no case is named {options.only}; --list shows them", file=sys.stderr)
         return 2
-    _quiet()
+    quiet()
     console = Console() if sys.stdout.isatty() else Console(width=130)
-    results = _run(cases, options.rounds, options.seconds, console)
+    results = run_cases(cases, options.rounds, options.seconds, console)
     resident = None
-    if options.batches and _chosen("memory", options.only):
+    if options.batches and chosen("memory", options.only):
         with console.status("memory"):
             resident = memory.measure_elsewhere(options.batches)
     settings = {"rounds": options.rounds, "seconds": options.seconds}
@@ -65,19 +65,21 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _chosen(name: str, patterns: Sequence[str] | None) -> bool:
+def chosen(name: str, patterns: Sequence[str] | None) -> bool:
+    """Say whether ``name`` fits one of the patterns; without any, everything does."""
     return patterns is None or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-def _quiet() -> None:
-    """One thread, no argument checks in distributions (for everybody), no chatter."""
+def quiet() -> None:
+    """Set one thread, no argument checks in distributions (for everybody), no chatter."""
     torch.set_num_threads(1)
     torch.distributions.Distribution.set_default_validate_args(False)
     warnings.filterwarnings("ignore")
     gym.logger.min_level = gym.logger.ERROR
 
 
-def _run(cases: Sequence[Case], rounds: int, seconds: float, console: Console) -> list[Result]:
+def run_cases(cases: Sequence[Case], rounds: int, seconds: float, console: Console) -> list[Result]:
+    """Run each case, with a progress bar."""
     results = []
     windows = [rounds * (1 + len(case.references)) for case in cases]
     columns: tuple[Any, ...] = (

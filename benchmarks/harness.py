@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,6 +40,15 @@ Build = Callable[[], System]
 """Builds a system; its requirements are imported inside."""
 
 
+Clock = Callable[[], float]
+
+
+@contextmanager
+def in_process(_: System) -> Iterator[Clock]:
+    """A turn of a system that lives in this process: nothing but its CPU clock is needed."""
+    yield time.process_time
+
+
 @dataclass(frozen=True)
 class Reference:
     """What ours is held against, and by how much it has to win."""
@@ -61,6 +71,8 @@ class Case:
     """Compares the first batches of all systems; lines that start with `WRONG` are errors."""
     extra: Callable[[], dict[str, Any]] | None = None
     """More numbers to report, measured outside the rounds."""
+    turn: Callable[[System], AbstractContextManager[Clock]] = in_process
+    """Surrounds each window of a system; gives the clock of the CPU time it takes."""
 
 
 @dataclass
@@ -72,7 +84,7 @@ class Ratio:
 
     def summary(self) -> dict[str, Any]:
         """Return median, quartiles, extremes and whether the target was met."""
-        low, middle, high = _quartiles(self.rounds)
+        low, middle, high = quartiles(self.rounds)
         return {
             "target": self.target,
             "median": middle,
@@ -94,7 +106,7 @@ class Result:
     rates: dict[str, list[float]] = field(default_factory=dict)
     """Agent steps per second of wall time, one per round."""
     cpu_rates: dict[str, list[float]] = field(default_factory=dict)
-    """The same per second of this process's CPU time, which stolen cores do not touch."""
+    """The same per second of the system's CPU time, which stolen cores do not touch."""
     targets: dict[str, float | None] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     agreement: list[str] = field(default_factory=list)
@@ -135,7 +147,7 @@ def run_case(
     try:
         if case.check is not None and systems:
             result.agreement = case.check(systems)
-        _measure(systems, result, rounds, seconds, tick)
+        _measure(case, systems, result, rounds, seconds, tick)
         if case.extra is not None:
             result.extra = _optional(case.extra)
     finally:
@@ -166,6 +178,7 @@ def _optional(extra: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _measure(
+    case: Case,
     systems: Mapping[str, System],
     result: Result,
     rounds: int,
@@ -173,30 +186,33 @@ def _measure(
     tick: Callable[[str], None],
 ) -> None:
     for system in systems.values():
-        _window(system, min(seconds, 0.2))
+        _window(case, system, min(seconds, 0.2))
     order = list(systems)
     for number in range(rounds):
         # Every other round runs backwards, so that a drift of the machine favours nobody.
         for name in order if number % 2 == 0 else reversed(order):
-            rate, cpu_rate = _window(systems[name], seconds)
+            rate, cpu_rate = _window(case, systems[name], seconds)
             result.rates.setdefault(name, []).append(rate)
             result.cpu_rates.setdefault(name, []).append(cpu_rate)
             tick(f"{result.name}: {name} {rate:,.0f}/s")
 
 
-def _window(system: System, seconds: float) -> tuple[float, float]:
+def _window(case: Case, system: System, seconds: float) -> tuple[float, float]:
     gc.collect()
     collect, clock = system.collect_batch, time.perf_counter
     frames = 0
-    cpu_start, start = time.process_time(), clock()
-    end = start
-    while end - start < seconds:
-        frames += collect()
-        end = clock()
-    return frames / (end - start), frames / max(time.process_time() - cpu_start, 1e-9)
+    with case.turn(system) as cpu:
+        cpu_start, start = cpu(), clock()
+        end = start
+        while end - start < seconds:
+            frames += collect()
+            end = clock()
+        spent = cpu() - cpu_start
+    return frames / (end - start), frames / max(spent, 1e-9)
 
 
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the first quartile, the median and the third quartile."""
     if len(values) < 2:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

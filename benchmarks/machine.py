@@ -18,6 +18,8 @@ _PACKAGES = (
     "torchrl",
     "envpool",
     "stable-baselines3",
+    "pufferlib",
+    "tianshou",
     "ale-py",
     "mujoco",
 )

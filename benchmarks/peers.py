@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -135,11 +135,13 @@ class SB3:
         net: nn.Sequential,
         steps: int,
         lean: bool = False,
+        vectorise: Callable[[list[EnvFactory]], Any] | None = None,
     ) -> None:
+        """Build it; ``vectorise`` makes the vectorised environment, else it is ``DummyVecEnv``."""
         from stable_baselines3 import PPO
         from stable_baselines3.common.vec_env import DummyVecEnv
 
-        env = DummyVecEnv(list(factories))
+        env = (vectorise or DummyVecEnv)(list(factories))
         layers = {"pi": [HIDDEN, HIDDEN], "vf": [] if lean else [HIDDEN, HIDDEN]}
         self._model = PPO(
             "MlpPolicy", env, n_steps=steps, policy_kwargs={"net_arch": layers}, device="cpu"

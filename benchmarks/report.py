@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks import picture
 from benchmarks.harness import OURS, WRONG, Result
 from benchmarks.machine import machine, versions
 
@@ -117,54 +118,5 @@ def save(doc: dict[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "results.json"
     path.write_text(json.dumps(doc, indent=1) + "\n")
-    picture = folder / "results.png"
-    return [path, picture] if _draw(doc, picture) else [path]
-
-
-def _draw(doc: dict[str, Any], path: Path) -> bool:
-    """Draw the ratios as bars on a logarithmic axis, each with its target and quartiles."""
-    try:
-        import matplotlib as mpl
-        import matplotlib.ticker
-    except ImportError:
-        return False
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    bars = [
-        (f"{case}\nvs {name}", ratio)
-        for case, entry in doc["cases"].items()
-        for name, ratio in entry["ratios"].items()
-    ]
-    if not bars:
-        return False
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.42 * len(bars)), layout="constrained")
-    for place, (_, ratio) in enumerate(bars):
-        middle = ratio["median"]
-        color = {True: "#2a9d5c", False: "#d1495b", None: "#8d99ae"}[ratio["met"]]
-        spread = [[middle - ratio["q1"]], [ratio["q3"] - middle]]
-        axes.barh(place, middle, color=color, xerr=spread, error_kw={"lw": 1, "ecolor": "#333"})
-        edge = max(ratio["q3"], ratio["target"] or 0)
-        axes.text(edge * 1.03, place, f" {middle:.2f}", va="center", fontsize=8)
-        if ratio["target"] is not None:
-            axes.plot([ratio["target"]] * 2, [place - 0.45, place + 0.45], color="black", lw=2)
-    axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.axvline(1.0, color="#aaa", lw=0.8, zorder=0)
-    middles = [ratio["median"] for _, ratio in bars]
-    highest = max(max(ratio["q3"], ratio["target"] or 0) for _, ratio in bars)
-    axes.set_xlim(min(0.5, 0.9 * min(middles)), highest * 1.6)
-    axes.xaxis.set_major_locator(mpl.ticker.FixedLocator([0.25, 0.5, 0.9, 1.5, 3, 6, 15, 30]))
-    axes.xaxis.set_major_formatter(mpl.ticker.StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_locator(mpl.ticker.NullLocator())
-    axes.set_xlabel("agent steps per second, ours / theirs (black: target; whiskers: quartiles)")
-    found = doc["versions"]
-    axes.set_title(
-        f"{doc['machine']['cpu']}, one thread, torch {found['torch']}, "
-        f"tensordict {found['tensordict']}, gymnasium {found['gymnasium']}",
-        fontsize=8,
-    )
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return True
+    target = folder / "results.png"
+    return [path, target] if picture.draw(doc, target) else [path]

@@ -290,11 +290,11 @@ def test_deleting_a_collector_closes_its_environments():
     assert env.closed
 
 
-def test_background_collection_is_refused_by_name():
+def test_background_collection_needs_a_buffer_and_pausing_needs_it_running():
     with cartpole() as collector:
-        with pytest.raises(NotImplementedError, match="background"):
+        with pytest.raises(RuntimeError, match="replay_buffer="):
             collector.start()
-        with pytest.raises(NotImplementedError, match="background"):
+        with pytest.raises(RuntimeError, match="not running"):
             collector.pause()
 
 

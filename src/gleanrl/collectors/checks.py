@@ -14,15 +14,6 @@ from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 
 
-def check_later(trajs_per_write: int | None) -> None:
-    """Refuse what comes with replay buffers."""
-    if trajs_per_write is not None:
-        raise NotImplementedError(
-            "trajs_per_write is for replay buffers of collectors with several workers, which this "
-            "version does not fill from there"
-        )
-
-
 def check_buffer(
     replay_buffer: Any,
     use_buffers: bool | None,

@@ -14,6 +14,7 @@ from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.memory.arena import nest
+from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.window import RolloutWindow
 
 PostHook = Callable[[Any], None]
@@ -120,3 +121,18 @@ class FillingSource:
     def close(self) -> None:
         """Close the source."""
         self._source.close()
+
+
+def shared_with_workers(buffer: Any) -> bool:
+    """Tell whether workers can write into ``buffer`` themselves; it is shared then.
+
+    Rows of several workers go where there is room, so it has to be a buffer of rows, not one of
+    ``[env, time]``, and one of ours: another's is extended by the learner.
+    """
+    if not isinstance(buffer, ReplayBuffer):
+        return False
+    storage = buffer.storage
+    if not storage.shareable or storage.ndim != 1:
+        return False
+    buffer.share()
+    return True

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gleanrl.collectors import checks, legacy, retired, workers
+from gleanrl.collectors.filling import FillingFactory, shared_with_workers
 from gleanrl.collectors.nested import nested_factory
 from gleanrl.collectors.remote import RemoteCollector
 from gleanrl.collectors.single import Collector
@@ -75,6 +76,7 @@ class LaunchedCollector(RemoteCollector):
         )
         self._cat = self._read_cat(given.cat_results)
         self._enough = self._read_threshold(given.preemptive_threshold)
+        self._fills = extend and shared_with_workers(given.replay_buffer)
         self._worker_idx = given.worker_idx
         self.exploration_type = retired.read_exploration(
             given.exploration_type, given.exploration_mode
@@ -88,10 +90,12 @@ class LaunchedCollector(RemoteCollector):
         self._version = checks.read_version(given.track_policy_version)
         self._update_each = bool(given.update_at_each_batch)
         self._pipeline = Pipeline(
-            TrajectoryOptions(
-                split_trajs=split,
-                trajs_per_batch=given.trajs_per_batch,
-                traj_format=given.traj_format,
+            TrajectoryOptions.from_arguments(
+                split,
+                given.trajs_per_batch,
+                given.traj_format,
+                given.trajs_per_write,
+                given.replay_buffer,
             ),
             given.postproc,
             make_sink(given.replay_buffer, extend),
@@ -143,6 +147,9 @@ class LaunchedCollector(RemoteCollector):
             )
             if given.collector_class not in (None, Collector):
                 factory = nested_factory(given, factory, self._asked[worker])
+            if self._fills:
+                hook = given.post_collect_hook
+                factory = FillingFactory(factory, self._pipeline, hook)
             if given.init_fn is not None:
                 factory = Initialised(given.init_fn, factory)
             factories.append(factory)

@@ -109,6 +109,7 @@ class MultiCollector(LaunchedCollector):
         init_fn: Callable[[], Any] | None = None,
         track_traj_ids: bool = True,
         trajs_per_batch: int | None = None,
+        trajs_per_write: int | None = None,
         traj_format: str = "padded",
         pre_collect_hook: PreHook | None = None,
         post_collect_hook: PostHook | None = None,
@@ -164,7 +165,8 @@ class MultiCollector(LaunchedCollector):
                 after another along that dimension (-1: time). Synchronous collectors only.
             set_truncated: See `Collector`.
             use_buffers: Accepted for compatibility; memory is always used again.
-            replay_buffer: Anything with ``extend``; batches go there and ``None`` is yielded.
+            replay_buffer: Anything with ``extend``; batches go there and ``None`` is yielded. Into
+                a `ReplayBuffer` of tensors workers write by themselves; it is shared if it was not.
             extend_buffer: ``False`` adds step by step.
             replay_buffer_chunk: Retired.
             local_init_rb: Retired.
@@ -183,9 +185,10 @@ class MultiCollector(LaunchedCollector):
             init_fn: Called first in every worker.
             track_traj_ids: See `Collector`.
             trajs_per_batch: See `Collector`.
+            trajs_per_write: See `Collector`.
             traj_format: See `Collector`.
             pre_collect_hook: Called here before each batch is asked for.
-            post_collect_hook: Called here with each batch.
+            post_collect_hook: Called here with each batch; in the workers where they write.
             compact_obs: See `Collector`.
             num_envs: Environments of each worker.
             categorical_action_encoding: See `Collector`.

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
+from torch import nn
 
 from gleanrl.collectors import checks, front_door, legacy, retired
 from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.running import RunningCollector
+from gleanrl.core import messages as m
 from gleanrl.core.options import (
     DevicePlan,
     EnvOptions,
@@ -162,7 +164,7 @@ class Collector(RunningCollector):
             worker_idx: This collector's index among its parent's workers.
             track_traj_ids: Deliver ``("collector", "traj_ids")``.
             trajs_per_batch: Deliver exactly this many whole trajectories per batch.
-            trajs_per_write: For replay buffers of collectors with several workers.
+            trajs_per_write: With a replay buffer: whole trajectories per write, 1 by default.
             traj_format: ``"padded"`` (with a mask) or ``"cat"``, for ``trajs_per_batch``.
             pre_collect_hook: Called before each batch is collected.
             post_collect_hook: Called with each batch before it is handed over.
@@ -185,7 +187,6 @@ class Collector(RunningCollector):
             PolicyError: the policy does not fit the environment.
         """
         super().__init__(pre_collect_hook, post_collect_hook)
-        checks.check_later(trajs_per_write)
         checks.check_updater(weight_updater, weight_sync_schemes)
         legacy.warn_updater(weight_updater)
         updater = legacy.read_updater(weight_updater)
@@ -217,10 +218,8 @@ class Collector(RunningCollector):
         self._timeout = timeout
         self._version = checks.read_version(track_policy_version)
         self._pipeline = Pipeline(
-            TrajectoryOptions(
-                split_trajs=bool(split_trajs),
-                trajs_per_batch=trajs_per_batch,
-                traj_format=traj_format,
+            TrajectoryOptions.from_arguments(
+                split_trajs, trajs_per_batch, traj_format, trajs_per_write, replay_buffer
             ),
             postproc,
             make_sink(replay_buffer, extend),
@@ -260,6 +259,7 @@ class Collector(RunningCollector):
         )
         limits = FrameBudget.from_arguments(frames_per_batch, total_frames, init_random_frames)
         stop = stop_byte(interruptor)
+        self._user_policy = policy
         self._engine = Engine(lambda windows: InlineBackend(windows, stop), [builder])
         with self._starting():
             self._models = Models(self._engine, policy, weight_sync_schemes, self._version)
@@ -268,6 +268,10 @@ class Collector(RunningCollector):
             self._options = BatchOptions(device=devices.storing, same_memory=return_same_td)
             gather_all(self._engine, self._steps, self._options)
             self.weight_updater = updater
+
+    def _prepare_background(self) -> None:
+        if isinstance(self._user_policy, nn.Module) and self.policy is self._user_policy:
+            self._engine.request(0, m.Call("own_policy"))
 
     @front_door.shows(__init__)
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

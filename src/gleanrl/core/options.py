@@ -201,6 +201,35 @@ class TrajectoryOptions:
     traj_format: str = "padded"
     """``"padded"`` (zeros and a mask) or ``"cat"``."""
 
+    @classmethod
+    def from_arguments(
+        cls,
+        split_trajs: bool | None,
+        trajs_per_batch: int | None,
+        traj_format: str,
+        trajs_per_write: int | None,
+        replay_buffer: Any,
+    ) -> TrajectoryOptions:
+        """Read the arguments: into a buffer, trajectories go end to end, as they are completed.
+
+        Raises:
+            ConfigError: values or combinations that make no sense.
+        """
+        given = cls(
+            split_trajs=bool(split_trajs),
+            trajs_per_batch=trajs_per_batch,
+            traj_format=traj_format,
+        )
+        if trajs_per_write is None and (replay_buffer is None or trajs_per_batch is None):
+            return given
+        if replay_buffer is None or trajs_per_batch is None:
+            raise ConfigError(
+                "trajs_per_write says how many whole trajectories are written at once: it needs "
+                "replay_buffer and trajs_per_batch"
+            )
+        count = 1 if trajs_per_write is None else whole("trajs_per_write", trajs_per_write, least=1)
+        return replace(given, trajs_per_batch=count, traj_format="cat")
+
     def __post_init__(self) -> None:
         """Check the combination."""
         if self.traj_format not in ("padded", "cat"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from tensordict import TensorDictBase
@@ -65,6 +66,16 @@ class Gather(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Round:
+    """A batch on its way."""
+
+    slot: int
+    deadline: float | None
+    tickets: list[Ticket] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
+
+
 class SyncGather:
     """A batch is complete when every worker has delivered its rollout.
 
@@ -97,6 +108,7 @@ class SyncGather:
         self._stop = stop
         self._enough = enough
         self._stopped = stopped
+        self._begun: _Round | None = None
 
     @property
     def copies(self) -> int:
@@ -118,46 +130,53 @@ class SyncGather:
             WorkerDied: a worker's process ended.
             Exception: what a worker's code raised.
         """
-        slot, asked = self._slots.acquire(), sum(self._frames)
-        random = budget.random
-        budget.dispatch(asked)
+        begun = self._begun or self._begin(budget, timeout)
+        self._begun = None
+        asked = sum(self._frames)
         try:
-            reports = self._rollouts(self._slots.windows(slot), random, timeout)
+            reports = self._finish(begun, timeout)
         except (CollectorTimeout, WorkerDied):
             budget.cancel(asked)
             raise  # a worker may still write into this slot: nobody else may have it
         except BaseException:
             budget.cancel(asked)
-            self._slots.release(slot)
+            self._slots.release(begun.slot)
             raise
         budget.deliver(asked, sum(report.frames for report in reports))
-        return self._slots.hand_over(slot, reports), dict(enumerate(reports))
+        return self._slots.hand_over(begun.slot, reports), dict(enumerate(reports))
 
-    def _rollouts(
-        self, windows: Sequence[m.WindowRef], random: bool, timeout: float | None
-    ) -> list[m.Report]:
+    def _begin(self, budget: Budget, timeout: float | None) -> _Round:
+        """Ask every worker for its part of a slot."""
         self._let_run(finished=0)
-        tickets: list[Ticket] = []
-        errors: list[BaseException] = []
-        for worker, window in enumerate(windows):
-            try:
-                tickets.append(self._dispatcher.post(worker, m.Collect(window, random)))
-            except (WorkerDied, CollectorTimeout) as err:
-                errors.append(err)
         deadline = None if timeout is None else time.monotonic() + timeout
-        # After a failure the others are heard out: a worker that still writes would write into
-        # memory that is used again.
+        begun, random = _Round(self._slots.acquire(), deadline), budget.random
+        budget.dispatch(sum(self._frames))
+        for worker, window in enumerate(self._slots.windows(begun.slot)):
+            try:
+                ticket = self._dispatcher.post(worker, m.Collect(window, random))
+                begun.tickets.append(ticket)
+            except (WorkerDied, CollectorTimeout) as err:
+                begun.errors.append(err)
+        return begun
+
+    def _finish(self, begun: _Round, timeout: float | None) -> list[m.Report]:
+        """Wait for all replies.
+
+        After a failure the others are heard out: a worker that still writes would write into
+        memory that is used again.
+        """
+        tickets, errors, deadline = begun.tickets, begun.errors, begun.deadline
         while waiting := [ticket for ticket in tickets if ticket.reply is None]:
-            if errors:
+            if errors or any(isinstance(ticket.reply, m.Failed) for ticket in tickets):
                 deadline = min(deadline or float("inf"), time.monotonic() + _GRACE)
             try:
                 self._wait(waiting, deadline, timeout)
             except (WorkerDied, CollectorTimeout) as err:
                 errors.append(err)
                 tickets = [t for t in tickets if t.worker in self._dispatcher.alive]
-            errors += [t.reply.error for t in waiting if isinstance(t.reply, m.Failed)]
             self._let_run(sum(ticket.reply is not None for ticket in tickets))
         self._let_run(finished=0)
+        errors += [t.reply.error for t in tickets if isinstance(t.reply, m.Failed)]
         if errors:
             raise errors[0]
         return [t.reply.report for t in tickets if isinstance(t.reply, m.Rolled)]
@@ -179,17 +198,32 @@ class SyncGather:
             self._stop[0] = finished >= self._enough or self._stopped()
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
-        """Tell whether there are more batches to make: `batch` does all of it."""
-        return feed and not budget.exhausted
+        """Tell whether all rollouts have arrived, or something that `batch` will raise."""
+        if self._begun is None:
+            if not feed or budget.exhausted:
+                return False
+            self._begun = self._begin(budget, timeout)
+        begun = self._begun
+        self._dispatcher.check()
+        finished = sum(ticket.reply is not None for ticket in begun.tickets)
+        self._let_run(finished)
+        late = begun.deadline is not None and time.monotonic() > begun.deadline
+        return bool(late or begun.errors or finished == len(begun.tickets))
 
     @property
     def idle(self) -> bool:
-        """True: nothing is under way between batches."""
-        return True
+        """Whether no rollout is under way."""
+        return self._begun is None
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
-        """Return 0: nothing is under way between batches."""
-        return 0
+        """Drop the rollouts under way, if there are any, all of them: a batch is of one piece."""
+        if self._begun is None:
+            return 0
+        begun, self._begun = self._begun, None
+        budget.cancel(sum(self._frames))
+        reports = self._finish(begun, None)
+        self._slots.release(begun.slot)
+        return sum(report.frames for report in reports)
 
 
 class AsyncGather:

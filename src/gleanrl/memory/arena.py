@@ -23,6 +23,7 @@ from gleanrl.core.keys import Key
 from gleanrl.core.layout import numpy_dtype
 from gleanrl.core.messages import WindowRef
 from gleanrl.core.protocols import Array, SharedMemory
+from gleanrl.memory.shared import use_huge_pages
 from gleanrl.memory.slab import Slab
 from gleanrl.memory.window import RolloutWindow
 
@@ -144,12 +145,14 @@ def _private_memory(nbytes: int) -> mmap.mmap:
     try:
         if sys.platform == "win32":
             return mmap.mmap(-1, nbytes)
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as err:
         raise ConfigError(
             f"batches of this size need {nbytes:,} bytes of memory, which cannot be reserved "
             f"({err}); lower frames_per_batch"
         ) from err
+    use_huge_pages(memory)
+    return memory
 
 
 def map_window(memory: mmap.mmap, reference: WindowRef) -> RolloutWindow:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
 
 from gleanrl.core.errors import ConfigError, GleanError
+
+_HUGE = 4 << 20
+"""Bytes from which on huge pages are worth it, as numpy has it."""
+
+
+def use_huge_pages(memory: mmap.mmap) -> None:
+    """Ask for huge pages, which make large copies faster; for systems that give them on request."""
+    if sys.platform == "linux" and len(memory) >= _HUGE:
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 class SharedMemory:
@@ -56,6 +67,7 @@ class SharedMemory:
         size = self.nbytes
         if self._mapping is None or len(self._mapping) < size:
             self._mapping = mmap.mmap(self.fd, size)
+            use_huge_pages(self._mapping)
         return self._mapping
 
     def close(self) -> None:

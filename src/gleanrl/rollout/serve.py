@@ -121,7 +121,7 @@ class _Serving:
         return (self._others or self._collects).popleft()
 
     def _open(self, reference: m.WindowRef) -> RolloutWindow:
-        if not reference.blocks:  # rollouts that travel as payloads; there may be no memory at all
+        if not reference.blocks:  # of a source whose rollouts lie elsewhere
             return RolloutWindow({}, reference.envs, reference.steps)
         window = self._windows.get(reference.slot)
         if window is None:

@@ -76,7 +76,7 @@ class InlineBackend:
         if self._replies:
             return self._replies.popleft()
         queue = self._others or self._collects
-        if not queue and timeout == 0.0:
+        if not queue and timeout is not None:
             raise CollectorTimeout("no command is under way")
         if not queue:
             raise GleanError("no command is under way: nothing will ever reply")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import pickle
@@ -10,6 +9,7 @@ import select
 import socket
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,12 +36,21 @@ _GRACE = 2.0
 _zygote: Zygote | None = None
 
 
+class _AtExit:
+    """Something to hang a finalizer on that lives as long as the interpreter."""
+
+
+_AT_EXIT = _AtExit()
+
+
 def zygote() -> Zygote:
     """Return this process's zygote, started on first use."""
     global _zygote
     if _zygote is None or not _zygote.alive:
         _zygote = Zygote()
-        atexit.register(_zygote.close)
+        # At the end of the interpreter finalizers run last made first: collectors, which were made
+        # after their zygote, close before it does.
+        weakref.finalize(_AT_EXIT, _zygote.close)
     return _zygote
 
 

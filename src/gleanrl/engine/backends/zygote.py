@@ -89,6 +89,8 @@ class Zygote:
         return self._statuses[pid]
 
     def _next(self, timeout: float) -> bytes:
+        if self._socket.fileno() < 0:
+            raise WorkerDied("the process that starts workers was ended")
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         if not waiting.poll(1000 * timeout):

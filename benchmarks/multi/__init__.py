@@ -1,0 +1,1 @@
+"""Benchmarks of collection over processes: ``python -m benchmarks.multi``."""
