@@ -55,10 +55,14 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
             except StopIteration:
                 return
             except BaseException:
-                self.shutdown(raise_on_error=False)
+                self._abandon()
                 raise
             # Popped, so that this frame does not keep the batch's memory while the user works.
             yield held.pop()
+
+    def _abandon(self) -> None:
+        """Shut down after a failure."""
+        self.shutdown(raise_on_error=False)
 
     @abc.abstractmethod
     def iterator(self) -> Iterator[Any]:

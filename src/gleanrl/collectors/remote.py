@@ -13,6 +13,9 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.sent_models import SentModels
 
+_PATIENCE = 2.0
+"""Seconds workers get to close their environments after a failure."""
+
 
 class RemoteCollector(RunningCollector):
     """A `RunningCollector` whose environments and policies are in workers."""
@@ -222,3 +225,7 @@ class RemoteCollector(RunningCollector):
             )
         super().shutdown(10.0 if timeout is None else timeout, True, raise_on_error)
         self._threads()
+
+    def _abandon(self) -> None:
+        # Whoever interrupted, or waits for the error, does not wait for a worker that hangs.
+        self.shutdown(_PATIENCE, raise_on_error=False)

@@ -48,6 +48,16 @@ class Dispatcher:
         """Workers that were not lost."""
         return [worker for worker in range(self.workers) if worker not in self._lost]
 
+    @property
+    def lost(self) -> list[WorkerDied | CollectorTimeout]:
+        """What workers were lost to, first lost first."""
+        return list(self._lost.values())
+
+    @property
+    def intact(self) -> bool:
+        """Whether no worker was lost."""
+        return not self._lost
+
     def post(self, worker: int, command: m.Command, *, watch: bool = False) -> Ticket:
         """Send ``command``; never waits.
 
@@ -72,6 +82,9 @@ class Dispatcher:
             self._backend.send(worker, ticket.number, command)
         except WorkerDied as err:
             raise self._lose(worker, err) from None
+        except BaseException:  # it could not be sent: nothing will ever answer
+            self.forget(ticket)
+            raise
         return ticket
 
     def pump(self, timeout: float | None) -> Ticket | None:
@@ -97,6 +110,17 @@ class Dispatcher:
                 raise reply.error
         return ticket
 
+    def take_in(self) -> None:
+        """Take in what has come, without waiting; deaths are noted, for `raise_lost` to raise."""
+        while True:
+            try:
+                self.pump(0.0)
+            except CollectorTimeout:
+                return
+            except WorkerDied as err:
+                if err.worker is None:
+                    raise
+
     def check(self) -> None:
         """Take in what has come, without waiting.
 
@@ -112,8 +136,8 @@ class Dispatcher:
 
     def raise_lost(self) -> None:
         """Raise what the first lost worker was lost to, if one was."""
-        for lost in self._lost.values():
-            raise lost
+        if self._lost:
+            raise self.lost[0]
 
     def settle(self, ticket: Ticket, timeout: float | None) -> Any:
         """Wait for a control command's reply and return its value.
@@ -126,6 +150,8 @@ class Dispatcher:
             CollectorTimeout: no reply within ``timeout`` seconds.
         """
         while ticket.reply is None:
+            if ticket.worker in self._lost:
+                raise self._lost[ticket.worker]
             left = self._left(ticket, timeout)
             if not self.wait(left) and left is not None and ticket.reply is None:
                 raise self._unanswered(ticket, timeout)
@@ -173,6 +199,12 @@ class Dispatcher:
     def forget(self, ticket: Ticket) -> None:
         """Ignore the ticket's reply when it comes."""
         self._open.pop(ticket.number, None)
+        self._watched.discard(ticket.number)
+
+    def ended(self, worker: int | None) -> None:
+        """Note that ``worker`` ended because it was asked to: it was not lost."""
+        if worker is not None:
+            self._lost.pop(worker, None)
 
     def give_up(self, workers: list[int], why: str) -> CollectorTimeout:
         """Count ``workers`` as lost, so that nothing is ever asked of them; return the error."""

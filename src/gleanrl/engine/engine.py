@@ -83,20 +83,26 @@ class Engine:
 
     def _await_ready(self, timeout: float) -> list[Layout | None]:
         layouts: dict[int, Layout | None] = {}
-        deadline = time.monotonic() + timeout
+        try:
+            self._hear_ready(layouts, time.monotonic() + timeout)
+        except BaseException as err:
+            # Whoever is still building cannot be asked to end.
+            missing = sorted(set(range(self._workers)) - set(layouts))
+            late = self.dispatcher.give_up(
+                missing, f"workers {missing} did not build their environments in {timeout} s"
+            )
+            if type(err) is CollectorTimeout:
+                raise late from None
+            raise
+        return [layouts[worker] for worker in range(self._workers)]
+
+    def _hear_ready(self, layouts: dict[int, Layout | None], deadline: float) -> None:
         while len(layouts) < self._workers:
-            try:
-                reply = self.backend.receive(max(0.0, deadline - time.monotonic()))
-            except CollectorTimeout:
-                missing = sorted(set(range(self._workers)) - set(layouts))
-                raise self.dispatcher.give_up(
-                    missing, f"workers {missing} did not build their environments in {timeout} s"
-                ) from None
+            reply = self.backend.receive(max(0.0, deadline - time.monotonic()))
             if isinstance(reply, m.Failed):
                 raise reply.error
             if isinstance(reply, m.Ready):
                 layouts[reply.worker] = reply.layout
-        return [layouts[worker] for worker in range(self._workers)]
 
     def _count_envs(self) -> list[int]:
         return [
@@ -116,7 +122,7 @@ class Engine:
         self._arenas = list(arenas)
 
     def _open_window(self, reference: m.WindowRef) -> RolloutWindow:
-        if not self._arenas:  # a source without fixed layout writes no window
+        if not reference.blocks:  # a source without fixed layout writes no window
             return RolloutWindow({}, reference.envs, reference.steps)
         return self._arenas[reference.arena].window(reference)
 
@@ -325,6 +331,8 @@ class Engine:
             except WorkerDied as err:
                 if self._unanswered(tickets, err.worker):
                     errors.append(err)
+                else:
+                    self.dispatcher.ended(err.worker)
             except Exception as err:
                 errors.append(err)
         errors += [t.reply.error for t in tickets.values() if isinstance(t.reply, m.Failed)]

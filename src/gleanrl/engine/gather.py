@@ -162,20 +162,29 @@ class SyncGather:
     def _finish(self, begun: _Round, timeout: float | None) -> list[m.Report]:
         """Wait for all replies.
 
-        After a failure the others are heard out: a worker that still writes would write into
-        memory that is used again.
+        After a failure the others are stopped and heard out: a worker that still writes would
+        write into memory that is used again.
         """
         tickets, errors, deadline = begun.tickets, begun.errors, begun.deadline
+        hurried = False
+        if not (errors or self._dispatcher.intact):  # noticed by whoever asked in between
+            errors.append(self._dispatcher.lost[0])
+            tickets = [t for t in tickets if t.worker in self._dispatcher.alive]
         while waiting := [ticket for ticket in tickets if ticket.reply is None]:
-            if errors or any(isinstance(ticket.reply, m.Failed) for ticket in tickets):
-                deadline = min(deadline or float("inf"), time.monotonic() + _GRACE)
+            failed = errors or any(isinstance(ticket.reply, m.Failed) for ticket in tickets)
+            if failed and not hurried:
+                hurried, deadline = True, time.monotonic() + _GRACE
+                self._hurry(True)
             try:
                 self._wait(waiting, deadline, timeout)
             except (WorkerDied, CollectorTimeout) as err:
                 errors.append(err)
                 tickets = [t for t in tickets if t.worker in self._dispatcher.alive]
-            self._let_run(sum(ticket.reply is not None for ticket in tickets))
+            if not hurried:
+                self._let_run(sum(ticket.reply is not None for ticket in tickets))
         self._let_run(finished=0)
+        if hurried:
+            self._hurry(False)
         errors += [t.reply.error for t in tickets if isinstance(t.reply, m.Failed)]
         if errors:
             raise errors[0]
@@ -191,6 +200,10 @@ class SyncGather:
         raise self._dispatcher.give_up(
             late, f"workers {late} did not deliver their rollout within {timeout} s"
         )
+
+    def _hurry(self, stop: bool) -> None:
+        if self._stop is not None:
+            self._stop[0] = stop or self._stopped()
 
     def _let_run(self, finished: int) -> None:
         if self._enough is not None:
@@ -264,16 +277,15 @@ class AsyncGather:
             WorkerDied: a worker's process ended.
             Exception: what a worker's code raised.
         """
-        if feed:
+        if feed and self._dispatcher.intact:
             self._feed_all(budget)
             if self.idle:  # whatever the budget says, who asks for a batch gets one
                 self._begin(0, budget)
+        if timeout is not None:
+            self._catch_up(timeout)
         while (first := self._first()) is None:
             self._dispatcher.raise_lost()
-            if timeout is not None and self._caught_up(timeout):
-                continue
-            if not self._dispatcher.wait(timeout) and timeout is not None:
-                raise self._late([queue[0][0].worker for queue in self._queues if queue], timeout)
+            self._wait(timeout)
         worker, asked, slots = first.worker, self._frames[first.worker], self._slots[first.worker]
         _, slot = self._queues[worker].popleft()
         if not isinstance(first.reply, m.Rolled):
@@ -284,20 +296,20 @@ class AsyncGather:
         report = first.reply.report
         budget.deliver(asked, report.frames)
         batch = slots.hand_over(slot, [report])
-        if feed:
+        if feed and self._dispatcher.intact:  # else: only what was begun is delivered
             self._feed(worker, budget, _DEPTH)
         return batch, {worker: report}
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
         """Tell whether a rollout has arrived."""
-        if feed:
+        if feed and self._dispatcher.intact:
             self._feed_all(budget)
-        if self._first() is not None:
-            return True
-        if timeout is not None:
-            return self._caught_up(timeout)
-        self._dispatcher.check()
-        return self._first() is not None
+        if timeout is not None or self._first() is None:
+            self._catch_up(timeout)
+        if self._first() is None:
+            self._dispatcher.raise_lost()
+            return False
+        return True
 
     @property
     def idle(self) -> bool:
@@ -329,27 +341,44 @@ class AsyncGather:
         self._queues[worker].append((ticket, slot))
         return True
 
+    def _heads(self) -> list[Ticket]:
+        return [queue[0][0] for queue in self._queues if queue]
+
     def _first(self) -> Ticket | None:
-        heads = [queue[0][0] for queue in self._queues if queue]
-        arrived = [ticket for ticket in heads if ticket.reply is not None]
+        arrived = [ticket for ticket in self._heads() if ticket.reply is not None]
         return min(arrived, key=lambda ticket: ticket.arrived, default=None)
 
-    def _caught_up(self, timeout: float) -> bool:
-        """Take in what came while the learner was busy; tell whether there is a batch now."""
-        self._dispatcher.check()
-        if self._first() is not None:
-            return True
-        now, heard = time.monotonic(), self._dispatcher.heard
-        heads = [queue[0][0] for queue in self._queues if queue]
-        late = [t.worker for t in heads if now - max(t.posted, heard[t.worker]) >= timeout]
-        if late:
-            raise self._late(late, timeout)
-        return False
+    def _wait(self, timeout: float | None) -> None:
+        """Wait for a reply. What goes wrong is raised once all that had arrived is delivered."""
+        try:
+            replied = self._dispatcher.wait(timeout)
+        except WorkerDied as err:
+            if err.worker is None:
+                raise
+            self._dispatcher.take_in()
+            return
+        if not replied and timeout is not None:
+            self._give_up([ticket.worker for ticket in self._heads()], timeout)
 
-    def _late(self, workers: list[int], timeout: float) -> CollectorTimeout:
-        return self._dispatcher.give_up(
-            workers, f"workers {workers} did not deliver their rollout within {timeout} s"
-        )
+    def _catch_up(self, timeout: float | None) -> None:
+        """Take in what came while the learner was busy, and note who is late."""
+        self._dispatcher.take_in()
+        if timeout is not None:
+            self._give_up_late(timeout)
+
+    def _give_up_late(self, timeout: float) -> None:
+        now, heard = time.monotonic(), self._dispatcher.heard
+        waiting = [ticket for ticket in self._heads() if ticket.reply is None]
+        late = [t.worker for t in waiting if now - max(t.posted, heard[t.worker]) >= timeout]
+        self._give_up(late, timeout)
+
+    def _give_up(self, late: list[int], timeout: float) -> None:
+        alive = self._dispatcher.alive
+        late = [worker for worker in late if worker in alive]
+        if late:
+            self._dispatcher.give_up(
+                late, f"workers {late} did not deliver their rollout within {timeout} s"
+            )
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
         """Drop the rollouts that arrived before their worker's arrival number in ``since``."""

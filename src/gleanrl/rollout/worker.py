@@ -51,17 +51,21 @@ class Worker:
     def handle(self, ticket: int, command: m.Command) -> m.Reply:
         """Carry out ``command``; what the user's code raises becomes a `Failed` reply."""
         try:
+            if not isinstance(command, m.Bind | m.Load | m.Close):
+                self._refresh()  # whoever asks for the state gets what was published before
             if isinstance(command, m.Collect):
                 return m.Rolled(self._index, ticket, self._collect(command))
             return m.Done(self._index, ticket, self._other(command))
         except Exception as err:
             return m.Failed(self._index, ticket, err)
 
-    def _collect(self, command: m.Collect) -> m.Report:
+    def _refresh(self) -> None:
         if self._mailbox is not None:
             snapshot = self._mailbox.newest()
             if snapshot is not None:
                 self._load(snapshot)
+
+    def _collect(self, command: m.Collect) -> m.Report:
         window = self._open_window(command.window)
         return self.source.collect(window, command.window.steps, self._stop, command.random)
 

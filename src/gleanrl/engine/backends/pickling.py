@@ -94,6 +94,11 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f" uses {name}", value.__globals__[name]) for name in names)
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__
+    elif isinstance(value, nn.Module):
+        held = ("_modules", "_parameters", "_buffers")
+        for table in held:
+            yield from ((f".{name}", part) for name, part in vars(value)[table].items())
+        yield from ((f".{name}", part) for name, part in vars(value).items() if name not in held)
     elif isinstance(value, dict):
         yield from ((f"[{name!r}]", part) for name, part in value.items())
     elif isinstance(value, list | tuple):

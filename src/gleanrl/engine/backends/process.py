@@ -31,7 +31,7 @@ from gleanrl.rollout.serve import Bootstrap, RemoteError
 from gleanrl.rollout.wire import CommandWriter, read_reply
 
 _FORK_TIMEOUT = 60.0
-_GRACE = 2.0
+_GRACE = 1.0
 """Seconds within which a worker that was told to end has to be gone."""
 _zygote: Zygote | None = None
 
@@ -111,11 +111,11 @@ class ProcessBackend:
         return [process.pid for process in self._workers]
 
     def send(self, worker: int, ticket: int, command: m.Command) -> None:
-        """Post ``command``.
+        """Post ``command``; if the worker is gone, `receive` says so, after what it had sent.
 
         Raises:
             ClosedError: after `stop`.
-            WorkerDied: the worker's process ended.
+            WorkerDied: `receive` has said already that the worker's process ended.
         """
         if not self._workers:
             raise ClosedError("the collector was shut down")
@@ -123,10 +123,10 @@ class ProcessBackend:
         self._post(process, process.writer.write(ticket, command))
 
     def _post(self, process: _Process, frame: bytes) -> None:
-        try:
+        if process.channel.fileno() < 0:
+            raise self._died(process)
+        with contextlib.suppress(ConnectionError):
             process.channel.post(frame)
-        except OSError:  # gone, or found gone before
-            raise self._died(process) from None
         if process.channel.pending:
             self._poller.modify(process.channel.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
@@ -158,17 +158,19 @@ class ProcessBackend:
 
     def _serve(self, process: _Process, events: int) -> None:
         channel = process.channel
-        try:
-            if events & select.EPOLLOUT:
+        # Read first: what a worker sent before it ended is whole, and so is what it is about.
+        if events & ~select.EPOLLOUT:
+            try:
+                frames = channel.read()
+            except EOFError:
+                raise self._died(process) from None
+            for frame in frames:
+                self._accept(process, read_reply(frame))
+        if events & select.EPOLLOUT:
+            with contextlib.suppress(ConnectionError):
                 channel.flush()
-                if not channel.pending:
-                    self._poller.modify(channel.fileno(), select.EPOLLIN)
-            if events & ~select.EPOLLOUT:
-                for frame in channel.read():
-                    self._accept(process, read_reply(frame))
-        except (EOFError, ConnectionError):
-            # Replies that were read before stay: they are whole, and so is what they are about.
-            raise self._died(process) from None
+            if not channel.pending:
+                self._poller.modify(channel.fileno(), select.EPOLLIN)
 
     def _accept(self, process: _Process, reply: m.Reply) -> None:
         if isinstance(reply, m.Failed):

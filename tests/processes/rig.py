@@ -1,0 +1,194 @@
+"""Environments that count and fail, and what must not be left behind, for tests with processes."""
+
+import ctypes
+import functools
+import gc
+import os
+import select
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+
+LIMIT = 5.0
+"""Seconds within which every fault surfaces."""
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segfault():
+    ctypes.string_at(1)
+
+
+def leave():
+    os._exit(3)
+
+
+def leave_late():
+    time.sleep(0.7)  # the time a slow environment takes
+    os._exit(3)
+
+
+def leave_soon():
+    threading.Timer(0.3, leave).start()
+
+
+def fail():
+    raise ArithmeticError("in the simulator")
+
+
+def hang():
+    while True:
+        signal.pause()
+
+
+def hold_the_lock():
+    ctypes.PyDLL(None).sleep(1000)  # a foreign function that keeps the interpreter to itself
+
+
+def quit_python():
+    raise SystemExit(4)
+
+
+class Count(gym.Env):
+    """Observes (its number, its steps over all episodes); may do something bad on the way.
+
+    Args:
+        number: Told apart by it.
+        fault: A function above; or ``"shape"``: observe what was not declared.
+        where: ``"build"``, ``"reset"`` or ``"step"``.
+        at: The step (over all episodes) at which.
+        length: Of an episode.
+        pause: Seconds a step takes.
+    """
+
+    observation_space = gym.spaces.Box(0, 1e6, (2,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, number=0, fault=None, where="step", at=12, length=5, pause=0.0):
+        self.number, self.fault, self.where, self.at = number, fault, where, at
+        self.length, self.pause = length, pause
+        self.steps = self.inside = 0
+        self._maybe("build")
+
+    def _maybe(self, where):
+        if self.fault in (None, "shape") or self.where != where:
+            return
+        if where != "step" or self.steps == self.at:
+            self.fault()
+
+    def _observe(self, where):
+        wrong = self.fault == "shape" and self.where == where
+        if wrong and (where == "reset" or self.steps >= self.at):
+            return np.zeros(3)
+        return np.array([self.number, self.steps], np.float64)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._maybe("reset")
+        self.inside = 0
+        return self._observe("reset"), {}
+
+    def step(self, action):
+        if self.pause:
+            time.sleep(self.pause)
+        self.steps += 1
+        self.inside += 1
+        self._maybe("step")
+        return self._observe("step"), 1.0, self.inside >= self.length, False, {}
+
+    def pid(self):
+        return os.getpid()
+
+    def threads(self):
+        return torch.get_num_threads()
+
+
+def counting(number=0, **options):
+    """Return a function that makes a `Count`."""
+    return functools.partial(Count, number, **options)
+
+
+class Encoded(nn.Module):
+    """A policy whose extra output is its weight, a thousand times over."""
+
+    def __init__(self, width=1000):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.register_buffer("shadow", torch.zeros(3))
+
+    def forward(self, observation):
+        lead = observation.shape[:-1]
+        action = torch.zeros(lead, dtype=torch.int64)
+        low, high = self.weight.min(), self.weight.max()
+        seen = torch.stack([low, high, self.shadow[0], self.shadow[2]])
+        return action, seen.expand(*lead, 4)
+
+    def set(self, value):
+        with torch.no_grad():
+            self.weight.fill_(value)
+            self.shadow.fill_(value)
+
+
+# -- what must not be left behind ------------------------------------------------------------------
+
+
+def _children(pid):
+    found = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(child) for child in (thread / "children").read_text().split()]
+    return found
+
+
+def workers(pid=None):
+    """Return the processes that are children of children of ``pid``: workers of its zygote."""
+    own = os.getpid() if pid is None else pid
+    return {worker for child in _children(own) for worker in _children(child)}
+
+
+def await_end(pids, seconds=LIMIT):
+    """Wait until the processes have ended; raise `AssertionError` if one has not."""
+    for pid in pids:
+        try:
+            watched = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ended = select.select([watched], [], [], seconds)[0]
+        os.close(watched)
+        assert ended, f"process {pid} is left over"
+
+
+def _open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def nothing_left_behind():
+    """Check that the body leaves no process, no descriptor and no shared memory."""
+    gc.collect()
+    others = workers()
+    files, shared = _open_files(), sorted(os.listdir("/dev/shm"))
+    yield
+    gc.collect()
+    await_end(workers() - others)
+    assert _open_files() <= files
+    assert sorted(os.listdir("/dev/shm")) == shared
+
+
+@contextmanager
+def in_time(seconds=LIMIT):
+    """Check that the body takes no longer than that."""
+    begin = time.monotonic()
+    try:
+        yield
+    finally:
+        took = time.monotonic() - begin
+        assert took < seconds, f"it took {took:.1f} s"

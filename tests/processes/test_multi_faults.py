@@ -1,0 +1,492 @@
+"""Whatever goes wrong in a worker or the learner surfaces soon, is named, and leaves nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import rig
+import torch
+from torch import nn
+
+from gleanrl import (
+    ClosedError,
+    CollectorTimeout,
+    ConfigError,
+    EnvError,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    WeightsError,
+    WorkerDied,
+    WorkerError,
+)
+from gleanrl.engine.backends.process import zygote
+
+KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm():
+    """Have the zygote up: it stays for the life of the process."""
+    MultiSyncCollector([rig.counting()], frames_per_batch=4).shutdown()
+    zygote()
+
+
+@pytest.fixture(autouse=True)
+def _tidy(_warm):
+    with rig.nothing_left_behind():
+        yield
+
+
+@pytest.fixture(params=sorted(KINDS))
+def make(request):
+    made = []
+
+    def build(*envs, policy=None, per_worker=8, **options):
+        frames = per_worker * len(envs) if request.param == "sync" else per_worker
+        made.append(KINDS[request.param](list(envs), policy, frames_per_batch=frames, **options))
+        return made[-1]
+
+    yield build
+    while made:
+        made.pop().shutdown(raise_on_error=False)
+
+
+def rows(batch):
+    """Return (number, steps) of every frame's next observation."""
+    return [tuple(map(int, row)) for row in batch["next", "observation"].flatten(0, -2).tolist()]
+
+
+def until_error(collector):
+    """Iterate for good; return what was delivered, as it was then, and the error."""
+    kept, then = [], []
+    try:
+        with rig.in_time():
+            for batch in collector:
+                kept.append(batch)
+                then.append(rows(batch))
+    except Exception as err:
+        assert [rows(batch) for batch in kept] == then
+        return then, err
+    raise AssertionError("nothing was raised")
+
+
+# -- while collecting ------------------------------------------------------------------------------
+
+DEATHS = {
+    "killed": (rig.kill, "was killed by signal 9"),
+    "segfault": (rig.segfault, "was killed by signal 11"),
+    "exit": (rig.leave, "exited with code 3"),
+    "sys.exit": (rig.quit_python, "exited with code"),
+}
+
+
+@pytest.mark.parametrize("how", DEATHS)
+def test_a_worker_that_dies_is_named_and_what_it_delivered_stays(make, how):
+    fault, message = DEATHS[how]
+    collector = make(rig.counting(0), rig.counting(1, fault=fault))
+    delivered, error = until_error(collector)
+    assert isinstance(error, WorkerDied)
+    assert error.worker == 1
+    assert "worker 1" in str(error)
+    assert message in str(error)
+    # The first eight steps of the worker that died were delivered, and nothing torn.
+    assert [row for batch in delivered for row in batch if row[0] == 1] == [
+        (1, step) for step in range(1, 9)
+    ]
+    assert collector.closed
+    with pytest.raises(ClosedError, match="shut down"):
+        collector.next()
+
+
+def raising(observation):
+    if observation[..., 1].max() >= 10:
+        raise LookupError("no such weight")
+    return torch.zeros(observation.shape[:-1], dtype=torch.int64)
+
+
+@pytest.mark.parametrize("what", ["step", "reset", "policy"])
+def test_what_a_worker_raises_is_its_own_class_with_the_remote_traceback(make, what):
+    class Late(rig.Count):
+        def reset(self, **options):
+            if self.steps >= 10:
+                rig.fail()
+            return super().reset(**options)
+
+    kind, text = ArithmeticError, "in the simulator"
+    if what == "policy":
+        collector = make(rig.counting(1), rig.counting(1), policy=raising)
+        kind, text = LookupError, "no such weight"
+    elif what == "reset":
+        collector = make(rig.counting(0), lambda: Late(1))
+    else:
+        collector = make(rig.counting(0), rig.counting(1, fault=rig.fail))
+    delivered, error = until_error(collector)
+    assert isinstance(error, kind)
+    assert isinstance(error, WorkerError)
+    assert isinstance(error, RuntimeError)
+    assert f"{kind.__name__}: {text}" in str(error)
+    assert "Traceback in worker" in str(error)
+    assert {"step": "in fail", "reset": "in reset", "policy": "in raising"}[what] in str(error)
+    if what != "policy":
+        assert str(error).startswith("worker 1 raised")
+        assert [r for batch in delivered for r in batch if r[0] == 1] == [
+            (1, step) for step in range(1, 9)
+        ]
+
+
+def test_a_shape_that_was_not_declared_is_an_error_of_that_worker(make):
+    collector = make(rig.counting(0), rig.counting(1, fault="shape"))
+    _, error = until_error(collector)
+    assert isinstance(error, EnvError)
+    assert "worker 1 raised" in str(error)
+    assert "(3,)" in str(error)
+
+
+@pytest.mark.parametrize("fault", [rig.hang, rig.hold_the_lock])
+def test_a_worker_that_hangs_is_named_when_time_is_up(make, fault):
+    collector = make(rig.counting(0), rig.counting(1, fault=fault), timeout=1.0)
+    delivered, error = until_error(collector)
+    assert isinstance(error, CollectorTimeout)
+    assert "workers [1]" in str(error)
+    assert [r for batch in delivered for r in batch if r[0] == 1] == [
+        (1, step) for step in range(1, 9)
+    ]
+
+
+def test_a_hanging_worker_is_found_by_a_learner_that_always_has_work():
+    collector = MultiAsyncCollector(
+        [rig.counting(0), rig.counting(1, fault=rig.hang, at=1)],
+        frames_per_batch=8,
+        timeout=0.5,
+        total_frames=8 * 200,
+    )
+    with rig.in_time(), pytest.raises(CollectorTimeout, match=r"workers \[1\]"):  # noqa: PT012
+        for batch in collector:
+            assert rows(batch)[0][0] == 0
+            time.sleep(0.02)  # learning; worker 0 is always ahead of it
+    assert collector.closed
+
+
+def test_an_error_does_not_wait_for_a_worker_that_hangs(make):
+    """Worker 0 never ends its rollout, and no timeout was given."""
+    collector = make(
+        rig.counting(0, fault=rig.hang), rig.counting(1, fault=rig.fail), per_worker=20
+    )
+    _, error = until_error(collector)
+    assert isinstance(error, ArithmeticError)
+
+
+def test_rollouts_that_had_arrived_are_delivered_before_the_death():
+    env = rig.counting(7, fault=rig.leave_soon, at=17)
+    collector = MultiAsyncCollector([env], frames_per_batch=8)
+    seen = rows(collector.next())
+    rig.await_end(rig.workers())  # it has made two more rollouts, and died while it was idle
+    delivered, error = until_error(collector)
+    seen += [row for batch in delivered for row in batch]
+    assert seen == [(7, step) for step in range(1, 25)]
+    assert isinstance(error, WorkerDied)
+
+
+def test_rollouts_of_others_are_delivered_before_the_death():
+    collector = MultiAsyncCollector(
+        [rig.counting(0, fault=rig.leave, at=1), rig.counting(1), rig.counting(2)],
+        frames_per_batch=8,
+        total_frames=8 * 6,
+    )
+    dying = collector.map_fn("env.pid")[0]
+    iterator = collector.iterator()
+    seen = rows(next(iterator))
+    rig.await_end([dying])
+    with pytest.raises(WorkerDied, match="worker 0"):  # noqa: PT012
+        while True:
+            seen += rows(next(iterator))
+    for number in (1, 2):
+        steps = [step for worker, step in seen if worker == number]
+        assert steps == list(range(1, len(steps) + 1))
+        assert len(steps) >= 16  # all that it had been asked for
+    collector.shutdown(raise_on_error=False)
+
+
+# -- at construction -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["build", "reset"])
+def test_an_environment_that_fails_at_construction_is_raised_there(make, where):
+    with rig.in_time(), pytest.raises(ArithmeticError, match="worker 1 raised") as caught:
+        make(rig.counting(0), rig.counting(1, fault=rig.fail, where=where))
+    assert isinstance(caught.value, WorkerError)
+    assert "in the simulator" in str(caught.value)
+    assert "in fail" in str(caught.value)
+
+
+@pytest.mark.parametrize("how", sorted(DEATHS))
+def test_a_worker_that_dies_at_construction_is_named(make, how):
+    fault, message = DEATHS[how]
+    with rig.in_time(), pytest.raises(WorkerDied, match=f"worker 1 .*{message}"):
+        make(rig.counting(0), rig.counting(1, fault=fault, where="build"))
+
+
+def test_a_shape_that_was_not_declared_is_found_at_construction(make):
+    with rig.in_time(), pytest.raises(EnvError, match=r"worker 1 raised(.|\n)*\(3,\)"):
+        make(rig.counting(0), rig.counting(1, fault="shape", where="reset"))
+
+
+@pytest.mark.parametrize("fault", [rig.hang, rig.hold_the_lock])
+def test_workers_that_do_not_come_up_in_time_are_named(make, fault):
+    with rig.in_time(), pytest.raises(CollectorTimeout, match=r"workers \[1\]"):
+        make(rig.counting(0), rig.counting(1, fault=fault, where="build"), start_timeout=1.0)
+
+
+def test_an_error_at_construction_does_not_wait_for_the_others(make):
+    with rig.in_time(), pytest.raises(ArithmeticError, match="worker 1 raised"):
+        make(
+            rig.counting(0, fault=rig.hang, where="build"),
+            rig.counting(1, fault=rig.fail, where="build"),
+        )
+
+
+def failing_factory():
+    raise LookupError("no checkpoint")
+
+
+def test_policies_and_hooks_that_fail_at_construction(make):
+    envs = [rig.counting(0), rig.counting(1)]
+    with pytest.raises(LookupError, match="worker 1 raised LookupError: no checkpoint"):
+        make(*envs, policy_factory=[lambda: raising, failing_factory])
+    with pytest.raises(LookupError, match="worker . raised LookupError: no checkpoint"):
+        make(*envs, init_fn=failing_factory)
+    with pytest.raises(ZeroDivisionError, match="worker . raised ZeroDivisionError"):
+        make(*envs, policy=lambda observation: 1 // 0)
+
+
+class Locked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.lock = threading.Lock()
+
+    def forward(self, observation):
+        return observation
+
+
+@pytest.mark.parametrize("backend", ["process", "inline"])
+def test_what_cannot_be_sent_is_named(make, backend):
+    lock = threading.Lock()
+    weight = torch.ones(2, requires_grad=True) * 2
+    good = rig.counting(0)
+
+    def caught(*envs, **options):
+        with rig.in_time(), pytest.raises(ConfigError, match="cannot be sent") as error:
+            make(*envs, backend=backend, **options)
+        return str(error.value)
+
+    assert "worker 1" in caught(good, lambda: lock and rig.Count())
+    assert "create_env_fn captures lock" in caught(good, lambda: lock and rig.Count())
+    assert "policy.inner.lock" in caught(good, good, policy=Locked())
+    assert "policy captures weight" in caught(good, good, policy=lambda obs: obs * weight)
+    assert "gradient" in caught(good, good, policy=lambda obs: obs * weight)
+    assert "create_env_kwargs['handle']" in caught(good, good, create_env_kwargs={"handle": lock})
+    assert "policy_factory" in caught(good, good, policy_factory=lambda: lock)
+    assert "init_fn" in caught(good, good, init_fn=lambda: lock)
+
+
+# -- commands to workers that are dead, or die -----------------------------------------------------
+
+COMMANDS = {
+    "update_policy_weights_": lambda c: c.update_policy_weights_(),
+    "state_dict": lambda c: c.state_dict(),
+    "set_seed": lambda c: c.set_seed(1),
+    "reset": lambda c: c.reset(),
+    "map_fn": lambda c: c.map_fn("env.pid"),
+    "load_state_dict": None,
+    "next": lambda c: [c.next() for _ in range(6)],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_to_a_dead_worker_name_it(make, command):
+    collector = make(rig.counting(0), rig.counting(1), policy=rig.Encoded(4), timeout=3.0)
+    collector.next()
+    state = collector.state_dict()
+    dead = collector.map_fn("env.pid")[1]
+    os.kill(dead, signal.SIGKILL)
+    rig.await_end([dead])
+    act = COMMANDS[command] or (lambda c: c.load_state_dict(state))
+    with rig.in_time(), pytest.raises(WorkerDied, match="worker 1 .* was killed by signal 9"):
+        act(collector)
+    assert collector.stats(workers="both")["worker_1/alive"] is False
+    with rig.in_time():
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"load_state_dict", "next"}))
+def test_a_worker_that_dies_while_commands_wait_for_it(command):
+    collector = MultiAsyncCollector(
+        [rig.counting(0), rig.counting(1, fault=rig.leave_late, at=1)],
+        rig.Encoded(4),
+        frames_per_batch=8,
+    )
+    collector.next()
+    message = "worker 1 .* exited with code 3"
+    with rig.in_time(), pytest.raises(WorkerDied, match=message):  # noqa: PT012
+        COMMANDS[command](collector)
+        collector.state_dict()  # those that do not wait for workers leave it to the next
+    with rig.in_time():
+        collector.shutdown()
+
+
+def test_wrong_weights_are_the_callers_error_and_change_nothing(make):
+    policy = rig.Encoded(4)
+    collector = make(rig.counting(0), rig.counting(1), policy=policy)
+    collector.next()
+    policy.weight.data = torch.ones(5)
+    with pytest.raises(WeightsError, match=r"weight.*\(5,\)"):
+        collector.update_policy_weights_()
+    with pytest.raises(WeightsError, match="missing"):
+        collector.update_policy_weights_({"shadow": torch.zeros(3)})
+    with pytest.raises(KeyError, match=r"env\.nothing"):
+        collector.update_policy_weights_(weights_dict={"env.nothing": {"x": torch.zeros(1)}})
+    assert collector.stats()["policy_version"] == 0
+    assert collector.next() is not None
+
+
+# -- the learner -----------------------------------------------------------------------------------
+
+
+def test_an_exception_in_the_loop_leaves_a_collector_that_goes_on(make):
+    collector = make(rig.counting(0), rig.counting(1))
+    with pytest.raises(KeyError, match="mine"):  # noqa: PT012
+        for _ in collector:
+            raise KeyError("mine")
+    assert not collector.closed
+    assert collector.next() is not None
+    with pytest.raises(KeyError, match="mine"), collector:  # noqa: PT012
+        for _ in collector:
+            raise KeyError("mine")
+    assert collector.closed
+
+
+def test_shutdown_twice_and_from_its_own_loop(make):
+    collector = make(rig.counting(0), rig.counting(1))
+    with rig.in_time():
+        kept = []
+        with pytest.raises(ClosedError):  # noqa: PT012
+            for batch in collector:
+                kept.append(batch)
+                collector.shutdown()
+        collector.shutdown()
+        collector.async_shutdown()
+    assert rows(kept[0])[:8] in [[(w, s) for s in range(1, 9)] for w in (0, 1)]
+    with pytest.raises(ClosedError):
+        collector.state_dict()
+
+
+def test_shutdown_does_not_wait_for_a_worker_that_hangs():
+    collector = MultiAsyncCollector(
+        [rig.counting(0), rig.counting(1, fault=rig.hang, at=1)], frames_per_batch=8
+    )
+    collector.next()
+    with rig.in_time():
+        collector.shutdown(timeout=1.0, raise_on_error=False)
+
+
+def test_letting_go_of_a_collector_ends_its_workers(make):
+    before = rig.workers()
+    options = {"frames_per_batch": 8}
+    collector = MultiAsyncCollector([rig.counting(0), rig.counting(1)], **options)
+    collector.next()
+    pids = rig.workers() - before
+    assert len(pids) == 2
+    del collector
+    rig.await_end(pids)
+
+
+SCRIPT = """
+    import os, sys, time
+    import gymnasium as gym
+    import numpy as np
+    from gleanrl import {kind}
+
+    class Own(gym.Env):
+        observation_space = gym.spaces.Box(-1, 1, (3,))
+        action_space = gym.spaces.Discrete(2)
+        steps = 0
+        def reset(self, **options):
+            return np.zeros(3, np.float32), {{}}
+        def step(self, action):
+            self.steps += 1
+            if self.steps > 20:
+                {stuck}
+            return np.zeros(3, np.float32), 0.0, False, False, {{}}
+        def pid(self):
+            return os.getpid()
+
+    collector = {kind}([lambda: Own()] * 2, frames_per_batch=16)
+    print(*collector.map_fn("env.pid"), flush=True)
+    for batch in collector:
+        {body}
+"""
+
+
+def script(kind, stuck="pass", body="pass"):
+    source = textwrap.dedent(SCRIPT).format(kind=kind, stuck=stuck, body=body)
+    return subprocess.Popen(
+        [sys.executable, "-c", source],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+BATCH = "print('batch', flush=True)"
+ENDS = {
+    "killed": ("MultiSyncCollector", "pass", BATCH, signal.SIGKILL),
+    "interrupted in its loop": (
+        "MultiSyncCollector",
+        "pass",
+        f"{BATCH}; time.sleep(1000)",
+        signal.SIGINT,
+    ),
+    "interrupted while workers hang": (
+        "MultiAsyncCollector",
+        "time.sleep(1000)",
+        BATCH,
+        signal.SIGINT,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ENDS)
+def test_nothing_outlives_a_learner_that_is(how):
+    *parts, end = ENDS[how]
+    with script(*parts) as learner:
+        pids = [int(word) for word in learner.stdout.readline().split()]
+        assert len(pids) == 2
+        assert learner.stdout.readline() == "batch\n"
+        begin = time.monotonic()
+        learner.send_signal(end)
+        rig.await_end([*pids, learner.pid])
+        took = time.monotonic() - begin
+        _, err = learner.communicate(timeout=5)
+    assert took < rig.LIMIT
+    if end == signal.SIGINT:
+        assert err.rstrip().endswith("KeyboardInterrupt")
+        assert err.count("Traceback") == 1, err
+    else:
+        assert err == ""
+
+
+@pytest.mark.slow
+def test_a_script_that_just_ends_is_quiet():
+    with script("MultiAsyncCollector", body="print(*batch.shape); break") as learner:
+        pids = [int(word) for word in learner.stdout.readline().split()]
+        out, err = learner.communicate(timeout=60)
+    rig.await_end(pids)
+    assert (out, err, learner.returncode) == ("16\n", "", 0)
