@@ -290,6 +290,30 @@ def test_an_updater_that_fails_half_way_never_labels_two_weights_alike(make):
             assert acts(collector) == version
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.two.weight = self.one.weight
+
+    def forward(self, observation):
+        return self.two(self.one(observation))[..., :1]
+
+
+def test_weights_with_two_names_arrive_under_either_or_both(make):
+    with make(Tied(), weight_updater=Default()) as collector:
+        newer = Tied()
+        for given in (newer, newer.state_dict(), TensorDict.from_module(newer).data, None):
+            collector.update_policy_weights_(given)
+        collector.weight_updater = None
+        for given in (newer, newer.state_dict(), TensorDict.from_module(newer).data):
+            collector.update_policy_weights_(given)
+        until_each_delivered(collector, 4)
+        batch = collector.next()
+        expected = newer(batch["observation"]).clamp(-2, 2)
+        torch.testing.assert_close(batch["action"].clamp(-2, 2), expected)
+
+
 # -- how an updater gets there ---------------------------------------------------------------------
 
 
