@@ -171,8 +171,9 @@ class SyncGather:
             errors.append(self._dispatcher.lost[0])
             tickets = [t for t in tickets if t.worker in self._dispatcher.alive]
         while waiting := [ticket for ticket in tickets if ticket.reply is None]:
-            failed = errors or any(isinstance(ticket.reply, m.Failed) for ticket in tickets)
-            if failed and not hurried:
+            found = errors or _failures(tickets)
+            if found and not hurried:
+                errors = list(found)  # what went wrong first is what is raised
                 hurried, deadline = True, time.monotonic() + _GRACE
                 self._hurry(True)
             try:
@@ -185,7 +186,7 @@ class SyncGather:
         self._let_run(finished=0)
         if hurried:
             self._hurry(False)
-        errors += [t.reply.error for t in tickets if isinstance(t.reply, m.Failed)]
+        errors = errors or _failures(tickets)
         if errors:
             raise errors[0]
         return [t.reply.report for t in tickets if isinstance(t.reply, m.Rolled)]
@@ -237,6 +238,10 @@ class SyncGather:
         reports = self._finish(begun, None)
         self._slots.release(begun.slot)
         return sum(report.frames for report in reports)
+
+
+def _failures(tickets: Sequence[Ticket]) -> list[BaseException]:
+    return [t.reply.error for t in tickets if isinstance(t.reply, m.Failed)]
 
 
 class AsyncGather:
