@@ -19,6 +19,7 @@ class EpsilonGreedy(nn.Module):
     """The best action, or now and then any; epsilon is a buffer, so it travels with the weights."""
 
     def __init__(self) -> None:
+        """Make the network; everything is explored at first."""
         super().__init__()
         self.q = nn.Sequential(
             nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2)
@@ -26,6 +27,7 @@ class EpsilonGreedy(nn.Module):
         self.register_buffer("epsilon", torch.tensor(1.0))
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        """Return actions ``[...]`` for observations ``[..., 4]``."""
         best = self.q(observation).argmax(-1)
         explore = torch.rand(best.shape) < self.epsilon
         return torch.where(explore, torch.randint(2, best.shape), best)

@@ -58,7 +58,7 @@ from gleanrl.data import (
     TensorDictRoundRobinWriter,
 )
 from gleanrl.data.postprocs import MultiStep
-from gleanrl.envs import EnvCreator, GymEnv, SerialEnv
+from gleanrl.envs import EnvCreator, GymEnv, ParallelEnv, SerialEnv
 from gleanrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
 
 __version__ = "0.1.0"
@@ -89,6 +89,7 @@ __all__ = [
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
     "NoWeightSyncScheme",
+    "ParallelEnv",
     "PolicyError",
     "PolicyTypeError",
     "PolicyVersion",

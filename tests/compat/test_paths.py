@@ -60,6 +60,7 @@ PATHS = [
     "gleanrl.envs.EnvBase",
     "gleanrl.envs.EnvCreator",
     "gleanrl.envs.GymEnv",
+    "gleanrl.envs.ParallelEnv",
     "gleanrl.envs.SerialEnv",
     "gleanrl.envs.libs.gym.GymEnv",
     "gleanrl.envs.libs.gym.set_gym_backend",

@@ -539,32 +539,6 @@ def test_a_creator_makes_a_new_environment_at_every_call():
     assert make.make_variant(num_envs=3)().batch_size == (3,)
 
 
-def test_meta_data_are_learnt_once_at_the_first_access():
-    made = []
-
-    def make():
-        made.append(GymEnv(Counter()))
-        return made[-1]
-
-    creator = EnvCreator(make)
-    assert made == []
-    assert creator.meta_data.batch_size == ()
-    assert creator.meta_data.action_spec.is_in(TensorDict(action=torch.tensor(2)))
-    assert len(made) == 1
-    assert made[0].is_closed
-
-
-def test_meta_data_describe_gymnasium_environments_too():
-    assert set(EnvCreator(Counter).meta_data.tensordict.keys()) == {
-        "observation",
-        "action",
-        "done",
-        "terminated",
-        "truncated",
-        "next",
-    }
-
-
 def test_a_creator_travels_by_value():
     length = 2
     creator = EnvCreator(lambda: GymEnv(Counter(length)))
@@ -575,7 +549,6 @@ def test_a_creator_travels_by_value():
     ("make", "message"),
     [
         (lambda: EnvCreator("CartPole-v1"), "must be callable"),
-        (lambda: EnvCreator(lambda: TensorDict()).meta_data, "made a TensorDict"),
     ],
 )
 def test_wrong_creators_are_named(make, message):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.options import seconds
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
@@ -64,10 +65,8 @@ def check_callables(**given: Any) -> None:
 
 def check_timeout(timeout: float | None) -> None:
     """A deadline is a positive number of seconds."""
-    if timeout is None:
-        return
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise ConfigError(f"timeout ({timeout!r}) must be a positive number of seconds, or None")
+    if timeout is not None:
+        seconds("timeout", timeout)
 
 
 def check_schemes(schemes: Mapping[str, Any] | None) -> None:

@@ -237,7 +237,8 @@ def raised(worker: int, remote: RemoteError) -> BaseException:
         return plain
     try:
         kind, args, attributes = pickle.loads(remote.error)
-        error: BaseException = _both(kind).__new__(_both(kind), *args)
+        # The original's own `__new__`: that of RuntimeError is not safe for an OSError.
+        error: BaseException = kind.__new__(_both(kind), *args)
     except Exception:  # classes that cannot be loaded here, or not combined
         return plain
     error.args = args
