@@ -19,7 +19,7 @@ from gleanrl.envs.gym_env import GymEnv
 from gleanrl.envs.registry import without_call_checks
 from gleanrl.envs.serial import SerialEnv, trees
 from gleanrl.envs.tensordict_layout import needs_carrier, spec_groups, spec_leaves, state_leaves
-from gleanrl.memory.arena import nest
+from gleanrl.memory.trees import nest
 from gleanrl.memory.window import RolloutWindow
 
 TODO: Key = ("_todo",)
