@@ -159,7 +159,15 @@ def main(fd: int) -> None:
 
     os.set_inheritable(fd, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _Zygote(socket.socket(fileno=fd), serve.main).run()
+    code = 1
+    try:
+        _Zygote(socket.socket(fileno=fd), serve.main).run()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # At once: the learner waits for this, and taking torch apart takes a second.
+        os._exit(code)
 
 
 class _Zygote:
