@@ -462,7 +462,7 @@ def test_only_environments_of_ours_that_agree_are_taken_apart():
     [
         (lambda: SerialEnv(0, Counter), "num_workers .0. must be at least 1"),
         (lambda: SerialEnv(2, [GymEnv]), "create_env_fn has 1 entries for num_workers=2"),
-        (lambda: SerialEnv(2, Counter), "wrap a gymnasium.Env with GymEnv"),
+        (lambda: SerialEnv(2, dict), "TensorDict methods|environment"),
     ],
 )
 def test_wrong_serial_arguments_are_named(make, message):
