@@ -450,6 +450,11 @@ def test_torchrl_environments_can_be_batched(make):
     assert not needs_carrier(env, env.reset())
 
 
+@pytest.mark.parametrize("make", ["CartPole-v1", lambda: gym.make("CartPole-v1")])
+def test_a_serial_env_wraps_what_gymnasium_calls_an_environment(make):
+    assert SerialEnv(2, make).rollout(2)["observation"].shape == (2, 2, 4)
+
+
 def test_only_environments_of_ours_that_agree_are_taken_apart():
     assert SerialEnv(2, CountingEnv).unwrap() is None
     kwargs = [{"categorical_action_encoding": flag} for flag in (True, False)]
@@ -462,7 +467,7 @@ def test_only_environments_of_ours_that_agree_are_taken_apart():
     [
         (lambda: SerialEnv(0, Counter), "num_workers .0. must be at least 1"),
         (lambda: SerialEnv(2, [GymEnv]), "create_env_fn has 1 entries for num_workers=2"),
-        (lambda: SerialEnv(2, dict), "TensorDict methods|environment"),
+        (lambda: SerialEnv(2, TensorDict), "or a gymnasium.Env, it made a TensorDict"),
     ],
 )
 def test_wrong_serial_arguments_are_named(make, message):
