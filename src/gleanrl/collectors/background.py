@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.core.errors import ClosedError, CollectorTimeout
 from gleanrl.collectors.flow import Flow
+from gleanrl.core.errors import ClosedError, CollectorTimeout
 from gleanrl.engine.background import Background
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
@@ -116,7 +116,7 @@ class BackgroundCollector(BaseCollector):
             self._engine.failure = err
             raise
         if not held:
-            self._engine.backend.wait(1.0)
+            self._engine.backend.wait(0.1 if self._ending else 1.0)
         elif self._background is not None:
             self._background.nap(_NAP)
         return True

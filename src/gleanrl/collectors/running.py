@@ -361,9 +361,11 @@ class RunningCollector(BackgroundCollector):
         limit = 60.0 if timeout is None else timeout
         deadline = time.monotonic() + limit
         self._ready.clear()
-        failure = self._stop_background(limit)
+        failure = self._stop_background(limit / 2)
         left = max(0.0, deadline - time.monotonic())
         self._engine.close(left, close_env, raise_on_error and failure is None)
+        if self._background is not None:
+            self._background.join(1.0)  # it has nothing left to do
         self._closing.detach()
         if failure is not None and raise_on_error:
             raise failure

@@ -16,7 +16,7 @@ anything more to do."""
 class Background:
     """Takes step after step in a thread, can be paused, and keeps what went wrong."""
 
-    def __init__(self, step: Step, active: Callable[[bool], None] = bool) -> None:
+    def __init__(self, step: Step, active: Callable[[bool], object] = bool) -> None:
         """Start the thread.
 
         Args:
@@ -73,6 +73,13 @@ class Background:
         with self._state:
             return not self._stopping
 
+    def join(self, timeout: float) -> bool:
+        """Wait for the end of the thread, unless this is it; tell whether that came."""
+        if self.inside:
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
     def nap(self, seconds: float) -> None:
         """Let the thread wait; a pause or the end wakes it."""
         with self._state:
@@ -126,8 +133,5 @@ class Background:
         with self._state:
             self._stopping = True
             self._state.notify_all()
-        if self.inside:
-            return
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self.join(timeout):
             raise CollectorTimeout(f"background collection did not end within {timeout} s")
