@@ -10,6 +10,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.interruptor import Interruptor
+from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 
@@ -62,10 +63,16 @@ def check_buffer(
     same_td: bool,
     extend: bool,
     changes_shape: bool,
+    compact_obs: bool = False,
 ) -> None:
     """A replay buffer takes the place of delivered batches."""
     if replay_buffer is None:
         return
+    if compact_obs and isinstance(replay_buffer, ReplayBuffer) and replay_buffer.storage.compact:
+        raise ConfigError(
+            "compact_obs=True leaves out what the compact replay_buffer needs where an episode or "
+            "a rollout ends: drop it, the buffer stores each observation once by itself"
+        )
     if use_buffers:
         raise TypeError("use_buffers=True and replay_buffer exclude each other")
     if same_td:

@@ -61,7 +61,9 @@ class LaunchedCollector(RemoteCollector):
         extend = retired.read_extend_buffer(given.extend_buffer, given.replay_buffer_chunk)
         split, whole_ones = bool(given.split_trajs), given.trajs_per_batch is not None
         shaped = split or whole_ones or given.postproc is not None
-        checks.check_buffer(given.replay_buffer, given.use_buffers, False, extend, shaped)
+        checks.check_buffer(
+            given.replay_buffer, given.use_buffers, False, extend, shaped, given.compact_obs
+        )
         self._devices = workers.Devices.read(
             count,
             device=given.device,

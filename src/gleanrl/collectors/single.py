@@ -167,7 +167,9 @@ class Collector(RunningCollector):
             traj_format: ``"padded"`` (with a mask) or ``"cat"``, for ``trajs_per_batch``.
             pre_collect_hook: Called before each batch is collected.
             post_collect_hook: Called with each batch before it is handed over.
-            compact_obs: Leave out observations under ``"next"``.
+            compact_obs: Leave out observations under ``"next"`` of batches. Where an episode ends,
+                or a batch, the successor is in no other row then: it is lost. A buffer with a
+                compact storage needs them, and stores each once.
             num_envs: Environments to make from one id or callable: a batch ``[num_envs, T]``.
             categorical_action_encoding: Discrete actions as indices; ``False`` for one-hot vectors.
             observation_dtype: Cast floating observations to this dtype.
@@ -203,7 +205,7 @@ class Collector(RunningCollector):
         exploration = retired.read_exploration(exploration_type, exploration_mode)
         extend = retired.read_extend_buffer(extend_buffer, replay_buffer_chunk)
         shaped = bool(split_trajs) or trajs_per_batch is not None or postproc is not None
-        checks.check_buffer(replay_buffer, use_buffers, return_same_td, extend, shaped)
+        checks.check_buffer(replay_buffer, use_buffers, return_same_td, extend, shaped, compact_obs)
         devices = DevicePlan.from_arguments(device, storing_device, policy_device, env_device)
         self._worker_idx = worker_idx
         self.exploration_type = exploration
