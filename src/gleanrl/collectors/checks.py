@@ -104,6 +104,15 @@ def check_trajectories(
         )
 
 
+def check_quota(quota: str | None, reset_at_each_iter: bool) -> None:
+    """Equal quotas are there so that short trajectories are not preferred."""
+    if quota is not None and reset_at_each_iter:
+        raise ConfigError(
+            "reset_at_each_iter=True drops trajectories that outlast a batch, so that short ones "
+            "are preferred; it excludes traj_quota"
+        )
+
+
 def check_callables(**given: Any) -> None:
     """Hooks and factories have to be callable."""
     for name, value in given.items():

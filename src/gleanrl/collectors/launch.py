@@ -43,6 +43,7 @@ class LaunchedCollector(RemoteCollector):
             False,
             given.set_truncated,
         )
+        checks.check_quota(given.traj_quota, given.reset_at_each_iter)
         checks.check_callables(
             postproc=given.postproc,
             init_fn=given.init_fn,
@@ -97,6 +98,7 @@ class LaunchedCollector(RemoteCollector):
                 given.traj_format,
                 given.trajs_per_write,
                 given.replay_buffer,
+                given.traj_quota,
             ),
             given.postproc,
             make_sink(given.replay_buffer, extend),
@@ -167,6 +169,7 @@ class LaunchedCollector(RemoteCollector):
         sizes = [steps * envs for steps, envs in zip(self._steps, engine.envs, strict=True)]
         self._sizes = sizes
         self._budget = Budget(self._limits.rounded(self._batch_of(sizes), engine.num_envs))
+        self._pipeline.share_out(engine.num_envs)
         self._gather_with()
         self._models = SentModels(
             engine,
