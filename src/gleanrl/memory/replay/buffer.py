@@ -319,6 +319,8 @@ class ReplayBuffer:
         storage = self._storage
         if not isinstance(storage, LazyTensorStorage):
             raise ConfigError(f"rows of {type(storage).__name__} cannot be written in place")
+        if storage.compact is not False:
+            raise ConfigError("rows of compact storages cannot be written in place: use extend()")
         if storage.rows is None:
             raise ReplayError("what rows look like is not known: extend() or initialise() first")
         return storage
