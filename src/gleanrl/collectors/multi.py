@@ -111,6 +111,7 @@ class MultiCollector(LaunchedCollector):
         trajs_per_batch: int | None = None,
         trajs_per_write: int | None = None,
         traj_format: str = "padded",
+        traj_quota: str | None = None,
         pre_collect_hook: PreHook | None = None,
         post_collect_hook: PostHook | None = None,
         compact_obs: bool = False,
@@ -187,6 +188,7 @@ class MultiCollector(LaunchedCollector):
             trajs_per_batch: See `Collector`.
             trajs_per_write: See `Collector`.
             traj_format: See `Collector`.
+            traj_quota: See `Collector`; over the environments of all workers.
             pre_collect_hook: Called here before each batch is asked for.
             post_collect_hook: Called here with each batch; in the workers where they write.
             compact_obs: See `Collector`.

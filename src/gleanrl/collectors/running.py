@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,10 @@ from gleanrl.collectors import checks
 from gleanrl.collectors.background import BackgroundCollector
 from gleanrl.collectors.updating import UpdatingCollector
 from gleanrl.core import messages as m
+from gleanrl.core.errors import ClosedError
+from gleanrl.core.keys import MASK
 from gleanrl.engine.batches import BatchOptions, fake_batch
+from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import Pipeline
 
 PATIENCE = 2.0
@@ -28,6 +32,8 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
     _pipeline: Pipeline
     _options: BatchOptions
     _steps: tuple[int, ...]
+    _fills = False
+    """Whether workers write into the buffer themselves."""
     storing_device: torch.device | None
 
     @contextmanager
@@ -72,9 +78,18 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
         return self._pipeline(batch, self.post_collect_hook)
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
-        batch, _ = self._engine.collect(self._budget, self._timeout, feed)
-        self._batches += 1
-        return batch
+        batch, reports = self._engine.collect(self._budget, self._timeout, feed)
+        if batch is None or MASK in batch.keys(True) or not self._cut_short(reports):
+            self._batches += 1
+            return batch
+        # Shutting down stopped it, and nothing in it says which of its frames are valid.
+        frames = sum(report.frames for report in reports.values())
+        self._budget.take_back(frames)
+        self._engine.discarded += frames
+        raise ClosedError("the collector was shut down while it collected")
+
+    def _cut_short(self, reports: Rollouts) -> bool:
+        return any(report.steps < self._steps[worker] for worker, report in reports.items())
 
     def rollout(self) -> TensorDictBase | None:
         """Collect one batch and return it as it was collected.
@@ -139,6 +154,8 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
     def _restart(self, commands: dict[int, m.Command]) -> dict[int, Any]:
         """Carry out commands that begin new trajectories; what was under way is discarded."""
         with self._engine.turn(None):
+            if self._fills:
+                self._settle()
             self._ready.clear()
             self._pipeline.forget()
             return self._engine.request_each(commands, discard=self._budget)
@@ -202,6 +219,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
         }
         if total is not None:
             found["total_frames"] = total
+        found.update(self._flow_stats())
         return found
 
     # -- attributes and remote access ------------------------------------------------------------
@@ -300,10 +318,13 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
             raise_on_error: Raise what closing an environment raised.
         """
         limit = 60.0 if timeout is None else timeout
+        deadline = time.monotonic() + limit
         self._ready.clear()
-        failure = self._stop_background(limit)
-        self._engine.close(limit, close_env, raise_on_error)
+        failure = self._stop_background(limit / 2)
+        left = max(0.0, deadline - time.monotonic())
+        self._engine.close(left, close_env, raise_on_error and failure is None)
+        if self._background is not None:
+            self._background.join(1.0)  # it has nothing left to do
         self._closing.detach()
         if failure is not None and raise_on_error:
-            self._engine.failure = None  # it is raised once
             raise failure

@@ -100,6 +100,7 @@ class Collector(RunningCollector):
         trajs_per_batch: int | None = None,
         trajs_per_write: int | None = None,
         traj_format: str = "padded",
+        traj_quota: str | None = None,
         pre_collect_hook: PreHook | None = None,
         post_collect_hook: PostHook | None = None,
         compact_obs: bool = False,
@@ -166,9 +167,14 @@ class Collector(RunningCollector):
             trajs_per_batch: Deliver exactly this many whole trajectories per batch.
             trajs_per_write: With a replay buffer: whole trajectories per write, 1 by default.
             traj_format: ``"padded"`` (with a mask) or ``"cat"``, for ``trajs_per_batch``.
+            traj_quota: ``"equal"``: each environment gives equally many trajectories to a batch, in
+                the order in which it made them, so that short ones are not preferred; then
+                ``trajs_per_batch`` is rounded up to a multiple of the environments.
             pre_collect_hook: Called before each batch is collected.
             post_collect_hook: Called with each batch before it is handed over.
-            compact_obs: Leave out observations under ``"next"``.
+            compact_obs: Leave out observations under ``"next"`` of batches. Where an episode ends,
+                or a batch, the successor is in no other row then: it is lost. A buffer with a
+                compact storage needs them, and stores each once.
             num_envs: Environments to make from one id or callable: a batch ``[num_envs, T]``.
             categorical_action_encoding: Discrete actions as indices; ``False`` for one-hot vectors.
             observation_dtype: Cast floating observations to this dtype.
@@ -193,6 +199,7 @@ class Collector(RunningCollector):
         checks.check_trajectories(
             track_traj_ids, split_trajs, trajs_per_batch, return_same_td, set_truncated
         )
+        checks.check_quota(traj_quota, reset_at_each_iter)
         checks.check_callables(
             policy_factory=policy_factory,
             postproc=postproc,
@@ -207,7 +214,7 @@ class Collector(RunningCollector):
         exploration = retired.read_exploration(exploration_type, exploration_mode)
         extend = retired.read_extend_buffer(extend_buffer, replay_buffer_chunk)
         shaped = bool(split_trajs) or trajs_per_batch is not None or postproc is not None
-        checks.check_buffer(replay_buffer, use_buffers, return_same_td, extend, shaped)
+        checks.check_buffer(replay_buffer, use_buffers, return_same_td, extend, shaped, compact_obs)
         devices = DevicePlan.from_arguments(device, storing_device, policy_device, env_device)
         self._worker_idx = worker_idx
         self.exploration_type = exploration
@@ -219,7 +226,12 @@ class Collector(RunningCollector):
         self._version = checks.read_version(track_policy_version)
         self._pipeline = Pipeline(
             TrajectoryOptions.from_arguments(
-                split_trajs, trajs_per_batch, traj_format, trajs_per_write, replay_buffer
+                split_trajs,
+                trajs_per_batch,
+                traj_format,
+                trajs_per_write,
+                replay_buffer,
+                traj_quota,
             ),
             postproc,
             make_sink(replay_buffer, extend),
@@ -264,6 +276,7 @@ class Collector(RunningCollector):
         with self._starting():
             self._models = Models(self._engine, policy, weight_sync_schemes, self._version)
             self._budget = Budget(limits.over(self._engine.num_envs))
+            self._pipeline.share_out(self._engine.num_envs)
             self._steps = (self.frames_per_batch // self._engine.num_envs,)
             self._options = BatchOptions(device=devices.storing, same_memory=return_same_td)
             gather_all(self._engine, self._steps, self._options)

@@ -79,7 +79,8 @@ class UpdatingCollector(BaseCollector):
         self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
     ) -> None:
         """Publish weights by model id, under ``version`` or the next one."""
-        self._models.update(models, version)
+        with self._engine.turn(None):
+            self._models.update(models, version)
 
     def _check_update(self, worker_ids: Any, kwargs: Mapping[str, Any]) -> None:
         """Refuse what only an updater understands."""

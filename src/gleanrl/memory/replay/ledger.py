@@ -36,7 +36,7 @@ _HEADER = 64
 # Header words.
 _READY, _SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _OWNERS, _BASE, _EPOCH = range(9)
 _OP, _ENTRY, _FIRST, _N, _OWNER, _TO_CURSOR, _TO_COUNT, _TO_LIVE, _TO_CHANGES = range(10, 19)
-_LAYOUT_SIZE = 19
+_LAYOUT_SIZE, _SPARE, _SPARE_NEXT = 19, 20, 21
 _RESERVE, _COMMIT, _REVOKE, _EMPTY = 1, 2, 3, 4
 
 
@@ -58,6 +58,8 @@ class Ledger:
         self.gate = gate
         self.max_slots = max_slots
         self._h = words[:_HEADER]
+        self.flow: Words = words[_HEADER - 8 : _HEADER]
+        """Words for who limits the rates of writing and sampling; zero at first."""
         start = _HEADER
         self._table = words[start : start + 3 * _ENTRIES].reshape(_ENTRIES, 3)
         start += 3 * _ENTRIES
@@ -106,6 +108,24 @@ class Ledger:
     def version(self) -> tuple[int, int]:
         """Differs after every change of any stamp; what `changes` takes."""
         return int(self._h[_CHANGES]), int(self._h[_EPOCH])
+
+    @property
+    def spare(self) -> int:
+        """Spare places (see `Successors`) that were ever needed; changed inside `section`."""
+        return int(self._h[_SPARE])
+
+    @spare.setter
+    def spare(self, number: int) -> None:
+        self._h[_SPARE] = number
+
+    @property
+    def spare_next(self) -> int:
+        """Where to look first for a free one."""
+        return int(self._h[_SPARE_NEXT])
+
+    @spare_next.setter
+    def spare_next(self, place: int) -> None:
+        self._h[_SPARE_NEXT] = place
 
     @contextmanager
     def section(self) -> Iterator[None]:
