@@ -8,7 +8,7 @@ import select
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import gymnasium as gym
@@ -144,7 +144,8 @@ class Encoded(nn.Module):
 def _children(pid):
     found = []
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (thread / "children").read_text().split()]
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that just ended
+            found += [int(child) for child in (thread / "children").read_text().split()]
     return found
 
 
