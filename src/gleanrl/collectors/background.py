@@ -9,10 +9,14 @@ from functools import partial
 from typing import Any
 
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.core.errors import CollectorTimeout
+from gleanrl.collectors.flow import Flow
+from gleanrl.core.errors import ClosedError, CollectorTimeout
 from gleanrl.engine.background import Background
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
+
+_NAP = 0.002
+"""Seconds after which a collector that waits for the learner looks again."""
 
 
 class BackgroundCollector(BaseCollector):
@@ -22,6 +26,8 @@ class BackgroundCollector(BaseCollector):
     _budget: Budget
     _timeout: float | None
     _background: Background | None = None
+    _ending = False
+    _flow: Flow = Flow(None)
     replay_buffer: Any
 
     def _collect(self, feed: bool = True) -> deque[Any]:
@@ -44,8 +50,12 @@ class BackgroundCollector(BaseCollector):
             self._engine.check()
             if not self.is_running():
                 self._prepare_background()
+                flow = Flow.of(self.replay_buffer)
+                flow.begin()
+                self._flow = flow
                 # The thread must not keep the collector alive.
-                self._background = Background(partial(_background_step, weakref.ref(self)))
+                step = partial(_background_step, weakref.ref(self))
+                self._background = Background(step, flow.running)
 
     def is_running(self) -> bool:
         """Tell whether the collector collects in the background (also while paused)."""
@@ -55,16 +65,25 @@ class BackgroundCollector(BaseCollector):
         """Suspend background collection for the length of a ``with`` block.
 
         Inside, everything that was collected is in the buffer and nothing is under way. Collection
-        goes on afterwards, also if the body raises.
+        goes on afterwards, also if the body raises. Where ``total_frames`` were reached there is
+        nothing to suspend, and nothing happens.
 
         Raises:
-            RuntimeError: the collector does not collect in the background.
+            RuntimeError: the collector was not started, or a hook or an environment of its own
+                asks for this.
         """
-        if self._background is None or not self.is_running():
-            if self._engine.failure is not None:
-                raise self._engine.failure
+        if self._engine.failure is not None:
+            raise self._engine.failure
+        if self._background is None or self._engine.closed:
             raise RuntimeError("pause() suspends what start() began; it is not running")
+        if self._background.inside:
+            raise RuntimeError("pause() was called from inside the collection it would wait for")
         return self._background.pause(60.0 if self._timeout is None else 2 * self._timeout)
+
+    def _settle(self) -> None:
+        """Take in what workers have in hand: it is in the buffer, or will be."""
+        while not self._engine.idle:
+            self._collect(feed=False)
 
     def _prepare_background(self) -> None:
         """Take care that the learner's policy is not the one that acts in the background."""
@@ -78,29 +97,43 @@ class BackgroundCollector(BaseCollector):
 
     def _step_in_background(self, feed: bool) -> bool:
         """Collect what has come; return whether there is anything more to do."""
+        held = False
         try:
             with self._engine.turn(None):
-                if self._engine.ready(self._budget, feed, self._timeout):
+                held = feed and not self._budget.exhausted and self._flow.holds(self._budget)
+                feed = feed and not held
+                ready = self._engine.ready(self._budget, feed, self._timeout)
+                if self._ending:  # gathering may have allowed workers to go on
+                    self._engine.backend.stop_byte[0] = 1
+                if ready:
                     self._collect(feed)
                     return True
-                if self._engine.idle:
+                if self._engine.idle and not held:
                     return False
         except BaseException as err:
+            if self._ending and isinstance(err, ClosedError):  # a rollout was cut short by that
+                return not self._engine.closed
             self._engine.failure = err
             raise
-        self._engine.backend.wait(1.0)
+        if not held:
+            self._engine.backend.wait(0.1 if self._ending else 1.0)
+        elif self._background is not None:
+            self._background.nap(_NAP)
         return True
+
+    def _flow_stats(self) -> dict[str, float | bool]:
+        return self._flow.stats(self.is_running())
 
     def _stop_background(self, timeout: float) -> BaseException | None:
         """End the thread; return what went wrong in it."""
-        failure = self._engine.failure
-        if self._background is not None:
+        if self._background is not None and not self._engine.closed:
+            self._ending = True
             self._engine.backend.stop_byte[0] = 1  # a rollout under way ends after its step
             try:
                 self._background.stop(timeout)
             except CollectorTimeout as err:
-                return failure or err
-        return failure
+                self._engine.failure = self._engine.failure or err
+        return None if self._engine.closed else self._engine.failure
 
 
 def _background_step(collector: weakref.ref[BackgroundCollector], feed: bool) -> bool:

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from gleanrl.collectors.legacy import WeightUpdaterBase
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.profiling import ProfileConfig, RolloutProfiler
 
@@ -49,6 +50,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         self._iterating = True
         iterator = self.iterator()
         while True:
+            self._check_not_started()  # a mistake, which ends nothing
             try:
                 held = [next(iterator)]
             except StopIteration:
@@ -58,6 +60,9 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
                 raise
             # Popped, so that this frame does not keep the batch's memory while the user works.
             yield held.pop()
+
+    def _check_not_started(self) -> None:
+        """Raise `RuntimeError` if it collects in the background."""
 
     def _abandon(self) -> None:
         """Shut down after a failure."""
@@ -195,6 +200,11 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         given = [x for x in (policy_or_weights, weights, policy, policy_weights) if x is not None]
         if len(given) > 1:
             raise ConfigError("give weights once: positionally, as weights= or as policy=")
+        if self._updater is not None and (model_id is not None or weights_dict is not None):
+            raise ConfigError(
+                "model_id and weights_dict need weight sync schemes; a weight updater knows the "
+                "policy only"
+            )
         if weights_dict is not None:
             if given or model_id is not None or not weights_dict:
                 raise ConfigError(
@@ -291,3 +301,4 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         self._worker_idx = value
 
     _worker_idx: int | None = None
+    _updater: WeightUpdaterBase | None = None

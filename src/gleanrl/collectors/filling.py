@@ -14,6 +14,8 @@ from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.memory.replay.storages import LazyTensorStorage
+from gleanrl.memory.replay.writers import RoundRobinWriter
 from gleanrl.memory.trees import tensordict_over
 from gleanrl.memory.window import RolloutWindow
 
@@ -45,6 +47,7 @@ class FillingSource:
         self._layout = source.layout()
         self._window: RolloutWindow | None = None
         self._batch: TensorDictBase | None = None
+        self._dropped = 0
 
     @property
     def num_envs(self) -> int:
@@ -68,7 +71,9 @@ class FillingSource:
         if report.steps < steps and MASK not in batch.keys(True):
             batch = batch[..., : report.steps]
         self._pipeline(batch, self._hook)
-        return Report(report.steps, report.frames, report.policy_version, report.discarded)
+        dropped, self._dropped = self._pipeline.discarded - self._dropped, self._pipeline.discarded
+        discarded = report.discarded + dropped
+        return Report(report.steps, report.frames, report.policy_version, discarded)
 
     def _memory(self, layout: Layout, steps: int) -> tuple[RolloutWindow, TensorDictBase]:
         if self._window is None or self._batch is None or self._window.steps != steps:
@@ -127,12 +132,15 @@ def shared_with_workers(buffer: Any) -> bool:
     """Tell whether workers can write into ``buffer`` themselves; it is shared then.
 
     Rows of several workers go where there is room, so it has to be a buffer of rows, not one of
-    ``[env, time]``, and one of ours: another's is extended by the learner.
+    ``[env, time]`` or one that keeps the best, on the CPU, and one of ours: others are extended
+    by the learner.
     """
     if not isinstance(buffer, ReplayBuffer):
         return False
     storage = buffer.storage
-    if not storage.shareable or storage.ndim != 1:
+    if not isinstance(storage, LazyTensorStorage) or storage.ndim != 1:
+        return False
+    if not isinstance(buffer.writer, RoundRobinWriter) or storage.device.type != "cpu":
         return False
     buffer.share()
     return True

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gleanrl.collectors import checks, retired, workers
+from gleanrl.collectors import checks, legacy, retired, workers
 from gleanrl.collectors.filling import FillingFactory, shared_with_workers
 from gleanrl.collectors.nested import nested_factory
 from gleanrl.collectors.remote import RemoteCollector
@@ -36,6 +36,7 @@ class LaunchedCollector(RemoteCollector):
     def _check(self, given: SimpleNamespace) -> None:
         """Find contradictions before anything is built."""
         checks.check_multi(given)
+        given.weight_updater = legacy.read_updater(given.weight_updater)
         checks.check_trajectories(
             given.track_traj_ids,
             given.split_trajs,
@@ -52,7 +53,7 @@ class LaunchedCollector(RemoteCollector):
         )
         checks.check_timeout(given.timeout)
         checks.check_schemes(given.weight_sync_schemes)
-        checks.check_schemes(given.weight_recv_schemes)
+        self.register_scheme_receiver(given.weight_recv_schemes or {})
         retired.check_reset_when_done(given.reset_when_done)
         retired.note_local_init_rb(given.local_init_rb)
 
@@ -180,6 +181,7 @@ class LaunchedCollector(RemoteCollector):
             devices=self.policy_device,
             memory=engine.backend.control,
         )
+        self.weight_updater = given.weight_updater
 
     def _batch_of(self, frames: Sequence[int]) -> int:
         """Return the frames of a batch, given those of each worker."""

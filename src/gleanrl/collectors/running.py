@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,25 +11,29 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
 
 from gleanrl.collectors import checks
 from gleanrl.collectors.background import BackgroundCollector
+from gleanrl.collectors.updating import UpdatingCollector
 from gleanrl.core import messages as m
+from gleanrl.core.errors import ClosedError
+from gleanrl.core.keys import MASK
 from gleanrl.engine.batches import BatchOptions, fake_batch
-from gleanrl.engine.models import Models
+from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import Pipeline
-from gleanrl.weights.version import PolicyVersion
+
+PATIENCE = 2.0
+"""Seconds environments get to close after a failure, and where nobody called `shutdown`."""
 
 
-class RunningCollector(BackgroundCollector):
+class RunningCollector(UpdatingCollector, BackgroundCollector):
     """A collector over an engine; subclasses build the parts in their constructor."""
 
     _pipeline: Pipeline
-    _models: Models
     _options: BatchOptions
     _steps: tuple[int, ...]
-    _version: PolicyVersion | None
+    _fills = False
+    """Whether workers write into the buffer themselves."""
     storing_device: torch.device | None
 
     @contextmanager
@@ -42,7 +47,7 @@ class RunningCollector(BackgroundCollector):
         self._batches = 0
         self._ready: deque[Any] = deque()
         # The finalizer must not hold the collector itself, or it would never be collected.
-        self._closing = weakref.finalize(self, self._engine.close, 5.0)
+        self._closing = weakref.finalize(self, self._engine.close, PATIENCE)
 
     # -- iteration -------------------------------------------------------------------------------
 
@@ -73,9 +78,18 @@ class RunningCollector(BackgroundCollector):
         return self._pipeline(batch, self.post_collect_hook)
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
-        batch, _ = self._engine.collect(self._budget, self._timeout, feed)
-        self._batches += 1
-        return batch
+        batch, reports = self._engine.collect(self._budget, self._timeout, feed)
+        if batch is None or MASK in batch.keys(True) or not self._cut_short(reports):
+            self._batches += 1
+            return batch
+        # Shutting down stopped it, and nothing in it says which of its frames are valid.
+        frames = sum(report.frames for report in reports.values())
+        self._budget.take_back(frames)
+        self._engine.discarded += frames
+        raise ClosedError("the collector was shut down while it collected")
+
+    def _cut_short(self, reports: Rollouts) -> bool:
+        return any(report.steps < self._steps[worker] for worker, report in reports.items())
 
     def rollout(self) -> TensorDictBase | None:
         """Collect one batch and return it as it was collected.
@@ -112,45 +126,6 @@ class RunningCollector(BackgroundCollector):
             )
         return self._pipeline.finish(fake_batch(self._engine, self._steps, self._options))
 
-    # -- weights and versions --------------------------------------------------------------------
-
-    def _update_weights(
-        self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
-    ) -> None:
-        checks.check_update(worker_ids, kwargs)
-        self._models.update(models)
-
-    def receive_weights(
-        self, policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None
-    ) -> None:
-        """Apply weights that a parent sent; without weights, do nothing."""
-        if policy_or_weights is not None:
-            self.update_policy_weights_(policy_or_weights)
-
-    def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise the legacy weight updater; this collector has none, so nothing happens."""
-
-    @property
-    def policy_version(self) -> int | str | None:
-        """The version the next batch is made with, ``None`` if versions are not tracked."""
-        return None if self._version is None else self._version.version
-
-    def get_policy_version(self) -> int | str | None:
-        """Return `policy_version` (a method, for handles without properties)."""
-        return self.policy_version
-
-    def increment_version(self) -> None:
-        """Move to the next policy version without touching the weights."""
-        self._models.update({})
-
-    def get_model(self, model_id: str) -> Any:
-        """Return the model that runs under ``model_id``.
-
-        Raises:
-            KeyError: there is none.
-        """
-        return self._models.running(model_id)
-
     # -- state -----------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -179,6 +154,8 @@ class RunningCollector(BackgroundCollector):
     def _restart(self, commands: dict[int, m.Command]) -> dict[int, Any]:
         """Carry out commands that begin new trajectories; what was under way is discarded."""
         with self._engine.turn(None):
+            if self._fills:
+                self._settle()
             self._ready.clear()
             self._pipeline.forget()
             return self._engine.request_each(commands, discard=self._budget)
@@ -242,6 +219,7 @@ class RunningCollector(BackgroundCollector):
         }
         if total is not None:
             found["total_frames"] = total
+        found.update(self._flow_stats())
         return found
 
     # -- attributes and remote access ------------------------------------------------------------
@@ -340,10 +318,13 @@ class RunningCollector(BackgroundCollector):
             raise_on_error: Raise what closing an environment raised.
         """
         limit = 60.0 if timeout is None else timeout
+        deadline = time.monotonic() + limit
         self._ready.clear()
-        failure = self._stop_background(limit)
-        self._engine.close(limit, close_env, raise_on_error)
+        failure = self._stop_background(limit / 2)
+        left = max(0.0, deadline - time.monotonic())
+        self._engine.close(left, close_env, raise_on_error and failure is None)
+        if self._background is not None:
+            self._background.join(1.0)  # it has nothing left to do
         self._closing.detach()
         if failure is not None and raise_on_error:
-            self._engine.failure = None  # it is raised once
             raise failure

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import nn
 
-from gleanrl.collectors import checks, retired
+from gleanrl.collectors import checks, front_door, legacy, retired
 from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.running import RunningCollector
 from gleanrl.core import messages as m
@@ -157,9 +157,10 @@ class Collector(RunningCollector):
             no_cuda_sync: Accepted; nothing here synchronises explicitly.
             auto_register_policy_transforms: Provide ``"is_init"`` and zeroed recurrent states to
                 policies that read them (the default); ``False`` leaves that to the environment.
-            weight_updater: Legacy weight updater; for collectors with several workers.
+            weight_updater: Retired: a `WeightUpdaterBase`, or what returns one, that sends weights.
             weight_sync_schemes: Per model id; a `NoWeightSyncScheme` keeps that model fixed.
-            weight_recv_schemes: For collectors that are workers of another one.
+            weight_recv_schemes: Models that a collector this one is a worker of may update; see
+                `register_scheme_receiver`.
             track_policy_version: Deliver ``"policy_version"``; ``True`` or a `PolicyVersion`.
             worker_idx: This collector's index among its parent's workers.
             track_traj_ids: Deliver ``("collector", "traj_ids")``.
@@ -180,10 +181,11 @@ class Collector(RunningCollector):
             info_keys: Numeric ``info`` entries to deliver; a mapping gives their shapes and dtypes.
             check_finite: Raise on NaN or infinity in observations and rewards.
             timeout: Seconds a batch may take; no effect within one process.
-            backend: ``"inline"`` (alias ``"direct"``): in this process.
-            num_collectors: Workers; 1 in this process.
-            sync: For collectors with several workers.
-            backend_options: For other backends.
+            backend: ``"inline"`` (alias ``"direct"``): in this process. ``"process"`` (alias
+                ``"multiprocessing"``) makes a `MultiSyncCollector` or `MultiAsyncCollector`.
+            num_collectors: How many worker processes; implies ``backend="process"``.
+            sync: Whether their batches hold rollouts of all; ``False`` by default.
+            backend_options: Arguments that only these collectors have.
 
         Raises:
             ConfigError: an argument is wrong or contradicts another (a `ValueError`).
@@ -191,8 +193,9 @@ class Collector(RunningCollector):
             PolicyError: the policy does not fit the environment.
         """
         super().__init__(pre_collect_hook, post_collect_hook)
-        checks.check_front_door(backend, num_collectors, sync, backend_options)
-        checks.check_later(weight_updater, weight_recv_schemes)
+        checks.check_updater(weight_updater, weight_sync_schemes)
+        legacy.warn_updater(weight_updater)
+        updater = legacy.read_updater(weight_updater)
         checks.check_trajectories(
             track_traj_ids, split_trajs, trajs_per_batch, return_same_td, set_truncated
         )
@@ -205,6 +208,7 @@ class Collector(RunningCollector):
         )
         checks.check_timeout(timeout)
         checks.check_schemes(weight_sync_schemes)
+        self.register_scheme_receiver(weight_recv_schemes or {})
         retired.check_reset_when_done(reset_when_done)
         retired.note_local_init_rb(local_init_rb)
         exploration = retired.read_exploration(exploration_type, exploration_mode)
@@ -276,7 +280,26 @@ class Collector(RunningCollector):
             self._steps = (self.frames_per_batch // self._engine.num_envs,)
             self._options = BatchOptions(device=devices.storing, same_memory=return_same_td)
             gather_all(self._engine, self._steps, self._options)
+            self.weight_updater = updater
 
     def _prepare_background(self) -> None:
         if isinstance(self._user_policy, nn.Module) and self.policy is self._user_policy:
             self._engine.request(0, m.Call("own_policy"))
+
+    @front_door.shows(__init__)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a collector over worker processes if the selectors ask for one.
+
+        Subclasses are what they are, and refuse such selectors.
+
+        Raises:
+            TypeError: a selector of the wrong type, or on a subclass.
+            ConfigError: a selector that makes no sense.
+            NotImplementedError: a backend this version does not have.
+        """
+        if cls is not Collector:
+            front_door.check_subclass(cls, kwargs)
+        elif front_door.elsewhere(kwargs):
+            return front_door.several(cls.__init__, args, kwargs)
+        front_door.check_here(kwargs)
+        return super().__new__(cls)

@@ -135,6 +135,17 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     return number
 
 
+def seconds(name: str, value: Any) -> float:
+    """Return ``value`` as a positive number of seconds.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{name} ({value!r}) must be a positive number of seconds, or None")
+    return float(value)
+
+
 def _as_int(value: Any) -> int | None:
     if isinstance(value, bool):
         return None

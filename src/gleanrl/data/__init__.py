@@ -11,6 +11,7 @@ from gleanrl.envs.specs import (
     Unbounded,
 )
 from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.memory.replay.limiter import RateLimiter
 from gleanrl.memory.replay.prioritized import PrioritizedSampler
 from gleanrl.memory.replay.samplers import (
     RandomSampler,
@@ -49,6 +50,7 @@ __all__ = [
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "RandomSampler",
+    "RateLimiter",
     "ReplayBuffer",
     "RoundRobinWriter",
     "Sampler",

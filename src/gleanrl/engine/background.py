@@ -16,9 +16,16 @@ anything more to do."""
 class Background:
     """Takes step after step in a thread, can be paused, and keeps what went wrong."""
 
-    def __init__(self, step: Step) -> None:
-        """Start the thread."""
+    def __init__(self, step: Step, active: Callable[[bool], object] = bool) -> None:
+        """Start the thread.
+
+        Args:
+            step: Collects a little.
+            active: Is told ``True`` when collection begins or goes on, ``False`` when it ends or
+                rests.
+        """
         self._step = step
+        self._active = active
         self._state = threading.Condition()
         self._paused = 0
         self._resting = False
@@ -44,15 +51,20 @@ class Background:
 
     def _run(self) -> None:
         try:
+            self._active(True)
             while self._may_go_on():
-                more = self._step(not self._paused)
-                if not more and not self._paused:
+                feed = not self._paused
+                more = self._step(feed)
+                if not more and feed:
                     return
                 if not more:
                     self._rest()
+            while self._step(False):  # what is under way is stored, and counted
+                pass
         except BaseException as err:
             self._error = err
         finally:
+            self._active(False)
             with self._state:
                 self._resting = True
                 self._state.notify_all()
@@ -61,12 +73,31 @@ class Background:
         with self._state:
             return not self._stopping
 
+    def join(self, timeout: float) -> bool:
+        """Wait for the end of the thread, unless this is it; tell whether that came."""
+        if self.inside:
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def nap(self, seconds: float) -> None:
+        """Let the thread wait; a pause or the end wakes it."""
+        with self._state:
+            self._state.wait_for(lambda: self._paused or self._stopping, seconds)
+
+    @property
+    def inside(self) -> bool:
+        """Whether the calling thread is the one that collects."""
+        return threading.current_thread() is self._thread
+
     def _rest(self) -> None:
+        self._active(False)
         with self._state:
             self._resting = True
             self._state.notify_all()
             self._state.wait_for(lambda: not self._paused or self._stopping)
             self._resting = False
+        self._active(True)
 
     @contextmanager
     def pause(self, timeout: float) -> Iterator[None]:
@@ -79,6 +110,7 @@ class Background:
         """
         with self._state:
             self._paused += 1
+            self._state.notify_all()
         try:
             with self._state:
                 if not self._state.wait_for(lambda: self._resting, timeout):
@@ -101,8 +133,5 @@ class Background:
         with self._state:
             self._stopping = True
             self._state.notify_all()
-        if threading.current_thread() is self._thread:
-            return
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self.join(timeout):
             raise CollectorTimeout(f"background collection did not end within {timeout} s")

@@ -27,6 +27,11 @@ class Budget:
         return total is None or self.delivered + self._under_way < total
 
     @property
+    def under_way(self) -> int:
+        """Frames that were asked for and did not come back yet."""
+        return self._under_way
+
+    @property
     def random(self) -> bool:
         """Whether the next rollouts act at random."""
         return self.delivered + self._under_way < self.limits.init_random_frames
@@ -39,6 +44,10 @@ class Budget:
         """Note that a rollout of ``asked`` frames came back with ``frames`` valid ones."""
         self._under_way -= asked
         self.delivered += frames
+
+    def take_back(self, frames: int) -> None:
+        """Note that ``frames`` frames that came back are not delivered after all."""
+        self.delivered -= frames
 
     def cancel(self, asked: int) -> None:
         """Note that a rollout of ``asked`` frames will not be delivered."""

@@ -65,7 +65,7 @@ class PolledStop(bytearray):
         self._stopped: Callable[[], bool] = stopped
 
     def __getitem__(self, index: Any) -> Any:
-        return self._stopped()
+        return super().__getitem__(index) or self._stopped()
 
 
 def stop_byte(interruptor: Any) -> Stop:
@@ -73,5 +73,7 @@ def stop_byte(interruptor: Any) -> Stop:
     if interruptor is None:
         return bytearray(1)
     if isinstance(interruptor, Interruptor):
-        return interruptor.byte
+        byte = bytearray(1)  # one of the collector's own: it raises it when it shuts down
+        interruptor.attach(byte)
+        return byte
     return PolledStop(interruptor)

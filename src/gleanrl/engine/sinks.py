@@ -42,6 +42,32 @@ class ExtendSink:
         return None
 
 
+class EnvTimeSink:
+    """Extends a buffer of ``[env, time]`` with whole batches; the caller gets ``None``."""
+
+    def __init__(self, buffer: Any) -> None:
+        """Store into ``buffer``."""
+        self._extend = _method(buffer, "extend")
+
+    def put(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """Store ``batch`` as ``[env, time]``, up to where rollouts were stopped.
+
+        Raises:
+            ConfigError: environments that were stopped at different steps.
+        """
+        whole = batch.reshape(-1, batch.shape[-1])
+        mask = whole.get(MASK, None)
+        if mask is not None:
+            if not bool((mask == mask[:1]).all()):
+                raise ConfigError(
+                    "the environments of this batch have different numbers of valid steps, which "
+                    "a storage of [env, time] cannot hold; give a storage with ndim=1"
+                )
+            whole = whole[:, mask[0]]
+        self._extend(whole)
+        return None
+
+
 class AddSink:
     """Adds to a buffer step by step; the caller gets ``None``."""
 
@@ -62,7 +88,10 @@ def make_sink(buffer: Any, extend: bool) -> Sink:
     """Return the sink for ``buffer`` (or for no buffer)."""
     if buffer is None:
         return YieldSink()
-    return ExtendSink(buffer) if extend else AddSink(buffer)
+    if not extend:
+        return AddSink(buffer)
+    storage = getattr(buffer, "storage", None)  # TorchRL's buffers have one, too
+    return EnvTimeSink(buffer) if getattr(storage, "ndim", 1) == 2 else ExtendSink(buffer)
 
 
 def _method(buffer: Any, name: str) -> Any:

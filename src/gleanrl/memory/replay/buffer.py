@@ -16,11 +16,12 @@ from gleanrl.memory.replay import saving
 from gleanrl.memory.replay.ahead import Ahead
 from gleanrl.memory.replay.fence import fence
 from gleanrl.memory.replay.ledger import Reservation
+from gleanrl.memory.replay.limiter import RateLimiter
 from gleanrl.memory.replay.places import flat_places, shown, stored
 from gleanrl.memory.replay.prioritized import PrioritizedSampler
 from gleanrl.memory.replay.samplers import Draw, RandomSampler, Sampler, stamps_of
 from gleanrl.memory.replay.slices import SliceSampler
-from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage, stack
+from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage, single, stack
 from gleanrl.memory.replay.writers import RoundRobinWriter, Writer
 
 Transform: TypeAlias = Callable[[Any], Any]
@@ -50,6 +51,7 @@ class ReplayBuffer:
         shared: bool = False,
         generator: torch.Generator | None = None,
         dim_extend: int | None = None,
+        limiter: RateLimiter | None = None,
     ) -> None:
         """Put the parts together; nothing is allocated before the first data.
 
@@ -69,6 +71,7 @@ class ReplayBuffer:
                 the buffer is sent to another process.
             dim_extend: Which dimension of the data for `extend` is time (or rows); for
                 ``[env, time]`` storages 1 by default, else 0.
+            limiter: Bounds the samples per insert while a collector is running.
 
         Raises:
             ConfigError: arguments that do not go together.
@@ -82,6 +85,7 @@ class ReplayBuffer:
         self._prefetch = prefetch or 0
         self._pin = pin_memory
         self._generator = generator
+        self.limiter = limiter
         self._dim = self._storage.ndim - 1 if dim_extend is None else dim_extend
         self._with_index = isinstance(self._sampler, PrioritizedSampler)
         self._reset_local()
@@ -150,7 +154,7 @@ class ReplayBuffer:
 
     def add(self, data: Any) -> Any:
         """Store one row (one step of all environments for 2-D storages) and return its place."""
-        place = self._writer.extend(self._storage, *_single(self._storage, data))
+        place = self._writer.extend(self._storage, *single(self._storage, data))
         return int(place[0]) if len(place) else None
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
@@ -162,11 +166,12 @@ class ReplayBuffer:
 
         Raises:
             ReplayError: nothing is there to be sampled.
+            CollectorTimeout: `limiter` held this back for its timeout.
         """
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
             raise ConfigError("sample(batch_size), or a batch_size at construction")
-        draw, data = self._make(size) if self._ahead is None else self._ahead.next(size)
+        draw, data = self._next(size)
         if not return_info:
             return data
         return data, {"index": shown(self._storage, draw.index, flat=True), **draw.info}
@@ -179,9 +184,13 @@ class ReplayBuffer:
         self._sampler.restart()
         draw: Draw | None = None
         while draw is None or not draw.last:
-            size = self.batch_size
-            draw, data = self._make(size) if self._ahead is None else self._ahead.next(size)
+            draw, data = self._next(self.batch_size)
             yield data
+
+    def _next(self, size: int) -> tuple[Draw, Any]:
+        if self.limiter is not None and len(self):
+            self.limiter.admit(self._storage.ledger, self._storage.envs, size)
+        return self._make(size) if self._ahead is None else self._ahead.next(size)
 
     def __getitem__(self, index: Any) -> Any:
         """Return copies of the rows at ``index``: an int, slice, tensor or list of places.
@@ -202,6 +211,8 @@ class ReplayBuffer:
         with self._lock:
             self._forget()
             self._storage.ledger.empty(empty_write_count)
+            if self.limiter is not None:
+                self.limiter.restart(self._storage.ledger)
             self._sampler.restart()
 
     def update_priority(self, index: Any, priority: Any) -> None:
@@ -289,6 +300,8 @@ class ReplayBuffer:
 
     def _load(self, storage: dict[str, Any], sampler: dict[str, Any]) -> None:
         self._forget()
+        if self.limiter is not None:
+            self.limiter.restart(self._storage.ledger)
         same = storage.get("slots") == self._storage.ledger.slots or not self._storage.ledger.ready
         saving.load_storage(self._storage, storage)
         # Places mean nothing in a ring of another size, and with them what samplers know.
@@ -380,11 +393,3 @@ def _made(part: Any, default: Callable[[], Any]) -> Any:
     if part is None:
         return default()
     return part if isinstance(part, (Storage, Sampler, Writer)) else part()
-
-
-def _single(storage: Storage, data: Any) -> tuple[Any, int]:
-    if isinstance(storage, ListStorage):
-        return [data], 0
-    if isinstance(data, (TensorDictBase, torch.Tensor)):
-        return data.unsqueeze(0), 0
-    return {key: value.unsqueeze(0) for key, value in data.items()}, 0

@@ -58,6 +58,8 @@ class Ledger:
         self.gate = gate
         self.max_slots = max_slots
         self._h = words[:_HEADER]
+        self.flow: Words = words[_HEADER - 8 : _HEADER]
+        """Words for who limits the rates of writing and sampling; zero at first."""
         start = _HEADER
         self._table = words[start : start + 3 * _ENTRIES].reshape(_ENTRIES, 3)
         start += 3 * _ENTRIES

@@ -242,6 +242,7 @@ class LazyTensorStorage(Storage):
         self._memory = self._new_file()
         self.shared = True
         self._map_ledger()
+        self.ledger.flow[:] = before.flow
         if old is None:
             return
         self._rows, spare = None, before.spare
@@ -380,6 +381,15 @@ class ListStorage(Storage):
     def snapshot(self) -> list[Any]:
         """Return a shallow copy of what is stored."""
         return copy.copy(self.items)
+
+
+def single(storage: Storage, data: Any) -> tuple[Any, int]:
+    """Return one row as data of one row, and the dimension of rows in it."""
+    if isinstance(storage, ListStorage):
+        return [data], 0
+    if isinstance(data, (TensorDictBase, torch.Tensor)):
+        return data.unsqueeze(0), 0
+    return {key: value.unsqueeze(0) for key, value in data.items()}, 0
 
 
 def stack(items: Sequence[Any]) -> Any:

@@ -1,0 +1,165 @@
+"""How much is sampled per inserted frame: who is ahead waits for the other."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+from gleanrl.core.errors import CollectorTimeout, ConfigError
+from gleanrl.memory.replay.ledger import Ledger
+
+_COUNTING, _ORIGIN, _SAMPLES, _RUNNING = range(4)
+"""Words in the ledger, where all processes see them."""
+_NAP = 0.002
+
+
+class RateLimiter:
+    """Bounds how many rows are sampled per inserted frame while a collector is running.
+
+    Counting begins with the first sample: until then a collector fills the buffer freely. From then
+    on, whatever process it happens in, ``samples`` is the number of rows sampled and ``inserts``
+    that of frames stored since.
+
+    * A collector that was started begins nothing new while ``samples / inserts`` would fall below
+      ``min_samples_per_insert``. What its workers have in hand still comes.
+    * `ReplayBuffer.sample` waits while ``samples / inserts`` exceeds ``max_samples_per_insert``, as
+      long as a started collector is running and not paused; else it does not wait.
+
+    A learner that samples nothing for ``timeout`` seconds while the collector waits for it is taken
+    to have stopped: the collector warns and goes on, and counting begins anew with the next
+    sample. A sample that waits that long raises `CollectorTimeout`.
+
+    Example:
+        >>> from gleanrl import LazyTensorStorage, RateLimiter, ReplayBuffer
+        >>> rb = ReplayBuffer(
+        ...     storage=LazyTensorStorage(1000),
+        ...     limiter=RateLimiter(min_samples_per_insert=1, max_samples_per_insert=8),
+        ... )
+    """
+
+    def __init__(
+        self,
+        min_samples_per_insert: float | None = None,
+        max_samples_per_insert: float | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        """Set the bounds.
+
+        Args:
+            min_samples_per_insert: Below it the collector waits; ``None``: never.
+            max_samples_per_insert: Above it the learner waits; ``None``: never.
+            timeout: Seconds either waits for the other.
+
+        Raises:
+            ConfigError: bounds or a timeout that are not positive, or contradict each other.
+        """
+        for name, value in (
+            ("min_samples_per_insert", min_samples_per_insert),
+            ("max_samples_per_insert", max_samples_per_insert),
+            ("timeout", timeout),
+        ):
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} ({value!r}) must be positive")
+        low, high = min_samples_per_insert, max_samples_per_insert
+        if low is not None and high is not None and low > high:
+            raise ConfigError(
+                f"min_samples_per_insert ({low}) exceeds max_samples_per_insert ({high}): learner "
+                "and collector would wait for each other"
+            )
+        self.min_samples_per_insert = low
+        self.max_samples_per_insert = high
+        self.timeout = timeout
+        self._waiting: tuple[int, float] | None = None
+
+    # -- the learner's side ----------------------------------------------------------------------
+
+    def admit(self, ledger: Ledger, frames_per_slot: int, rows: int) -> None:
+        """Wait until ``rows`` more rows may be sampled, and count them.
+
+        Raises:
+            CollectorTimeout: too few frames came within the timeout.
+        """
+        deadline = time.monotonic() + self.timeout
+        while not self._admitted(ledger, frames_per_slot, rows):
+            if time.monotonic() > deadline:
+                raise CollectorTimeout(
+                    f"sample() has waited {self.timeout} s for frames: there were "
+                    f"{self.ratio(ledger, frames_per_slot):.3g} samples per insert, "
+                    f"max_samples_per_insert is {self.max_samples_per_insert}"
+                )
+            time.sleep(_NAP)
+
+    def _admitted(self, ledger: Ledger, frames_per_slot: int, rows: int) -> bool:
+        with ledger.section():
+            words = ledger.flow
+            if not words[_COUNTING]:
+                words[_ORIGIN], words[_SAMPLES] = ledger.count, 0
+                words[_COUNTING] = 1
+            most, running = self.max_samples_per_insert, words[_RUNNING] > 0
+            inserts = int(ledger.count - words[_ORIGIN]) * frames_per_slot
+            if most is not None and running and words[_SAMPLES] > most * inserts:
+                return False
+            words[_SAMPLES] += rows
+            return True
+
+    # -- the collector's side --------------------------------------------------------------------
+
+    def begin(self, ledger: Ledger) -> None:
+        """Note that a collector was started: counting begins anew with the next sample."""
+        with ledger.section():
+            if not ledger.flow[_RUNNING]:
+                ledger.flow[_COUNTING] = 0
+
+    def running(self, ledger: Ledger, now: bool) -> None:
+        """Note that a collector is running from now on, or not any more."""
+        with ledger.section():
+            count = int(ledger.flow[_RUNNING]) + (1 if now else -1)
+            ledger.flow[_RUNNING] = max(0, count)
+
+    def holds(self, ledger: Ledger, frames_per_slot: int, under_way: int) -> bool:
+        """Tell whether a collector has to wait for the learner.
+
+        Args:
+            ledger: Of the buffer.
+            frames_per_slot: Frames that one slot of the ring holds.
+            under_way: Frames that were asked for and are not stored yet.
+        """
+        least = self.min_samples_per_insert
+        if least is None or not ledger.flow[_COUNTING]:
+            return False
+        samples = int(ledger.flow[_SAMPLES])
+        inserts = int(ledger.count - ledger.flow[_ORIGIN]) * frames_per_slot
+        if (inserts + under_way) * least <= samples:
+            self._waiting = None
+            return False
+        return not self._given_up(ledger, samples)
+
+    def _given_up(self, ledger: Ledger, samples: int) -> bool:
+        now = time.monotonic()
+        if self._waiting is None or self._waiting[0] != samples:
+            self._waiting = samples, now
+        if now - self._waiting[1] < self.timeout:
+            return False
+        self._waiting = None
+        with ledger.section():
+            ledger.flow[_COUNTING] = 0
+        warnings.warn(
+            f"nothing was sampled for {self.timeout} s while the collector waited for the learner "
+            f"(min_samples_per_insert={self.min_samples_per_insert}): it goes on until the next "
+            "sample",
+            UserWarning,
+            stacklevel=2,
+        )
+        return True
+
+    # -- for both --------------------------------------------------------------------------------
+
+    def ratio(self, ledger: Ledger, frames_per_slot: int) -> float:
+        """Return rows sampled per frame inserted since counting began; 0.0 before."""
+        words = ledger.flow
+        inserts = int(ledger.count - words[_ORIGIN]) * frames_per_slot
+        return float(words[_SAMPLES] / inserts) if words[_COUNTING] and inserts > 0 else 0.0
+
+    def restart(self, ledger: Ledger) -> None:
+        """Begin to count anew with the next sample; inside the ledger's section or alone."""
+        ledger.flow[_COUNTING] = 0
