@@ -141,7 +141,7 @@ class Successors:
             other = _differ(
                 values[after][offset : stop - 1], values[root][offset + 1 : stop], self._lead
             )
-            apart[:-1] |= other.cpu().numpy().reshape(count - 1, self._envs)
+            apart[:-1] |= other.reshape(count - 1, self._envs)
         return apart.reshape(-1)
 
     def _claim(self, numbers: Words) -> Words:
@@ -195,13 +195,16 @@ def follow(
     return out
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor, lead: int) -> torch.Tensor:
+def _differ(one: torch.Tensor, other: torch.Tensor, lead: int) -> Any:
     """Tell which frames differ in any bit."""
     shape = one.shape[:lead]
     if not one.numel():
-        return torch.zeros(shape, dtype=torch.bool)
+        return np.zeros(shape, bool)
     flat = [value.detach().reshape(*shape, -1).contiguous() for value in (one, other)]
     flat = [value.view(torch.uint8) for value in flat]
     if flat[0].shape[-1] % 8 == 0 and not any(value.storage_offset() % 8 for value in flat):
         flat = [value.view(torch.int64) for value in flat]
-    return (flat[0] != flat[1]).any(-1)
+    if one.device.type == other.device.type == "cpu":
+        # A quarter of torch's time.
+        return (flat[0].numpy() != flat[1].numpy()).any(-1)
+    return (flat[0] != flat[1].to(one.device)).any(-1).cpu().numpy()
