@@ -8,21 +8,22 @@ has copied a whole row. Ledgers lie in shared memory if their rows do.
 Every change is written down first, as absolute values, and the word that makes it valid last.
 Whoever enters next finishes what a process that was killed inside left there.
 
-The order of stores and loads that this needs is what x86-64 gives, and what the lock gives
-elsewhere to everything but the reader's second look (that is what `fence` is for).
+The order this needs is what x86-64 gives, and elsewhere the lock; `fence` is for a reader's second
+look.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from gleanrl.core.errors import ReplayError
 from gleanrl.memory.replay.gate import Gate
+from gleanrl.memory.replay.reservation import Reservation
 
 Words: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 _OWNER_BITS = 20
@@ -38,16 +39,6 @@ _READY, _SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _OWNERS, _BASE, _EPOCH = range
 _OP, _ENTRY, _FIRST, _N, _OWNER, _TO_CURSOR, _TO_COUNT, _TO_LIVE, _TO_CHANGES = range(10, 19)
 _LAYOUT_SIZE, _SPARE, _SPARE_NEXT = 19, 20, 21
 _RESERVE, _COMMIT, _REVOKE, _EMPTY = 1, 2, 3, 4
-
-
-class Reservation(NamedTuple):
-    """Rows that one writer may write; travels between processes."""
-
-    entry: int
-    owner: int
-    first: int
-    """Position of the first row; its place is ``first % slots``."""
-    rows: int
 
 
 class Ledger:

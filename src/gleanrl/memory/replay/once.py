@@ -23,7 +23,8 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import NestedKey, as_key, next_key, show
-from gleanrl.memory.replay.ledger import STEP, Ledger, Reservation, Words
+from gleanrl.memory.replay.ledger import STEP, Ledger, Words
+from gleanrl.memory.replay.reservation import Reservation
 from gleanrl.memory.replay.rows import RowLayout, Rows
 
 _LINK_BYTES = 8

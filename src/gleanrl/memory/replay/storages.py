@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
@@ -19,8 +19,9 @@ from gleanrl.memory.replay import files
 from gleanrl.memory.replay.files import anonymous, closing, opened, unnamed_file
 from gleanrl.memory.replay.gate import ProcessGate, ThreadGate
 from gleanrl.memory.replay.handles import Handle
-from gleanrl.memory.replay.ledger import Ledger, Reservation
+from gleanrl.memory.replay.ledger import Ledger
 from gleanrl.memory.replay.once import Successors, choose
+from gleanrl.memory.replay.reservation import Reservation
 from gleanrl.memory.replay.rows import RowLayout, Rows, batch_shape, describe, flatten
 from gleanrl.memory.shared import SharedMemory
 
@@ -390,12 +391,3 @@ def single(storage: Storage, data: Any) -> tuple[Any, int]:
     if isinstance(data, (TensorDictBase, torch.Tensor)):
         return data.unsqueeze(0), 0
     return {key: value.unsqueeze(0) for key, value in data.items()}, 0
-
-
-def stack(items: Sequence[Any]) -> Any:
-    """Stack items of a list into a batch; what cannot be stacked is returned as a list."""
-    if items and all(isinstance(item, torch.Tensor) for item in items):
-        return torch.stack(list(items))
-    if items and all(isinstance(item, TensorDictBase) for item in items):
-        return lazy_stack(list(items), 0).contiguous()
-    return list(items)
