@@ -1,5 +1,7 @@
 """Replay buffers: sampling against `torch.index_select`, against TorchRL, and memory per row.
 
+The rows of "Pong" are real: ALE Pong, grey, 84x84, four frames stacked, a random policy.
+
 python -m benchmarks.replay [--rounds 9] [--seconds 0.3] [--out results.json]
 """
 
@@ -9,6 +11,7 @@ import argparse
 import gc
 import itertools
 import json
+import mmap
 import statistics
 import time
 import warnings
@@ -29,6 +32,7 @@ from gleanrl.data import (
 BATCH = 256
 ROWS = 1_000_000
 IMAGES = 20_000
+PONG = 4096
 Call = Callable[[], Any]
 
 
@@ -57,6 +61,48 @@ def images(rows: int) -> TensorDict:
     for part in (data, data["next"]):
         part["observation"] = torch.zeros(rows, 84, 84, 4, dtype=torch.uint8)
     return data
+
+
+def pong(rows: int, envs: int = 4, steps: int = 64) -> list[TensorDict]:
+    """Batches of ``envs`` environments and ``steps`` steps, as a collector stores them."""
+    import ale_py
+    import gymnasium as gym
+
+    from gleanrl import Collector
+
+    gym.register_envs(ale_py)
+
+    def make() -> gym.Env:
+        env = gym.make("ALE/Pong-v5", frameskip=1)
+        env = gym.wrappers.AtariPreprocessing(env, screen_size=84, frame_skip=4)
+        return gym.wrappers.FrameStackObservation(env, 4)
+
+    batch = envs * steps
+    with Collector([make] * envs, frames_per_batch=batch, total_frames=-1) as collector:
+        collector.set_seed(0)
+        found = (batch.reshape(-1).clone() for batch in collector)
+        return list(itertools.islice(found, -(-rows // batch)))
+
+
+def compact_or_not(rows: int) -> Iterator[tuple[str, Call]]:
+    data = pong(rows)
+    for name, compact in (("gleanrl", True), ("not compact", False)):
+        rb = filled(rows, data, compact)
+        yield name, lambda rb=rb: rb.sample(BATCH)
+
+
+def storing_compact_or_not(rows: int) -> Iterator[tuple[str, Call]]:
+    data = pong(rows)
+    for name, compact in (("gleanrl", True), ("not compact", False)):
+        rb, parts = filled(rows, data, compact), itertools.cycle(data)
+        yield name, lambda rb=rb, parts=parts: rb.extend(next(parts))
+
+
+def filled(rows: int, data: list[TensorDict], compact: bool) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=LazyTensorStorage(rows, compact=compact))
+    for part in [*data, *data]:  # twice round: what is kept beside is used again
+        rb.extend(part)
+    return rb
 
 
 def selecting(rb: ReplayBuffer) -> Call:
@@ -187,6 +233,8 @@ CASES: dict[str, Callable[[], Iterator[tuple[str, Call]]]] = {
     "the same, samplers alone": lambda: alone(ROWS),
     "slices of 32, 1 M rows, no writes": lambda: slices(ROWS, extending=False),
     "extend(64) + slices of 32, 1 M rows": lambda: slices(ROWS, extending=True),
+    "sample(256), 4 k Pong rows, compact": lambda: compact_or_not(PONG),
+    "extend(256), Pong rows, compact": lambda: storing_compact_or_not(PONG),
     "extend(256), CartPole rows": lambda: extending(ROWS),
 }
 
@@ -249,6 +297,30 @@ def memory() -> dict[str, Any]:
     return result
 
 
+def resident() -> int:
+    """Bytes of memory this process takes from the machine."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def halves() -> dict[str, Any]:
+    """Bytes per transition, compact against storing both, counted and as the system sees them."""
+    result: dict[str, Any] = {}
+    for envs, steps in ((4, 64), (8, 16)):
+        data = pong(PONG, envs, steps)
+        sizes, kept = {}, []
+        for compact in (False, True):
+            before = resident()
+            kept.append(filled(PONG, data, compact))
+            sizes[compact] = kept[-1].storage.nbytes / PONG, (resident() - before) / PONG
+        counted, taken = (a / b for a, b in zip(sizes[True], sizes[False], strict=True))
+        name = f"{envs} environments, rollouts of {steps} steps"
+        result[name] = {"bytes": sizes[True][0], "ratio": counted, "resident": taken}
+        print(f"Pong, {name}: {sizes[True][0]:.0f} bytes per transition of {sizes[False][0]:.0f}")
+        print(f"  {counted:.3f} of storing both ({taken:.3f} of resident memory)")
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
@@ -258,6 +330,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, Any] = {"memory": memory()}
+    if arguments.only in "compact Pong":
+        results["compact"] = halves()
     for name, case in CASES.items():
         if arguments.only in name:
             print(name)

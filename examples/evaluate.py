@@ -16,7 +16,12 @@ def lean(observation: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Print return and length of twenty episodes."""
     with Collector(
-        "CartPole-v1", lean, num_envs=4, frames_per_batch=400, trajs_per_batch=20
+        "CartPole-v1",
+        lean,
+        num_envs=4,
+        frames_per_batch=400,
+        trajs_per_batch=20,
+        traj_quota="equal",  # five from each: those that end first would be the shorter ones
     ) as collector:
         collector.set_seed(0)
         episodes = next(iter(collector))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-ARGUMENTS = {"ppo.py": ["--frames", "4096"]}
+ARGUMENTS = {"ppo.py": ["--frames", "4096"], "dqn.py": ["--frames", "3000"]}
 
 
 @pytest.mark.slow

@@ -19,11 +19,16 @@ ALLOWED["testing"] = ALLOWED["engine"] | {"testing"}
 ALLOWED["collectors"] = ALLOWED["engine"] | {"collectors"}
 ALLOWED["cli"] = ALLOWED["collectors"] | {"cli"}
 RE_EXPORTS = {"data", "modules", "weight_update"}
+# A package of the inner rings whose `__init__` re-exports from further out, too: what users call
+# environments are also classes that need worker processes. Its modules belong to their ring.
+ENVS = SOURCE / "envs" / "__init__.py"
 NAMESPACES = [
     *(path for name in sorted(RE_EXPORTS) for path in sorted((SOURCE / name).rglob("*.py"))),
+    ENVS,
     *sorted((SOURCE / "envs" / "libs").rglob("*.py")),
     SOURCE / "envs" / "utils.py",
     SOURCE / "collectors" / "utils.py",
+    SOURCE / "collectors" / "weight_update.py",
 ]
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -42,7 +47,8 @@ def imported(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_imports_go_inward(path):
     ring, *below = path.relative_to(SOURCE).parts
-    if not below or ring in RE_EXPORTS:  # the outermost layer: it may import all others
+    outermost = not below or ring in RE_EXPORTS or path == ENVS
+    if outermost:  # it may import all others
         return
     assert ring in ALLOWED, f"which packages may {ring} import? Say so above"
     rings = {p.name for p in SOURCE.iterdir() if p.is_dir()}
@@ -52,6 +58,15 @@ def test_imports_go_inward(path):
         if parts[0] == "gleanrl" and len(parts) > 1 and parts[1] in rings
     }
     assert used <= ALLOWED[ring], f"{ring} may not import {sorted(used - ALLOWED[ring])}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_inner_rings_import_modules_never_the_namespace_of_environments(path):
+    ring, *below = path.relative_to(SOURCE).parts
+    if below and ring in ALLOWED["engine"]:
+        tree = ast.walk(ast.parse(path.read_text()))
+        froms = {node.module for node in tree if isinstance(node, ast.ImportFrom)}
+        assert path == ENVS or "gleanrl.envs" not in froms
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))

@@ -9,11 +9,19 @@ from gleanrl.collectors import (
     MultiAsyncCollector,
     MultiaSyncDataCollector,
     MultiCollector,
+    MultiProcessedWeightUpdater,
+    MultiProcessWeightSyncScheme,
     MultiSyncCollector,
     MultiSyncDataCollector,
+    NoWeightSyncScheme,
     PolicyVersion,
     RandomPolicy,
+    RemoteModuleWeightUpdater,
+    SharedMemWeightSyncScheme,
     SyncDataCollector,
+    VanillaWeightUpdater,
+    WeightSyncScheme,
+    WeightUpdaterBase,
     aSyncDataCollector,
     split_trajectories,
 )
@@ -51,7 +59,7 @@ from gleanrl.data import (
     TensorDictRoundRobinWriter,
 )
 from gleanrl.data.postprocs import MultiStep
-from gleanrl.envs import EnvCreator, GymEnv, SerialEnv
+from gleanrl.envs import EnvCreator, GymEnv, ParallelEnv, SerialEnv
 from gleanrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
 
 __version__ = "0.1.0"
@@ -75,10 +83,14 @@ __all__ = [
     "ListStorage",
     "MultiAsyncCollector",
     "MultiCollector",
+    "MultiProcessWeightSyncScheme",
+    "MultiProcessedWeightUpdater",
     "MultiStep",
     "MultiSyncCollector",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
+    "NoWeightSyncScheme",
+    "ParallelEnv",
     "PolicyError",
     "PolicyTypeError",
     "PolicyVersion",
@@ -87,11 +99,13 @@ __all__ = [
     "RandomPolicy",
     "RandomSampler",
     "RateLimiter",
+    "RemoteModuleWeightUpdater",
     "ReplayBuffer",
     "ReplayError",
     "RoundRobinWriter",
     "SamplerWithoutReplacement",
     "SerialEnv",
+    "SharedMemWeightSyncScheme",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "SyncDataCollector",
@@ -101,6 +115,9 @@ __all__ = [
     "TensorDictRoundRobinWriter",
     "UnknownEnvError",
     "UnknownModelError",
+    "VanillaWeightUpdater",
+    "WeightSyncScheme",
+    "WeightUpdaterBase",
     "WeightsError",
     "WorkerDied",
     "WorkerError",

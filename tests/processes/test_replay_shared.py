@@ -43,10 +43,16 @@ def rows(writer, first, count):
             "number": number,
             "wide": number.unsqueeze(1) * 3 + torch.arange(WIDTH),
             "collector": {"traj_ids": torch.full((count,), writer)},
-            "next": {"number": number + 1},
+            "next": {"number": number + 1, "wide": after(number)},
         },
         [count],
     )
+
+
+def after(number):
+    """What follows "wide": that of the next number, but at the ends of episodes."""
+    wide = (number + 1).unsqueeze(1) * 3 + torch.arange(WIDTH)
+    return torch.where((number % 7 == 0).unsqueeze(1), -wide, wide)
 
 
 def check(batch):
@@ -54,6 +60,7 @@ def check(batch):
     number = batch["number"]
     assert (batch["wide"] == number.unsqueeze(1) * 3 + torch.arange(WIDTH)).all(), "torn"
     assert (batch["next", "number"] == number + 1).all(), "torn"
+    assert (batch["next", "wide"] == after(number)).all(), "torn"
     assert (batch["collector", "traj_ids"] == number // 10**9).all(), "torn"
 
 
@@ -109,9 +116,10 @@ say((samples, seen))
 
 @pytest.mark.slow
 @pytest.mark.timeout(max(120, 3 * SECONDS))
-def test_rows_are_whole_while_writers_are_killed(tmp_path):
+@pytest.mark.parametrize("compact", [False, True])
+def test_rows_are_whole_while_writers_are_killed(tmp_path, compact):
     size = 6000
-    rb = ReplayBuffer(storage=LazyTensorStorage(size), shared=True)
+    rb = ReplayBuffer(storage=LazyTensorStorage(size, compact=compact), shared=True)
     sliced = ReplayBuffer(storage=rb.storage, sampler=SliceSampler(slice_len=8))
     readers = [
         start(buffer, READ, seconds=SECONDS, slices=buffer is sliced) for buffer in (rb, sliced)
@@ -275,6 +283,41 @@ def test_a_death_inside_the_lock_is_repaired_by_the_next():
         rb.extend(rows(1, 14, 16))
         assert len(rb) == 16
         assert (stamps > 0).all()
+        if process.exitcode == 0:
+            return
+    raise AssertionError("it never got to the end")
+
+
+DIE_LINKING = """
+h, owners, left = rb.storage.ledger._h, rb.storage._successors._owners, [step]
+
+class Mortal:
+    def __init__(self, words): self.words = words
+    def __getitem__(self, word): return self.words[word]
+    def __setitem__(self, word, value):
+        if left[0] == 0:
+            os.kill(os.getpid(), 9)
+        left[0] -= 1
+        self.words[word] = value
+
+rb.storage.ledger._h, rb.storage._successors._owners = Mortal(h), Mortal(owners)
+rb.extend(rows(7, 0, 15))
+say("survived")
+"""
+
+
+@pytest.mark.slow
+def test_a_death_while_successors_are_linked_is_repaired_too():
+    for step in range(0, 200, 3):
+        rb = ReplayBuffer(storage=LazyTensorStorage(20, compact=True), shared=True)
+        rb.extend(rows(1, 0, 12))
+        process = start(rb, "rb.sample(1)" + DIE_LINKING, step=step)
+        process.join(60)
+        for first in range(100, 200, 10):
+            rb.extend(rows(2, first, 10))
+            check(rb[:])
+        assert len(rb) == 20
+        assert rb.storage.ledger.spare <= 20
         if process.exitcode == 0:
             return
     raise AssertionError("it never got to the end")

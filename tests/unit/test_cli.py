@@ -408,6 +408,19 @@ def test_the_planned_sizes_are_whole_steps_and_overshoot_little(frames, num_envs
     assert frames <= total <= frames * 1.05 + 8 * num_envs
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 300_000), st.integers(1, 40), st.integers(1, 9), st.booleans())
+def test_planned_sizes_are_whole_steps_of_all_workers(frames, num_envs, workers, asynchronous):
+    options = CollectOptions(
+        env="e", frames=frames, num_envs=num_envs, workers=workers, asynchronous=asynchronous
+    )
+    batch, total = plan(options)
+    lanes = num_envs if asynchronous else num_envs * workers
+    assert batch % lanes == 0
+    assert total % batch == 0
+    assert frames <= total <= frames * 1.05 + 8 * lanes
+
+
 def test_a_batch_size_that_was_asked_for_is_kept():
     options = CollectOptions(env="e", frames=1000, num_envs=3, frames_per_batch=100)
     assert plan(options) == (102, 1020)
@@ -630,6 +643,17 @@ def test_a_policy_that_fails_is_one_line_and_the_data_so_far_are_kept(
         (["inspect", "/nowhere/at/all"], "is not a directory"),
         (["gather"], "invalid choice: 'gather'"),
         ([], "required: COMMAND"),
+        (["collect", "CartPole-v1", "--workers", "0"], "'0' is not a whole number of 1 or more"),
+        (["collect", "CartPole-v1", "--async"], "say how many with --workers N"),
+        (["collect", "CartPol-v1", "--workers", "1"], "error: no environment is .*CartPole-v1"),
+        (["bench", "CartPol-v1"], "CartPole-v1"),
+        (["bench", "CartPole-v1", "--seconds", "0"], "'0' is not a positive number of seconds"),
+        (["bench", "CartPole-v1", "--seconds", "soon"], "'soon' is not a positive number"),
+        (["bench", "CartPole-v1", "--workers", "1,x"], "'x' is not a whole number"),
+        (["bench", "CartPole-v1", "--num-envs", "0"], "'0' is not a whole number of 1 or more"),
+        (["bench", "CartPole-v1", "--out", "/"], "exists already"),
+        (["bench", "CartPole-v1", "--out", "/nowhere/at/all.json"], "not a directory that can be"),
+        (["bench", "CartPole-v1", "--policy", "greedy"], "neither 'random' nor"),
     ],
 )
 def test_wrong_options_are_one_line_and_exit_code_2(capsys, arguments, message):
@@ -710,7 +734,7 @@ def test_a_dataset_is_read_a_bounded_number_of_frames_at_a_time(tmp_path, monkey
 
 
 def test_help_shows_examples_and_version_is_printed(capsys):
-    for arguments in (["--help"], ["collect", "--help"], ["inspect", "--help"]):
+    for arguments in (["--help"], *([name, "--help"] for name in ("collect", "bench", "inspect"))):
         code, out, err = run(capsys, *arguments)
         assert (code, err) == (0, "")
         assert "examples:\n  gleanrl " in out

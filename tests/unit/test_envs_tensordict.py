@@ -40,7 +40,7 @@ from gleanrl.envs import tensordict_env
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.tensordict_env import TensorDictEnv
 from gleanrl.envs.tensordict_layout import EndFlags, is_tensordict_env, needs_carrier
-from gleanrl.memory.arena import nest
+from gleanrl.memory.trees import nest
 from gleanrl.memory.window import RolloutWindow
 
 

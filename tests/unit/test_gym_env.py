@@ -450,6 +450,11 @@ def test_torchrl_environments_can_be_batched(make):
     assert not needs_carrier(env, env.reset())
 
 
+@pytest.mark.parametrize("make", ["CartPole-v1", lambda: gym.make("CartPole-v1")])
+def test_a_serial_env_wraps_what_gymnasium_calls_an_environment(make):
+    assert SerialEnv(2, make).rollout(2)["observation"].shape == (2, 2, 4)
+
+
 def test_only_environments_of_ours_that_agree_are_taken_apart():
     assert SerialEnv(2, CountingEnv).unwrap() is None
     kwargs = [{"categorical_action_encoding": flag} for flag in (True, False)]
@@ -462,7 +467,7 @@ def test_only_environments_of_ours_that_agree_are_taken_apart():
     [
         (lambda: SerialEnv(0, Counter), "num_workers .0. must be at least 1"),
         (lambda: SerialEnv(2, [GymEnv]), "create_env_fn has 1 entries for num_workers=2"),
-        (lambda: SerialEnv(2, Counter), "wrap a gymnasium.Env with GymEnv"),
+        (lambda: SerialEnv(2, TensorDict), "or a gymnasium.Env, it made a TensorDict"),
     ],
 )
 def test_wrong_serial_arguments_are_named(make, message):
@@ -539,32 +544,6 @@ def test_a_creator_makes_a_new_environment_at_every_call():
     assert make.make_variant(num_envs=3)().batch_size == (3,)
 
 
-def test_meta_data_are_learnt_once_at_the_first_access():
-    made = []
-
-    def make():
-        made.append(GymEnv(Counter()))
-        return made[-1]
-
-    creator = EnvCreator(make)
-    assert made == []
-    assert creator.meta_data.batch_size == ()
-    assert creator.meta_data.action_spec.is_in(TensorDict(action=torch.tensor(2)))
-    assert len(made) == 1
-    assert made[0].is_closed
-
-
-def test_meta_data_describe_gymnasium_environments_too():
-    assert set(EnvCreator(Counter).meta_data.tensordict.keys()) == {
-        "observation",
-        "action",
-        "done",
-        "terminated",
-        "truncated",
-        "next",
-    }
-
-
 def test_a_creator_travels_by_value():
     length = 2
     creator = EnvCreator(lambda: GymEnv(Counter(length)))
@@ -575,7 +554,6 @@ def test_a_creator_travels_by_value():
     ("make", "message"),
     [
         (lambda: EnvCreator("CartPole-v1"), "must be callable"),
-        (lambda: EnvCreator(lambda: TensorDict()).meta_data, "made a TensorDict"),
     ],
 )
 def test_wrong_creators_are_named(make, message):

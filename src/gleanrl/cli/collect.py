@@ -26,12 +26,13 @@ from gleanrl.cli.dataset import DatasetWriter, check_target, size
 from gleanrl.cli.episodes import EpisodeStats, Summary
 from gleanrl.cli.policies import load_policy
 from gleanrl.cli.progress import Display, Moment, make_display, print_facts
-from gleanrl.collectors.single import Collector
+from gleanrl.cli.settings import Setting
+from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.multi import MultiAsyncCollector
+from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import MASK
 from gleanrl.engine.interruptor import Interruptor
 
-_BATCH_FRAMES = 500
-_MIN_STEPS = 8
 _RECENT = 100
 _LIBRARIES = ("torch", "tensordict", "gymnasium", "numpy")
 
@@ -43,6 +44,10 @@ class CollectOptions:
     env: str
     policy: str = "random"
     num_envs: int = 1
+    """Environments of each worker."""
+    workers: int | None = None
+    """Worker processes; ``None`` to collect in this one."""
+    asynchronous: bool = False
     frames: int = 10_000
     frames_per_batch: int | None = None
     """``None`` for a size that shows progress often and divides ``frames`` well."""
@@ -51,18 +56,41 @@ class CollectOptions:
     out: Path | None = None
     command: str = ""
 
+    @property
+    def setting(self) -> Setting:
+        """The environments and the processes they are in."""
+        return Setting(self.workers or 0, self.num_envs, self.asynchronous)
+
 
 def plan(options: CollectOptions) -> tuple[int, int]:
     """Return frames per batch and frames in total, both rounded up to whole steps and batches."""
-    envs = options.num_envs
+    setting = options.setting
+    envs = setting.lanes
     if options.frames_per_batch is not None:
         batch = -(-options.frames_per_batch // envs) * envs
         return batch, -(-options.frames // batch) * batch
     steps = -(-options.frames // envs)
-    most = min(steps, max(_MIN_STEPS, _BATCH_FRAMES // envs))
+    most = setting.steps(steps)
     # Of the sizes up to twice as small, the one that overshoots least, then the largest.
     best = min(range((most + 1) // 2, most + 1), key=lambda size: (-steps % size, -size))
     return best * envs, -(-steps // best) * best * envs
+
+
+class _Drained:
+    """Tells when what asynchronous workers had collected at an interrupt has been delivered."""
+
+    _goals: list[int] | None = None
+
+    def __call__(self, collector: BaseCollector) -> bool:
+        """Return whether everything is here; call after each batch, from the interrupt on."""
+        if not isinstance(collector, MultiAsyncCollector):
+            return True
+        stats = collector.stats("per_worker")
+        counts = [int(stats[f"worker_{w}/batches"]) for w in range(collector.num_workers)]
+        if self._goals is None:
+            # A worker is at most two rollouts ahead: one that is complete, one under way.
+            self._goals = [count + 2 for count in counts]
+        return all(count >= goal for count, goal in zip(counts, self._goals, strict=True))
 
 
 class Run:
@@ -80,16 +108,17 @@ class Run:
         if options.out is not None:
             self.writer = DatasetWriter(options.out, total)
 
-    def collect(self, collector: Collector, interruptor: Interruptor, display: Display) -> None:
+    def collect(self, collector: BaseCollector, interruptor: Interruptor, display: Display) -> None:
         """Take batches until all frames are there or ``interruptor`` says stop."""
         start = time.perf_counter()
+        drained = _Drained()
         for batch in collector:
             self._take(batch)
             # The collector uses the batch's memory again once nobody holds it.
             del batch
             self.seconds = time.perf_counter() - start
             display.show(self._moment())
-            if interruptor.collection_stopped():
+            if interruptor.collection_stopped() and drained(collector):
                 break
 
     def _moment(self) -> Moment:
@@ -113,6 +142,8 @@ class Run:
         return {
             "env": self._options.env,
             "num_envs": self._options.num_envs,
+            "workers": self._options.workers or 0,
+            "async": self._options.asynchronous,
             "policy": self._options.policy,
             "seed": self._seed,
             "command": self._options.command,
@@ -127,10 +158,11 @@ class Run:
 
     def report(self) -> list[tuple[str, str]]:
         """Return what is printed at the end."""
-        options, stats, copies = self._options, self.stats, self._options.num_envs
+        options, stats = self._options, self.stats
         rate = stats.frames / self.seconds if self.seconds else 0.0
         lines = [
-            ("environment", options.env + ("" if copies == 1 else f", {copies:,} at once")),
+            ("environment", options.env),
+            ("setting", str(options.setting)),
             ("policy", options.policy),
             ("seed", str(self._seed)),
             ("frames", f"{stats.frames:,} in {self.seconds:,.1f} s ({rate:,.0f} per second)"),
@@ -151,6 +183,8 @@ def run(options: CollectOptions) -> int:
         Exception: what the environment, the policy or the disk raises; data written until then is
             kept and valid.
     """
+    if options.asynchronous and options.workers is None:
+        raise ConfigError("--async is about worker processes: say how many with --workers N")
     if options.out is not None:
         check_target(options.out)
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
@@ -158,15 +192,9 @@ def run(options: CollectOptions) -> int:
     policy = load_policy(options.policy)
     frames_per_batch, total = plan(options)
     interruptor = Interruptor()
-    collector = Collector(
-        options.env,
-        policy,
-        frames_per_batch=frames_per_batch,
-        total_frames=total,
-        num_envs=options.num_envs if options.num_envs > 1 else None,
-        interruptor=interruptor,
-    )
-    with collector:
+    with options.setting.make(
+        options.env, policy, frames_per_batch, total, interruptor
+    ) as collector:
         collector.set_seed(seed)
         task = Run(options, seed, total)
         display = make_display(options.env, total)

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from gleanrl import __version__
 from gleanrl.cli.codes import FAILURE, INTERRUPTED, USAGE_ERROR
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ConfigError, WorkerError
 
 _DESCRIPTION = (
     "Gather experience for reinforcement learning: environments and a policy in, data out."
@@ -22,6 +22,8 @@ examples:
   gleanrl collect CartPole-v1
   gleanrl collect Pendulum-v1 --num-envs 8 --frames 100_000 --out data/pendulum
   gleanrl collect CartPole-v1 --policy my_policy.py:make_policy --seed 0
+  gleanrl collect CartPole-v1 --workers 4 --num-envs 16 --frames 1_000_000
+  gleanrl bench CartPole-v1
   gleanrl inspect data/pendulum
 """
 _COLLECT_EXAMPLES = """\
@@ -35,8 +37,22 @@ examples:
       TensorDict.load_memmap("data/pendulum")
   gleanrl collect CartPole-v1 --policy my_policy.py:make_policy --seed 0
       call make_policy() for the policy; the same seed gives the same frames
+  gleanrl collect CartPole-v1 --workers 4 --num-envs 16
+      64 environments in four processes; --async takes what is there first, so that
+      no worker waits for another ('gleanrl bench' says what is fastest here)
 
 Ctrl-C stops after the current step; what was collected until then is kept.
+"""
+_BENCH_EXAMPLES = """\
+Each setting runs for some seconds: environments in this process, in synchronous workers, and
+the fastest of these as asynchronous workers. Nothing is learned meanwhile; a learner that is
+busy leaves asynchronous workers collecting and synchronous ones waiting.
+
+examples:
+  gleanrl bench CartPole-v1
+      settings that suit the number of cores, random actions
+  gleanrl bench CartPole-v1 --policy my_policy.py:make_policy --seconds 10
+  gleanrl bench Pendulum-v1 --workers 1,2,4 --num-envs 1,8,32 --out bench.json
 """
 _INSPECT_EXAMPLES = """\
 examples:
@@ -76,7 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     except ConfigError as err:
-        return _fail(USAGE_ERROR, str(err), options.traceback)
+        # What a worker says of an option is what this process would have said.
+        message = err.args[0] if isinstance(err, WorkerError) else err
+        return _fail(USAGE_ERROR, str(message), options.traceback)
+    except WorkerError as err:
+        return _fail(FAILURE, err.headline, options.traceback)
     except Exception as err:
         name = "" if type(err).__module__.startswith("gleanrl.") else f"{type(err).__name__}: "
         return _fail(FAILURE, name + str(err), options.traceback)
@@ -105,6 +125,15 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=raw,
         )
     )
+    _add_bench(
+        commands.add_parser(
+            "bench",
+            help="try numbers of workers and environments, and say what is fastest here",
+            description="Measure a few numbers of workers and environments; say what to use here.",
+            epilog=_BENCH_EXAMPLES,
+            formatter_class=raw,
+        )
+    )
     _add_inspect(
         commands.add_parser(
             "inspect",
@@ -119,15 +148,28 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_collect(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("env", metavar="ENV", help="Gymnasium id, such as CartPole-v1")
+    _add_env_and_policy(parser)
     add(
-        "--policy",
-        metavar="random|FILE.py:NAME",
-        default="random",
-        help="what acts: 'random' (default), or NAME in a Python file: an nn.Module, a callable, "
-        "or a class or function that makes one when called without arguments",
+        "--num-envs",
+        metavar="N",
+        type=count,
+        default=1,
+        help="environments at once, of each worker if there are any (default: 1)",
     )
-    add("--num-envs", metavar="N", type=count, default=1, help="environments at once (default: 1)")
+    add(
+        "--workers",
+        metavar="N",
+        type=count,
+        default=None,
+        help="worker processes, with --num-envs environments each (default: none, everything in "
+        "this process)",
+    )
+    add(
+        "--async",
+        dest="asynchronous",
+        action="store_true",
+        help="take the rollouts of workers as they come, instead of one of each at a time",
+    )
     add(
         "--frames",
         metavar="N",
@@ -161,6 +203,48 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_collect)
 
 
+def _add_env_and_policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("env", metavar="ENV", help="Gymnasium id, such as CartPole-v1")
+    parser.add_argument(
+        "--policy",
+        metavar="random|FILE.py:NAME",
+        default="random",
+        help="what acts: 'random' (default), or NAME in a Python file: an nn.Module, a callable, "
+        "or a class or function that makes one when called without arguments",
+    )
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_env_and_policy(parser)
+    add(
+        "--seconds",
+        metavar="S",
+        type=seconds,
+        default=3.0,
+        help="how long each setting runs (default: 3)",
+    )
+    add(
+        "--workers",
+        metavar="LIST",
+        type=counts,
+        default=None,
+        help="numbers of worker processes to try, such as 2,4 (default: half the cores and all)",
+    )
+    add(
+        "--num-envs",
+        metavar="LIST",
+        type=counts,
+        default=(1, 4, 16),
+        help="numbers of environments to try, of each worker (default: 1,4,16)",
+    )
+    add(
+        "--out", metavar="FILE.json", type=Path, default=None, help="keep the figures in a new file"
+    )
+    _add_traceback(parser)
+    parser.set_defaults(run=_bench)
+
+
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", type=Path, help="written by collect --out")
     parser.add_argument(
@@ -190,11 +274,28 @@ def _collect(options: argparse.Namespace, arguments: list[str]) -> int:
             env=options.env,
             policy=options.policy,
             num_envs=options.num_envs,
+            workers=options.workers,
+            asynchronous=options.asynchronous,
             frames=options.frames,
             frames_per_batch=options.frames_per_batch,
             seed=options.seed,
             out=options.out,
             command=collect.command_line(arguments),
+        )
+    )
+
+
+def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
+    from gleanrl.cli import bench
+
+    return bench.run(
+        bench.BenchOptions(
+            env=options.env,
+            policy=options.policy,
+            seconds=options.seconds,
+            workers=options.workers,
+            num_envs=options.num_envs,
+            out=options.out,
         )
     )
 
@@ -214,6 +315,26 @@ def count(text: str) -> int:
     value = _whole(text)
     if value is None or value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return value
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Read a list of numbers of things, each once.
+
+    >>> counts("4,1,4")
+    (1, 4)
+    """
+    return tuple(sorted({count(part.strip()) for part in text.split(",")}))
+
+
+def seconds(text: str) -> float:
+    """Read a positive number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
     return value
 
 

@@ -19,7 +19,7 @@ from gleanrl.cli.progress import plain, print_facts
 from gleanrl.core.keys import END_FLAGS, NEXT, TRAJ_IDS, outermost
 
 _CHUNK_FRAMES = 2**16
-_SHOWN = ("env", "num_envs", "policy", "seed", "command", "created", "versions")
+_SHOWN = ("env", "num_envs", "workers", "async", "policy", "seed", "command", "created", "versions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,12 @@
 """The collectors users construct: names and arguments, no behaviour of their own."""
 
 from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.legacy import (
+    MultiProcessedWeightUpdater,
+    RemoteModuleWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
 from gleanrl.collectors.multi import (
     AsyncCollector,
     MultiAsyncCollector,
@@ -12,6 +18,12 @@ from gleanrl.collectors.utils import split_trajectories
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.profiling import ProfileConfig
 from gleanrl.policies.random import RandomPolicy
+from gleanrl.weights.scheme import (
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightSyncScheme,
+)
 from gleanrl.weights.version import PolicyVersion
 
 DataCollectorBase = BaseCollector
@@ -28,13 +40,21 @@ __all__ = [
     "Interruptor",
     "MultiAsyncCollector",
     "MultiCollector",
+    "MultiProcessWeightSyncScheme",
+    "MultiProcessedWeightUpdater",
     "MultiSyncCollector",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
+    "NoWeightSyncScheme",
     "PolicyVersion",
     "ProfileConfig",
     "RandomPolicy",
+    "RemoteModuleWeightUpdater",
+    "SharedMemWeightSyncScheme",
     "SyncDataCollector",
+    "VanillaWeightUpdater",
+    "WeightSyncScheme",
+    "WeightUpdaterBase",
     "aSyncDataCollector",
     "split_trajectories",
 ]

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from gleanrl.collectors.legacy import WeightUpdaterBase
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.profiling import ProfileConfig, RolloutProfiler
 
@@ -199,6 +200,11 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         given = [x for x in (policy_or_weights, weights, policy, policy_weights) if x is not None]
         if len(given) > 1:
             raise ConfigError("give weights once: positionally, as weights= or as policy=")
+        if self._updater is not None and (model_id is not None or weights_dict is not None):
+            raise ConfigError(
+                "model_id and weights_dict need weight sync schemes; a weight updater knows the "
+                "policy only"
+            )
         if weights_dict is not None:
             if given or model_id is not None or not weights_dict:
                 raise ConfigError(
@@ -295,3 +301,4 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         self._worker_idx = value
 
     _worker_idx: int | None = None
+    _updater: WeightUpdaterBase | None = None

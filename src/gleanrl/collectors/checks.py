@@ -9,51 +9,11 @@ from typing import Any
 import torch
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.options import seconds
 from gleanrl.engine.interruptor import Interruptor
+from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
-
-_LATER = ("process", "multiprocessing", "distributed", "submitit", "rpc", "ray", "thread")
-
-
-def check_front_door(
-    backend: str | None,
-    num_collectors: int | None,
-    sync: bool | None,
-    options: Mapping[str, Any] | None,
-) -> None:
-    """Accept the selectors that mean "in this process"."""
-    if backend in _LATER:
-        raise NotImplementedError(
-            f"backend={backend!r} is not available in this version; only 'inline' is"
-        )
-    if backend not in (None, "inline", "direct"):
-        raise ConfigError(f"backend ({backend!r}) must be 'inline' (alias 'direct')")
-    if num_collectors is not None:
-        if isinstance(num_collectors, bool) or not isinstance(num_collectors, int):
-            raise TypeError(f"num_collectors ({num_collectors!r}) must be a whole number")
-        if num_collectors != 1:
-            raise ConfigError(
-                f"num_collectors ({num_collectors}) must be at most one in this process; use "
-                "num_envs= for several environments"
-            )
-    if sync is not None:
-        raise ConfigError("sync= is for collectors with several workers")
-    if options:
-        raise ConfigError(f"backend_options ({sorted(options)}) have no meaning in this process")
-
-
-def check_later(updater: Any, receivers: Any) -> None:
-    """Refuse what only collectors with several workers have."""
-    for name, value in (
-        ("weight_updater", updater),
-        ("weight_recv_schemes", receivers),
-    ):
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} belongs to collectors with several workers, "
-                "which this version does not have"
-            )
 
 
 def check_buffer(
@@ -62,10 +22,16 @@ def check_buffer(
     same_td: bool,
     extend: bool,
     changes_shape: bool,
+    compact_obs: bool = False,
 ) -> None:
     """A replay buffer takes the place of delivered batches."""
     if replay_buffer is None:
         return
+    if compact_obs and isinstance(replay_buffer, ReplayBuffer) and replay_buffer.storage.compact:
+        raise ConfigError(
+            "compact_obs=True leaves out what the compact replay_buffer needs where an episode or "
+            "a rollout ends: drop it, the buffer stores each observation once by itself"
+        )
     if use_buffers:
         raise TypeError("use_buffers=True and replay_buffer exclude each other")
     if same_td:
@@ -97,6 +63,15 @@ def check_trajectories(
         )
 
 
+def check_quota(quota: str | None, reset_at_each_iter: bool) -> None:
+    """Equal quotas are there so that short trajectories are not preferred."""
+    if quota is not None and reset_at_each_iter:
+        raise ConfigError(
+            "reset_at_each_iter=True drops trajectories that outlast a batch, so that short ones "
+            "are preferred; it excludes traj_quota"
+        )
+
+
 def check_callables(**given: Any) -> None:
     """Hooks and factories have to be callable."""
     for name, value in given.items():
@@ -106,10 +81,8 @@ def check_callables(**given: Any) -> None:
 
 def check_timeout(timeout: float | None) -> None:
     """A deadline is a positive number of seconds."""
-    if timeout is None:
-        return
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise ConfigError(f"timeout ({timeout!r}) must be a positive number of seconds, or None")
+    if timeout is not None:
+        seconds("timeout", timeout)
 
 
 def check_schemes(schemes: Mapping[str, Any] | None) -> None:
@@ -122,13 +95,21 @@ def check_schemes(schemes: Mapping[str, Any] | None) -> None:
             )
 
 
+def check_updater(updater: Any, schemes: Mapping[str, Any] | None) -> None:
+    """Weights go one way."""
+    if updater is not None and schemes is not None:
+        raise TypeError("give weight_sync_schemes or weight_updater, not both")
+
+
 def check_multi(given: Any) -> None:
     """Contradictions between the arguments of a collector with several workers."""
-    if given.weight_updater is not None:
-        if given.weight_sync_schemes is not None:
-            raise TypeError("give weight_sync_schemes or weight_updater, not both")
-        if given.policy is not None and given.policy_factory is not None:
-            raise TypeError("policy and policy_factory together need no weight_updater")
+    check_updater(given.weight_updater, given.weight_sync_schemes)
+    both = given.policy is not None and given.policy_factory is not None
+    if both and given.weight_updater is not None:
+        raise TypeError(
+            "policy and policy_factory exclude each other with a weight_updater; drop it, and "
+            "weights are taken from policy"
+        )
     factories = given.policy_factory
     if factories is not None:
         several = isinstance(factories, Sequence)

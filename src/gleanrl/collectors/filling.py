@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from gleanrl.core.keys import MASK, TIME
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
 from gleanrl.engine.pipeline import Pipeline
-from gleanrl.memory.arena import nest
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.storages import LazyTensorStorage
 from gleanrl.memory.replay.writers import RoundRobinWriter
+from gleanrl.memory.trees import tensordict_over
 from gleanrl.memory.window import RolloutWindow
 
 PostHook = Callable[[Any], None]
@@ -85,7 +85,7 @@ class FillingSource:
             }
             names = [None] * (len(shape) - 1) + [TIME]
             self._window = window
-            self._batch = TensorDict(nest(views), batch_size=shape, names=names)
+            self._batch = tensordict_over(views, shape, names)
         return self._window, self._batch
 
     def place(self, base: int, stride: int) -> None:

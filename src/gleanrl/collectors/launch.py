@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gleanrl.collectors import checks, retired, workers
+from gleanrl.collectors import checks, legacy, retired, workers
 from gleanrl.collectors.filling import FillingFactory, shared_with_workers
 from gleanrl.collectors.nested import nested_factory
 from gleanrl.collectors.remote import RemoteCollector
@@ -36,6 +36,7 @@ class LaunchedCollector(RemoteCollector):
     def _check(self, given: SimpleNamespace) -> None:
         """Find contradictions before anything is built."""
         checks.check_multi(given)
+        given.weight_updater = legacy.read_updater(given.weight_updater)
         checks.check_trajectories(
             given.track_traj_ids,
             given.split_trajs,
@@ -43,6 +44,7 @@ class LaunchedCollector(RemoteCollector):
             False,
             given.set_truncated,
         )
+        checks.check_quota(given.traj_quota, given.reset_at_each_iter)
         checks.check_callables(
             postproc=given.postproc,
             init_fn=given.init_fn,
@@ -51,7 +53,7 @@ class LaunchedCollector(RemoteCollector):
         )
         checks.check_timeout(given.timeout)
         checks.check_schemes(given.weight_sync_schemes)
-        checks.check_schemes(given.weight_recv_schemes)
+        self.register_scheme_receiver(given.weight_recv_schemes or {})
         retired.check_reset_when_done(given.reset_when_done)
         retired.note_local_init_rb(given.local_init_rb)
 
@@ -61,7 +63,9 @@ class LaunchedCollector(RemoteCollector):
         extend = retired.read_extend_buffer(given.extend_buffer, given.replay_buffer_chunk)
         split, whole_ones = bool(given.split_trajs), given.trajs_per_batch is not None
         shaped = split or whole_ones or given.postproc is not None
-        checks.check_buffer(given.replay_buffer, given.use_buffers, False, extend, shaped)
+        checks.check_buffer(
+            given.replay_buffer, given.use_buffers, False, extend, shaped, given.compact_obs
+        )
         self._devices = workers.Devices.read(
             count,
             device=given.device,
@@ -95,6 +99,7 @@ class LaunchedCollector(RemoteCollector):
                 given.traj_format,
                 given.trajs_per_write,
                 given.replay_buffer,
+                given.traj_quota,
             ),
             given.postproc,
             make_sink(given.replay_buffer, extend),
@@ -165,6 +170,7 @@ class LaunchedCollector(RemoteCollector):
         sizes = [steps * envs for steps, envs in zip(self._steps, engine.envs, strict=True)]
         self._sizes = sizes
         self._budget = Budget(self._limits.rounded(self._batch_of(sizes), engine.num_envs))
+        self._pipeline.share_out(engine.num_envs)
         self._gather_with()
         self._models = SentModels(
             engine,
@@ -175,6 +181,7 @@ class LaunchedCollector(RemoteCollector):
             devices=self.policy_device,
             memory=engine.backend.control,
         )
+        self.weight_updater = given.weight_updater
 
     def _batch_of(self, frames: Sequence[int]) -> int:
         """Return the frames of a batch, given those of each worker."""

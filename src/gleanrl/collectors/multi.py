@@ -15,6 +15,7 @@ from tensordict.nn import InteractionType
 from gleanrl.collectors import workers
 from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.launch import LaunchedCollector
+from gleanrl.collectors.legacy import warn_updater
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import (
     InfoKeys,
@@ -110,6 +111,7 @@ class MultiCollector(LaunchedCollector):
         trajs_per_batch: int | None = None,
         trajs_per_write: int | None = None,
         traj_format: str = "padded",
+        traj_quota: str | None = None,
         pre_collect_hook: PreHook | None = None,
         post_collect_hook: PostHook | None = None,
         compact_obs: bool = False,
@@ -174,9 +176,11 @@ class MultiCollector(LaunchedCollector):
             cudagraph_policy: See `Collector`.
             no_cuda_sync: Accepted for compatibility; only the copies made here are waited for.
             auto_register_policy_transforms: See `Collector`.
-            weight_updater: Retired: sends weights in place of the schemes.
+            weight_updater: Retired: a `WeightUpdaterBase`, or what returns one, that sends weights
+                in place of the schemes.
             weight_sync_schemes: Per model id; shared memory by default.
-            weight_recv_schemes: For collectors inside others; see `receive_weights`.
+            weight_recv_schemes: Models that a collector this one is a worker of may update; see
+                `register_scheme_receiver`.
             track_policy_version: Deliver ``"policy_version"``; or the counter to use.
             worker_idx: This collector's index among its parent's workers.
             init_fn: Called first in every worker.
@@ -184,6 +188,7 @@ class MultiCollector(LaunchedCollector):
             trajs_per_batch: See `Collector`.
             trajs_per_write: See `Collector`.
             traj_format: See `Collector`.
+            traj_quota: See `Collector`; over the environments of all workers.
             pre_collect_hook: Called here before each batch is asked for.
             post_collect_hook: Called here with each batch; in the workers where they write.
             compact_obs: See `Collector`.
@@ -206,6 +211,7 @@ class MultiCollector(LaunchedCollector):
         """
         given = SimpleNamespace(**{k: v for k, v in locals().items() if k not in _NOT_ARGUMENTS})
         super().__init__(pre_collect_hook, post_collect_hook)
+        warn_updater(weight_updater)
         functions = workers.env_functions(create_env_fn, num_workers)
         self.num_workers = len(functions)
         self._check(given)

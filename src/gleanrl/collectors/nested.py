@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.updating import UpdatingCollector
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import TRAJ_IDS
@@ -122,7 +123,10 @@ class NestedSource:
                 name: {key: _copied(value) for key, value in weights.items()}
                 for name, weights in snapshot.models.items()
             }
-            self.collector.update_policy_weights_(weights_dict=copies)
+            if isinstance(self.collector, UpdatingCollector):
+                self.collector.receive_models(copies)
+            else:
+                self.collector.update_policy_weights_(weights_dict=copies)
         self._version = snapshot.version
 
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
@@ -152,6 +156,8 @@ class NestedSource:
 
     def describe_weights(self, model_id: str) -> Shapes:
         """Return the shapes of a model of the collector."""
+        if isinstance(self.collector, UpdatingCollector):
+            return self.collector.describe_weights(model_id)
         module = self.collector.get_model(model_id)
         shapes: Shapes = {n: (tuple(p.shape), True) for n, p in module.named_parameters()}
         shapes.update({n: (tuple(b.shape), False) for n, b in module.named_buffers()})

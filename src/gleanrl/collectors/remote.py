@@ -7,16 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
-from torch import nn
 
-from gleanrl.collectors.running import RunningCollector
+from gleanrl.collectors.running import PATIENCE, RunningCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.sent_models import SentModels
-
-_PATIENCE = 2.0
-"""Seconds workers get to close their environments after a failure."""
 
 
 class RemoteCollector(RunningCollector):
@@ -43,13 +38,19 @@ class RemoteCollector(RunningCollector):
 
     # -- weights ---------------------------------------------------------------------------------
 
-    def _update_weights(
-        self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
+    def _publish(
+        self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
     ) -> None:
+        self._models.update(models, version, worker_ids)
+
+    def _check_update(self, worker_ids: Any, kwargs: Mapping[str, Any]) -> None:
         if kwargs:
-            raise TypeError(f"unexpected arguments {sorted(kwargs)}")
-        with self._engine.turn(None):
-            self._models.update(models, worker_ids)
+            raise TypeError(
+                f"unexpected arguments {sorted(kwargs)}: there is no weight updater to take them"
+            )
+
+    def _check_workers(self, worker_ids: Any) -> None:
+        self._models.chosen(worker_ids)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -224,10 +225,4 @@ class RemoteCollector(RunningCollector):
 
     def _abandon(self) -> None:
         # Whoever interrupted, or waits for the error, does not wait for a worker that hangs.
-        self.shutdown(_PATIENCE, raise_on_error=False)
-
-    def receive_weights(
-        self, policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None
-    ) -> None:
-        """Apply weights that a parent sent, and pass them on to the workers."""
-        super().receive_weights(policy_or_weights)
+        self.shutdown(PATIENCE, raise_on_error=False)

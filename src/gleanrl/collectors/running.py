@@ -11,28 +11,27 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
 
 from gleanrl.collectors import checks
 from gleanrl.collectors.background import BackgroundCollector
+from gleanrl.collectors.updating import UpdatingCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError
 from gleanrl.core.keys import MASK
 from gleanrl.engine.batches import BatchOptions, fake_batch
 from gleanrl.engine.gather import Rollouts
-from gleanrl.engine.models import Models
 from gleanrl.engine.pipeline import Pipeline
-from gleanrl.weights.version import PolicyVersion
+
+PATIENCE = 2.0
+"""Seconds environments get to close after a failure, and where nobody called `shutdown`."""
 
 
-class RunningCollector(BackgroundCollector):
+class RunningCollector(UpdatingCollector, BackgroundCollector):
     """A collector over an engine; subclasses build the parts in their constructor."""
 
     _pipeline: Pipeline
-    _models: Models
     _options: BatchOptions
     _steps: tuple[int, ...]
-    _version: PolicyVersion | None
     _fills = False
     """Whether workers write into the buffer themselves."""
     storing_device: torch.device | None
@@ -48,7 +47,7 @@ class RunningCollector(BackgroundCollector):
         self._batches = 0
         self._ready: deque[Any] = deque()
         # The finalizer must not hold the collector itself, or it would never be collected.
-        self._closing = weakref.finalize(self, self._engine.close, 5.0)
+        self._closing = weakref.finalize(self, self._engine.close, PATIENCE)
 
     # -- iteration -------------------------------------------------------------------------------
 
@@ -126,46 +125,6 @@ class RunningCollector(BackgroundCollector):
                 "with trajs_per_batch the shape of a batch is that of its longest trajectory"
             )
         return self._pipeline.finish(fake_batch(self._engine, self._steps, self._options))
-
-    # -- weights and versions --------------------------------------------------------------------
-
-    def _update_weights(
-        self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
-    ) -> None:
-        checks.check_update(worker_ids, kwargs)
-        with self._engine.turn(None):
-            self._models.update(models)
-
-    def receive_weights(
-        self, policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None
-    ) -> None:
-        """Apply weights that a parent sent; without weights, do nothing."""
-        if policy_or_weights is not None:
-            self.update_policy_weights_(policy_or_weights)
-
-    def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise the legacy weight updater; this collector has none, so nothing happens."""
-
-    @property
-    def policy_version(self) -> int | str | None:
-        """The version the next batch is made with, ``None`` if versions are not tracked."""
-        return None if self._version is None else self._version.version
-
-    def get_policy_version(self) -> int | str | None:
-        """Return `policy_version` (a method, for handles without properties)."""
-        return self.policy_version
-
-    def increment_version(self) -> None:
-        """Move to the next policy version without touching the weights."""
-        self._models.update({})
-
-    def get_model(self, model_id: str) -> Any:
-        """Return the model that runs under ``model_id``.
-
-        Raises:
-            KeyError: there is none.
-        """
-        return self._models.running(model_id)
 
     # -- state -----------------------------------------------------------------------------------
 

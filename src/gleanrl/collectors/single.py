@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import nn
 
-from gleanrl.collectors import checks, retired
+from gleanrl.collectors import checks, front_door, legacy, retired
 from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.running import RunningCollector
 from gleanrl.core import messages as m
@@ -100,6 +100,7 @@ class Collector(RunningCollector):
         trajs_per_batch: int | None = None,
         trajs_per_write: int | None = None,
         traj_format: str = "padded",
+        traj_quota: str | None = None,
         pre_collect_hook: PreHook | None = None,
         post_collect_hook: PostHook | None = None,
         compact_obs: bool = False,
@@ -156,28 +157,35 @@ class Collector(RunningCollector):
             no_cuda_sync: Accepted; nothing here synchronises explicitly.
             auto_register_policy_transforms: Provide ``"is_init"`` and zeroed recurrent states to
                 policies that read them (the default); ``False`` leaves that to the environment.
-            weight_updater: Legacy weight updater; for collectors with several workers.
+            weight_updater: Retired: a `WeightUpdaterBase`, or what returns one, that sends weights.
             weight_sync_schemes: Per model id; a `NoWeightSyncScheme` keeps that model fixed.
-            weight_recv_schemes: For collectors that are workers of another one.
+            weight_recv_schemes: Models that a collector this one is a worker of may update; see
+                `register_scheme_receiver`.
             track_policy_version: Deliver ``"policy_version"``; ``True`` or a `PolicyVersion`.
             worker_idx: This collector's index among its parent's workers.
             track_traj_ids: Deliver ``("collector", "traj_ids")``.
             trajs_per_batch: Deliver exactly this many whole trajectories per batch.
             trajs_per_write: With a replay buffer: whole trajectories per write, 1 by default.
             traj_format: ``"padded"`` (with a mask) or ``"cat"``, for ``trajs_per_batch``.
+            traj_quota: ``"equal"``: each environment gives equally many trajectories to a batch, in
+                the order in which it made them, so that short ones are not preferred; then
+                ``trajs_per_batch`` is rounded up to a multiple of the environments.
             pre_collect_hook: Called before each batch is collected.
             post_collect_hook: Called with each batch before it is handed over.
-            compact_obs: Leave out observations under ``"next"``.
+            compact_obs: Leave out observations under ``"next"`` of batches. Where an episode ends,
+                or a batch, the successor is in no other row then: it is lost. A buffer with a
+                compact storage needs them, and stores each once.
             num_envs: Environments to make from one id or callable: a batch ``[num_envs, T]``.
             categorical_action_encoding: Discrete actions as indices; ``False`` for one-hot vectors.
             observation_dtype: Cast floating observations to this dtype.
             info_keys: Numeric ``info`` entries to deliver; a mapping gives their shapes and dtypes.
             check_finite: Raise on NaN or infinity in observations and rewards.
             timeout: Seconds a batch may take; no effect within one process.
-            backend: ``"inline"`` (alias ``"direct"``): in this process.
-            num_collectors: Workers; 1 in this process.
-            sync: For collectors with several workers.
-            backend_options: For other backends.
+            backend: ``"inline"`` (alias ``"direct"``): in this process. ``"process"`` (alias
+                ``"multiprocessing"``) makes a `MultiSyncCollector` or `MultiAsyncCollector`.
+            num_collectors: How many worker processes; implies ``backend="process"``.
+            sync: Whether their batches hold rollouts of all; ``False`` by default.
+            backend_options: Arguments that only these collectors have.
 
         Raises:
             ConfigError: an argument is wrong or contradicts another (a `ValueError`).
@@ -185,11 +193,13 @@ class Collector(RunningCollector):
             PolicyError: the policy does not fit the environment.
         """
         super().__init__(pre_collect_hook, post_collect_hook)
-        checks.check_front_door(backend, num_collectors, sync, backend_options)
-        checks.check_later(weight_updater, weight_recv_schemes)
+        checks.check_updater(weight_updater, weight_sync_schemes)
+        legacy.warn_updater(weight_updater)
+        updater = legacy.read_updater(weight_updater)
         checks.check_trajectories(
             track_traj_ids, split_trajs, trajs_per_batch, return_same_td, set_truncated
         )
+        checks.check_quota(traj_quota, reset_at_each_iter)
         checks.check_callables(
             policy_factory=policy_factory,
             postproc=postproc,
@@ -198,12 +208,13 @@ class Collector(RunningCollector):
         )
         checks.check_timeout(timeout)
         checks.check_schemes(weight_sync_schemes)
+        self.register_scheme_receiver(weight_recv_schemes or {})
         retired.check_reset_when_done(reset_when_done)
         retired.note_local_init_rb(local_init_rb)
         exploration = retired.read_exploration(exploration_type, exploration_mode)
         extend = retired.read_extend_buffer(extend_buffer, replay_buffer_chunk)
         shaped = bool(split_trajs) or trajs_per_batch is not None or postproc is not None
-        checks.check_buffer(replay_buffer, use_buffers, return_same_td, extend, shaped)
+        checks.check_buffer(replay_buffer, use_buffers, return_same_td, extend, shaped, compact_obs)
         devices = DevicePlan.from_arguments(device, storing_device, policy_device, env_device)
         self._worker_idx = worker_idx
         self.exploration_type = exploration
@@ -215,7 +226,12 @@ class Collector(RunningCollector):
         self._version = checks.read_version(track_policy_version)
         self._pipeline = Pipeline(
             TrajectoryOptions.from_arguments(
-                split_trajs, trajs_per_batch, traj_format, trajs_per_write, replay_buffer
+                split_trajs,
+                trajs_per_batch,
+                traj_format,
+                trajs_per_write,
+                replay_buffer,
+                traj_quota,
             ),
             postproc,
             make_sink(replay_buffer, extend),
@@ -260,10 +276,30 @@ class Collector(RunningCollector):
         with self._starting():
             self._models = Models(self._engine, policy, weight_sync_schemes, self._version)
             self._budget = Budget(limits.over(self._engine.num_envs))
+            self._pipeline.share_out(self._engine.num_envs)
             self._steps = (self.frames_per_batch // self._engine.num_envs,)
             self._options = BatchOptions(device=devices.storing, same_memory=return_same_td)
             gather_all(self._engine, self._steps, self._options)
+            self.weight_updater = updater
 
     def _prepare_background(self) -> None:
         if isinstance(self._user_policy, nn.Module) and self.policy is self._user_policy:
             self._engine.request(0, m.Call("own_policy"))
+
+    @front_door.shows(__init__)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a collector over worker processes if the selectors ask for one.
+
+        Subclasses are what they are, and refuse such selectors.
+
+        Raises:
+            TypeError: a selector of the wrong type, or on a subclass.
+            ConfigError: a selector that makes no sense.
+            NotImplementedError: a backend this version does not have.
+        """
+        if cls is not Collector:
+            front_door.check_subclass(cls, kwargs)
+        elif front_door.elsewhere(kwargs):
+            return front_door.several(cls.__init__, args, kwargs)
+        front_door.check_here(kwargs)
+        return super().__new__(cls)

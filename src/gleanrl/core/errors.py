@@ -69,6 +69,9 @@ class ClosedError(GleanError, RuntimeError):
 class WorkerError(GleanError, RuntimeError):
     """User code raised in a worker; carries the worker, message and remote traceback."""
 
+    headline: str = ""
+    """What happened, without the traceback."""
+
 
 class WorkerDied(GleanError, RuntimeError):
     """A worker process ended without being asked to."""

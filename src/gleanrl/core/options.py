@@ -135,6 +135,17 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     return number
 
 
+def seconds(name: str, value: Any) -> float:
+    """Return ``value`` as a positive number of seconds.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{name} ({value!r}) must be a positive number of seconds, or None")
+    return float(value)
+
+
 def _as_int(value: Any) -> int | None:
     if isinstance(value, bool):
         return None
@@ -200,6 +211,8 @@ class TrajectoryOptions:
     trajs_per_batch: int | None = None
     traj_format: str = "padded"
     """``"padded"`` (zeros and a mask) or ``"cat"``."""
+    traj_quota: str | None = None
+    """``"equal"``: as many from every environment; ``None``: in the order in which they end."""
 
     @classmethod
     def from_arguments(
@@ -209,6 +222,7 @@ class TrajectoryOptions:
         traj_format: str,
         trajs_per_write: int | None,
         replay_buffer: Any,
+        traj_quota: str | None = None,
     ) -> TrajectoryOptions:
         """Read the arguments: into a buffer, trajectories go end to end, as they are completed.
 
@@ -219,7 +233,13 @@ class TrajectoryOptions:
             split_trajs=bool(split_trajs),
             trajs_per_batch=trajs_per_batch,
             traj_format=traj_format,
+            traj_quota=traj_quota,
         )
+        if traj_quota is not None and replay_buffer is not None:
+            raise ConfigError(
+                "traj_quota is for batches that are handed over; into a replay_buffer trajectories "
+                "go as they are completed"
+            )
         if trajs_per_write is None and (replay_buffer is None or trajs_per_batch is None):
             return given
         if replay_buffer is None or trajs_per_batch is None:
@@ -234,6 +254,10 @@ class TrajectoryOptions:
         """Check the combination."""
         if self.traj_format not in ("padded", "cat"):
             raise ConfigError(f"traj_format ({self.traj_format!r}) must be 'padded' or 'cat'")
+        if self.traj_quota not in (None, "equal"):
+            raise ConfigError(f"traj_quota ({self.traj_quota!r}) must be 'equal' or None")
+        if self.traj_quota is not None and self.trajs_per_batch is None:
+            raise ConfigError("traj_quota shares out whole trajectories: it needs trajs_per_batch")
         if self.trajs_per_batch is None:
             if self.traj_format == "cat":
                 raise ConfigError("traj_format='cat' needs trajs_per_batch")

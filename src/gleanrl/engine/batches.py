@@ -12,7 +12,8 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import show
 from gleanrl.core.layout import Layout
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.gather import AsyncGather, SyncGather
+from gleanrl.engine.gather import SyncGather
+from gleanrl.engine.gather_first import AsyncGather
 from gleanrl.engine.slots import PayloadSlots, SlabSlots, Slots
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.available import check_memory

@@ -12,7 +12,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, UnknownModelError
 from gleanrl.engine.engine import Engine
 from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.snapshot import check_weights, load_weights, weights_of
+from gleanrl.weights.snapshot import Shapes, check_weights, load_weights, weights_of
 from gleanrl.weights.version import PolicyVersion
 
 
@@ -59,8 +59,26 @@ class Models:
         except (AttributeError, LookupError, ValueError) as err:
             raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
 
-    def update(self, given: Mapping[str, Any]) -> None:
+    @property
+    def given(self) -> Any:
+        """The learner's policy, ``None`` if a factory made it."""
+        return self._policy
+
+    def shapes(self, model_id: str) -> Shapes:
+        """Return shape and kind (``True``: parameter) of a model's weights by dotted name.
+
+        Raises:
+            UnknownModelError: there is no model of that id.
+        """
+        shapes: Shapes = self._engine.request(0, m.Call("describe_weights", (model_id,)))
+        return shapes
+
+    def update(self, given: Mapping[str, Any], version: int | None = None) -> None:
         """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
+
+        Args:
+            given: Per model id a module, a `TensorDict`, a state dict or ``None``.
+            version: The version they get, which is not counted then; the next one by default.
 
         Raises:
             UnknownModelError: no model of that id.
@@ -80,8 +98,10 @@ class Models:
                 continue
             if isinstance(source, nn.Module) or not callable(source):
                 models[model_id] = weights_of(source)
-        self._engine.request(0, m.Load(m.Snapshot(self._version.number + 1, models)))
-        self._version.increment_version()
+        number = self._version.number + 1 if version is None else version
+        self._engine.request(0, m.Load(m.Snapshot(number, models)))
+        if version is None:
+            self._version.increment_version()
 
     def policy_state(self) -> dict[str, Any]:
         """Return the running policy's state dict, cloned; empty if it has none."""

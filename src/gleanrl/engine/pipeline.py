@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -58,10 +59,25 @@ class Pipeline:
             self._stages += [_checked(postproc), drop_private]
         self._sink = sink
         self._fruitless = 0
+        self._equal = trajectories.traj_quota == "equal"
         self._whole: WholeTrajectories | None = None
         if trajectories.trajs_per_batch is not None:
             self._whole = WholeTrajectories(
                 trajectories.trajs_per_batch, traj_format=trajectories.traj_format
+            )
+
+    def share_out(self, num_envs: int) -> None:
+        """Give environments their quota of each set of trajectories, if they are to have one."""
+        if self._whole is None or not self._equal:
+            return
+        asked = self._whole.num_trajectories
+        self._whole.share_out(num_envs)
+        if asked != self._whole.num_trajectories and os.environ.get("RL_WARNINGS", "1") != "0":
+            warnings.warn(
+                f"trajs_per_batch ({asked}) is not a multiple of the {num_envs} environments: "
+                f"with equal quotas batches hold {self._whole.num_trajectories} trajectories",
+                UserWarning,
+                stacklevel=4,
             )
 
     def __call__(self, batch: TensorDictBase, hook: Hook | None) -> deque[TensorDictBase | None]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core import messages as m
@@ -68,12 +69,17 @@ class SentModels:
             tracked = self._tracked
             self._bind(_POLICY, dict(zip(tracked.names, tracked.tensors(), strict=True)))
             if made_by_factory and tracked.names:
-                self.update({_POLICY: None}, None, version=0)  # workers start with these weights
+                self.update({_POLICY: None}, version=0)  # workers start with these weights
 
     @property
     def number(self) -> int:
         """The version of the newest weights."""
         return self._version.number
+
+    @property
+    def given(self) -> Any:
+        """The learner's policy, ``None`` if there is none."""
+        return self._policy
 
     def running(self, model_id: str) -> Any:
         """Return the learner's own object behind ``model_id``.
@@ -88,15 +94,15 @@ class SentModels:
     # -- publishing ------------------------------------------------------------------------------
 
     def update(
-        self, given: Mapping[str, Any], worker_ids: Any = None, version: int | None = None
+        self, given: Mapping[str, Any], version: int | None = None, worker_ids: Any = None
     ) -> None:
         """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
 
         Args:
             given: Per model id a module, a `TensorDict`, a state dict or ``None``; or, by worker
                 index, a dictionary of these.
+            version: The version they get, which is not counted then; the next one by default.
             worker_ids: Which workers: indices, devices, or a list of them; ``None`` for all.
-            version: The version they get; the next one by default.
 
         Raises:
             UnknownModelError: no model of that id.
@@ -105,14 +111,14 @@ class SentModels:
             WorkerDied: a worker's process ended.
         """
         self._engine.check()
-        workers = self._chosen(worker_ids)
+        workers = self.chosen(worker_ids)
         number = self._version.number + 1 if version is None else version
         applied = {name: w for name, w in given.items() if self._scheme(name).applies}
         if not self._published(applied, workers, number):
             per_worker = [self._weights_for(worker, applied) for worker in workers]
             for models in per_worker:
                 for name, weights in models.items():
-                    check_shapes(repr(name), self._shapes_of(name), weights)
+                    check_shapes(repr(name), self.shapes(name), weights)
             self._serial += 1
             self._engine.post(
                 {
@@ -140,7 +146,7 @@ class SentModels:
             if isinstance(source, Mapping) and _by_worker(source):
                 return False
             weights = weights_of(source)
-            check_shapes(repr(name), self._shapes_of(name), weights)
+            check_shapes(repr(name), self.shapes(name), weights)
             names = [entry[0] for entry in board.ref.entries]
             if set(weights) != set(names):
                 return False  # buffers may be left out; a board takes all or nothing
@@ -177,7 +183,12 @@ class SentModels:
             )
         return self._tracked
 
-    def _shapes_of(self, name: str) -> Shapes:
+    def shapes(self, name: str) -> Shapes:
+        """Return shape and kind (``True``: parameter) of a model's weights by dotted name.
+
+        Raises:
+            UnknownModelError: there is no model of that id.
+        """
         if name not in self._shapes:
             if name == _POLICY and self._tracked is not None and not self._factory:
                 self._shapes[name] = shapes_of(self._tracked.module)
@@ -202,7 +213,12 @@ class SentModels:
 
     # -- which workers ---------------------------------------------------------------------------
 
-    def _chosen(self, worker_ids: Any) -> list[int]:
+    def chosen(self, worker_ids: Any) -> list[int]:
+        """Return the workers meant by indices, devices or a list of them; ``None`` means all.
+
+        Raises:
+            ConfigError: none is meant, or one that does not exist.
+        """
         workers = range(self._engine.workers)
         if worker_ids is None:
             return list(workers)
@@ -232,7 +248,7 @@ class SentModels:
         """
         for state, _ in states.values():
             if state:
-                check_shapes(repr(_POLICY), self._shapes_of(_POLICY), weights_of(state))
+                check_shapes(repr(_POLICY), self.shapes(_POLICY), weights_of(state))
         self._serial += 1
         loads: dict[int, m.Command] = {}
         for worker, (state, number) in states.items():
@@ -245,6 +261,8 @@ _CPU = torch.device("cpu")
 
 
 def _by_worker(source: Mapping[Any, Any]) -> bool:
+    if isinstance(source, TensorDictBase):  # a mapping too, but of weights
+        return False
     return bool(source) and all(isinstance(key, int) for key in source)
 
 

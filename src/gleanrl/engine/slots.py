@@ -12,8 +12,9 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError
 from gleanrl.core.keys import TIME
 from gleanrl.core.protocols import Backend
-from gleanrl.memory.arena import Arena, Views, nest
+from gleanrl.memory.arena import Arena, Views
 from gleanrl.memory.slab import Order
+from gleanrl.memory.trees import tensordict_over
 
 
 class Slots(Protocol):
@@ -121,7 +122,7 @@ class SlabSlots:
         steps = self._arena.slab.steps
         short = self._trim and any(r.steps < t for r, t in zip(reports, steps, strict=True))
         parts = [
-            TensorDict(nest(views), batch_size=shape, names=self._names)
+            tensordict_over(views, shape, self._names)
             for views, shape in zip(groups, self._shapes, strict=True)
         ]
         if short:

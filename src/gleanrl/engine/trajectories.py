@@ -166,8 +166,9 @@ class WholeTrajectories:
     """Collects batches and gives back whole trajectories, a fixed number at a time.
 
     Trajectories leave in the order in which they ended: by batch, then by the time index of their
-    last frame, then by id. Memory is proportional to the frames held: those of a batch are copied
-    once when it comes in, and once more if most of their batch has left before them.
+    last frame, then by id (`share_out` changes that). Memory is proportional to the frames held:
+    those of a batch are copied once when it comes in, and once more if most of their batch has left
+    before them.
     """
 
     def __init__(
@@ -197,12 +198,25 @@ class WholeTrajectories:
         """Frames of each chunk that still belong to a trajectory held."""
         self._next_chunk = 0
         self._running: dict[int, list[_Piece]] = {}
-        self._ready: deque[list[_Piece]] = deque()
+        self._ready: list[deque[list[_Piece]]] = [deque()]
+        """One line, or one for every environment; a batch takes equally many from each."""
+
+    def share_out(self, num_envs: int) -> None:
+        """Take as many trajectories from each environment, which ``id % num_envs`` tells.
+
+        To be called before any batch came. An environment's trajectories leave in the order in
+        which they were made, and a batch holds them environment by environment. What environments
+        with short ones make beyond their share waits for later batches.
+        """
+        share = -(-self.num_trajectories // num_envs)
+        self.num_trajectories = share * num_envs
+        self._ready = [deque() for _ in range(num_envs)]
 
     @property
     def pending(self) -> Pending:
         """Return how much is held."""
-        return Pending(len(self._ready), len(self._running), sum(self._live.values()))
+        complete = sum(map(len, self._ready))
+        return Pending(complete, len(self._running), sum(self._live.values()))
 
     def push(self, td: TensorDictBase) -> None:
         """Take in one batch ``[..., T]``; what is kept of it is copied.
@@ -262,7 +276,8 @@ class WholeTrajectories:
             if done:
                 finished.append((when, traj, self._running.pop(traj)))
         finished.sort(key=lambda item: item[:2])
-        self._ready.extend(pieces for _, _, pieces in finished)
+        for _, traj, pieces in finished:
+            self._ready[traj % len(self._ready)].append(pieces)
 
     def pop(self) -> TensorDict | None:
         """Return ``num_trajectories`` whole trajectories, or ``None`` if there are not as many.
@@ -275,9 +290,10 @@ class WholeTrajectories:
         Raises:
             ConfigError: rows are to be padded and an entry's shape changes from frame to frame.
         """
-        if len(self._ready) < self.num_trajectories:
+        share = self.num_trajectories // len(self._ready)
+        if any(len(line) < share for line in self._ready):
             return None
-        chosen = [self._ready.popleft() for _ in range(self.num_trajectories)]
+        chosen = [line.popleft() for line in self._ready for _ in range(share)]
         frames = self._gather(piece for pieces in chosen for piece in pieces)
         self._release(chosen)
         if not self._padded:
@@ -322,7 +338,7 @@ class WholeTrajectories:
         live = sum(self._live.values())
         if stored <= 2 * live and len(self._chunks) <= _MAX_CHUNKS:
             return
-        held = [*self._ready, *self._running.values()]
+        held = [*(pieces for line in self._ready for pieces in line), *self._running.values()]
         frames = self._gather(piece for pieces in held for piece in pieces)
         self._chunks.clear()
         self._live.clear()
@@ -343,7 +359,8 @@ class WholeTrajectories:
         """Drop everything held, complete trajectories too; return the number of frames dropped."""
         dropped = sum(self._live.values())
         self._running.clear()
-        self._ready.clear()
+        for line in self._ready:
+            line.clear()
         self._chunks.clear()
         self._live.clear()
         self.frames_discarded += dropped

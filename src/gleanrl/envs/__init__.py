@@ -1,8 +1,14 @@
-"""Environments, each made to step into preallocated memory."""
+"""Environments, each made to step into preallocated memory.
 
+A namespace over this package and the classes that need worker processes, which live further out;
+modules import each other, never this.
+"""
+
+from gleanrl.engine.creator import EnvCreator
+from gleanrl.engine.parallel import ParallelEnv
 from gleanrl.envs.base import EnvBase
-from gleanrl.envs.creator import EnvCreator, EnvMetaData
 from gleanrl.envs.gym_env import GymEnv, GymWrapper, set_gym_backend
+from gleanrl.envs.meta import EnvMetaData
 from gleanrl.envs.serial import SerialEnv
 
 __all__ = [
@@ -11,6 +17,7 @@ __all__ = [
     "EnvMetaData",
     "GymEnv",
     "GymWrapper",
+    "ParallelEnv",
     "SerialEnv",
     "set_gym_backend",
 ]

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, next_key
+from gleanrl.core.keys import NEXT, TIME, NestedKey, next_key
 from gleanrl.core.options import whole
-from gleanrl.envs.specs import Binary, Composite, TensorSpec
-from gleanrl.envs.tensordict_layout import EndFlags
+from gleanrl.envs.declared import Declared, EnvSpecs
+from gleanrl.envs.specs import Composite, TensorSpec
 
 Self = TypeVar("Self", bound="EnvBase")
 TensorDictPolicy = Callable[[TensorDictBase], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class EnvSpecs:
-    """What an environment shows, is told and returns; all with the batch dimensions in front."""
-
-    observation: Composite
-    action: Composite
-    reward: Composite
-    done: Composite
-
-    def to(self, device: torch.device) -> EnvSpecs:
-        """Return the same specs on another device."""
-        return EnvSpecs(*(_moved(tree, device) for tree in self.trees()))
-
-    def trees(self) -> tuple[Composite, Composite, Composite, Composite]:
-        """Return the four groups in the order of the fields."""
-        return self.observation, self.action, self.reward, self.done
 
 
 class EnvBase(abc.ABC):
@@ -59,13 +40,13 @@ class EnvBase(abc.ABC):
             batch_size: ``()`` for a single environment.
             device: Where data are returned; ``None`` for host memory, unmarked.
         """
-        self.batch_size = torch.Size(batch_size)
         self.is_closed = False
-        self._device = None if device is None else torch.device(device)
-        self._specs = specs if self._device is None else specs.to(self._device)
-        self._ends = EndFlags(specs.done, tuple(self.batch_size))
-        self._silent: tuple[Key, ...] = ()
-        """Flags that were declared by `add_truncated_keys` and are never set."""
+        self._declared = Declared(specs, tuple(batch_size), device)
+
+    @property
+    def _known(self) -> Declared:
+        """What is declared; a subclass that has to find out first overrides this."""
+        return self._declared
 
     # -- for subclasses --------------------------------------------------------------------------
 
@@ -93,54 +74,59 @@ class EnvBase(abc.ABC):
     # -- data ------------------------------------------------------------------------------------
 
     @property
+    def batch_size(self) -> torch.Size:
+        """``()`` for a single environment."""
+        return self._known.batch_size
+
+    @property
     def device(self) -> torch.device | None:
         """Where data are returned; ``None`` if nothing was said."""
-        return self._device
+        return self._known.device
 
     @property
     def full_observation_spec(self) -> Composite:
         """Specs of everything shown, at the root and under ``"next"``."""
-        return self._specs.observation
+        return self._known.specs.observation
 
     @property
     def full_action_spec(self) -> Composite:
         """Specs of all actions."""
-        return self._specs.action
+        return self._known.specs.action
 
     @property
     def full_reward_spec(self) -> Composite:
         """Specs of all rewards."""
-        return self._specs.reward
+        return self._known.specs.reward
 
     @property
     def full_done_spec(self) -> Composite:
         """Specs of all end flags."""
-        return self._specs.done
+        return self._known.specs.done
 
     @property
     def observation_spec(self) -> Composite:
         """Specs of everything shown."""
-        return self._specs.observation
+        return self._known.specs.observation
 
     @property
     def action_spec(self) -> TensorSpec | Composite:
         """The spec of the action if there is exactly one, else that of all of them."""
-        return _single(self._specs.action)
+        return _single(self._known.specs.action)
 
     @property
     def reward_spec(self) -> TensorSpec | Composite:
         """The spec of the reward if there is exactly one, else that of all of them."""
-        return _single(self._specs.reward)
+        return _single(self._known.specs.reward)
 
     @property
     def done_spec(self) -> TensorSpec | Composite:
         """The spec of the end flag if there is exactly one, else that of all of them."""
-        return _single(self._specs.done)
+        return _single(self._known.specs.done)
 
     @property
     def action_keys(self) -> list[NestedKey]:
         """Keys of all actions."""
-        return _spelled(self._specs.action)
+        return _spelled(self._known.specs.action)
 
     @property
     def action_key(self) -> NestedKey:
@@ -156,17 +142,17 @@ class EnvBase(abc.ABC):
     @property
     def reward_keys(self) -> list[NestedKey]:
         """Keys of all rewards, without ``"next"``."""
-        return _spelled(self._specs.reward)
+        return _spelled(self._known.specs.reward)
 
     @property
     def done_keys(self) -> list[NestedKey]:
         """Keys of all end flags, without ``"next"``."""
-        return _spelled(self._specs.done)
+        return _spelled(self._known.specs.done)
 
     def fake_tensordict(self) -> TensorDictBase:
         """Return one step filled with zeros: right keys, shapes and dtypes, nothing stepped."""
         fake = TensorDict({}, batch_size=self.batch_size, device=self.device)
-        specs = self._specs
+        specs = self._known.specs
         for tree in (specs.observation, specs.action, specs.done):
             for key, spec in tree.items():
                 fake.set(key, spec.zero())
@@ -177,8 +163,7 @@ class EnvBase(abc.ABC):
 
     def to(self: Self, device: torch.device | str) -> Self:
         """Return data on ``device`` from now on. Changes and returns this environment."""
-        self._device = torch.device(device)
-        self._specs = self._specs.to(self._device)
+        self._known.to(device)
         return self
 
     def add_truncated_keys(self: Self) -> Self:
@@ -186,14 +171,7 @@ class EnvBase(abc.ABC):
 
         Changes and returns this environment.
         """
-        done: dict[NestedKey, TensorSpec] = {k: spec for k, spec in self._specs.done.items()}
-        added = [(*group.prefix, "truncated") for group in self._ends.groups if not group.truncated]
-        for key in added:
-            shape = done[(*key[:-1], "done")].shape
-            done[key] = Binary(shape, torch.bool, self.device)
-        self._specs = replace(self._specs, done=Composite(done, self.batch_size, self.device))
-        self._ends = EndFlags(self._specs.done, tuple(self.batch_size))
-        self._silent += tuple(added)
+        self._known.add_truncated()
         return self
 
     # -- stepping --------------------------------------------------------------------------------
@@ -212,7 +190,7 @@ class EnvBase(abc.ABC):
         root = self._complete(self._reset(tensordict, **options))
         if tensordict is None:
             return root
-        for group in self._ends.groups:
+        for group in self._known.ends.groups:
             tensordict.pop((*group.prefix, "_reset"), None)
         return tensordict.update(root)
 
@@ -221,8 +199,10 @@ class EnvBase(abc.ABC):
 
         Entries that ``"next"`` has already stay unless the environment makes them itself.
         """
+        return self._finish(tensordict, self._complete(self._step(tensordict)))
+
+    def _finish(self, tensordict: TensorDictBase, after: TensorDictBase) -> TensorDictBase:
         given = tensordict.get(NEXT, None)
-        after = self._complete(self._step(tensordict))
         if given is not None:
             merged = given.copy()
             after = merged.update(after)
@@ -232,16 +212,16 @@ class EnvBase(abc.ABC):
         """Return the root data that follow a finished step."""
         # `copy`, because `exclude` alone would share the branches of nested data with the step.
         root, after = tensordict.exclude(NEXT).copy(), tensordict.get(NEXT)
-        for tree in (self._specs.observation, self._specs.done):
+        for tree in (self._known.specs.observation, self._known.specs.done):
             for key in tree.keys():
                 root.set(key, after.get(key))
         return root
 
     def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reset where the root end flags are set; return the root data."""
-        if not self._ends.any(tensordict):
+        if not self._known.ends.any(tensordict):
             return tensordict
-        for group in self._ends.groups:
+        for group in self._known.ends.groups:
             flags = [tensordict.get(key) for key in group.keys()]
             tensordict.set((*group.prefix, "_reset"), torch.stack(flags).any(0))
         return self.reset(tensordict)
@@ -255,7 +235,7 @@ class EnvBase(abc.ABC):
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw actions; set them in ``tensordict`` if one is given."""
-        drawn = self._specs.action.rand()
+        drawn = self._known.specs.action.rand()
         return drawn if tensordict is None else tensordict.update(drawn)
 
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -297,12 +277,16 @@ class EnvBase(abc.ABC):
         steps = []
         for _ in range(max_steps):
             root = self._act(policy, root)
+            if callback is None and not break_when_any_done:
+                finished, root = self.step_and_maybe_reset(root)
+                steps.append(finished)
+                continue
             finished = self.step(root)
             if callback is not None:
                 callback(self, finished)
             steps.append(finished)
             root = self.step_mdp(finished)
-            if break_when_any_done and self._ends.any(root):
+            if break_when_any_done and self._known.ends.any(root):
                 break
             root = self.maybe_reset(root)
         if set_truncated:
@@ -319,15 +303,15 @@ class EnvBase(abc.ABC):
 
     def _truncate(self, finished: TensorDictBase) -> None:
         after = finished.get(NEXT)
-        for group in self._ends.groups:
+        for group in self._known.ends.groups:
             done, late = (*group.prefix, "done"), (*group.prefix, "truncated")
             if group.truncated:
                 after.set(late, after.get(late) | ~after.get(done))
                 after.set(done, torch.ones_like(after.get(done)))
 
     def _complete(self, data: TensorDictBase) -> TensorDictBase:
-        for key in self._silent:
-            data.set(key, self._specs.done[key].zero())
+        for key in self._known.silent:
+            data.set(key, self._known.specs.done[key].zero())
         return data
 
     # -- life ------------------------------------------------------------------------------------
@@ -373,19 +357,6 @@ class EnvBase(abc.ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def batched(specs: Mapping[Key, Any], extra: Sequence[int], own: Sequence[int] = ()) -> Composite:
-    """Return ``specs``, which begin with the batch ``own``, with dimensions ``extra`` in front."""
-    wide: dict[NestedKey, TensorSpec] = {
-        key: spec.expand(*extra, *spec.shape) if extra else spec for key, spec in specs.items()
-    }
-    return Composite(wide, (*extra, *own))
-
-
-def _moved(tree: Composite, device: torch.device) -> Composite:
-    specs: dict[NestedKey, TensorSpec] = {key: spec.to(device) for key, spec in tree.items()}
-    return Composite(specs, tree.shape, device)
 
 
 def _single(tree: Composite) -> TensorSpec | Composite:

@@ -3,51 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
 import gymnasium as gym
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
 from gleanrl.core.options import InfoKeys, check_observation_dtype, whole
-from gleanrl.envs.base import EnvBase, EnvSpecs, batched
+from gleanrl.core.protocols import Array, Window
+from gleanrl.envs.base import EnvBase
 from gleanrl.envs.closing import closed_on_error
+from gleanrl.envs.gym_batch import FLAGS, GymBatch, GymSource
 from gleanrl.envs.gym_wrappers import FrameSkip, Pixels
 from gleanrl.envs.registry import make_gym
-from gleanrl.envs.returned import check_flag, check_reset, check_reward, not_five, write_rewards
-from gleanrl.envs.spaces import (
-    action_decoder,
-    action_leaves,
-    assemble,
-    leaf_field,
-    observation_leaves,
-    space_spec,
-)
-from gleanrl.envs.specs import Binary, TensorSpec, Unbounded
-from gleanrl.envs.writers import InfoWriter, Writer, info_fields, make_writer
 from gleanrl.memory.window import RolloutWindow
 
 F = TypeVar("F", bound=Callable[..., Any])
-_FLAGS = (DONE, TERMINATED, TRUNCATED)
-
-
-@dataclass(frozen=True, slots=True)
-class GymSource:
-    """What is inside a `GymEnv`, for stepping it without TensorDicts. Internal to the package."""
-
-    envs: tuple[gym.Env[Any, Any], ...]
-    batch_shape: tuple[int, ...]
-    categorical: bool
-    observation_dtype: torch.dtype | None
-    info_keys: InfoKeys
-    seeds: tuple[int | None, ...] = ()
-    """What the next reset of each environment is to be seeded with."""
 
 
 class GymEnv(EnvBase):
@@ -113,43 +89,47 @@ class GymEnv(EnvBase):
                     ours.append(made)
                 made = made if frame_skip in (None, 1) else FrameSkip(made, frame_skip)
                 self._envs.append(Pixels(made, pixels_only) if from_pixels else made)
-            self._source = GymSource(
+            source = GymSource(
                 tuple(self._envs), batch, categorical_action_encoding, observation_dtype, info_keys
             )
-            specs = self._read_spaces(batch)
-        super().__init__(specs, batch, device)
-        self._seeds: list[int | None] = [None] * len(self._envs)
+            self._take(source, device)
 
-    def _read_spaces(self, batch: tuple[int, ...]) -> EnvSpecs:
-        source, first = self._source, self._envs[0]
-        leaves = observation_leaves(first.observation_space)
-        fields = [leaf_field(leaf, source.observation_dtype) for leaf in leaves]
-        infos = info_fields(source.info_keys, fields)
-        self._writers: list[Writer] = [
-            *(make_writer(leaf, field) for leaf, field in zip(leaves, fields, strict=True)),
-            *(InfoWriter(name, field) for name, field in infos.items()),
-        ]
-        # The present observations of all environments; one step long, so that writers can fill it.
-        self._now = RolloutWindow.allocate((*fields, *infos.values()), len(self._envs), 1)
-        self._acts = action_leaves(first.action_space)
-        self._decoders = [action_decoder(leaf.space, source.categorical) for leaf in self._acts]
-        shown: dict[Key, TensorSpec] = {
-            leaf.key: _shown(leaf.space, field.dtype)
-            for leaf, field in zip(leaves, fields, strict=True)
-        }
-        shown |= {field.key: Unbounded(field.shape, field.dtype) for field in infos.values()}
-        told = {leaf.key: space_spec(leaf.space, source.categorical) for leaf in self._acts}
-        return EnvSpecs(
-            observation=batched(shown, batch),
-            action=batched(told, batch),
-            reward=batched({REWARD: Unbounded((1,), torch.float32)}, batch),
-            done=batched({key: Binary((1,), torch.bool) for key in _FLAGS}, batch),
+    @classmethod
+    def of(cls, source: GymSource) -> GymEnv:
+        """Return a batch of environments that are built already, taken over."""
+        env = cls.__new__(cls)
+        env._envs = list(source.envs)
+        env._take(source, None)
+        return env
+
+    def _take(self, source: GymSource, device: torch.device | str | None) -> None:
+        self._source = source
+        self.batch = GymBatch(source)
+        """What steps them. Internal to the package."""
+        specs = self.batch.specs()
+        now, window = (
+            RolloutWindow.allocate(self.batch.observations, len(self._envs), 1) for _ in range(2)
         )
+        self._now: Window = now
+        self.batch.begin(window, now)
+        super().__init__(specs, source.batch_shape, device)
+
+    @property
+    def members(self) -> tuple[gym.Env[Any, Any], ...]:
+        """The Gymnasium environments inside, wrappers included."""
+        return tuple(self._envs)
+
+    def move(self, window: Window, now: Window) -> None:
+        """Keep the present observations in ``now`` from here on. Internal to the package."""
+        for key in now.keys():
+            now.tensor(key).copy_(self._now.tensor(key))
+        self._now = now
+        self.batch.begin(window, now)
 
     def unwrap(self) -> GymSource | None:
         """Return what is inside, or ``None`` if data are wanted on another device than the CPU."""
         on_cpu = self.device is None or self.device.type == "cpu"
-        return replace(self._source, seeds=tuple(self._seeds)) if on_cpu else None
+        return replace(self._source, seeds=self.batch.seeds) if on_cpu else None
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -159,40 +139,23 @@ class GymEnv(EnvBase):
         if mask is not None:
             flat = mask.reshape(len(self._envs), -1).any(1).cpu()
             chosen = [env for env in chosen if flat[env]]  # type: ignore[assignment]
-        for env in chosen:
-            seed, self._seeds[env] = self._seeds[env], None
-            result = self._envs[env].reset(seed=seed, options=options or None)
-            self._show(env, *check_reset(result, f"environment {env}: reset"))
+        self.batch.reset(chosen, options)
         flags = torch.zeros((*self.batch_size, 1), dtype=torch.bool)
-        return self._pack({key: flags.clone() for key in _FLAGS})
+        return self._pack({key: flags.clone() for key in FLAGS})
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        rewards, dead, late = [], [], []
-        for env, action in enumerate(self._actions(tensordict)):
-            result = self._envs[env].step(action)
-            if not isinstance(result, tuple) or len(result) != 5:
-                raise not_five(result, f"environment {env}: step")
-            observation, reward, terminated, truncated, info = result
-            self._show(env, observation, info)
-            rewards.append(check_reward(reward, env))
-            dead.append(check_flag(terminated, env, "terminated"))
-            late.append(check_flag(truncated, env, "truncated"))
+        outcome = self.batch.step(self.batch.decode(self._actions(tensordict)))
         shape = (*self.batch_size, 1)
-        narrow = np.empty((len(rewards), 1), np.float32)
-        write_rewards(narrow, np.array([rewards]), when="")
-        ended, cut = (torch.tensor(flags).view(shape) for flags in (dead, late))
+        ended = torch.from_numpy(outcome.terminated).view(shape)
+        cut = torch.from_numpy(outcome.truncated).view(shape)
         return self._pack(
             {
-                REWARD: torch.from_numpy(narrow).view(shape),
+                REWARD: torch.from_numpy(outcome.rewards).view(shape),
                 DONE: ended | cut,
                 TERMINATED: ended,
                 TRUNCATED: cut,
             }
         )
-
-    def _show(self, env: int, observation: Any, info: Any) -> None:
-        for writer in self._writers:
-            writer.write_carry(self._now, env, observation, info)
 
     def _pack(self, entries: dict[Key, torch.Tensor]) -> TensorDictBase:
         packed = TensorDict({}, batch_size=self.batch_size, device=self.device)
@@ -203,24 +166,17 @@ class GymEnv(EnvBase):
             packed.set(key, value)
         return packed
 
-    def _actions(self, tensordict: TensorDictBase) -> Sequence[Any]:
-        parts = []
-        for leaf, decode in zip(self._acts, self._decoders, strict=True):
-            action = tensordict.get(leaf.key).detach().cpu()
-            ndim = len(self.batch_size)
-            parts.append(decode(action.reshape((len(self._envs), *action.shape[ndim:])).numpy()))
-        if len(self._acts) == 1 and not self._acts[0].path:
-            return parts[0]
-        space = self._envs[0].action_space
-        return [assemble(self._acts, values, space) for values in zip(*parts, strict=True)]
+    def _actions(self, tensordict: TensorDictBase) -> list[Array]:
+        parts, ndim = [], len(self.batch_size)
+        for key in self.batch.action_keys:
+            action = tensordict.get(key).detach().cpu()
+            parts.append(action.reshape((len(self._envs), *action.shape[ndim:])).numpy())
+        return parts
 
     # -- life ------------------------------------------------------------------------------------
 
     def _set_seed(self, seed: int, static: bool) -> None:
-        for i, env in enumerate(self._envs):
-            own = seed if static else seed + i
-            self._seeds[i] = own
-            env.action_space.seed(own)
+        self.batch.seed(seed, static)
 
     def _close(self) -> None:
         for env in self._envs:
@@ -234,13 +190,6 @@ class GymEnv(EnvBase):
 
 GymWrapper = GymEnv
 """The name users know for a `GymEnv` around an environment that was built already."""
-
-
-def _shown(space: gym.Space[Any], dtype: torch.dtype) -> TensorSpec:
-    spec = space_spec(space)
-    if spec.dtype == dtype:
-        return spec
-    return Unbounded(spec.shape, dtype)
 
 
 def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:

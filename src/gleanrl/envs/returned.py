@@ -88,8 +88,12 @@ def write_rewards(
         ) from err
 
 
-def check_rewards(rewards: Sequence[Sequence[Any]]) -> Array:
+def check_rewards(rewards: Sequence[Sequence[Any]], when: str = " at step {}") -> Array:
     """Return the rewards of a rollout, kept row by row, as one array ``[T, P]``.
+
+    Args:
+        rewards: Per step, one of each environment.
+        when: How the message tells the step.
 
     Raises:
         EnvError: one of them is not a number.
@@ -103,5 +107,5 @@ def check_rewards(rewards: Sequence[Sequence[Any]]) -> Array:
         return flat.reshape(steps, envs)
     for t, row in enumerate(rewards):
         for env, reward in enumerate(row):
-            check_reward(reward, env, f" at step {t}")
+            check_reward(reward, env, when.format(t))
     return np.array(rewards, np.float64)

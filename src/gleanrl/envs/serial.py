@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import NEXT, Key
 from gleanrl.core.options import whole
-from gleanrl.envs.base import EnvBase, EnvSpecs, batched
+from gleanrl.envs.base import EnvBase
 from gleanrl.envs.closing import closed_on_error
-from gleanrl.envs.gym_env import GymEnv, GymSource
+from gleanrl.envs.declared import EnvSpecs, batched
+from gleanrl.envs.gym_batch import GymSource
+from gleanrl.envs.gym_env import GymEnv
+from gleanrl.envs.recipe import Recipe, dealt, make_tensordict_env
 from gleanrl.envs.tensordict_handle import load_env_state
 from gleanrl.envs.tensordict_layout import EndFlags, is_tensordict_env, spec_leaves
 
-MakeEnv = Callable[..., Any]
+Signature: TypeAlias = set[tuple[Key, tuple[int, ...], Any]]
 
 
 class SerialEnv(EnvBase):
@@ -36,7 +40,7 @@ class SerialEnv(EnvBase):
     def __init__(
         self,
         num_workers: int,
-        create_env_fn: MakeEnv | Sequence[MakeEnv],
+        create_env_fn: Recipe | Sequence[Recipe],
         *,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         device: torch.device | str | None = None,
@@ -45,7 +49,7 @@ class SerialEnv(EnvBase):
 
         Args:
             num_workers: How many.
-            create_env_fn: A callable that makes one per call, or one callable for each.
+            create_env_fn: An id, or a callable that makes one per call; or one of these for each.
             create_env_kwargs: Arguments of the callable, or of each of them.
             device: Where data are returned; the environments' own device by default.
 
@@ -53,12 +57,12 @@ class SerialEnv(EnvBase):
             ConfigError: the wrong number of callables, or environments that do not fit together.
         """
         num_workers = whole("num_workers", num_workers, least=1)
-        makers = _spread("create_env_fn", create_env_fn, num_workers)
-        kwargs = _spread("create_env_kwargs", create_env_kwargs or {}, num_workers)
+        makers = dealt("create_env_fn", create_env_fn, num_workers)
+        kwargs = dealt("create_env_kwargs", create_env_kwargs or {}, num_workers)
         made: list[Any] = []
         with closed_on_error(made):
             for make, own in zip(makers, kwargs, strict=True):
-                made.append(make(**own))
+                made.append(make_tensordict_env(make, own))
             self._join(made, device)
 
     @classmethod
@@ -85,7 +89,7 @@ class SerialEnv(EnvBase):
         self._inner = tuple(first.batch_size)
         batch = (len(envs), *self._inner)
         wide = [
-            batched(dict(spec_leaves(tree)), (len(envs),), self._inner) for tree in _trees(first)
+            batched(dict(spec_leaves(tree)), (len(envs),), self._inner) for tree in trees(first)
         ]
         self._inner_ends = EndFlags(first.full_done_spec, self._inner)
         super().__init__(EnvSpecs(*wide), batch, device if device is not None else first.device)
@@ -133,6 +137,25 @@ class SerialEnv(EnvBase):
         stacked: TensorDictBase = LazyStackedTensorDict.maybe_dense_stack(list(parts), 0)
         return stacked if self.device is None else stacked.to(self.device)
 
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """The environments themselves."""
+        return tuple(self._envs)
+
+    # -- access ----------------------------------------------------------------------------------
+
+    def get_attr(self, path: str) -> list[Any]:
+        """Return what ``path`` names in every environment, ``"members[0].unwrapped.gravity"`` say.
+
+        Raises:
+            AttributeError: there is nothing of that name.
+        """
+        return [paths.resolve(env, path) for env in self._envs]
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the method that ``path`` names in every environment; one result for each."""
+        return [paths.call(env, path, args, kwargs) for env in self._envs]
+
     # -- life ------------------------------------------------------------------------------------
 
     def _set_seed(self, seed: int, static: bool) -> None:
@@ -166,15 +189,6 @@ class SerialEnv(EnvBase):
         return f"SerialEnv({len(self._envs)} x {self._envs[0]!r})"
 
 
-def _spread(name: str, given: Any, number: int) -> list[Any]:
-    if callable(given) or isinstance(given, Mapping):
-        return [given] * number
-    items = list(given)
-    if len(items) != number:
-        raise ConfigError(f"{name} has {len(items)} entries for num_workers={number}")
-    return items
-
-
 def _check_alike(envs: Sequence[Any]) -> None:
     first = envs[0]
     if len({id(env) for env in envs}) < len(envs):
@@ -187,7 +201,7 @@ def _check_alike(envs: Sequence[Any]) -> None:
                 f"environment {index} has batch size {tuple(env.batch_size)}, environment 0 has "
                 f"{tuple(first.batch_size)}; environments of one batch must agree"
             )
-        differing = sorted(_signature(env) ^ _signature(first), key=str)
+        differing = sorted(signature(env) ^ signature(first), key=str)
         if differing:
             raise ConfigError(
                 f"environments {index} and 0 do not declare the same data, they differ in "
@@ -195,15 +209,17 @@ def _check_alike(envs: Sequence[Any]) -> None:
             )
 
 
-def _signature(env: Any) -> set[tuple[Key, tuple[int, ...], Any]]:
+def signature(env: Any) -> Signature:
+    """Return keys, shapes and dtypes of all that ``env`` declares."""
     return {
         (key, tuple(spec.shape), spec.dtype)
-        for tree in _trees(env)
+        for tree in trees(env)
         for key, spec in spec_leaves(tree)
     }
 
 
-def _trees(env: Any) -> tuple[Any, Any, Any, Any]:
+def trees(env: Any) -> tuple[Any, Any, Any, Any]:
+    """Return the specs of what ``env`` shows, is told, is rewarded with, and of its end flags."""
     return (
         env.full_observation_spec,
         env.full_action_spec,

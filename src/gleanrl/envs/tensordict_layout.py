@@ -6,6 +6,7 @@ anything else that has them.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +20,6 @@ from gleanrl.core.keys import Key, NestedKey, as_key, is_private, next_key, oute
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 
 
-@runtime_checkable
 class TensorDictEnvironment(Protocol):
     """An environment that is reset and stepped with TensorDicts, as TorchRL's ``EnvBase`` is."""
 
@@ -82,14 +82,24 @@ class TensorDictEnvironment(Protocol):
 class _SpecTree(Protocol):
     """A spec that groups others by name; leaf specs have no ``items``."""
 
+    shape: torch.Size
+
     def items(self) -> Iterable[tuple[NestedKey, Any]]: ...
 
     def keys(self) -> Iterable[NestedKey]: ...
 
 
+_MEMBERS = ("batch_size", *(name for name in vars(TensorDictEnvironment) if name[0] != "_"))
+
+
 def is_tensordict_env(obj: Any) -> bool:
-    """Tell whether ``obj`` is a built environment with the TensorDict methods."""
-    return not isinstance(obj, type) and isinstance(obj, TensorDictEnvironment)
+    """Tell whether ``obj`` is a built environment with the TensorDict methods.
+
+    Nothing of it is called: asking a `ParallelEnv` for its batch size would start its processes.
+    """
+    return not isinstance(obj, type) and all(
+        inspect.getattr_static(obj, name, None) is not None for name in _MEMBERS
+    )
 
 
 def spec_leaves(spec: Any, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
@@ -100,6 +110,15 @@ def spec_leaves(spec: Any, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
             yield from spec_leaves(item, key)
         elif item is not None:
             yield key, item
+
+
+def spec_groups(spec: Any, prefix: Key = ()) -> Iterator[tuple[Key, tuple[int, ...]]]:
+    """Yield the key and the shape of every group of nested specs that has a shape of its own."""
+    for name, item in spec.items():
+        if isinstance(item, _SpecTree):
+            key = (*prefix, *as_key(name))
+            yield key, tuple(item.shape)
+            yield from spec_groups(item, key)
 
 
 def needs_carrier(env: Any, first: TensorDictBase | None = None) -> bool:
@@ -155,7 +174,7 @@ def learn_layout(env: Any, first: TensorDictBase) -> EnvLayout:
     for key, spec in spec_leaves(env.full_observation_spec):
         if key not in taken and not is_private(key):
             seen[key] = _field(key, spec, first.get(key, None), batch)
-    for key, spec in _state_leaves(env):
+    for key, spec in state_leaves(env):
         value = first.get(key, None)
         if value is not None and key not in taken and key not in seen and not is_private(key):
             seen[key] = _field(key, spec, value, batch)
@@ -174,7 +193,8 @@ def learn_layout(env: Any, first: TensorDictBase) -> EnvLayout:
     )
 
 
-def _state_leaves(env: Any) -> Iterator[tuple[Key, Any]]:
+def state_leaves(env: Any) -> Iterator[tuple[Key, Any]]:
+    """Yield the leaves of what ``env`` is told besides actions, if it declares any."""
     # Not part of the protocol: only TorchRL's environments tell state from observation.
     spec = getattr(env, "full_state_spec", None)
     if spec is not None:

@@ -12,7 +12,6 @@ import mmap
 import sys
 import weakref
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -171,14 +170,3 @@ def map_window(memory: mmap.mmap, reference: WindowRef) -> RolloutWindow:
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def nest(flat: Mapping[Key, torch.Tensor]) -> dict[str, object]:
-    """Turn ``{("next", "reward"): x}`` into ``{"next": {"reward": x}}``."""
-    tree: dict[str, object] = {}
-    for key, value in flat.items():
-        node = tree
-        for part in key[:-1]:
-            node = node.setdefault(part, {})  # type: ignore[assignment]  # inner nodes are dicts
-        node[key[-1]] = value
-    return tree

@@ -85,6 +85,9 @@ class Tracker:
             counts: ``[P, T + 1]`` int64, receives steps taken in the episode before each root row.
                 Or ``None``.
         """
+        if not self._ended and self._all_ends is None:
+            self._finish_without_ends(steps, ids, counts)
+            return
         envs = len(self._episode)
         rows, columns = self._all_ends or (
             np.array(self._ended, np.int64),
@@ -106,6 +109,15 @@ class Tracker:
         # Of several ends of one environment the last assignment stays: they come in step order.
         self._age[rows] = steps - columns
         self._episode += np.bincount(rows, minlength=envs)
+
+    def _finish_without_ends(self, steps: int, ids: Array | None, counts: Array | None) -> None:
+        """Do the same for a rollout in which no episode ended: most short ones."""
+        if ids is not None:
+            ids[:, :steps] = (self._episode * self._stride + self._index)[:, None]
+            ids[:, steps:] = -1
+        if counts is not None:
+            counts[:, : steps + 1] = self._age[:, None] + np.arange(steps + 1)
+        self._age += steps
 
     def restart(self, envs: Sequence[int] | None = None) -> None:
         """Begin a new episode in ``envs`` (all by default) that have taken a step."""

@@ -75,9 +75,12 @@ def check_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def shapes_of(module: nn.Module) -> Shapes:
-    """Return shape and kind (``True``: parameter, ``False``: buffer) of every weight by name."""
-    shapes: Shapes = {name: (tuple(p.shape), True) for name, p in module.named_parameters()}
-    shapes.update({name: (tuple(b.shape), False) for name, b in module.named_buffers()})
+    """Return shape and kind (``True``: parameter, ``False``: may be missing) by name.
+
+    Buffers may be missing, and so may the further names of a tensor that has several.
+    """
+    shapes: Shapes = {name: (tuple(p.shape), False) for name, p in _targets(module).items()}
+    shapes.update({name: (tuple(p.shape), True) for name, p in module.named_parameters()})
     return shapes
 
 
@@ -99,7 +102,11 @@ def check_shapes(kind: str, shapes: Shapes, weights: Mapping[str, Any]) -> None:
 
 
 def _targets(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    """Return all tensors by all their names, as state dicts and TensorDicts have them."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def _sort(weights: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], Weights]:

@@ -62,7 +62,7 @@ class InlineBackend:
 
     def send(self, worker: int, ticket: int, command: m.Command) -> None:
         """Queue ``command``; it runs when a reply is received."""
-        if not self._workers:
+        if worker >= len(self._workers):  # it was never built
             raise ClosedError("the collector was shut down")
         queue = self._collects if isinstance(command, m.Collect) else self._others
         queue.append((worker, ticket, command))

@@ -229,19 +229,20 @@ class _Process:
 
 def raised(worker: int, remote: RemoteError) -> BaseException:
     """Return what a worker raised as an error of both its own class and `WorkerError`."""
-    text = (
-        f"worker {worker} raised {remote.kind}: {remote.message}\n\n"
-        f"Traceback in worker {worker}:\n{remote.traceback}"
-    )
+    headline = f"worker {worker} raised {remote.kind}: {remote.message}"
+    text = f"{headline}\n\nTraceback in worker {worker}:\n{remote.traceback}"
+    plain = WorkerError(text)
+    plain.headline = headline
     if remote.error is None:
-        return WorkerError(text)
+        return plain
     try:
         kind, args, attributes = pickle.loads(remote.error)
-        error: BaseException = _both(kind).__new__(_both(kind), *args)
+        # The original's own `__new__`: that of RuntimeError is not safe for an OSError.
+        error: BaseException = kind.__new__(_both(kind), *args)
     except Exception:  # classes that cannot be loaded here, or not combined
-        return WorkerError(text)
+        return plain
     error.args = args
-    vars(error).update(attributes, _text=text)
+    vars(error).update(attributes, _text=text, headline=headline)
     return error
 
 

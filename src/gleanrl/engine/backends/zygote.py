@@ -4,6 +4,8 @@ Importing torch takes seconds, forking a process that has done so takes millisec
 learner itself is no choice: its threads do not survive, and what they held stays locked. So one
 helper process imports, never starts a thread, and forks.
 
+Workers that want workers of their own ask the same process for another like it.
+
 It also is the workers' undertaker. It tells the learner how each of them ended, and when the
 learner is gone, however it went, it kills them.
 """
@@ -21,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 
@@ -30,32 +32,36 @@ _EXITED = struct.Struct("=cii")
 _MAX_FDS = 8
 _PROGRAM = "from gleanrl.engine.backends.zygote import main; main(int(__import__('sys').argv[1]))"
 _PR_SET_PDEATHSIG = 1
+_ask: socket.socket | None = None
+"""In a worker: where it may ask for a zygote of its own."""
 
 
 class Zygote:
-    """The learner's handle on its zygote."""
+    """The handle of a process on its zygote."""
 
     def __init__(self) -> None:
-        """Start it; it goes on importing while the learner does other things."""
+        """Start it; it goes on importing while its owner does other things.
+
+        A worker has the zygote it comes from fork another, which has imported everything already.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         self.owner = os.getpid()
         self._statuses: dict[int, int] = {}
         self._lock = threading.Lock()  # several collectors, in several threads, share it
-        # A session of its own: Ctrl-C in the terminal is the learner's to handle.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        theirs.close()
+        with theirs:
+            self._process = None if _asked_for(theirs) else _spawned(theirs)
 
     @property
     def alive(self) -> bool:
         """Whether it runs and is this very process's own."""
-        return self.owner == os.getpid() and self._process.poll() is None
+        if self.owner != os.getpid() or self._socket.fileno() < 0:
+            return False
+        if self._process is not None:
+            return self._process.poll() is None
+        hung_up = select.poll()
+        hung_up.register(self._socket, 0)
+        return not hung_up.poll(0)
 
     def fork(self, fds: Sequence[int], timeout: float) -> int:
         """Fork a worker that gets copies of ``fds``; return its process id.
@@ -97,10 +103,8 @@ class Zygote:
             raise CollectorTimeout(f"the process that starts workers did not answer in {timeout} s")
         message = self._socket.recv(64)
         if not message:
-            raise WorkerDied(
-                f"the process that starts workers ended with code {self._process.wait(5)}; its "
-                "message is above"
-            )
+            how = "" if self._process is None else f" with code {self._process.wait(5)}"
+            raise WorkerDied(f"the process that starts workers ended{how}; its message is above")
         return message
 
     def _note(self, message: bytes) -> None:
@@ -115,13 +119,35 @@ class Zygote:
     def close(self) -> None:
         """End it, and with it every worker that is left. Only its owner can."""
         self._socket.close()
-        if self.owner != os.getpid():
+        if self.owner != os.getpid() or self._process is None:
             return
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(5)
+
+
+def _asked_for(theirs: socket.socket) -> bool:
+    """Ask the zygote that this process was forked from for another one, if there is one."""
+    if _ask is None:
+        return False
+    try:
+        socket.send_fds(_ask, [b"zygote"], [theirs.fileno()])
+    except OSError:  # it is gone
+        return False
+    return True
+
+
+def _spawned(theirs: socket.socket) -> subprocess.Popen[bytes]:
+    # A session of its own: Ctrl-C in the terminal is the learner's to handle.
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
+        pass_fds=(theirs.fileno(),),
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
 
 
 # -- in the zygote ---------------------------------------------------------------------------------
@@ -132,73 +158,121 @@ def main(fd: int) -> None:
     from gleanrl.rollout import serve
 
     os.set_inheritable(fd, False)
-    control = socket.socket(fileno=fd)
-    children: set[int] = set()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(woken, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    try:
-        while True:
-            ready = select.select([control.fileno(), woken], [], [])[0]
-            if woken in ready:
-                os.read(woken, 4096)
-                _report_ended(control, children)
-            if control.fileno() in ready and not _obey(
-                control, children, serve.main, (woken, wake)
-            ):
-                return
-    finally:
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
+    _Zygote(socket.socket(fileno=fd), serve.main).run()
 
 
-def _obey(control: socket.socket, children: set[int], run: object, own: tuple[int, int]) -> bool:
-    """Carry out one request; return ``False`` once the learner is gone."""
-    try:
-        message, fds, _, _ = socket.recv_fds(control, 64, _MAX_FDS)
-    except ConnectionError:
-        return False
-    if not message:
-        return False
-    if message[:4] == b"kill":
-        (pid,) = struct.unpack("=i", message[4:])
-        if pid in children:
-            os.kill(pid, signal.SIGKILL)
+class _Zygote:
+    """The loop of a zygote: one thread, no state but its children."""
+
+    def __init__(self, control: socket.socket, work: Callable[..., None]) -> None:
+        """Serve the owner at the other end of ``control``; workers run ``work``."""
+        self._control = control
+        self._work = work
+        self._children: set[int] = set()
+        self._quiet: set[int] = set()
+        """Zygotes forked for workers: nobody here is told how they end."""
+        # Any worker may write to the one end; the other is read here.
+        self._asked, self._ask = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._woken, False)
+
+    def run(self) -> None:
+        """Fork on request until the owner is gone."""
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        try:
+            while True:
+                watched = [self._control.fileno(), self._asked.fileno(), self._woken]
+                ready = select.select(watched, [], [])[0]
+                if self._woken in ready:
+                    os.read(self._woken, 4096)
+                    self._report_ended()
+                if self._asked.fileno() in ready:
+                    self._fork_zygote()
+                if self._control.fileno() in ready and not self._obey():
+                    return
+        except ConnectionError:
+            return  # the owner is gone
+        finally:
+            for pid in self._children | self._quiet:
+                os.kill(pid, signal.SIGKILL)
+
+    def _obey(self) -> bool:
+        """Carry out one request; return ``False`` once the owner is gone."""
+        try:
+            message, fds, _, _ = socket.recv_fds(self._control, 64, _MAX_FDS)
+        except ConnectionError:
+            return False
+        if not message:
+            return False
+        if message[:4] == b"kill":
+            (pid,) = struct.unpack("=i", message[4:])
+            if pid in self._children:
+                os.kill(pid, signal.SIGKILL)
+            return True
+        pid = self._fork(lambda: self._become_worker(fds))
+        for fd in fds:
+            os.close(fd)
+        self._children.add(pid)
+        self._control.send(_FORKED.pack(b"F", pid))
         return True
-    zygote = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        _become_worker(control, zygote, run, fds, own)
-    for fd in fds:
-        os.close(fd)
-    children.add(pid)
-    control.send(_FORKED.pack(b"F", pid))
-    return True
 
+    def _fork_zygote(self) -> None:
+        """Fork a zygote for a worker; it serves that one over the descriptor that came along."""
+        _, fds, _, _ = socket.recv_fds(self._asked, 64, _MAX_FDS)
+        self._quiet.add(self._fork(lambda: self._become_zygote(fds[0])))
+        os.close(fds[0])
 
-def _become_worker(
-    control: socket.socket, zygote: int, run: object, fds: Sequence[int], own: tuple[int, int]
-) -> None:
-    """Run a worker to its end; never returns."""
-    code = 1
-    try:
+    def _fork(self, become: Callable[[], None]) -> int:
+        """Run ``become`` in a child, to its end."""
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                _die_with(parent)
+                become()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        return pid
+
+    def _become_worker(self, fds: Sequence[int]) -> None:
+        global _ask
+        _ask = self._ask
+        self._leave()
+        self._work(*fds)
+
+    def _become_zygote(self, fd: int) -> None:
+        self._leave()
+        self._ask.close()
+        _Zygote(socket.socket(fileno=fd), self._work).run()
+
+    def _leave(self) -> None:
+        """Let go of what only the process that forked this one may use."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for fd in (control.detach(), *own):
-            os.close(fd)
-        _die_with(zygote)
-        assert callable(run)
-        run(*fds)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        for end in (self._control, self._asked):
+            end.close()
+        for pipe in (self._woken, self._wake):
+            os.close(pipe)
+
+    def _report_ended(self) -> None:
+        while self._children or self._quiet:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            if pid in self._children:
+                self._children.discard(pid)
+                code = os.waitstatus_to_exitcode(status)
+                self._control.send(_EXITED.pack(b"E", pid, code))
+            self._quiet.discard(pid)
 
 
 def _die_with(parent: int) -> None:
@@ -206,12 +280,3 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
-
-
-def _report_ended(control: socket.socket, children: set[int]) -> None:
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        children.discard(pid)
-        control.send(_EXITED.pack(b"E", pid, os.waitstatus_to_exitcode(status)))

@@ -15,13 +15,14 @@ from gleanrl.core.keys import Key
 from gleanrl.memory.replay import saving
 from gleanrl.memory.replay.ahead import Ahead
 from gleanrl.memory.replay.fence import fence
+from gleanrl.memory.replay.items import single, stack
 from gleanrl.memory.replay.ledger import Reservation
 from gleanrl.memory.replay.limiter import RateLimiter
 from gleanrl.memory.replay.places import flat_places, shown, stored
 from gleanrl.memory.replay.prioritized import PrioritizedSampler
 from gleanrl.memory.replay.samplers import Draw, RandomSampler, Sampler, stamps_of
 from gleanrl.memory.replay.slices import SliceSampler
-from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage, single, stack
+from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage
 from gleanrl.memory.replay.writers import RoundRobinWriter, Writer
 
 Transform: TypeAlias = Callable[[Any], Any]
@@ -319,6 +320,8 @@ class ReplayBuffer:
         storage = self._storage
         if not isinstance(storage, LazyTensorStorage):
             raise ConfigError(f"rows of {type(storage).__name__} cannot be written in place")
+        if storage.compact is not False:
+            raise ConfigError("rows of compact storages cannot be written in place: use extend()")
         if storage.rows is None:
             raise ReplayError("what rows look like is not known: extend() or initialise() first")
         return storage

@@ -36,7 +36,7 @@ _HEADER = 64
 # Header words.
 _READY, _SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _OWNERS, _BASE, _EPOCH = range(9)
 _OP, _ENTRY, _FIRST, _N, _OWNER, _TO_CURSOR, _TO_COUNT, _TO_LIVE, _TO_CHANGES = range(10, 19)
-_LAYOUT_SIZE = 19
+_LAYOUT_SIZE, _SPARE, _SPARE_NEXT = 19, 20, 21
 _RESERVE, _COMMIT, _REVOKE, _EMPTY = 1, 2, 3, 4
 
 
@@ -108,6 +108,24 @@ class Ledger:
     def version(self) -> tuple[int, int]:
         """Differs after every change of any stamp; what `changes` takes."""
         return int(self._h[_CHANGES]), int(self._h[_EPOCH])
+
+    @property
+    def spare(self) -> int:
+        """Spare places (see `Successors`) that were ever needed; changed inside `section`."""
+        return int(self._h[_SPARE])
+
+    @spare.setter
+    def spare(self, number: int) -> None:
+        self._h[_SPARE] = number
+
+    @property
+    def spare_next(self) -> int:
+        """Where to look first for a free one."""
+        return int(self._h[_SPARE_NEXT])
+
+    @spare_next.setter
+    def spare_next(self, place: int) -> None:
+        self._h[_SPARE_NEXT] = place
 
     @contextmanager
     def section(self) -> Iterator[None]:
@@ -282,9 +300,7 @@ class Ledger:
             self._sweep()
             free = np.flatnonzero(self._table[:, 0] == 0)
         if not len(free):
-            raise ReplayError(
-                f"{_ENTRIES} writers are writing at once, more than a buffer can note"
-            )
+            raise ReplayError(f"{_ENTRIES} writers write at once, more than a buffer can note")
         return int(free[0])
 
     def _place(self, count: int, contiguous: bool) -> int:

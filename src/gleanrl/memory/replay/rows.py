@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import Key, show
+from gleanrl.core.keys import Key, next_key, show
 from gleanrl.core.layout import Field
 
 Flat: TypeAlias = dict[Key, torch.Tensor]
@@ -21,6 +21,8 @@ Allocate: TypeAlias = Callable[[Sequence[tuple[tuple[int, ...], torch.dtype]]], 
 _NOTHING: Mapping[str, torch.Tensor] = {}
 _PLAIN: Key = ()
 """The key under which rows that are one tensor, and no TensorDict, are kept."""
+_LINK = Field(("\0link",), (), torch.int64)
+"""Where the successor of a frame is: a place of what is stored once. No entry has that key."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,47 @@ class RowLayout:
     envs: int | None
     """Size of the environment dimension of an ``[env, time]`` storage, ``None`` for 1-D ones."""
 
+    once: tuple[Key, ...] = ()
+    """Root entries whose successors under ``"next"`` are found by a link and not stored beside."""
+
+    @property
+    def stored(self) -> tuple[Field, ...]:
+        """The fields that have memory of their own; the link, if there is one, comes last."""
+        if not self.once:
+            return self.fields
+        found = {next_key(key) for key in self.once}
+        return (*(field for field in self.fields if field.key not in found), _LINK)
+
     @property
     def nbytes(self) -> int:
         """Bytes of one slot of the ring."""
-        return sum(field.nbytes for field in self.fields) * (self.envs or 1)
+        return sum(field.nbytes for field in self.stored) * (self.envs or 1)
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes of one spare place: the successors of a frame, and who it belongs to."""
+        sizes = [field.nbytes for field in self.fields if field.key in self.once]
+        return sum(sizes) + _LINK.nbytes if sizes else 0
+
+    def shapes(self, slots: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return what is to be allocated for ``slots`` slots.
+
+        What is stored once has as many spare places behind the ring's, and their owners come last.
+        """
+        envs = () if self.envs is None else (self.envs,)
+        shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+            ((slots * (2 if f.key in self.once else 1), *envs, *f.shape), f.dtype)
+            for f in self.stored
+        ]
+        return [*shapes, ((slots * (self.envs or 1),), _LINK.dtype)] if self.once else shapes
 
     def to_json(self) -> bytes:
         """Describe the layout."""
         fields = [[list(f.key), list(f.shape), str(f.dtype)[6:]] for f in self.fields]
-        return json.dumps(
-            {"fields": fields, "element": list(self.element), "envs": self.envs}
-        ).encode()
+        found = {"fields": fields, "element": list(self.element), "envs": self.envs}
+        if self.once:
+            found["once"] = [list(key) for key in self.once]
+        return json.dumps(found).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> RowLayout:
@@ -58,7 +90,8 @@ class RowLayout:
                 Field(tuple(key), tuple(int(size) for size in shape), dtype_named(dtype))
                 for key, shape, dtype in found["fields"]
             )
-            return cls(fields, tuple(int(n) for n in found["element"]), found["envs"])
+            once = tuple(tuple(key) for key in found.get("once", ()))
+            return cls(fields, tuple(int(n) for n in found["element"]), found["envs"], once)
         except (ValueError, KeyError, TypeError) as err:
             raise ConfigError(f"no layout of a replay buffer: {text[:80]!r} ({err})") from err
 
@@ -149,18 +182,31 @@ class Rows:
         """Allocate ``slots`` slots; contents are undefined until written."""
         self.layout = layout
         self.slots = slots
-        self._keys = tuple(field.key for field in layout.fields)
-        lead = (slots,) if layout.envs is None else (slots, layout.envs)
-        self.tensors = allocate([((*lead, *field.shape), field.dtype) for field in layout.fields])
-        """In the order of the layout's fields."""
         self.frames = slots * (layout.envs or 1)
-        self._sources = [
+        self._keys = tuple(field.key for field in layout.fields)
+        stored = layout.stored
+        self._stored_keys = [field.key for field in stored]
+        allocated = allocate(layout.shapes(slots))
+        self.tensors = [tensor[:slots] for tensor in allocated[: len(stored)]]
+        """In the order of the layout's stored fields."""
+        self.owners = allocated[-1]
+        """Of rows with successors stored once: number of the row that has a spare place."""
+        self.kept = tuple(n for n, key in enumerate(self._keys) if key in self._stored_keys)
+        """Which of the layout's fields are stored."""
+        self._places = {
             # Gathering single numbers by a one-dimensional index takes half the time.
-            tensor.view(self.frames)
-            if math.prod(field.shape) == 1
-            else tensor.view(self.frames, *field.shape)
-            for tensor, field in zip(self.tensors, layout.fields, strict=True)
+            field.key: tensor.view(
+                len(tensor) * (layout.envs or 1),
+                *(field.shape if math.prod(field.shape) != 1 else ()),
+            )
+            for tensor, field in zip(allocated, stored, strict=False)
+        }
+        self._linked = [key not in self._places for key in self._keys]
+        self._sources = [
+            self._places[key[1:] if linked else key]
+            for key, linked in zip(self._keys, self._linked, strict=True)
         ]
+        self._links = self._places[_LINK.key] if layout.once else None
         self._single = [
             (index, field.shape)
             for index, field in enumerate(layout.fields)
@@ -212,7 +258,14 @@ class Rows:
             index: Which frames.
             extra: More root entries, ``[n, ...]``; left out if rows are plain tensors.
         """
-        values = [source.index_select(0, index) for source in self._sources]
+        if self._links is None:
+            values = [source.index_select(0, index) for source in self._sources]
+        else:
+            after = self._links.index_select(0, index)
+            values = [
+                source.index_select(0, after if linked else index)
+                for source, linked in zip(self._sources, self._linked, strict=True)
+            ]
         count = index.shape[0]
         for place, shape in self._single:
             values[place] = values[place].view(count, *shape)
@@ -250,8 +303,22 @@ class Rows:
         }
 
     def field(self, key: Key) -> torch.Tensor | None:
-        """Return all slots of a field, ``None`` if rows have no such field."""
-        return self.tensors[self._keys.index(key)] if key in self._keys else None
+        """Return all slots of a field, ``None`` if none is stored."""
+        if key not in self._stored_keys:
+            return None
+        return self.tensors[self._stored_keys.index(key)]
+
+    def spare(self) -> list[torch.Tensor]:
+        """Return the spare places of what is stored once, ``[frames, ...]`` each."""
+        shapes = {field.key: field.shape for field in self.layout.fields}
+        return [
+            self.places(key)[self.frames :].view(self.frames, *shapes[key])
+            for key in self.layout.once
+        ]
+
+    def places(self, key: Key) -> torch.Tensor:
+        """Return the frames of what is stored once, and its spare places behind them."""
+        return self._places[key]
 
 
 def describe(data: Any, ndim: int, element: tuple[int, ...] | None = None) -> RowLayout:

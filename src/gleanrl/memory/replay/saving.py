@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import next_key
 from gleanrl.memory.replay.fence import fence
+from gleanrl.memory.replay.once import follow
 from gleanrl.memory.replay.rows import RowLayout, dtype_named
 from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage
 from gleanrl.memory.replay.writers import RoundRobinWriter
@@ -23,6 +25,8 @@ from gleanrl.memory.replay.writers import RoundRobinWriter
 _FORMAT = "gleanrl replay buffer"
 _VERSION = 1
 _META = "meta.json"
+_PART = 1024
+"""Slots that are put together at a time for a storage of another size."""
 _FOLDER = re.compile(r"data-[0-9a-f]{32}")
 
 
@@ -47,6 +51,11 @@ def storage_state(storage: Storage, copied: bool = True) -> dict[str, Any]:
     state = storage.ledger.snapshot()
     top = len(state["stamps"])
     tensors = [tensor[:top].clone() if copied else tensor[:top] for tensor in rows.tensors]
+    # Read after the stamps: the rows they show whole have their spare places below it.
+    tensors += [
+        s[: storage.ledger.spare].clone() if copied else s[: storage.ledger.spare]
+        for s in rows.spare()
+    ]
     if copied:
         keep_unchanged(storage, state)
     return {
@@ -82,16 +91,30 @@ def load_storage(storage: Storage, state: dict[str, Any]) -> None:
     if storage.ledger.slots == state["slots"]:
         with storage.ledger.section():
             storage.ledger.restore(state)
-            for tensor, saved in zip(rows.tensors, state["tensors"], strict=True):
+            number = len(rows.tensors)
+            for tensor, saved in zip(rows.tensors, state["tensors"][:number], strict=True):
                 tensor[:top].copy_(saved)
+            storage.restore_spare(state["tensors"][number:])
         return
     order = torch.from_numpy(_by_age(state["stamps"])[-storage.ledger.slots :])
     storage.ledger.empty()
-    data = dict(
-        zip([f.key for f in rows.layout.fields], (t[order] for t in state["tensors"]), strict=True)
-    )
-    RoundRobinWriter().extend(storage, data, 0)
+    for start in range(0, len(order), _PART):
+        data = _frames(rows.layout, state, order[start : start + _PART])
+        RoundRobinWriter().extend(storage, data, 0)
     storage.ledger.add_count(state["count"] - len(order))
+
+
+def _frames(layout: RowLayout, state: dict[str, Any], slots: torch.Tensor) -> Any:
+    """Return all fields of some slots of a state, by key."""
+    stored, number = state["tensors"], len(layout.stored)
+    data = {f.key: t[slots] for f, t in zip(layout.stored, stored[:number], strict=True)}
+    if layout.once:
+        link = data.popitem()[1]
+        frames = state["slots"] * (layout.envs or 1)
+        for key, spare in zip(layout.once, stored[number:], strict=True):
+            own = stored[[f.key for f in layout.stored].index(key)].flatten(0, link.ndim - 1)
+            data[next_key(key)] = follow(own, spare, link, frames)
+    return data
 
 
 def _load_items(storage: ListStorage, state: dict[str, Any]) -> None:
@@ -182,11 +205,22 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _check(root: Path, state: dict[str, Any]) -> None:
     layout, top = RowLayout.from_json(state["layout"].encode()), len(state["stamps"])
     lead = (top,) if layout.envs is None else (top, layout.envs)
-    expected = [((*lead, *field.shape), field.dtype) for field in layout.fields]
-    if [(tuple(t.shape), t.dtype) for t in state["tensors"]] != expected:
+    expected = [((*lead, *field.shape), field.dtype) for field in layout.stored]
+    found = state["tensors"]
+    if layout.once:
+        most = len(found[-1])
+        once = [field for field in layout.fields if field.key in layout.once]
+        _check_links(root, found[-1 - len(once)], state["slots"] * (layout.envs or 1) + most)
+        expected += [((most, *field.shape), field.dtype) for field in once]
+    if [(tuple(t.shape), t.dtype) for t in found] != expected:
         raise ConfigError(f"the files in {root} are not of the layout that {_META} describes")
     if state["stamps"].dtype != torch.int64 or not 0 <= top <= state["slots"]:
         raise ConfigError(f"{root} holds {top} rows of {state['slots']}")
+
+
+def _check_links(root: Path, links: torch.Tensor, places: int) -> None:
+    if links.numel() and not 0 <= int(links.min()) <= int(links.max()) < places:
+        raise ConfigError(f"{root} links rows to successors that are not there")
 
 
 def _save(folder: Path, number: int, tensor: torch.Tensor) -> dict[str, Any]:

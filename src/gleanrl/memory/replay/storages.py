@@ -6,29 +6,31 @@ import copy
 import mmap
 import os
 import tempfile
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, ReplayError
-from gleanrl.core.keys import Key
+from gleanrl.core.keys import Key, NestedKey
+from gleanrl.memory.replay import files
+from gleanrl.memory.replay.files import anonymous, closing, opened, unnamed_file
 from gleanrl.memory.replay.gate import ProcessGate, ThreadGate
 from gleanrl.memory.replay.handles import Handle
 from gleanrl.memory.replay.ledger import Ledger, Reservation
+from gleanrl.memory.replay.once import Successors, choose
 from gleanrl.memory.replay.rows import RowLayout, Rows, batch_shape, describe, flatten
 from gleanrl.memory.shared import SharedMemory
-
-_ALIGN = 64
 
 
 class Storage:
     """Rows and the ledger that says which of them are whole."""
 
     shareable = False
+    compact: bool | Sequence[NestedKey] = False
+    """Which observations are stored once; see `LazyTensorStorage`."""
 
     def __init__(self, max_size: int, ndim: int = 1) -> None:
         """Hold ``max_size`` frames.
@@ -70,6 +72,9 @@ class Storage:
         """Check ``data`` and return it as `write` takes it, and how many slots it fills."""
         raise NotImplementedError
 
+    def link(self, reservation: Reservation, values: Any, offset: int, count: int) -> None:
+        """Store what rows need beside themselves, before they are written."""
+
     def write(self, start: int, values: Any, offset: int, count: int) -> None:
         """Write slots ``start`` to ``start + count`` from ``offset`` on in prepared data."""
         raise NotImplementedError
@@ -91,16 +96,29 @@ class LazyTensorStorage(Storage):
         device: Where they lie; ``None`` is the CPU. Samples come out there.
         ndim: 1 for rows; 2 for ``[env, time]`` data, of which each environment's frames follow one
             another (``max_size // envs`` steps are kept).
+        compact: Store an observation once where the next row begins with what ``("next", ...)``
+            held: samples are the same, in half the memory for images. Successors that are not
+            there (ends of episodes, the last row of each `extend`) are kept beside the rows.
+            ``True``: every entry of more than 8 bytes that has a successor; or root keys. On the
+            CPU only.
     """
 
     shareable = True
 
     def __init__(
-        self, max_size: int, device: torch.device | str | None = None, ndim: int = 1
+        self,
+        max_size: int,
+        device: torch.device | str | None = None,
+        ndim: int = 1,
+        compact: bool | Sequence[NestedKey] = False,
     ) -> None:
         super().__init__(max_size, ndim)
         self.device = torch.device("cpu" if device is None else device)
+        self.compact = [compact] if isinstance(compact, str) else compact
+        if self.compact is not False and self.device.type != "cpu":
+            raise ConfigError(f"compact=True is for storages on the CPU, not on {self.device}")
         self._rows: Rows | None = None
+        self._successors: Successors | None = None
         self._memory: SharedMemory | None = None
         self._words: SharedMemory | None = None
         self._gate: ProcessGate | None = None
@@ -111,7 +129,16 @@ class LazyTensorStorage(Storage):
         if self._rows is None and self.ledger.ready:
             layout = RowLayout.from_json(self.ledger.layout())
             self._rows = Rows(layout, self.ledger.slots, self._allocate)
+            self._successors = Successors(self._rows, self.ledger) if layout.once else None
         return self._rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that were needed so far, for rows and what is kept beside them."""
+        rows = self.rows
+        if rows is None:
+            return 0
+        return rows.nbytes + self.ledger.spare * rows.layout.spare_nbytes
 
     @property
     def envs(self) -> int:
@@ -125,6 +152,7 @@ class LazyTensorStorage(Storage):
         Raises:
             ConfigError: the storage holds other rows, or they do not fit into memory.
         """
+        layout = choose(layout, self.compact)
         slots = self.max_size // (layout.envs or 1)
         if slots < 1:
             raise ConfigError(f"max_size ({self.max_size}) is less than {layout.envs} environments")
@@ -158,11 +186,19 @@ class LazyTensorStorage(Storage):
             )
         return values, values[0].shape[0]
 
+    def link(
+        self, reservation: Reservation, values: Sequence[torch.Tensor], offset: int, count: int
+    ) -> None:
+        """Find and store successors, if they are stored once."""
+        if self._successors is not None:
+            self._successors.link(reservation, values, offset, count)
+
     def write(self, start: int, values: Sequence[torch.Tensor], offset: int, count: int) -> None:
         """Copy prepared leaves into slots."""
         rows = self._rows
         assert rows is not None
-        for tensor, value in zip(rows.tensors, values, strict=True):
+        for tensor, place in zip(rows.tensors, rows.kept, strict=False):
+            value = values[place]
             tensor[start : start + count].copy_(value[offset : offset + count].detach())
 
     def scatter(self, places: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
@@ -201,7 +237,7 @@ class LazyTensorStorage(Storage):
             raise ConfigError(f"a storage on {self.device} cannot be shared between processes")
         before, old = self.ledger, self.rows
         state = before.snapshot()
-        self._words, self._gate = _memory(), ProcessGate(SharedMemory().fd)
+        self._words, self._gate = anonymous(), ProcessGate(SharedMemory().fd)
         self._words.reserve(8 * Ledger.words_for(self.max_size))
         self._memory = self._new_file()
         self.shared = True
@@ -209,12 +245,23 @@ class LazyTensorStorage(Storage):
         self.ledger.flow[:] = before.flow
         if old is None:
             return
-        self._rows = None
+        self._rows, spare = None, before.spare
         rows = self.initialise(old.layout)
         for new, tensor in zip(rows.tensors, old.tensors, strict=True):
             new[: before.top].copy_(tensor[: before.top])
         with self.ledger.section():
             self.ledger.restore(state)
+            self.restore_spare([places[:spare] for places in old.spare()])
+
+    def restore_spare(self, kept: Sequence[torch.Tensor]) -> None:
+        """Put back the spare places of rows that were put back, inside the ledger's section."""
+        rows = self.rows
+        if rows is None or self._successors is None:
+            return
+        for places, saved in zip(rows.spare(), kept, strict=True):
+            places[: len(saved)].copy_(saved)
+        self.ledger.spare = max(self.ledger.spare, *map(len, kept))
+        self._successors.rebuild()
 
     def _map_ledger(self) -> None:
         assert self._words is not None
@@ -223,33 +270,26 @@ class LazyTensorStorage(Storage):
         self.ledger = Ledger(self.max_size, self._gate, words)
 
     def _new_file(self) -> SharedMemory:
-        return _memory()
+        return anonymous()
 
     def _reserve_memory(self, layout: RowLayout, slots: int) -> None:
         self._check_room(layout.nbytes * slots)
         if self._memory is not None:
-            size = sum(_aligned(f.nbytes * slots * (layout.envs or 1)) for f in layout.fields)
-            self._memory.reserve(max(size, mmap.PAGESIZE))
+            self._memory.reserve(max(files.nbytes_of(layout.shapes(slots)), mmap.PAGESIZE))
 
     def _check_room(self, nbytes: int) -> None:
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if self.device.type == "cpu" and nbytes > room:
-            raise ConfigError(
-                f"a buffer of {self.max_size:,} such frames takes {nbytes:,} bytes and this "
-                f"machine has {room:,}: lower max_size, or use LazyMemmapStorage"
-            )
+        if self.device.type == "cpu":
+            files.check_memory(nbytes, self.max_size)
 
     def _allocate(
         self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]
     ) -> list[torch.Tensor]:
-        if self._memory is None:
-            return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
-        whole, start, tensors = torch.frombuffer(self._memory.map(), dtype=torch.uint8), 0, []
-        for shape, dtype in shapes:
-            nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            tensors.append(whole[start : start + nbytes].view(dtype).view(shape))
-            start += _aligned(nbytes)
-        return tensors
+        if self._memory is not None:
+            return files.carve(self._memory.map(), shapes)
+        if self.compact is not False:
+            # Half of it may never be needed, and is not taken before.
+            return files.carve(files.sparse(files.nbytes_of(shapes)), shapes)
+        return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
 
     def __getstate__(self) -> dict[str, Any]:
         if self._words is None or self._gate is None or self._memory is None or not self.shared:
@@ -257,7 +297,9 @@ class LazyTensorStorage(Storage):
                 "this replay buffer is private to its process: make it with shared=True, or call "
                 "share(), before it is sent to another one"
             )
-        state = {k: v for k, v in self.__dict__.items() if k not in ("ledger", "_rows")}
+        state = {
+            k: v for k, v in self.__dict__.items() if k not in ("ledger", "_rows", "_successors")
+        }
         for name in ("_words", "_memory", "_gate"):
             state[name] = Handle.of(state[name].fd)
         return state
@@ -265,10 +307,10 @@ class LazyTensorStorage(Storage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         gate = state["_gate"]
         self.__dict__.update(state)
-        self._words, self._memory = _opened(state["_words"]), _opened(state["_memory"])
+        self._words, self._memory = opened(state["_words"]), opened(state["_memory"])
         known = ProcessGate.known(gate.identity)
         self._gate = ProcessGate(gate.open()) if known is None else known
-        self._rows = None
+        self._rows = self._successors = None
         self._map_ledger()
 
 
@@ -282,27 +324,26 @@ class LazyMemmapStorage(LazyTensorStorage):
         max_size: Frames to hold.
         scratch_dir: Where the file lies; the system's directory for temporary files by default.
         ndim: As in `LazyTensorStorage`.
+        compact: As in `LazyTensorStorage`.
     """
 
     def __init__(
-        self, max_size: int, scratch_dir: str | os.PathLike[str] | None = None, ndim: int = 1
+        self,
+        max_size: int,
+        scratch_dir: str | os.PathLike[str] | None = None,
+        ndim: int = 1,
+        compact: bool | Sequence[NestedKey] = False,
     ) -> None:
-        super().__init__(max_size, None, ndim)
+        super().__init__(max_size, None, ndim, compact)
         self.scratch_dir = tempfile.gettempdir() if scratch_dir is None else os.fspath(scratch_dir)
         os.makedirs(self.scratch_dir, exist_ok=True)
         self._memory = self._new_file()
 
     def _new_file(self) -> SharedMemory:
-        return _closing(SharedMemory(_unnamed_file(self.scratch_dir)))
+        return closing(SharedMemory(unnamed_file(self.scratch_dir)))
 
     def _check_room(self, nbytes: int) -> None:
-        status = os.statvfs(self.scratch_dir)
-        room = status.f_bavail * status.f_frsize
-        if nbytes > room:
-            raise ConfigError(
-                f"a buffer of {self.max_size:,} such frames takes {nbytes:,} bytes and "
-                f"{self.scratch_dir} has {room:,} left: lower max_size, or give a scratch_dir"
-            )
+        files.check_disk(nbytes, self.max_size, self.scratch_dir)
 
 
 class ListStorage(Storage):
@@ -340,48 +381,3 @@ class ListStorage(Storage):
     def snapshot(self) -> list[Any]:
         """Return a shallow copy of what is stored."""
         return copy.copy(self.items)
-
-
-def single(storage: Storage, data: Any) -> tuple[Any, int]:
-    """Return one row as data of one row, and the dimension of rows in it."""
-    if isinstance(storage, ListStorage):
-        return [data], 0
-    if isinstance(data, (TensorDictBase, torch.Tensor)):
-        return data.unsqueeze(0), 0
-    return {key: value.unsqueeze(0) for key, value in data.items()}, 0
-
-
-def stack(items: Sequence[Any]) -> Any:
-    """Stack items of a list into a batch; what cannot be stacked is returned as a list."""
-    if items and all(isinstance(item, torch.Tensor) for item in items):
-        return torch.stack(list(items))
-    if items and all(isinstance(item, TensorDictBase) for item in items):
-        return lazy_stack(list(items), 0).contiguous()
-    return list(items)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
-def _memory() -> SharedMemory:
-    return _closing(SharedMemory())
-
-
-def _opened(handle: Handle) -> SharedMemory:
-    return _closing(SharedMemory(handle.open()))
-
-
-def _closing(memory: SharedMemory) -> SharedMemory:
-    weakref.finalize(memory, os.close, memory.fd).atexit = False
-    return memory
-
-
-def _unnamed_file(directory: str) -> int:
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:
-        # Some file systems have no files without names: this one loses its name at once.
-        fd, path = tempfile.mkstemp(dir=directory)
-        os.unlink(path)
-        return fd

@@ -54,6 +54,7 @@ class RoundRobinWriter(Writer):
         ledger = storage.ledger
         reservation = ledger.reserve(count)
         try:
+            storage.link(reservation, values, offset, count)
             for start, stop, ahead in ledger.pieces(reservation.first, count):
                 storage.write(start, values, offset + ahead, stop - start)
         except BaseException:
@@ -83,11 +84,16 @@ class TensorDictMaxValueWriter(Writer):
         """Store what ranks among the best; return a slot per row of ``data``, -1 for the others.
 
         Raises:
-            ConfigError: the storage is shared, a list, or 2-D, or rows lack the entry.
+            ConfigError: the storage is shared, compact, a list, or 2-D, or rows lack the entry.
         """
         if not isinstance(storage, LazyTensorStorage) or storage.shared or storage.ndim != 1:
             raise ConfigError(
                 "TensorDictMaxValueWriter writes to one-dimensional tensor storages of one process"
+            )
+        if storage.compact:
+            raise ConfigError(
+                "TensorDictMaxValueWriter keeps single rows, and a compact storage finds what "
+                "follows a row in the next one: use compact=False"
             )
         values, count = storage.prepare(data, dim)
         rows = storage.rows

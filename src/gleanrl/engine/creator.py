@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
-import gymnasium as gym
 import torch
-from tensordict import TensorDictBase
 
+from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
-from gleanrl.envs.gym_env import GymEnv
-from gleanrl.envs.tensordict_layout import is_tensordict_env
-
-
-@dataclass(frozen=True, slots=True)
-class EnvMetaData:
-    """What is known of an environment without having one."""
-
-    tensordict: TensorDictBase
-    """One step filled with zeros."""
-    batch_size: torch.Size
-    device: torch.device | None
-    observation_spec: Any
-    action_spec: Any
-    reward_spec: Any
-    done_spec: Any
+from gleanrl.engine.backends.process import ProcessBackend
+from gleanrl.engine.engine import Engine
+from gleanrl.envs.meta import EnvMetaData
+from gleanrl.rollout.stepping import SteppingBuilder
 
 
 class EnvCreator:
@@ -73,10 +58,18 @@ class EnvCreator:
 
     @property
     def meta_data(self) -> EnvMetaData:
-        """What the environments are like; one is made for that at the first access, and closed."""
+        """What the environments are like.
+
+        One is made for that at the first access, in a process of its own, and closed.
+        """
         if self._meta_data is None:
-            with _closing(self()) as env:
-                self._meta_data = _describe(env)
+            # In a process of its own: making one may take over a display, a GPU or much memory.
+            factory = SteppingBuilder((self._make,), (self._kwargs,), torch.initial_seed())
+            engine = Engine(lambda _: ProcessBackend(), [factory])
+            try:
+                self._meta_data = engine.request(0, m.Call("meta_data"))
+            finally:
+                engine.close(5.0)
         return self._meta_data
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,30 +79,3 @@ class EnvCreator:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self._make, self._kwargs = cloudpickle.loads(state["made_by"])
         self._meta_data = None
-
-
-@contextmanager
-def _closing(env: Any) -> Iterator[Any]:
-    if isinstance(env, gym.Env):
-        env = GymEnv(env)
-    if not is_tensordict_env(env):
-        raise ConfigError(
-            f"create_env_fn made a {type(env).__name__}; meta_data needs a gymnasium.Env or an "
-            "environment with TensorDict methods"
-        )
-    try:
-        yield env
-    finally:
-        env.close()
-
-
-def _describe(env: Any) -> EnvMetaData:
-    return EnvMetaData(
-        tensordict=env.fake_tensordict(),
-        batch_size=env.batch_size,
-        device=env.device,
-        observation_spec=env.full_observation_spec,
-        action_spec=env.full_action_spec,
-        reward_spec=env.full_reward_spec,
-        done_spec=env.full_done_spec,
-    )

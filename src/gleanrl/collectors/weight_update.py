@@ -1,0 +1,15 @@
+"""The path under which TorchRL has weight updaters. Re-exports only."""
+
+from gleanrl.collectors.legacy import (
+    MultiProcessedWeightUpdater,
+    RemoteModuleWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
+
+__all__ = [
+    "MultiProcessedWeightUpdater",
+    "RemoteModuleWeightUpdater",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+]

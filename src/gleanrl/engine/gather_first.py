@@ -1,0 +1,174 @@
+"""When a batch is complete, without waiting for anybody in particular."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from tensordict import TensorDictBase
+
+from gleanrl.core import messages as m
+from gleanrl.core.errors import CollectorTimeout, WorkerDied
+from gleanrl.engine.budget import Budget
+from gleanrl.engine.dispatch import Dispatcher, Ticket
+from gleanrl.engine.gather import Rollouts
+from gleanrl.engine.slots import Slots
+
+_DEPTH = 2
+"""Rollouts an asynchronous worker has ahead of it, so that it never waits for the learner."""
+
+
+class AsyncGather:
+    """A batch is complete when any worker has delivered its rollout."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, slots: Sequence[Slots], frames: Sequence[int]
+    ) -> None:
+        """Gather from whoever is first.
+
+        Args:
+            dispatcher: Speaks to the workers.
+            slots: Per worker, those of its rollouts.
+            frames: Per worker, what it is asked for.
+        """
+        self._dispatcher = dispatcher
+        self._slots = slots
+        self._frames = tuple(frames)
+        self._queues: list[deque[tuple[Ticket, int]]] = [deque() for _ in slots]
+
+    @property
+    def copies(self) -> int:
+        """Batches copied because the user held every slot."""
+        return sum(slots.copies for slots in self._slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of batch memory reserved."""
+        return sum(slots.nbytes for slots in self._slots)
+
+    def batch(
+        self, budget: Budget, timeout: float | None, feed: bool = True
+    ) -> tuple[TensorDictBase | None, Rollouts]:
+        """Return the rollout that arrived first, and keep every worker busy.
+
+        Raises:
+            CollectorTimeout: a worker took longer than ``timeout`` seconds for its rollout.
+            WorkerDied: a worker's process ended.
+            Exception: what a worker's code raised.
+        """
+        if feed and self._dispatcher.intact:
+            self._feed_all(budget)
+            if self.idle:  # whatever the budget says, who asks for a batch gets one
+                self._begin(0, budget)
+        if timeout is not None:
+            self._catch_up(timeout)
+        while (first := self._first()) is None:
+            self._dispatcher.raise_lost()
+            self._wait(timeout)
+        worker, asked, slots = first.worker, self._frames[first.worker], self._slots[first.worker]
+        _, slot = self._queues[worker].popleft()
+        if not isinstance(first.reply, m.Rolled):
+            slots.release(slot)
+            budget.cancel(asked)
+            assert isinstance(first.reply, m.Failed)
+            raise first.reply.error
+        report = first.reply.report
+        budget.deliver(asked, report.frames)
+        batch = slots.hand_over(slot, [report])
+        if feed and self._dispatcher.intact:  # else: only what was begun is delivered
+            self._feed(worker, budget, _DEPTH)
+        return batch, {worker: report}
+
+    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+        """Tell whether a rollout has arrived."""
+        if feed and self._dispatcher.intact:
+            self._feed_all(budget)
+        if timeout is not None or self._first() is None:
+            self._catch_up(timeout)
+        if self._first() is None:
+            self._dispatcher.raise_lost()
+            return False
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rollout is under way."""
+        return not any(self._queues)
+
+    def _feed_all(self, budget: Budget) -> None:
+        for depth in range(1, _DEPTH + 1):  # in turn: a short budget is shared out
+            for worker in range(len(self._slots)):
+                self._feed(worker, budget, depth)
+
+    def _feed(self, worker: int, budget: Budget, depth: int) -> None:
+        """Give ``worker`` work until ``depth`` rollouts are ahead of it, as the budget allows."""
+        queue = self._queues[worker]
+        while len(queue) < depth and budget.wants_more and self._begin(worker, budget):
+            pass
+
+    def _begin(self, worker: int, budget: Budget) -> bool:
+        """Ask ``worker`` for a rollout; return ``False`` if it was lost."""
+        slots = self._slots[worker]
+        slot = slots.acquire()
+        window, random = slots.windows(slot)[0], budget.random
+        try:
+            ticket = self._dispatcher.post(worker, m.Collect(window, random))
+        except (WorkerDied, CollectorTimeout):
+            slots.release(slot)
+            return False  # raised when the rollouts that did arrive have been delivered
+        budget.dispatch(self._frames[worker])
+        self._queues[worker].append((ticket, slot))
+        return True
+
+    def _heads(self) -> list[Ticket]:
+        return [queue[0][0] for queue in self._queues if queue]
+
+    def _first(self) -> Ticket | None:
+        arrived = [ticket for ticket in self._heads() if ticket.reply is not None]
+        return min(arrived, key=lambda ticket: ticket.arrived, default=None)
+
+    def _wait(self, timeout: float | None) -> None:
+        """Wait for a reply. What goes wrong is raised once all that had arrived is delivered."""
+        try:
+            replied = self._dispatcher.wait(timeout)
+        except WorkerDied as err:
+            if err.worker is None:
+                raise
+            self._dispatcher.take_in()
+            return
+        if not replied and timeout is not None:
+            self._give_up([ticket.worker for ticket in self._heads()], timeout)
+
+    def _catch_up(self, timeout: float | None) -> None:
+        """Take in what came while the learner was busy, and note who is late."""
+        self._dispatcher.take_in()
+        if timeout is not None:
+            self._give_up_late(timeout)
+
+    def _give_up_late(self, timeout: float) -> None:
+        now, heard = time.monotonic(), self._dispatcher.heard
+        waiting = [ticket for ticket in self._heads() if ticket.reply is None]
+        late = [t.worker for t in waiting if now - max(t.posted, heard[t.worker]) >= timeout]
+        self._give_up(late, timeout)
+
+    def _give_up(self, late: list[int], timeout: float) -> None:
+        alive = self._dispatcher.alive
+        late = [worker for worker in late if worker in alive]
+        if late:
+            self._dispatcher.give_up(
+                late, f"workers {late} did not deliver their rollout within {timeout} s"
+            )
+
+    def discard(self, since: Mapping[int, int], budget: Budget) -> int:
+        """Drop the rollouts that arrived before their worker's arrival number in ``since``."""
+        frames = 0
+        for worker, mark in since.items():
+            queue = self._queues[worker]
+            while queue and queue[0][0].reply is not None and queue[0][0].arrived < mark:
+                ticket, slot = queue.popleft()
+                self._slots[worker].release(slot)
+                budget.cancel(self._frames[worker])
+                if isinstance(ticket.reply, m.Rolled):
+                    frames += ticket.reply.report.frames
+        return frames

@@ -1,0 +1,375 @@
+"""TensorDict environments in processes of their own, as one batch."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import cloudpickle
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from gleanrl.core import messages as m
+from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied
+from gleanrl.core.keys import Key
+from gleanrl.core.options import seconds, whole
+from gleanrl.engine.backends.process import ProcessBackend
+from gleanrl.engine.engine import Engine
+from gleanrl.engine.exchange import Exchange
+from gleanrl.envs.base import EnvBase
+from gleanrl.envs.declared import Declared, EnvSpecs, batched
+from gleanrl.envs.recipe import Recipe, check_recipes, dealt
+from gleanrl.rollout.row import RESET, Todo
+from gleanrl.rollout.stepping import Described, SteppingBuilder
+
+_CONTROL_S = 60.0
+_CLOSE_S = 10.0
+_made = itertools.count()
+Parts = Sequence[TensorDictBase]
+"""One TensorDict per environment."""
+
+
+class ParallelEnv(EnvBase):
+    """``num_envs`` environments of one kind in ``num_workers`` processes, one batch.
+
+    Gives the data of a `SerialEnv` of the same environments, under the same seed. Processes are
+    started on first use; until then it can be pickled, and be handed to collectors with workers.
+    Any environment with TensorDict methods will do; those of Gymnasium, and all that have fixed
+    shapes, pass their data through shared memory. What is returned is yours and never changes.
+
+    Example:
+        >>> env = ParallelEnv(2, "CartPole-v1")
+        >>> env.rollout(3)["observation"].shape
+        torch.Size([2, 3, 4])
+        >>> env.close()
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        create_env_fn: Recipe | Sequence[Recipe],
+        *,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        num_envs: int | None = None,
+        device: torch.device | str | None = None,
+        num_sub_threads: int = 1,
+        timeout: float | None = None,
+    ) -> None:
+        """Remember the arguments; nothing is made yet.
+
+        Args:
+            num_workers: Processes.
+            create_env_fn: An id, or a callable that makes one environment per call; or one of
+                these for each environment. Called in the worker.
+            create_env_kwargs: Arguments of the callable, or of each of them.
+            num_envs: Environments; each worker steps several if they are more than workers.
+                ``num_workers`` by default.
+            device: Where data are returned; the environments' own device by default.
+            num_sub_threads: torch threads of each worker.
+            timeout: Seconds that one step or reset may take; then workers are killed. ``None``
+                waits as long as they live.
+
+        Raises:
+            ConfigError: arguments that are wrong or do not fit together.
+        """
+        self.num_workers = whole("num_workers", num_workers, least=1)
+        number = self.num_workers if num_envs is None else whole("num_envs", num_envs, least=1)
+        if number < self.num_workers:
+            raise ConfigError(
+                f"num_envs ({number}) must be at least num_workers ({self.num_workers}): a worker "
+                "without an environment has nothing to do"
+            )
+        counted = "num_workers" if num_envs is None else "num_envs"
+        self._recipes = dealt("create_env_fn", create_env_fn, number, counted)
+        self._kwargs = dealt("create_env_kwargs", create_env_kwargs or {}, number, counted)
+        check_recipes(self._recipes)
+        self._wanted = device if device is None else torch.device(device)
+        self._threads = whole("num_sub_threads", num_sub_threads, least=1)
+        self._timeout = timeout if timeout is None else seconds("timeout", timeout)
+        self.num_envs = number
+        self.is_closed = False
+        self._engine: Engine | None = None
+
+    # -- start and end ---------------------------------------------------------------------------
+
+    @property
+    def _known(self) -> Declared:
+        self.start()
+        return self._declared
+
+    def start(self) -> None:
+        """Start the processes and make the environments there. Idempotent.
+
+        Called by whatever needs them first.
+
+        Raises:
+            ClosedError: after `close`.
+            ConfigError: environments that do not fit together, or that cannot be sent.
+        """
+        if self._engine is not None:
+            return
+        self._check_open()
+        each, more = divmod(self.num_envs, self.num_workers)
+        ends = [each * w + min(w, more) for w in range(self.num_workers + 1)]
+        self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+        stream = _stream()
+        factories = [
+            SteppingBuilder(
+                tuple(self._recipes[part]), tuple(self._kwargs[part]), stream + part.start
+            )
+            for part in self._parts
+        ]
+        engine = Engine(lambda _: ProcessBackend(self._threads), factories)
+        try:
+            self._join(engine)
+        except BaseException:
+            engine.close(5.0)
+            raise
+        self._engine = engine
+        # The finalizer must not hold the environment itself, or it would never be collected.
+        self._closing = weakref.finalize(self, engine.close, 5.0)
+
+    def _join(self, engine: Engine) -> None:
+        found: list[Described] = engine.request_all(m.Call("described"))
+        first = found[0]
+        for worker, other in enumerate(found):
+            _check_alike(first, other, self._parts[worker].start)
+        wide = EnvSpecs(*(batched(tree, (self.num_envs,), first.batch) for tree in first.specs))
+        device = first.device if self._wanted is None else self._wanted
+        self._declared = Declared(wide, (self.num_envs, *first.batch), device)
+        layouts = [layout for layout in engine.layouts if layout is not None]
+        shared = len(layouts) == self.num_workers
+        self._exchange = Exchange(engine, layouts, first.groups) if shared else None
+        self._inputs, self._masked = first.inputs, first.masked
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ClosedError("the environment was closed; make a new one")
+
+    def _close(self) -> None:
+        if self._engine is not None:
+            self._closing.detach()
+            self._engine.close(_CLOSE_S, raise_on_error=True)
+
+    @contextmanager
+    def _workers(self) -> Iterator[Engine]:
+        """Give the engine; a worker that is lost ends all: no step could be finished any more."""
+        self._check_open()
+        self.start()
+        assert self._engine is not None
+        try:
+            yield self._engine
+        except (WorkerDied, CollectorTimeout):
+            self.is_closed = True
+            self._closing.detach()
+            self._engine.close(1.0)
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._engine is not None:
+            raise ConfigError(
+                "a ParallelEnv that has been started cannot be sent to another process; send it "
+                "before its first use, or a callable that makes one"
+            )
+        # By value: lambdas and functions of a script must reach processes that cannot import them.
+        return {"made_by": cloudpickle.dumps(self.__dict__)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(cloudpickle.loads(state["made_by"]))
+
+    # -- stepping --------------------------------------------------------------------------------
+
+    def step_and_maybe_reset(
+        self, tensordict: TensorDictBase
+    ) -> tuple[TensorDictBase, TensorDictBase]:
+        """Step; return the finished step and the next root data, reset where an episode ended.
+
+        One message to each worker, where `step` and `maybe_reset` take two.
+        """
+        after, root = self._advance(tensordict, Todo.STEP_AND_RESET)
+        finished = self._finish(tensordict, self._complete(after))
+        following = self.step_mdp(finished)
+        if self._known.ends.any(following):
+            following.update(self._complete(root()))
+        return finished, following
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self._advance(tensordict, Todo.STEP)[0]
+
+    def _advance(
+        self, data: TensorDictBase, todo: Todo
+    ) -> tuple[TensorDictBase, Callable[[], TensorDictBase]]:
+        """Return what is under ``"next"`` after a step, and what gives the root after that."""
+        with self._workers() as engine:
+            exchange = self._ready()
+            if exchange is None or not self._writes(exchange, data):
+                reset = todo is Todo.STEP_AND_RESET
+                calls = {
+                    worker: m.Call("advance", (data[part].detach().clone(), reset))
+                    for worker, part in enumerate(self._parts)
+                }
+                found = engine.request_each(dict(calls), self._timeout)
+                afters = [after for w in calls for after in found[w][0].unbind(0)]
+                return self._stack(afters), lambda: self._stack(
+                    [root for w in calls for root in found[w][1].unbind(0)]
+                )
+            left = exchange.carry_out(todo, range(self.num_workers), self._timeout)
+        if left:
+            return self._mixed(exchange.after, left, 0), lambda: self._mixed(exchange.root, left, 1)
+        return self._copy(exchange.after), lambda: self._copy(exchange.root)
+
+    def _writes(self, exchange: Exchange, data: TensorDictBase) -> bool:
+        """Write what a step needs; ``False`` if there is more to it than the window takes."""
+        # What a policy wrote under "next" is for the environment to use, unless it is Gymnasium's.
+        more = not self._masked and data.get("next", None) is not None
+        return not more and exchange.write(data, self._inputs)
+
+    def _ready(self) -> Exchange | None:
+        if self._exchange is not None:
+            self._exchange.settle(self._timeout)
+        return self._exchange
+
+    def _reset(self, tensordict: TensorDictBase | None, **options: Any) -> TensorDictBase:
+        keys = [] if tensordict is None else self._given_masks(tensordict)
+        if tensordict is not None and keys:
+            return self._reset_some(tensordict, keys, options)
+        with self._workers() as engine:
+            exchange = self._ready()
+            if exchange is None or options:
+                found = engine.request_all(m.Call("restart", (None, options)), self._timeout)
+                return self._stack([root for _, roots in found for root in roots.unbind(0)])
+            left = exchange.carry_out(Todo.RESET, range(self.num_workers), self._timeout)
+        return self._mixed(exchange.root, left, 1) if left else self._copy(exchange.root)
+
+    def _given_masks(self, data: TensorDictBase) -> list[Key]:
+        return [key for key in self._known.ends.reset_keys if data.get(key, None) is not None]
+
+    def _reset_some(
+        self, data: TensorDictBase, keys: Sequence[Key], options: Mapping[str, Any]
+    ) -> TensorDictBase:
+        """Reset the environments in whose masks anything is set; the others keep their data."""
+        flat = [data.get(key).reshape(self.num_envs, -1).any(1) for key in keys]
+        chosen = torch.stack(flat).any(0).cpu()
+        workers = [w for w, part in enumerate(self._parts) if bool(chosen[part].any())]
+        kept = data.exclude(*keys)
+        with self._workers() as engine:
+            exchange = self._ready()
+            if exchange is None or options or not self._masked or not exchange.write(data, [RESET]):
+                calls = {
+                    w: m.Call("restart", (data[self._parts[w]].detach().clone(), options))
+                    for w in workers
+                }
+                found = engine.request_each(dict(calls), self._timeout)
+                roots = list(kept.unbind(0))
+                for worker, (_, part) in found.items():
+                    for env, root in enumerate(part.unbind(0), self._parts[worker].start):
+                        roots[env] = root.exclude(*keys) if chosen[env] else roots[env]
+                return self._stack(roots)
+            exchange.carry_out(Todo.RESET_MASKED, workers, self._timeout)
+        kept, fresh = kept.copy(), self._copy(exchange.root)
+        for key, value in fresh.items(True, True):
+            old = kept.get(key, None)
+            if old is not None:
+                where = chosen.to(value.device).view(-1, *[1] * (value.ndim - 1))
+                value = torch.where(where, value, old)
+            kept.set(key, value)
+        return kept
+
+    # -- results ---------------------------------------------------------------------------------
+
+    def _copy(self, shared: TensorDictBase) -> TensorDictBase:
+        """Copy out of shared memory: the next step writes there again."""
+        copied = shared.clone()
+        return copied if self.device is None else copied.to(self.device)
+
+    def _mixed(
+        self, shared: TensorDictBase, left: Mapping[int, m.Payload], which: int
+    ) -> TensorDictBase:
+        """Put together results in shared memory and those that did not fit it."""
+        copied, parts = shared.clone(), []
+        for worker, part in enumerate(self._parts):
+            payload = left.get(worker)
+            found = copied[part] if payload is None else payload.handle[which]
+            parts += found.unbind(0)
+        return self._stack(parts)
+
+    def _stack(self, parts: Parts) -> TensorDictBase:
+        stacked: TensorDictBase = LazyStackedTensorDict.maybe_dense_stack(list(parts), 0)
+        return stacked if self.device is None else stacked.to(self.device)
+
+    # -- everything else -------------------------------------------------------------------------
+
+    def get_attr(self, path: str) -> list[Any]:
+        """Return what ``path`` names in every environment, ``"members[0].unwrapped.gravity"`` say.
+
+        Raises:
+            AttributeError: there is nothing of that name.
+        """
+        return self._all(m.Call("get_attr", (path,)))
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the method that ``path`` names in every environment; one result for each."""
+        return self._all(m.Call("call_each", (path, args, kwargs)))
+
+    def _all(self, command: m.Command) -> list[Any]:
+        with self._workers() as engine:
+            found = engine.request_all(command, _CONTROL_S)
+        return [value for values in found for value in values]
+
+    def _set_seed(self, seed: int, static: bool) -> None:
+        with self._workers() as engine:
+            each = self.batch_size[1:].numel()
+            firsts = [seed if static else seed + part.start * each for part in self._parts]
+            seeds = {w: m.Seed(first, static) for w, first in enumerate(firsts)}
+            engine.request_each(dict(seeds), _CONTROL_S)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every environment, ``"worker0"`` and so on."""
+        with self._workers() as engine:
+            found = engine.request_all(m.GetState(), _CONTROL_S)
+        states = [state[f"worker{i}"] for state in found for i in range(len(state))]
+        return {f"worker{i}": state for i, state in enumerate(states)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what `state_dict` returned; not strict, the environments it has a state for.
+
+        Raises:
+            ConfigError: the state of another number of environments, and ``strict`` is true.
+        """
+        if strict and len(state_dict) != self.num_envs:
+            raise ConfigError(
+                f"the state is that of {len(state_dict)} environments, there are {self.num_envs}"
+            )
+        with self._workers() as engine:
+            states = {}
+            for worker, part in enumerate(self._parts):
+                names = [(f"worker{env}", f"worker{env - part.start}") for env in _range(part)]
+                own = {here: state_dict[name] for name, here in names if name in state_dict}
+                states[worker] = m.SetState(own, strict)
+            engine.request_each(dict(states), _CONTROL_S)
+
+    def __repr__(self) -> str:
+        return f"ParallelEnv({self.num_envs} environments in {self.num_workers} workers)"
+
+
+def _range(part: slice) -> range:
+    return range(part.start, part.stop)
+
+
+def _check_alike(first: Described, other: Described, env: int) -> None:
+    differing = sorted(first.signature ^ other.signature, key=str)
+    if differing or first.batch != other.batch or first.inputs != other.inputs:
+        raise ConfigError(
+            f"environments {env} and 0 do not declare the same data: batch sizes {other.batch} and "
+            f"{first.batch}, they differ in {differing[:4]}; environments of one batch must agree"
+        )
+
+
+def _stream() -> int:
+    """Return what workers' random streams are made from, without drawing from the learner's."""
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return int(torch.randint(1 << 40, (), generator=generator)) + (next(_made) << 20)

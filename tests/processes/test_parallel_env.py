@@ -1,0 +1,561 @@
+"""ParallelEnv: the data of a SerialEnv from other processes, named errors, nothing left behind."""
+
+import gc
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+import rig
+import torch
+from gymnasium import spaces
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Unbounded
+from torchrl.envs import Compose, RewardSum, StepCounter, TensorDictPrimer, TransformedEnv
+from torchrl.envs import GymEnv as TorchRLGymEnv
+from torchrl.testing.mocking_classes import CountingEnv, NestedCountingEnv
+
+from gleanrl import (
+    ClosedError,
+    Collector,
+    CollectorTimeout,
+    ConfigError,
+    EnvCreator,
+    GymEnv,
+    MultiSyncCollector,
+    ParallelEnv,
+    SerialEnv,
+    WorkerDied,
+    WorkerError,
+)
+from gleanrl.envs.tensordict_layout import is_tensordict_env
+from gleanrl.testing import KeepingLearner
+
+# Workers that need not import this file (and TorchRL with it) start in milliseconds.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Walk(gym.Env):
+    """A random walk with nested observations, that ends at random; does as ``do`` says."""
+
+    observation_space = spaces.Dict(
+        {"place": spaces.Box(-np.inf, np.inf, (2,), np.float64), "count": spaces.Discrete(99)}
+    )
+    action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, do=None, at=2, start=0.0):
+        self.do, self.at, self.start, self.kept = do, at, start, None
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = self.np_random.normal(size=2) + (options or {}).get("start", self.start)
+        self.count = 0
+        return self._see(), {}
+
+    def step(self, action):
+        # Keeping the action finds out whether somebody overwrites it later.
+        assert self.kept is None or self.kept[0] is None or (self.kept[0] == self.kept[1]).all()
+        self.kept = (action, np.array(action))
+        self.count += 1
+        if self.do is not None and self.count == self.at:
+            self.do()
+        self.place = self.place + action
+        over = bool(self.np_random.random() < 0.2)
+        return self._see(), float(self.place.sum()), over, self.count >= 9, {}
+
+    def _see(self):
+        return {"place": self.place, "count": np.int64(self.count)}
+
+    def pid(self):
+        return os.getpid()
+
+
+class Hiding(CountingEnv):
+    """Shows an entry that its specs do not declare."""
+
+    def _reset(self, tensordict, **kwargs):
+        return super()._reset(tensordict, **kwargs).set("extra", torch.ones(1))
+
+
+def transformed():
+    return TransformedEnv(TorchRLGymEnv("CartPole-v1"), Compose(StepCounter(7), RewardSum()))
+
+
+def primed():
+    primer = TensorDictPrimer({"hidden": Unbounded((3,))}, default_value=0.5)
+    return TransformedEnv(CountingEnv(max_steps=3), primer)
+
+
+KINDS = {
+    "id": "CartPole-v1",
+    "gymnasium environment": Walk,
+    "TensorDict environment": lambda: GymEnv("Pendulum-v1"),
+    "batches": lambda: GymEnv(Walk, num_envs=2),
+    "one-hot and casts": lambda: GymEnv(
+        "CartPole-v1", categorical_action_encoding=False, observation_dtype=torch.float64
+    ),
+    "TorchRL's, transformed": transformed,
+    "agents": lambda: NestedCountingEnv(max_steps=3),
+    "state from the policy": primed,
+    "undeclared entries": lambda: Hiding(max_steps=4),
+}
+PID = "members[0].unwrapped.pid"
+OPERATIONS = st.lists(
+    st.sampled_from(["step", "step_and_maybe_reset", "reset", "some", "options", "seed", "shake"]),
+    min_size=8,
+    max_size=16,
+)
+
+
+def play(env, operations, seed):
+    """Run ``operations`` on ``env``; return all that came out."""
+    out = [env.set_seed(seed), env.reset()]
+    torch.manual_seed(seed)  # which seeding TorchRL's environments in this process does, too
+    root = out[1].clone()
+    for operation in operations:
+        if operation == "seed":
+            out.append(env.set_seed(seed + 5))
+            torch.manual_seed(seed + 5)
+        elif operation == "reset":
+            root = env.reset()
+        elif operation == "options":
+            root = env.reset(start=100.0)
+        elif operation == "some":
+            for key in env.done_keys:
+                prefix = (key,) if isinstance(key, str) else key
+                mask = torch.zeros(env.full_done_spec[key].shape, dtype=torch.bool)
+                mask[torch.rand(env.batch_size[0]) < 0.5] = True
+                root.set((*prefix[:-1], "_reset"), mask)
+            root = env.reset(root)
+        elif operation == "shake":  # what the user changes is what the environment is told
+            for key in env.action_keys:
+                root = env.rand_action(root)
+                root.set(key, root.get(key).clone())
+        elif operation == "step":
+            root = env.step_mdp(env.step(env.rand_action(root)))
+        else:
+            finished, root = env.step_and_maybe_reset(env.rand_action(root))
+            out.append(finished.clone())
+        out.append(root.clone())
+    return out
+
+
+def same(one, two):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    if not isinstance(one, TensorDictBase):
+        return one == two
+    keys = set(one.keys())
+    return (
+        one.batch_size == two.batch_size
+        and keys == set(two.keys())
+        and all(same(one.get(k), two.get(k)) for k in keys)
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_data_are_those_of_a_serial_env_bit_for_bit(kind, workers):
+    serial, parallel = SerialEnv(4, KINDS[kind]), ParallelEnv(workers, KINDS[kind], num_envs=4)
+
+    @settings(
+        max_examples=6,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+    )
+    @given(operations=OPERATIONS, seed=st.integers(0, 10_000))
+    def check(operations, seed):
+        usable = [op for op in operations if op != "options" or kind == "gymnasium environment"]
+        one, two = play(serial, usable, seed), play(parallel, usable, seed)
+        assert len(one) == len(two)
+        for index, (expected, found) in enumerate(zip(one, two, strict=True)):
+            assert same(expected, found), f"{index}: {expected} {found}"
+
+    try:
+        check()
+        for ends in (True, False):
+            rolled = []
+            for env in (serial, parallel):
+                env.set_seed(3)
+                torch.manual_seed(1)
+                rolled.append(env.rollout(12, break_when_any_done=ends))
+            assert same(*rolled)
+            assert rolled[1].names == rolled[0].names
+    finally:
+        serial.close()
+        parallel.close()
+
+
+def test_specs_and_batch_size_are_those_of_a_serial_env():
+    with ParallelEnv(2, "Pendulum-v1", num_envs=3) as parallel:
+        serial = SerialEnv(3, "Pendulum-v1")
+        assert parallel.batch_size == (3,)
+        assert parallel.action_spec == serial.action_spec
+        assert parallel.full_observation_spec.shape == serial.full_observation_spec.shape
+        assert same(parallel.fake_tensordict(), serial.fake_tensordict())
+        assert parallel.device is None
+        assert is_tensordict_env(parallel)
+
+
+def test_each_environment_can_be_made_in_its_own_way():
+    makes = [Walk, lambda start: Walk(start=start), Walk]
+    kwargs = [{"start": 100.0}, {"start": 200.0}, {}]
+    with ParallelEnv(2, makes, create_env_kwargs=kwargs, num_envs=3) as env:
+        assert (env.reset()["place"] / 100).round()[:, 0].tolist() == [1, 2, 0]
+
+
+def test_what_was_returned_never_changes():
+    learner = KeepingLearner()
+    with ParallelEnv(2, "CartPole-v1", num_envs=4) as env:
+        root = env.reset()
+        for _ in range(20):
+            learner.take(root)
+            finished, root = env.step_and_maybe_reset(env.rand_action(root.clone()))
+            learner.take(finished)
+        env.reset()
+        learner.check_unchanged()
+
+
+def test_actions_that_need_gradients_and_other_dtypes_reach_the_environment():
+    with ParallelEnv(2, Walk) as env, SerialEnv(2, Walk) as serial:
+        found = []
+        for each in (env, serial):
+            each.set_seed(0)
+            root = each.reset()
+            root["action"] = torch.full((2, 2), 0.25, requires_grad=True) * 2
+            root = each.step_mdp(each.step(root))
+            root["action"] = torch.full((2, 2), 0.5, dtype=torch.float64)
+            found.append(each.step(root)["next", "place"])
+        assert torch.equal(*found)
+
+
+def test_several_parallel_envs_draw_different_numbers_and_leave_the_learner_alone():
+    class Global(Walk):
+        def reset(self, *, seed=None, options=None):
+            return {"place": np.random.rand(2), "count": np.int64(0)}, {}
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with ParallelEnv(2, Global) as one, ParallelEnv(2, Global) as two:
+        places = torch.cat([one.reset()["place"], two.reset()["place"]])
+        assert torch.equal(torch.get_rng_state(), before)
+        assert len(places.unique()) == 8
+        one.set_seed(3)
+        first = one.reset()["place"]
+        one.set_seed(3)
+        assert torch.equal(one.reset()["place"], first)
+
+
+# -- life ------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_started_before_it_is_used_and_an_unstarted_one_can_be_pickled():
+    start = 100.0
+    env = pickle.loads(pickle.dumps(ParallelEnv(2, lambda: Walk(start=start))))
+    assert is_tensordict_env(env)  # looking does not start it
+    copy = pickle.loads(pickle.dumps(env))
+    with env, copy:
+        assert (env.reset()["place"] > 50).all()
+        assert (copy.reset()["place"] > 50).all()
+        with pytest.raises(ConfigError, match="has been started cannot be sent"):
+            pickle.dumps(env)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((0, Walk), {}, r"num_workers \(0\) must be at least 1"),
+        ((3, Walk), {"num_envs": 2}, r"num_envs \(2\) must be at least num_workers \(3\)"),
+        ((2, [Walk] * 3), {}, "create_env_fn has 3 entries for num_workers=2"),
+        ((2, [Walk] * 3), {"num_envs": 4}, "create_env_fn has 3 entries for num_envs=4"),
+        ((2, Walk), {"create_env_kwargs": [{}]}, "create_env_kwargs has 1 entries"),
+        ((1, 5), {}, "must be one entry or one per environment"),
+        ((1, [Walk()]), {}, "environment 0 is a Walk; give an id or a callable"),
+        ((1, Walk), {"timeout": 0}, r"timeout \(0\) must be a positive number"),
+    ],
+)
+def test_wrong_arguments_are_named_at_construction(arguments, options, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelEnv(*arguments, **options)
+
+
+def test_environments_that_do_not_fit_together_are_named():
+    makes = ["CartPole-v1", "Pendulum-v1"]
+    with pytest.raises(ConfigError, match="environments 1 and 0 do not declare the same data"):
+        ParallelEnv(2, makes).start()
+    with pytest.raises(ConfigError, match="environments 1 and 0 do not declare the same data"):
+        ParallelEnv(1, makes, num_envs=2).start()
+    with pytest.raises(ConfigError, match="it made a TensorDict"):
+        ParallelEnv(1, TensorDict).start()
+
+
+def test_what_cannot_be_sent_is_named():
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"create_env_fn\[0\] captures lock .*TypeError"):
+        ParallelEnv(1, lambda: lock and Walk()).start()
+
+
+def test_closing_is_final_and_idempotent():
+    env = ParallelEnv(1, "CartPole-v1")
+    root = env.reset()
+    env.close()
+    env.close()
+    assert env.is_closed
+    assert env.batch_size == (1,)
+    for use in (env.reset, lambda: env.step(env.rand_action(root)), env.state_dict):
+        with pytest.raises(ClosedError, match="was closed"):
+            use()
+    never = ParallelEnv(1, "CartPole-v1")
+    never.close()
+    with pytest.raises(ClosedError, match="was closed"):
+        never.reset()
+
+
+def test_what_closing_an_environment_raises_is_raised():
+    class Sticky(Walk):
+        def close(self):
+            raise OSError("the simulator does not let go")
+
+    env = ParallelEnv(1, Sticky)
+    env.reset()
+    with pytest.raises(OSError, match="worker 0 raised OSError: the simulator does not let go"):
+        env.close()
+
+
+def test_nothing_is_left_behind():
+    def use(end):
+        env = ParallelEnv(2, Walk)
+        env.rollout(3)
+        watched = [os.pidfd_open(pid) for pid in env.call(PID)]
+        end(env)
+        del env
+        gc.collect()
+        for fd in watched:
+            assert select.select([fd], [], [], 5.0)[0], "a worker was left behind"
+            os.close(fd)
+
+    use(lambda env: env.close())
+    before, shared = len(os.listdir("/proc/self/fd")), rig.shared_files()
+    for _ in range(3):
+        use(lambda env: env.close())
+        use(lambda env: None)  # collected as garbage
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert rig.shared_files() <= shared
+
+
+# -- access ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [SerialEnv, ParallelEnv])
+def test_attributes_and_methods_of_environments_can_be_reached(make):
+    with make(2, Walk, create_env_kwargs=[{"at": 1}, {"at": 2}]) as env:
+        assert env.get_attr("members[0].unwrapped.at") == [1, 2]
+        pids = env.call(PID)
+        assert (os.getpid() in pids) is (make is SerialEnv)
+        with pytest.raises(AttributeError, match="nothing"):
+            env.get_attr("nothing")
+        assert env.reset().shape == (2,)
+
+
+class Stateful(CountingEnv):
+    """Keeps a number across restarts."""
+
+    number = 0
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state_dict):
+        self.number = state_dict["number"]
+
+
+def test_states_are_those_of_all_environments_in_order():
+    with ParallelEnv(2, Stateful, num_envs=3) as env:
+        assert env.state_dict() == {f"worker{i}": {"number": 0} for i in range(3)}
+        env.load_state_dict({f"worker{i}": {"number": i} for i in range(3)})
+        assert env.get_attr("number") == [0, 1, 2]
+        with pytest.raises(ConfigError, match="that of 1 environments, there are 3"):
+            env.load_state_dict({"worker0": {}})
+        env.load_state_dict({"worker2": {"number": 9}}, strict=False)
+        assert env.get_attr("number") == [0, 1, 9]
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def acting(do):
+    """Return a maker of two environments of which the second does something in its second step."""
+    return [Walk, lambda: Walk(do)]
+
+
+def two_steps(env):
+    root = env.step_mdp(env.step(env.rand_action(env.reset())))
+    return env.step(env.rand_action(root))
+
+
+def test_an_error_is_its_own_class_with_worker_and_traceback_and_the_env_can_be_reset():
+    class Own(KeyError):
+        pass
+
+    def fail():
+        raise Own("in the simulator")
+
+    with ParallelEnv(2, acting(fail)) as env:
+        with pytest.raises(Own, match=r"(?s)worker 1 raised .*in the simulator.*in step") as caught:
+            two_steps(env)
+        assert isinstance(caught.value, WorkerError)
+        assert env.reset().shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("do", "how"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by signal 9"),
+        (lambda: os._exit(3), "exited with code 3"),
+    ],
+)
+def test_a_worker_that_ends_is_named_with_how(do, how):
+    env = ParallelEnv(2, acting(do))
+    env.reset()
+    other = os.pidfd_open(env.call(PID)[0])
+    with pytest.raises(WorkerDied, match=f"worker 1 .* {how}"):
+        two_steps(env)
+    with pytest.raises(ClosedError, match="was closed"):
+        env.reset()
+    assert select.select([other], [], [], 5.0)[0]
+    os.close(other)
+
+
+def test_a_worker_that_hangs_is_named_and_killed_at_the_deadline():
+    def hang():
+        while True:
+            pass
+
+    env = ParallelEnv(2, acting(hang), timeout=0.5)
+    env.reset()
+    watched = os.pidfd_open(env.call(PID)[1])
+    with pytest.raises(CollectorTimeout, match=r"workers \[1\] did not finish .* 0\.5 s"):
+        two_steps(env)
+    assert select.select([watched], [], [], 5.0)[0]
+    os.close(watched)
+
+
+def test_an_interrupt_leaves_an_environment_that_can_be_reset():
+    learner = os.getpid()
+
+    def interrupt():
+        os.kill(learner, signal.SIGINT)
+        time.sleep(0.1)  # still at work when the learner goes on
+
+    with ParallelEnv(2, acting(interrupt)) as env:
+        with pytest.raises(KeyboardInterrupt):
+            two_steps(env)
+        env.set_seed(3)
+        found = env.reset()
+        with SerialEnv(2, Walk) as serial:
+            serial.set_seed(3)
+            assert same(serial.reset(), found)
+
+
+# -- with collectors and creators ------------------------------------------------------------------
+
+
+def batches(create_env_fn, **options):
+    collector = Collector(
+        create_env_fn, frames_per_batch=32, total_frames=96, max_frames_per_traj=6, **options
+    )
+    collector.set_seed(7)
+    torch.manual_seed(7)
+    found = [batch.clone() for batch in collector]
+    collector.shutdown()
+    return found
+
+
+def test_a_collector_gets_the_same_batches_from_it():
+    one = batches(lambda: ParallelEnv(2, Walk, num_envs=4))
+    two = batches(ParallelEnv(3, Walk, num_envs=4))
+    expected = batches(SerialEnv(4, TransformedWalk))
+    for found in (one, two):
+        assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def TransformedWalk():
+    """Make a Walk that the collector cannot look into, so that it is stepped with TensorDicts."""
+    return Opaque(Walk())
+
+
+class Opaque(GymEnv):
+    """A GymEnv that does not say what is inside."""
+
+    def unwrap(self):
+        return None
+
+
+@pytest.mark.parametrize(
+    "create_env_fn",
+    [lambda: ParallelEnv(2, lambda: Walk()), ParallelEnv(2, EnvCreator(lambda: Walk()))],
+    ids=["callable", "unstarted"],
+)
+def test_workers_of_a_collector_have_parallel_envs(create_env_fn):
+    collector = MultiSyncCollector([create_env_fn] * 2, frames_per_batch=32, total_frames=64)
+    try:
+        assert [batch.shape for batch in collector] == [(2, 2, 8)] * 2
+        found = collector.cascade_execute("env.call", PID)
+        assert len({*found[0], *found[1], os.getpid()}) == 5
+        watched = [os.pidfd_open(pid) for pids in found for pid in pids]
+    finally:
+        collector.shutdown()
+    for fd in watched:
+        assert select.select([fd], [], [], 5.0)[0], "a worker's worker was left behind"
+        os.close(fd)
+
+
+def test_workers_of_a_worker_end_with_it():
+    class Policy:
+        def __call__(self, place):
+            return torch.zeros(*place.shape[:-1], 2)
+
+        def end(self):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    make = lambda: ParallelEnv(2, Walk)  # noqa: E731
+    collector = MultiSyncCollector([make], Policy(), frames_per_batch=8, total_frames=-1)
+    next(iter(collector))
+    (pids,) = collector.cascade_execute("env.call", PID)
+    watched = [os.pidfd_open(pid) for pid in pids]
+    with pytest.raises(WorkerDied, match="worker 0 .* killed by signal 9"):
+        collector.cascade_execute("policy.end")
+    for fd in watched:
+        assert select.select([fd], [], [], 5.0)[0], "a worker's worker outlived it"
+        os.close(fd)
+    collector.shutdown()
+
+
+def test_meta_data_are_learnt_once_in_another_process():
+    learner = os.getpid()
+
+    def make():
+        assert os.getpid() != learner
+        return Walk()
+
+    creator = EnvCreator(make)
+    meta = creator.meta_data
+    assert creator.meta_data is meta
+    assert meta.batch_size == ()
+    assert meta.action_spec.is_in(TensorDict(action=torch.zeros(2)))
+    assert set(meta.tensordict["next"].keys()) == {
+        *("place", "count", "reward", "done", "terminated", "truncated")
+    }
+    with pytest.raises(ConfigError, match="made a TensorDict"):
+        EnvCreator(TensorDict).meta_data  # noqa: B018

@@ -1,0 +1,272 @@
+"""The command line over worker processes, and what ``bench`` makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gleanrl.cli import bench_report, settings
+from gleanrl.cli.bench import BenchOptions, plan
+from gleanrl.cli.bench_report import Result, Results
+from gleanrl.cli.dataset import Dataset
+from gleanrl.cli.main import _parser, main
+from gleanrl.cli.settings import Setting
+from gleanrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+
+MODES = pytest.mark.parametrize("mode", [(), ("--async",)], ids=["sync", "async"])
+
+
+def run(capsys, *arguments):
+    """Run the command line; return exit code, standard output and standard error."""
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def lines_of(out):
+    return dict(line.split(maxsplit=1) for line in out.splitlines() if " " in line.strip())
+
+
+def finished(data):
+    """Return the lengths of the trajectories that ended, counted frame by frame."""
+    ids, done = data["collector", "traj_ids"] + 0, (data["next", "done"] + 0).squeeze(-1).bool()
+    return [int((ids == traj).sum()) for traj in ids[done].tolist()]
+
+
+@MODES
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_every_episode_of_every_worker_is_reported_right(capsys, tmp_path, mode, num_envs):
+    path = tmp_path / "data"
+    arguments = ("--workers", 2, *mode, "--num-envs", num_envs, "--frames-per-batch", 60)
+    code, out, err = run(
+        capsys, "collect", "CartPole-v1", *arguments, "--frames", 1500, "--seed", 3, "--out", path
+    )
+    assert (code, err) == (0, "")
+    card, data = json.loads((path / "card.json").read_text()), TensorDict.load_memmap(path)
+    lengths = finished(data)
+    assert data.shape == (card["frames"],) == (1500,)
+    assert card["episodes"] == len(lengths) > 20
+    assert card["lengths"]["mean"] == card["returns"]["mean"]
+    assert card["lengths"]["mean"] == pytest.approx(sum(lengths) / len(lengths))
+    assert card["lengths"]["max"] == max(lengths) > 60 // (2 * num_envs)
+    assert (card["workers"], card["async"], card["num_envs"]) == (2, bool(mode), num_envs)
+    kind = "asynchronous workers" if mode else "workers"
+    assert lines_of(out)["setting"].startswith(f"2 {kind} with {num_envs} environment")
+    inspected = lines_of(run(capsys, "inspect", path)[1])
+    assert (inspected["workers"], inspected["episodes"]) == ("2", str(card["episodes"]))
+
+
+def test_the_same_seed_gives_the_same_frames_over_workers(capsys, tmp_path):
+    for name in ("one", "two"):
+        arguments = ("--workers", 2, "--frames", 200, "--seed", 7, "--out", tmp_path / name)
+        assert run(capsys, "collect", "CartPole-v1", *arguments)[0] == 0
+    one, two = (TensorDict.load_memmap(tmp_path / name) for name in ("one", "two"))
+    assert (one == two).all()
+
+
+POLICY = """
+import os
+import signal
+import torch
+
+steps = 0
+
+def act(observation):
+    global steps
+    steps += 1
+    if steps % 131 == 0:
+        {at_131}
+    return torch.ones(observation.shape[:-1], dtype=torch.int64)
+
+def interrupt():
+    try:  # one worker does it, once
+        os.close(os.open(os.environ["ONCE"], os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.kill(int(os.environ["LEARNER"]), signal.SIGINT)
+"""
+
+
+@pytest.fixture
+def policy_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEARNER", str(os.getpid()))
+    monkeypatch.setenv("ONCE", str(tmp_path / "once"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / f"{tmp_path.name}_policies.py"  # workers may know modules of other names
+
+    def write(at_131="pass"):
+        file.write_text(POLICY.replace("{at_131}", at_131))
+        return f"{file}:act"
+
+    yield write
+    sys.modules.pop(file.stem, None)
+
+
+@MODES
+def test_ctrl_c_keeps_what_workers_have_collected(capsys, tmp_path, policy_file, mode):
+    path = tmp_path / "data"
+    before = signal.getsignal(signal.SIGINT)
+    arguments = ("--workers", 2, *mode, "--frames", 100_000, "--frames-per-batch", 200)
+    policy = policy_file("interrupt()")
+    code, out, err = run(
+        capsys, "collect", "CartPole-v1", "--policy", policy, *arguments, "--out", path
+    )
+    assert (code, err) == (130, "")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "frames were left" in lines_of(out)["interrupted"]
+    card, data = Dataset(path).card, TensorDict.load_memmap(path)
+    assert card.status == "interrupted"
+    assert 130 <= card.frames < 100_000  # all that the worker that interrupted had made
+    assert data.shape == (card.frames,)
+    assert (data["action"] == 1).all()
+    assert card.facts["episodes"] == len(finished(data))
+
+
+def test_what_a_worker_raises_is_one_line(capsys, tmp_path, policy_file):
+    path = tmp_path / "data"
+    policy = policy_file("raise OverflowError('too\\n   much')")
+    arguments = ("--policy", policy, "--workers", 1, "--frames-per-batch", 100)
+    code, _, err = run(capsys, "collect", "CartPole-v1", *arguments, "--out", path)
+    assert (code, err) == (1, "gleanrl: error: worker 0 raised OverflowError: too much\n")
+    assert (Dataset(path).card.status, Dataset(path).card.frames) == ("failed", 100)
+    code, _, err = run(capsys, "collect", "CartPole-v1", *arguments, "--traceback")
+    assert code == 1
+    assert "in act" in err
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+SETTINGS = [
+    Setting(),
+    Setting(0, 4),
+    Setting(2, 1),
+    Setting(2, 3),
+    Setting(3, 16, asynchronous=True),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_the_advised_command_means_the_setting(setting):
+    words = shlex.split(setting.command("my module:Env-v0", "a b.py:act"))
+    options = _parser().parse_args(words[1:])
+    assert words[:2] == ["gleanrl", "collect"]
+    assert (options.env, options.policy) == ("my module:Env-v0", "a b.py:act")
+    found = Setting(options.workers or 0, options.num_envs, options.asynchronous)
+    assert found == setting
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS[:4], Setting(1, 2, asynchronous=True)], ids=str)
+def test_the_advised_call_makes_the_collector(setting):
+    names = {
+        "Collector": Collector,
+        "MultiSyncCollector": MultiSyncCollector,
+        "MultiAsyncCollector": MultiAsyncCollector,
+        "policy": lambda observation: torch.ones(observation.shape[:-1], dtype=torch.int64),
+    }
+    frames = setting.steps(5) * setting.lanes
+    with (
+        eval(setting.call("CartPole-v1", "x.py:policy", frames), names) as called,
+        setting.make("CartPole-v1", names["policy"], frames) as made,
+    ):
+        assert type(called) is type(made)
+        batch = called.next()
+        assert batch.shape == made.next().shape
+        assert batch.numel() == frames
+        assert (batch["action"] == 1).all()
+
+
+def test_what_is_tried_suits_the_cores(monkeypatch, tmp_path):
+    tried = plan(BenchOptions(env="e", num_envs=(1, 8)), cores=8)
+    assert tried == [Setting(w, n) for w in (0, 4, 8) for n in (1, 8)]
+    tried = plan(BenchOptions(env="e", num_envs=(2,), workers=(3,)), cores=8)
+    assert tried == [Setting(0, 2), Setting(3, 2)]
+    own = len(os.sched_getaffinity(0))
+    for text, cores in (("max 100000", own), ("50000 100000", 1), ("90000000 100000", own)):
+        (tmp_path / "cpu.max").write_text(text)
+        monkeypatch.setattr(settings, "_CPU_QUOTA", tmp_path / "cpu.max")
+        assert settings.usable_cores() == cores
+
+
+# -- bench -----------------------------------------------------------------------------------------
+
+
+def test_bench_measures_and_says_what_to_use(capsys, tmp_path, policy_file):
+    path = tmp_path / "bench.json"
+    arguments = ("--seconds", 0.1, "--workers", 1, "--num-envs", "1,2", "--policy", policy_file())
+    code, out, err = run(capsys, "bench", "CartPole-v1", *arguments, "--out", path)
+    assert code == 0
+    content = json.loads(path.read_text())
+    tried = [(row["workers"], row["num_envs"], row["async"]) for row in content["settings"]]
+    assert tried[:4] == [(0, 1, False), (0, 2, False), (1, 1, False), (1, 2, False)]
+    assert tried[4] in [(1, 1, True), (1, 2, True)]
+    rates = [row["frames_per_second"] for row in content["settings"]]
+    best = content["settings"][content["best"]]
+    assert best["frames_per_second"] == max(rates) > 0
+    assert best["relative"] == 1.0
+    assert all(row["seconds"] >= 0.1 for row in content["settings"])
+    assert all(row["frames"] >= row["frames_per_batch"] for row in content["settings"])
+    assert content["command"] == lines_of(out)["command"]
+    assert f"--policy {policy_file()}" in content["command"]
+    marked = [line for line in out.splitlines() if line.startswith("best")]
+    assert len(marked) == 1
+    assert "100 %" in marked[0]
+    assert [line.split(":")[0] for line in err.splitlines()] == [
+        f"CartPole-v1 {n}/5" for n in range(1, 6)
+    ]
+
+
+def test_an_interrupted_bench_shows_what_it_has(capsys, policy_file):
+    policy = policy_file("os.getpid() == int(os.environ['LEARNER']) or interrupt()")
+    arguments = ("--seconds", 0.1, "--workers", 1, "--num-envs", 1, "--policy", policy)
+    code, out, _ = run(capsys, "bench", "CartPole-v1", *arguments)
+    assert code == 130
+    assert "1 environment in this process" in out
+    assert "with 1 environment" not in out
+
+
+def results(*rows):
+    found = Results("CartPole-v1", "random", 1.0, 2)
+    for row in rows:
+        found.add(row)
+    return found
+
+
+def test_a_setting_that_fails_is_a_row_and_the_others_count(capsys):
+    failed = Result(Setting(9, 99), 8, error="ConfigError: too much memory")
+    good = Result(Setting(2, 4), 8, frames=500, seconds=1.0, start_s=0.2)
+    found = results(failed, good, Result(Setting(), 8, frames=250, seconds=1.0))
+    assert found.best is good
+    assert found.asynchronous_twin() == Setting(2, 4, asynchronous=True)
+    assert [cells[0] for cells in found.cells()] == ["", "best", ""]
+    assert [cells[3] for cells in found.cells()] == ["", "100 %", "50 %"]
+    bench_report.print_results(found)
+    out = capsys.readouterr().out
+    assert "9 workers with 99 environments each: ConfigError: too much memory" in out
+    assert found.as_json()["settings"][0]["frames_per_second"] is None
+    none = results(failed)
+    assert none.best is none.asynchronous_twin() is None
+    assert none.as_json()["best"] is None
+
+
+def test_a_terminal_gets_a_bar_and_a_table(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("TERM", "xterm")
+    good = Result(Setting(2, 4), 8, frames=500, seconds=1.0, start_s=0.2)
+    with bench_report.make_progress("[x]", 2) as progress:
+        progress.begin(good.setting)
+        progress.show(0.5, 1234.0)
+        progress.end(good)
+    bench_report.print_results(results(good))
+    captured = capsys.readouterr()
+    assert "[x]" in captured.err
+    assert "1,234 frames/s" in captured.err
+    assert "2 workers with 4 environments each" in captured.out
+    assert "gleanrl collect CartPole-v1 --workers 2 --num-envs 4" in captured.out
