@@ -350,7 +350,12 @@ def test_shutting_down_from_another_thread_ends_a_rollout_after_its_step():
 
     env = Slow(10**9)
     collector = Collector(env, frames_per_batch=2_000_000)
-    thread = threading.Thread(target=collector.next)
+
+    def collect():
+        with pytest.raises(ClosedError, match="while it collected"):  # no batch with a stale tail
+            collector.next()
+
+    thread = threading.Thread(target=collect)
     thread.start()
     assert begun.wait(30)
     collector.shutdown()

@@ -27,12 +27,19 @@ class BackgroundCollector(BaseCollector):
     _timeout: float | None
     _background: Background | None = None
     _ending = False
+    _announced = False
     _flow: Flow = Flow(None)
     replay_buffer: Any
 
     def _collect(self, feed: bool = True) -> deque[Any]:
         """Collect a batch; return what is to be delivered for it."""
         raise NotImplementedError
+
+    def _announce(self) -> None:
+        """Call the hook that runs before a batch is collected, once for each."""
+        if self.pre_collect_hook is not None and not self._announced:
+            self.pre_collect_hook()
+        self._announced = True
 
     def start(self) -> None:
         """Collect into the replay buffer in the background, until told to stop.
@@ -102,6 +109,8 @@ class BackgroundCollector(BaseCollector):
             with self._engine.turn(None):
                 held = feed and not self._budget.exhausted and self._flow.holds(self._budget)
                 feed = feed and not held
+                if feed and self._budget.wants_more:
+                    self._announce()
                 ready = self._engine.ready(self._budget, feed, self._timeout)
                 if self._ending:  # gathering may have allowed workers to go on
                     self._engine.backend.stop_byte[0] = 1

@@ -70,8 +70,8 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
 
     def _collect(self, feed: bool = True) -> deque[Any]:
         """Collect a batch; return what is to be delivered for it."""
-        if self.pre_collect_hook is not None:
-            self.pre_collect_hook()
+        self._announce()
+        self._announced = False
         batch = self._gather(feed)
         if batch is None:  # workers have put it into the buffer themselves
             return deque([None])

@@ -15,14 +15,14 @@ from gleanrl.core.keys import Key
 from gleanrl.memory.replay import saving
 from gleanrl.memory.replay.ahead import Ahead
 from gleanrl.memory.replay.fence import fence
+from gleanrl.memory.replay.items import single, stack
 from gleanrl.memory.replay.limiter import RateLimiter
 from gleanrl.memory.replay.places import flat_places, shown, stored
 from gleanrl.memory.replay.prioritized import PrioritizedSampler
 from gleanrl.memory.replay.reservation import Reservation
-from gleanrl.memory.replay.rows import stack
 from gleanrl.memory.replay.samplers import Draw, RandomSampler, Sampler, stamps_of
 from gleanrl.memory.replay.slices import SliceSampler
-from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage, single
+from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage
 from gleanrl.memory.replay.writers import RoundRobinWriter, Writer
 
 Transform: TypeAlias = Callable[[Any], Any]

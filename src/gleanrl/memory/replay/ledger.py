@@ -291,9 +291,7 @@ class Ledger:
             self._sweep()
             free = np.flatnonzero(self._table[:, 0] == 0)
         if not len(free):
-            raise ReplayError(
-                f"{_ENTRIES} writers are writing at once, more than a buffer can note"
-            )
+            raise ReplayError(f"{_ENTRIES} writers write at once, more than a buffer can note")
         return int(free[0])
 
     def _place(self, count: int, contiguous: bool) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key, next_key, show
@@ -342,12 +342,3 @@ def describe(data: Any, ndim: int, element: tuple[int, ...] | None = None) -> Ro
     return RowLayout(
         fields, shape[ndim:] if element is None else element, None if ndim == 1 else shape[1]
     )
-
-
-def stack(items: Sequence[Any]) -> Any:
-    """Stack items of a list into a batch; what cannot be stacked is returned as a list."""
-    if items and all(isinstance(item, torch.Tensor) for item in items):
-        return torch.stack(list(items))
-    if items and all(isinstance(item, TensorDictBase) for item in items):
-        return lazy_stack(list(items), 0).contiguous()
-    return list(items)

@@ -382,12 +382,3 @@ class ListStorage(Storage):
     def snapshot(self) -> list[Any]:
         """Return a shallow copy of what is stored."""
         return copy.copy(self.items)
-
-
-def single(storage: Storage, data: Any) -> tuple[Any, int]:
-    """Return one row as data of one row, and the dimension of rows in it."""
-    if isinstance(storage, ListStorage):
-        return [data], 0
-    if isinstance(data, (TensorDictBase, torch.Tensor)):
-        return data.unsqueeze(0), 0
-    return {key: value.unsqueeze(0) for key, value in data.items()}, 0

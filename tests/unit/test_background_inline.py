@@ -1,0 +1,146 @@
+"""The thread that collects: steps, pauses, the end; and collectors that are in this process."""
+
+import threading
+
+import pytest
+
+from gleanrl import Collector, CollectorTimeout, LazyTensorStorage, MultiSyncCollector, ReplayBuffer
+from gleanrl.engine.background import Background
+
+
+class Steps:
+    """Notes how it is called; each step waits to be let through."""
+
+    def __init__(self, under_way=0):
+        self.calls, self.active = [], []
+        self.under_way = under_way
+        self.gate = threading.Semaphore(0)
+        self.called = threading.Semaphore(0)
+
+    def __call__(self, feed):
+        self.calls.append(feed)
+        self.called.release()
+        assert self.gate.acquire(timeout=10)
+        if feed:
+            self.under_way = 2
+            return True
+        self.under_way = max(0, self.under_way - 1)
+        return self.under_way > 0
+
+    def let(self, count=1):
+        for _ in range(count):
+            self.gate.release()
+
+    def seen(self):
+        assert self.called.acquire(timeout=10)
+
+
+def test_a_pause_waits_for_what_is_under_way_and_feeds_nothing():
+    steps = Steps()
+    background = Background(steps, steps.active.append)
+    steps.seen()
+    entered = threading.Event()
+    leave = threading.Event()
+
+    def pause():
+        with background.pause(10):
+            entered.set()
+            assert leave.wait(10)
+
+    other = threading.Thread(target=pause)
+    other.start()
+    while not background._paused:
+        pass
+    assert not entered.is_set()
+    steps.let(3)  # the step that was being taken, and two that bring in what is under way
+    assert entered.wait(10)
+    assert steps.calls == [True, False, False]
+    assert steps.active == [True, False]
+    leave.set()
+    other.join(10)
+    for _ in range(3):
+        steps.seen()
+    assert steps.calls[3] is True
+    steps.let(100)
+    background.stop(10)
+    assert not background.running
+    assert steps.active == [True, False, True, False]
+    assert steps.under_way == 0
+
+
+def test_a_pause_that_takes_too_long_is_an_error_and_leaves_it_running():
+    steps = Steps()
+    background = Background(steps)
+    steps.seen()
+    with pytest.raises(CollectorTimeout, match="within 0.01 s"), background.pause(0.01):
+        pass
+    steps.let(1)
+    steps.seen()
+    assert background.running
+    steps.let(100)
+    background.stop(10)
+
+
+def test_a_step_that_fails_ends_it_and_the_error_stays():
+    def step(feed):
+        raise ArithmeticError
+
+    ended = []
+    background = Background(step, ended.append)
+    assert background.join(10)
+    assert ended == [True, False]
+    assert not background.running
+    with pytest.raises(ArithmeticError), background.pause(10):
+        pass
+    background.stop(10)
+
+
+def test_stopping_wakes_a_nap_and_a_pause():
+    napping = threading.Event()
+
+    def step(feed):
+        if feed:
+            napping.set()
+            background.nap(60)
+        return feed
+
+    ready = threading.Event()
+    background = Background(lambda feed: ready.wait(10) and step(feed))
+    ready.set()
+    assert napping.wait(10)
+    background.stop(10)
+    napping.clear()
+    background = Background(lambda feed: ready.wait(10) and step(feed))
+    assert napping.wait(10)
+    with background.pause(10):
+        background.stop(10)
+    assert not background.running
+
+
+def test_stopping_something_that_hangs_is_a_named_error():
+    release = threading.Event()
+    background = Background(lambda feed: release.wait(10) and False)
+    with pytest.raises(CollectorTimeout, match="did not end within 0.01 s"):
+        background.stop(0.01)
+    release.set()
+    background.stop(10)
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
+def test_hooks_run_once_for_each_batch_in_their_order(kind):
+    calls = []
+    rb = ReplayBuffer(storage=LazyTensorStorage(1000))
+    options = {} if kind is Collector else {"num_workers": 2, "backend": "inline"}
+    collector = kind(
+        "CartPole-v1",
+        frames_per_batch=16,
+        total_frames=64,
+        replay_buffer=rb,
+        pre_collect_hook=lambda: calls.append(rb.write_count),
+        **options,
+    )
+    collector.start()
+    assert collector._background.join(10)
+    assert calls == [0, 16, 32, 48]
+    assert rb.write_count == 64
+    collector.shutdown()
