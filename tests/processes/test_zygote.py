@@ -1,4 +1,4 @@
-"""The process that forks workers: nobody's workers are hurt, whatever its owner or they go through."""
+"""The process that forks workers: none is hurt by what its owner or another worker goes through."""
 
 import gc
 import os
@@ -92,8 +92,10 @@ def test_a_worker_without_output_ends_alone():
 
 
 def test_a_fork_that_was_given_up_does_not_answer_for_the_next(zygote, connection):
+    os.kill(zygote._process.pid, signal.SIGSTOP)
     with pytest.raises(CollectorTimeout, match="did not answer in 0"):
         forked(zygote, connection, 0.0)
+    os.kill(zygote._process.pid, signal.SIGCONT)
     first, second = forked(zygote, connection), forked(zygote, connection)
     # The one given up was forked before them, and killed though its connection is open.
     children = set(rig._children(zygote._process.pid))
@@ -227,7 +229,10 @@ def test_files_in_the_working_directory_do_not_shadow_modules(tmp_path):
 
 
 def test_a_connection_that_breaks_is_a_death(zygote, connection):
-    zygote._process.kill()
+    os.kill(zygote._process.pid, signal.SIGSTOP)
+    with pytest.raises(CollectorTimeout):
+        forked(zygote, connection, 0.0)
+    zygote._process.kill()  # with requests unread: the connection is reset
     zygote._process.wait()
     with pytest.raises(WorkerDied, match="ended with code -9"):
         forked(zygote, connection)
