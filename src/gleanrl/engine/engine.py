@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,6 +63,7 @@ class Engine:
         self._gather: Gather | None = None
         self._workers = len(factories)
         self._closed = False
+        self._owner = os.getpid()
         self._turns = Turns()
         self._busy = False
         self.failure: BaseException | None = None
@@ -158,8 +160,14 @@ class Engine:
         """Keep other threads out for the length of a block; wait for them first.
 
         Raises:
+            ClosedError: this process was forked from the one whose workers these are.
             CollectorTimeout: another thread did not finish within ``timeout`` seconds.
         """
+        if self._foreign:
+            raise ClosedError(
+                f"the collector's workers belong to process {self._owner}, and this is process "
+                f"{os.getpid()}, forked from it; make a collector of its own here"
+            )
         if not self._turns.acquire(timeout):
             raise CollectorTimeout(f"another thread has been using the collector for {timeout} s")
         try:
@@ -298,10 +306,17 @@ class Engine:
         """Bytes of batch memory reserved."""
         return 0 if self._gather is None else self._gather.nbytes
 
+    @property
+    def _foreign(self) -> bool:
+        """Whether this is a forked child, with workers that are processes of its parent."""
+        return self._owner != os.getpid() and self.backend.memory is not None
+
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self, timeout: float, close_env: bool = True, raise_on_error: bool = False) -> None:
         """End all workers. Idempotent. Batches that were handed out stay valid.
+
+        In a forked child, which has none of the workers' processes, they are only let go of.
 
         Args:
             timeout: Seconds it may take.
@@ -309,6 +324,10 @@ class Engine:
             raise_on_error: Raise what closing an environment raised.
         """
         if self._closed:
+            return
+        if self._foreign:
+            self._closed = True
+            self.backend.stop(0.0)
             return
         self.backend.stop_byte[0] = 1  # a rollout that is under way ends after its step
         with self.turn(timeout):

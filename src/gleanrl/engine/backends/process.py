@@ -8,6 +8,7 @@ import pickle
 import select
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -34,6 +35,17 @@ _FORK_TIMEOUT = 60.0
 _GRACE = 1.0
 """Seconds within which a worker that was told to end has to be gone."""
 _zygote: Zygote | None = None
+_starting = threading.RLock()
+"""Held while the zygote is started: there is one, whoever asks for it first."""
+
+
+def _forget() -> None:
+    global _zygote, _starting
+    _zygote, _starting = None, threading.RLock()
+
+
+# Of the threads that may hold the lock, a forked child has none; nor is the zygote its own.
+os.register_at_fork(after_in_child=_forget)
 
 
 class _AtExit:
@@ -46,12 +58,13 @@ _AT_EXIT = _AtExit()
 def zygote() -> Zygote:
     """Return this process's zygote, started on first use."""
     global _zygote
-    if _zygote is None or not _zygote.alive:
-        _zygote = Zygote()
-        # At the end of the interpreter finalizers run last made first: collectors, which were made
-        # after their zygote, close before it does.
-        weakref.finalize(_AT_EXIT, _zygote.close)
-    return _zygote
+    with _starting:
+        if _zygote is None or not _zygote.alive:
+            _zygote = Zygote()
+            # At the end of the interpreter finalizers run last made first: collectors, which were
+            # made after their zygote, close before it does.
+            weakref.finalize(_AT_EXIT, _zygote.close)
+        return _zygote
 
 
 class ProcessBackend:
@@ -64,17 +77,27 @@ class ProcessBackend:
             threads: torch threads of each worker.
         """
         self._threads = threads
-        self.memory = SharedMemory()
-        """The arena's memory."""
-        self.control = SharedMemory()
-        """The stop byte, and boards of weights after it."""
-        self.control.reserve(1)
-        self.stop_byte: Stop = memoryview(self.control.map())
-        self._zygote = zygote()
-        self._poller = select.epoll()
+        self._owner = os.getpid()
         self._workers: list[_Process] = []
         self._by_fd: dict[int, _Process] = {}
         self._replies: deque[m.Reply] = deque()
+        with contextlib.ExitStack() as undo:
+            self._zygote = zygote()
+            self.memory = SharedMemory()
+            """The arena's memory."""
+            undo.callback(self.memory.close)
+            self.control = SharedMemory()
+            """The stop byte, and boards of weights after it."""
+            undo.callback(self.control.close)
+            self.control.reserve(1)
+            self._stop_byte: Stop = memoryview(self.control.map())
+            self._poller = select.epoll()
+            undo.pop_all()
+
+    @property
+    def stop_byte(self) -> Stop:
+        """The byte that running rollouts look at; a forked child of the learner gets another."""
+        return self._stop_byte if self._owner == os.getpid() else bytearray(1)
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
         """Fork one worker per factory; all of them build their source at the same time.
@@ -88,9 +111,13 @@ class ProcessBackend:
 
     def _fork(self, worker: int, factory: bytes) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            fds = [theirs.fileno(), self.memory.fd, self.control.fd]
-            pid = self._zygote.fork(fds, _FORK_TIMEOUT)
+        try:
+            with theirs:
+                fds = [theirs.fileno(), self.memory.fd, self.control.fd]
+                pid = self._zygote.fork(fds, _FORK_TIMEOUT)
+        except BaseException:
+            ours.close()
+            raise
         process = _Process(worker, pid, Channel(ours), CommandWriter())
         self._workers.append(process)
         self._by_fd[process.channel.fileno()] = process
@@ -208,7 +235,8 @@ class ProcessBackend:
         for process in processes:
             process.channel.close()
         deadline = time.monotonic() + min(timeout, _GRACE)
-        for process in processes:
+        # In a forked child of the learner they are somebody else's workers.
+        for process in processes if self._owner == os.getpid() else ():
             left = max(0.0, deadline - time.monotonic())
             if self._zygote.exit_status(process.pid, left) is None:
                 self._zygote.kill(process.pid)

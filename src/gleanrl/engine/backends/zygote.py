@@ -12,7 +12,9 @@ learner is gone, however it went, it kills them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import select
 import signal
@@ -24,13 +26,22 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 
-_FORKED = struct.Struct("=ci")
-_EXITED = struct.Struct("=cii")
+_REQUEST = struct.Struct("=4sq")
+"""What is asked for, and the number of the fork that it is about."""
+_REPLY = struct.Struct("=cqi")
+"""``F`` and a process id, or ``E`` and how that process ended; the number of its fork between."""
 _MAX_FDS = 8
-_PROGRAM = "from gleanrl.engine.backends.zygote import main; main(int(__import__('sys').argv[1]))"
+# With -c the working directory comes first on the path, whether or not it is on the learner's.
+_PROGRAM = """\
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+from gleanrl.engine.backends.zygote import main
+main(int(sys.argv[1]))
+"""
 _PR_SET_PDEATHSIG = 1
 _ask: socket.socket | None = None
 """In a worker: where it may ask for a zygote of its own."""
@@ -47,8 +58,17 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         self.owner = os.getpid()
+        self._asked = 0
+        self._forks: dict[int, int] = {}
+        """Process ids by number of the fork."""
+        self._numbers: dict[int, int] = {}
+        """The latest fork that got a process id."""
         self._statuses: dict[int, int] = {}
-        self._lock = threading.Lock()  # several collectors, in several threads, share it
+        """How workers ended, by number of the fork: process ids come round again."""
+        # Several collectors, in several threads, share it. Reentrant, because the garbage collector
+        # may close one collector in the middle of another's fork; whoever reads a message notes it
+        # for all.
+        self._lock = threading.RLock()
         with theirs:
             self._process = None if _asked_for(theirs) else _spawned(theirs)
 
@@ -70,56 +90,83 @@ class Zygote:
             CollectorTimeout: the zygote did not answer in time.
             WorkerDied: the zygote itself ended.
         """
+        deadline = time.monotonic() + timeout
         with self._lock:
+            self._asked += 1
+            number = self._asked
             try:
-                socket.send_fds(self._socket, [b"fork"], list(fds))
-            except ConnectionError:
-                self._next(timeout)  # says how it ended
-            while True:
-                message = self._next(timeout)
-                if message[:1] == b"F":
-                    pid = int(_FORKED.unpack(message)[1])
-                    self._statuses.pop(pid, None)  # of an earlier process of that number
-                    return pid
-                self._note(message)
+                self._ask_for(b"fork", number, fds)
+                while number not in self._forks:
+                    self._hear(deadline, timeout)
+            except BaseException:  # also Ctrl-C: nobody will know the worker that may come yet
+                self._ask_for(b"kill", number)
+                raise
+            pid = self._forks.pop(number)
+            self._numbers[pid] = number
+            return pid
 
     def exit_status(self, pid: int, timeout: float) -> int | None:
         """Return how worker ``pid`` ended (as `subprocess` counts), ``None`` if it has not yet."""
+        number = self._numbers[pid]
         deadline = time.monotonic() + timeout
-        with self._lock:
-            while pid not in self._statuses:
-                try:
-                    self._note(self._next(max(0.0, deadline - time.monotonic())))
-                except (CollectorTimeout, WorkerDied):
-                    return None
-        return self._statuses[pid]
+        if not self._lock.acquire(timeout=max(0.0, timeout)):
+            return None
+        try:
+            while number not in self._statuses:
+                self._hear(deadline, timeout)
+        except (CollectorTimeout, WorkerDied):
+            return None
+        finally:
+            self._lock.release()
+        return self._statuses[number]
 
-    def _next(self, timeout: float) -> bytes:
+    def _ask_for(self, what: bytes, number: int, fds: Sequence[int] = ()) -> None:
+        if self._socket.fileno() >= 0:
+            with contextlib.suppress(ConnectionError):  # whoever waits for the answer is told
+                socket.send_fds(self._socket, [_REQUEST.pack(what, number)], list(fds))
+
+    def _hear(self, deadline: float, timeout: float) -> None:
+        """Take in a message, or nothing if somebody else took it first."""
         if self._socket.fileno() < 0:
             raise WorkerDied("the process that starts workers was ended")
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
-        if not waiting.poll(1000 * timeout):
+        if not waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
             raise CollectorTimeout(f"the process that starts workers did not answer in {timeout} s")
-        message = self._socket.recv(64)
+        try:
+            message = self._socket.recv(64, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            message = b""
         if not message:
-            how = "" if self._process is None else f" with code {self._process.wait(5)}"
-            raise WorkerDied(f"the process that starts workers ended{how}; its message is above")
-        return message
+            raise WorkerDied(
+                f"the process that starts workers ended{self._how()}; its message is above"
+            )
+        kind, number, value = _REPLY.unpack(message)
+        (self._forks if kind == b"F" else self._statuses)[number] = value
 
-    def _note(self, message: bytes) -> None:
-        _, pid, status = _EXITED.unpack(message)
-        self._statuses[pid] = status
+    def _how(self) -> str:
+        if self._process is None:
+            return ""
+        try:
+            return f" with code {self._process.wait(5)}"
+        except subprocess.TimeoutExpired:
+            return ""
 
     def kill(self, pid: int) -> None:
         """Kill worker ``pid`` if it still runs; nobody else can have got its number meanwhile."""
-        if pid not in self._statuses and self.alive:
-            socket.send_fds(self._socket, [b"kill" + struct.pack("=i", pid)], [])
+        if self.alive:
+            self._ask_for(b"kill", self._numbers[pid])
 
     def close(self) -> None:
         """End it, and with it every worker that is left. Only its owner can."""
+        owned = self.owner == os.getpid()
+        if owned:  # closing is not enough while a forked child of the owner holds it too
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        if self.owner != os.getpid() or self._process is None:
+        if not owned or self._process is None:
             return
         try:
             self._process.wait(5)
@@ -140,14 +187,29 @@ def _asked_for(theirs: socket.socket) -> bool:
 
 
 def _spawned(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    # A session of its own: Ctrl-C in the terminal is the learner's to handle.
-    return subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
-        pass_fds=(theirs.fileno(),),
-        start_new_session=True,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+    path = [
+        os.fsdecode(entry) for entry in sys.path if isinstance(entry, str | bytes | os.PathLike)
+    ]
+    # Not one of the three that stand for something else, which may be free in this process.
+    fd = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+    try:
+        # A session of its own: Ctrl-C in the terminal is the learner's to handle.
+        return subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(fd)],
+            pass_fds=(fd,),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=_inherited(sys.__stdout__),
+            stderr=_inherited(sys.__stderr__),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        )
+    finally:
+        os.close(fd)
+
+
+def _inherited(stream: TextIO | None) -> int | None:
+    # A descriptor that is free would become that of a socket, and printing a message on it.
+    return subprocess.DEVNULL if stream is None or stream.closed else None
 
 
 # -- in the zygote ---------------------------------------------------------------------------------
@@ -177,7 +239,9 @@ class _Zygote:
         """Serve the owner at the other end of ``control``; workers run ``work``."""
         self._control = control
         self._work = work
-        self._children: set[int] = set()
+        self._pid = os.getpid()
+        self._children: dict[int, int] = {}
+        """Workers' process ids, and the numbers of their forks."""
         self._quiet: set[int] = set()
         """Zygotes forked for workers: nobody here is told how they end."""
         # Any worker may write to the one end; the other is read here.
@@ -204,8 +268,9 @@ class _Zygote:
         except ConnectionError:
             return  # the owner is gone
         finally:
-            for pid in self._children | self._quiet:
-                os.kill(pid, signal.SIGKILL)
+            if os.getpid() == self._pid:  # no child may ever end others
+                for pid in self._children.keys() | self._quiet:
+                    os.kill(pid, signal.SIGKILL)
 
     def _obey(self) -> bool:
         """Carry out one request; return ``False`` once the owner is gone."""
@@ -215,16 +280,16 @@ class _Zygote:
             return False
         if not message:
             return False
-        if message[:4] == b"kill":
-            (pid,) = struct.unpack("=i", message[4:])
-            if pid in self._children:
+        what, number = _REQUEST.unpack(message)
+        if what == b"kill":
+            for pid in [pid for pid, of in self._children.items() if of == number]:
                 os.kill(pid, signal.SIGKILL)
             return True
         pid = self._fork(lambda: self._become_worker(fds))
         for fd in fds:
             os.close(fd)
-        self._children.add(pid)
-        self._control.send(_FORKED.pack(b"F", pid))
+        self._children[pid] = number
+        self._control.send(_REPLY.pack(b"F", number, pid))
         return True
 
     def _fork_zygote(self) -> None:
@@ -246,9 +311,10 @@ class _Zygote:
             except BaseException:
                 traceback.print_exc()
             finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
+                try:
+                    _flush()
+                finally:
+                    os._exit(code)
         return pid
 
     def _become_worker(self, fds: Sequence[int]) -> None:
@@ -277,10 +343,16 @@ class _Zygote:
             if pid == 0:
                 return
             if pid in self._children:
-                self._children.discard(pid)
+                number = self._children.pop(pid)
                 code = os.waitstatus_to_exitcode(status)
-                self._control.send(_EXITED.pack(b"E", pid, code))
+                self._control.send(_REPLY.pack(b"E", number, code))
             self._quiet.discard(pid)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # None, closed, or whatever the user put there
+            stream.flush()
 
 
 def _die_with(parent: int) -> None:
