@@ -1,0 +1,104 @@
+"""Messages that cannot be read, and questions that come at a bad time, harm nobody else."""
+
+import os
+import threading
+
+import pytest
+import rig
+import torch
+from torch import nn
+
+from gleanrl import (
+    CollectorTimeout,
+    ConfigError,
+    GleanError,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    WeightsError,
+    WorkerError,
+)
+from gleanrl.collectors import AsyncCollector, Collector
+from gleanrl.core import messages as m
+
+HERE = os.getpid()
+
+
+def only_in(pid):
+    if os.getpid() != pid:
+        raise ImportError("not in this process")
+    return Local(pid)
+
+
+class Local:
+    """Can be pickled anywhere, but loaded in one process only."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def __reduce__(self):
+        return only_in, (self.pid,)
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Awkward(rig.Count):
+    """An environment with answers that are hard to send."""
+
+    def local(self):
+        return Local(os.getpid())
+
+    def mute(self):
+        raise Mute
+
+    def echo(self, value):
+        return value
+
+    def hang(self):
+        rig.hang()
+
+
+@pytest.fixture(params=[MultiSyncCollector, MultiAsyncCollector])
+def make(request):
+    made = []
+
+    def build(env=Awkward, policy=None, count=2, cls=None, **options):
+        options = {"frames_per_batch": 8, **options}
+        cls = request.param if cls is None else cls
+        made.append(cls([env] * count, policy, **options))
+        return made[-1]
+
+    yield build
+    while made:
+        made.pop().shutdown(raise_on_error=False)
+
+
+def test_an_answer_that_cannot_be_loaded_is_an_error_of_the_question_alone(make):
+    with make(count=1, frames_per_batch=1, total_frames=200) as collector:
+        frames = 0
+        for batch in collector:
+            frames += batch.numel()
+            if frames % 20 == 0:
+                with pytest.raises(GleanError, match=r"answer of worker 0 .*ImportError"):
+                    collector.map_fn("env.local")
+        assert frames == 200
+
+
+def test_a_command_that_cannot_be_loaded_is_an_error_of_the_command_alone(make):
+    with make(total_frames=64) as collector:
+        frames = 0
+        for batch in collector:
+            frames += batch.numel()
+            with pytest.raises(GleanError, match=r"cannot be loaded in the worker.*ImportError"):
+                collector.map_fn("env.echo", [(Local(HERE),)] * 2)
+        assert frames == 64
+        assert collector.stats()["workers_alive"] == 2
+
+
+def test_an_error_without_words_does_not_end_the_worker(make):
+    with make(total_frames=16) as collector:
+        with pytest.raises(WorkerError, match="Mute"):
+            collector.cascade_execute("env.mute")
+        assert sum(batch.numel() for batch in collector) == 16
