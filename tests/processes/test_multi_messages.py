@@ -102,3 +102,56 @@ def test_an_error_without_words_does_not_end_the_worker(make):
         with pytest.raises(WorkerError, match="Mute"):
             collector.cascade_execute("env.mute")
         assert sum(batch.numel() for batch in collector) == 16
+
+
+def test_questions_have_a_deadline_of_their_own_while_rollouts_are_queued(make):
+    collector = make(total_frames=-1)
+    next(iter(collector))
+    with rig.in_time(10), pytest.raises(CollectorTimeout, match="did not answer Call"):
+        collector._engine.request(0, m.Call("env.hang"), 1.0)
+
+
+@pytest.mark.parametrize("backend", ["process", "inline"])
+@pytest.mark.parametrize("after", ["rollout", "seed"])
+def test_an_interrupted_batch_is_finished_by_the_next_call(make, backend, after, monkeypatch):
+    collector = make(cls=MultiSyncCollector, backend=backend, total_frames=-1)
+    collector.rollout()
+    dispatcher = collector._engine.dispatcher
+    wait, interrupted = dispatcher.wait, []
+
+    def interrupt(timeout):
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return wait(timeout)
+
+    monkeypatch.setattr(dispatcher, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        collector.rollout()
+    assert collector._engine.backend.stop_byte[0] == 0
+    if after == "seed":
+        collector.set_seed(3)
+    batch = collector.rollout()
+    stats = collector.stats()
+    first = int(batch["observation"][0, 0, 1])
+    assert stats["frames"] == 16
+    assert first == 4 + stats["frames_discarded"] // 2
+    assert stats["frames_discarded"] in ((0, 8) if after == "seed" else (0,))
+
+
+def test_several_threads_may_shut_down_at_once(make):
+    collector, errors = make(total_frames=-1), []
+    next(iter(collector))
+
+    def end():
+        try:
+            collector.shutdown()
+        except BaseException as err:
+            errors.append(err)
+
+    threads = [threading.Thread(target=end) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
