@@ -1,5 +1,6 @@
 """Messages that cannot be read, and questions that come at a bad time, harm nobody else."""
 
+import functools
 import os
 import threading
 
@@ -105,7 +106,8 @@ def test_an_error_without_words_does_not_end_the_worker(make):
 
 
 def test_questions_have_a_deadline_of_their_own_while_rollouts_are_queued(make):
-    collector = make(total_frames=-1)
+    # Rollouts take long enough for one to be under way when the question is asked.
+    collector = make(functools.partial(Awkward, pause=0.03), total_frames=-1)
     next(iter(collector))
     with rig.in_time(10), pytest.raises(CollectorTimeout, match="did not answer Call"):
         collector._engine.request(0, m.Call("env.hang"), 1.0)
@@ -155,3 +157,83 @@ def test_several_threads_may_shut_down_at_once(make):
     for thread in threads:
         thread.join()
     assert not errors
+
+
+WRONG = {
+    "complex": torch.ones(4, dtype=torch.complex64),
+    "overflow": torch.full((4,), 1e300, dtype=torch.float64),
+    "meta": torch.ones(4, device="meta"),
+    "text": "abcd",
+}
+
+
+@pytest.mark.parametrize("kind", sorted(WRONG))
+def test_weights_that_cannot_be_copied_are_an_error_in_the_call(make, kind):
+    collector = make(policy=rig.Encoded(4), backend="inline")
+    with pytest.raises(WeightsError, match="'weight'"):
+        collector.update_policy_weights_({"weight": WRONG[kind]})
+    assert collector.stats()["policy_version"] == 0
+    assert collector.rollout() is not None
+
+
+def test_a_learners_policy_that_grew_is_an_error_in_the_call(make):
+    policy = rig.Encoded(4)
+    collector = make(policy=policy)
+    policy.extra = nn.Parameter(torch.zeros(2))
+    with pytest.raises(WeightsError, match="extra"):
+        collector.update_policy_weights_()
+    assert collector.rollout() is not None
+
+
+def test_a_state_that_cannot_be_restored_leaves_the_weights(make):
+    collector = make(policy=rig.Encoded(4))
+    state = collector.state_dict()
+    state["worker0"]["policy_state_dict"]["weight"] = torch.full((4,), 5.0)
+    worker = state["worker1"]["worker"]
+    for name in set(worker) - {"policy_version"}:
+        del worker[name]
+    with pytest.raises(KeyError):
+        collector.load_state_dict(state)
+    assert collector.getattr_policy("weight").tolist() == [0.0] * 4
+
+
+class Mine(Collector):
+    """A collector of the user's."""
+
+
+def test_collectors_in_workers_get_what_was_given_and_own_seeds(make):
+    collector = make(cls=MultiSyncCollector, num_envs=2, collector_class=Mine, frames_per_batch=16)
+    assert collector.n_env == 4
+    assert collector.set_seed(10) == 13
+    batch = collector.rollout()
+    assert batch["collector", "traj_ids"][..., 0].unique().numel() == 4
+
+
+def test_arguments_a_collector_class_cannot_take_are_refused(make):
+    with pytest.raises(ConfigError, match="preemptive_threshold"):
+        make(cls=MultiSyncCollector, collector_class=Mine, preemptive_threshold=0.5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"weight_sync_schemes": 3}, {"start_timeout": 0}, {"create_env_kwargs": 3}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_arguments_of_the_wrong_kind_are_refused(make, wrong):
+    with pytest.raises(ConfigError):
+        make(backend="inline", **wrong)
+
+
+def test_numbers_of_workers(make):
+    with pytest.warns(UserWarning, match="num_workers .* is ignored"):
+        assert make(backend="inline", num_workers=3).num_workers == 2
+    with pytest.raises(ConfigError, match="num_workers"):
+        AsyncCollector(Awkward, frames_per_batch=4, num_workers=2)
+    collector = make(backend="inline", policy=rig.Encoded(4))
+    for ids in (torch.tensor([1]), torch.tensor(1), [torch.tensor(0)]):
+        collector.update_policy_weights_(worker_ids=ids)
+    with pytest.raises(ConfigError):
+        collector.update_policy_weights_(worker_ids=[True])
+    with pytest.raises(ConfigError, match="reset_idx"):
+        collector.reset([0, 1])
+    collector.reset([True, False])

@@ -136,9 +136,7 @@ class SyncGather:
         budget.deliver(sum(self._frames), sum(report.frames for report in reports))
         return self._slots.hand_over(begun.slot, reports), dict(enumerate(reports))
 
-    def _complete(
-        self, begun: _Round, budget: Budget, timeout: float | None
-    ) -> list[m.Report]:
+    def _complete(self, begun: _Round, budget: Budget, timeout: float | None) -> list[m.Report]:
         """Finish a round; one that nobody waits for any longer stays begun."""
         if begun.interrupted:
             begun.interrupted = False

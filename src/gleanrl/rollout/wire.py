@@ -1,7 +1,8 @@
 """How messages are written as bytes: one frame each, its first byte says what it is.
 
 What every rollout costs (`Collect` out, `Rolled` back) is packed into integers; everything else is
-pickled, after a head that tells whose answer is due even if the pickle cannot be loaded. A window is described in full the first time it is used, afterwards by its slot alone.
+pickled, after a head that tells whose answer is due even if the pickle cannot be loaded. A window
+is described in full the first time it is used, afterwards by its slot alone.
 """
 
 from __future__ import annotations
