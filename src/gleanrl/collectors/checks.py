@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError
@@ -87,6 +88,10 @@ def check_timeout(timeout: float | None) -> None:
 
 def check_schemes(schemes: Mapping[str, Any] | None) -> None:
     """Every weight sync scheme has to be one."""
+    if schemes is not None and not isinstance(schemes, Mapping):
+        raise ConfigError(
+            f"weight sync schemes ({schemes!r:.100}) must be a mapping from model id to scheme"
+        )
     for name, scheme in (schemes or {}).items():
         if not isinstance(scheme, WeightSyncScheme):
             raise ConfigError(
@@ -152,6 +157,20 @@ def read_seed(seed: Any) -> int:
     if number < 0:
         raise ConfigError(f"seed ({number}) must not be negative")
     return number
+
+
+def read_flags(name: str, given: Any) -> list[bool]:
+    """Return a list or a tensor of bools as a list."""
+    try:
+        flags = list(given.tolist() if isinstance(given, torch.Tensor | np.ndarray) else given)
+    except TypeError:
+        raise ConfigError(f"{name} ({given!r:.100}) must be a list of bools") from None
+    flags = [f.item() if isinstance(f, torch.Tensor | np.generic) else f for f in flags]
+    if not all(isinstance(flag, bool) for flag in flags):
+        raise ConfigError(
+            f"{name} ({given!r:.100}) must hold one bool per worker, no indices: [True, False, ...]"
+        )
+    return flags
 
 
 def read_index(index: Sequence[int] | torch.Tensor, num_envs: int) -> tuple[int, ...]:

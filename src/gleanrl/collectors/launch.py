@@ -21,6 +21,7 @@ from gleanrl.core.options import (
     RolloutOptions,
     TrajectoryOptions,
     limit,
+    seconds,
 )
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.budget import Budget
@@ -52,6 +53,7 @@ class LaunchedCollector(RemoteCollector):
             post_collect_hook=given.post_collect_hook,
         )
         checks.check_timeout(given.timeout)
+        seconds("start_timeout", given.start_timeout)
         checks.check_schemes(given.weight_sync_schemes)
         self.register_scheme_receiver(given.weight_recv_schemes or {})
         retired.check_reset_when_done(given.reset_when_done)
@@ -110,6 +112,7 @@ class LaunchedCollector(RemoteCollector):
     def _factories(self, given: SimpleNamespace, functions: list[Any]) -> list[SourceFactory]:
         """Return what builds each worker's source, there."""
         count = self.num_workers
+        given.worker_count = count
         kwargs = workers.env_kwargs(given.create_env_kwargs, count)
         makers = workers.per_worker("policy_factory", given.policy_factory, count)
         # Drawn from torch's generator: a seeded script has seeded workers.

@@ -157,7 +157,8 @@ class MultiCollector(LaunchedCollector):
             update_at_each_batch: Send the policy's weights before (synchronous) or after
                 (asynchronous) each batch.
             preemptive_threshold: Share of the workers that finish; the others are stopped then, and
-                what they did not reach is masked. Synchronous collectors only.
+                what they did not reach is masked; where it comes to no worker, all are stopped at
+                once and make a step each. Synchronous collectors only.
             interruptor: Stops rollouts from outside.
             num_threads: torch threads of this process while workers run; by default those it has,
                 less one per worker.
@@ -334,4 +335,6 @@ class AsyncCollector(MultiAsyncCollector):
             policy: What acts.
             **kwargs: See `MultiCollector`; ``num_workers`` is 1.
         """
+        if kwargs.get("num_workers") not in (None, 1):
+            raise ConfigError(f"num_workers ({kwargs['num_workers']!r}) of an AsyncCollector is 1")
         super().__init__([create_env_fn], policy, **kwargs)

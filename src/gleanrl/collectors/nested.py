@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -65,9 +66,61 @@ def nested_factory(given: SimpleNamespace, builder: SourceFactory, frames: int) 
     if builder.policy.policy_factory is not None:
         kwargs["policy_factory"] = builder.policy.policy_factory
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    kwargs.update(_passed_on(given))
     return NestedFactory(
         given.collector_class, builder.env.create_env_fn, builder.policy.policy, kwargs
     )
+
+
+_PASSED_ON: Mapping[str, Any] = {
+    "num_envs": None,
+    "track_traj_ids": True,
+    "init_random_frames": None,
+    "categorical_action_encoding": True,
+    "observation_dtype": None,
+    "info_keys": (),
+    "check_finite": False,
+    "compact_obs": False,
+    "trust_policy": None,
+    "compile_policy": None,
+    "cudagraph_policy": None,
+    "auto_register_policy_transforms": None,
+}
+"""What concerns the collector in the worker, and its default, which need not be said."""
+_KEPT_OUT: Mapping[str, Any] = {"interruptor": None, "preemptive_threshold": None}
+"""What would have to stop a rollout, which nobody can do to a collector from outside."""
+
+
+def _passed_on(given: SimpleNamespace) -> dict[str, Any]:
+    """Return the arguments that the user gave and that a worker's collector has to have.
+
+    Raises:
+        ConfigError: it cannot have them.
+    """
+    told = vars(given)
+    said = {n: told[n] for n, default in _PASSED_ON.items() if not _same(told[n], default)}
+    refused = [n for n, default in _KEPT_OUT.items() if not _same(told[n], default)]
+    try:
+        parameters = inspect.signature(given.collector_class).parameters
+    except (TypeError, ValueError):  # written in C, or hidden: it will say so itself
+        parameters = None
+    if parameters is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        refused += [name for name in said if name not in parameters]
+    if refused:
+        raise ConfigError(
+            f"{', '.join(refused)} cannot be passed on to the collector_class "
+            f"({given.collector_class!r:.100}): drop them, or set them there"
+        )
+    if "init_random_frames" in said:  # over all workers
+        workers = given.worker_count
+        said["init_random_frames"] = -(-int(said["init_random_frames"]) // workers)
+    return said
+
+
+def _same(value: Any, default: Any) -> bool:
+    if default == ():
+        return isinstance(value, Sequence) and len(value) == 0
+    return value is default
 
 
 class NestedSource:
@@ -82,8 +135,8 @@ class NestedSource:
 
     @property
     def num_envs(self) -> int:
-        """1: the collector itself knows how many environments it has."""
-        return 1
+        """The collector's number of environments; 1 if it does not say."""
+        return int(getattr(self.collector, "n_env", 1) or 1)
 
     @property
     def env(self) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gleanrl.collectors import checks
 from gleanrl.collectors.running import PATIENCE, RunningCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
@@ -64,8 +65,13 @@ class RemoteCollector(RunningCollector):
         Args:
             reset_idx: One bool per worker; all by default.
             **kwargs: Options for `gymnasium.Env.reset`.
+
+        Raises:
+            ConfigError: anything but one bool per worker.
         """
-        chosen = [True] * self.num_workers if reset_idx is None else [bool(x) for x in reset_idx]
+        chosen = [True] * self.num_workers
+        if reset_idx is not None:
+            chosen = checks.read_flags("reset_idx", reset_idx)
         if len(chosen) != self.num_workers:
             raise ConfigError(f"reset_idx has {len(chosen)} entries for {self.num_workers} workers")
         self._restart({w: m.Reset(None, kwargs) for w, reset in enumerate(chosen) if reset})
@@ -113,11 +119,14 @@ class RemoteCollector(RunningCollector):
             policies[worker] = (entry.get("policy_state_dict") or {}, version)
             states[worker] = m.SetState(state, strict)
         with self._engine.turn(None):
-            self._models.restore(policies)
+            frames = int(state_dict.get("frames", self._budget.delivered))
+            batches = int(state_dict.get("iter", self._batches))
+            self._models.check_restore(state for state, _ in policies.values())
             self._restart(dict(states))
+            self._models.restore(policies)
             self._models.continue_from(max(version for _, version in policies.values()))
-        self._budget.continue_from(int(state_dict.get("frames", self._budget.delivered)))
-        self._batches = int(state_dict.get("iter", self._batches))
+            self._budget.continue_from(frames)
+            self._batches = batches
 
     def stats(self, workers: str = "aggregate") -> dict[str, int | float | bool]:
         """Return a flat dictionary of scalars; costs no round trip.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,13 @@ def env_functions(create_env_fn: Any, num_workers: int | None) -> list[Any]:
     if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
         if not create_env_fn:
             raise ConfigError("create_env_fn is empty: give one environment per worker")
+        if num_workers is not None and num_workers != len(create_env_fn):
+            warnings.warn(
+                f"num_workers ({num_workers!r}) is ignored: create_env_fn has an entry for each of "
+                f"{len(create_env_fn)} workers",
+                UserWarning,
+                stacklevel=4,
+            )
         return list(create_env_fn)
     if num_workers is None:
         raise TypeError(
@@ -114,7 +121,11 @@ def read_threshold(threshold: float | None, workers: int) -> int | None:
 
 def env_kwargs(given: Any, workers: int) -> list[Mapping[str, Any]]:
     """Return each worker's ``create_env_kwargs``."""
-    return [dict(kwargs or {}) for kwargs in per_worker("create_env_kwargs", given, workers)]
+    dealt = per_worker("create_env_kwargs", given, workers)
+    for kwargs in dealt:
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise ConfigError(f"create_env_kwargs ({kwargs!r:.100}) must be a mapping")
+    return [dict(kwargs or {}) for kwargs in dealt]
 
 
 class Threads:
@@ -132,16 +143,6 @@ class Threads:
         if torch.get_num_threads() == self._set:
             torch.set_num_threads(self._before)
         self._set = self._before
-
-
-@contextmanager
-def restored(threads: Threads) -> Iterator[None]:
-    """Restore ``threads`` if the body fails."""
-    try:
-        yield
-    except BaseException:
-        threads.restore()
-        raise
 
 
 def make_backend_of(

@@ -26,6 +26,8 @@ class Ticket:
     reply: m.Reply | None = None
     arrived: int = 0
     """The reply's place among all replies."""
+    behind: int | None = None
+    """The rollout the worker may be in the middle of, which has to end first."""
 
 
 class Dispatcher:
@@ -75,6 +77,8 @@ class Dispatcher:
             raise self._lost[worker]
         self._number += 1
         ticket = Ticket(worker, self._number, command, time.monotonic())
+        if not isinstance(command, m.Collect):
+            ticket.behind = self._under_way(worker)
         self._open[ticket.number] = ticket
         if watch:
             self._watched.add(ticket.number)
@@ -139,11 +143,28 @@ class Dispatcher:
         if self._lost:
             raise self.lost[0]
 
+    def look_around(self) -> None:
+        """Take in what has come, so that commands posted next know what they have to wait for."""
+        if self._backend.control is not None:  # else: workers do nothing by themselves
+            self.take_in()
+
+    def _under_way(self, worker: int) -> int | None:
+        """Return the rollout ``worker`` may be in the middle of.
+
+        It looks for commands before each one, so it can only be the oldest that is not there yet.
+        """
+        mine = (
+            number
+            for number, other in self._open.items()
+            if other.worker == worker and isinstance(other.command, m.Collect)
+        )
+        return min(mine, default=None)
+
     def settle(self, ticket: Ticket, timeout: float | None) -> Any:
         """Wait for a control command's reply and return its value.
 
-        Time counts while the worker is free: rollouts it is in the middle of are not held against
-        the command.
+        Time counts while the worker is free: a rollout it was in the middle of, as `look_around`
+        found, is not held against the command.
 
         Raises:
             Exception: what the worker's code raised.
@@ -162,12 +183,7 @@ class Dispatcher:
         raise GleanError(f"worker {ticket.worker} answered {ticket.command} with {ticket.reply!r}")
 
     def _left(self, ticket: Ticket, timeout: float | None) -> float | None:
-        collecting = any(
-            isinstance(other.command, m.Collect) and other.number < ticket.number
-            for other in self._open.values()
-            if other.worker == ticket.worker
-        )
-        if timeout is None or collecting:
+        if timeout is None or ticket.behind in self._open:
             return None
         return max(ticket.posted, self.heard[ticket.worker]) + timeout - time.monotonic()
 

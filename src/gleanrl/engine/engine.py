@@ -226,8 +226,11 @@ class Engine:
             reading = all(isinstance(c, m.GetState | m.Get) for c in commands.values())
             if not (self._closed and reading):
                 self._check_usable()
+            if not self._closed:
+                self.dispatcher.look_around()
             tickets = {w: self.dispatcher.post(w, command) for w, command in commands.items()}
-            values, errors = {}, []
+            values: dict[int, Any] = {}
+            errors: list[BaseException] = []
             for worker, ticket in tickets.items():
                 try:
                     values[worker] = self.dispatcher.settle(ticket, timeout)
@@ -331,7 +334,8 @@ class Engine:
             return
         self.backend.stop_byte[0] = 1  # a rollout that is under way ends after its step
         with self.turn(timeout):
-            self._close(timeout, close_env, raise_on_error)
+            if not self._closed:  # by another thread, meanwhile
+                self._close(timeout, close_env, raise_on_error)
 
     def _close(self, timeout: float, close_env: bool, raise_on_error: bool) -> None:
         errors: list[BaseException] = []

@@ -71,6 +71,10 @@ class _Round:
     deadline: float | None
     tickets: list[Ticket] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
+    asked: int = 0
+    """Workers that were asked, or could not be."""
+    interrupted: bool = False
+    """Whether somebody who waited for it was interrupted: the time since does not count."""
 
 
 class SyncGather:
@@ -128,33 +132,54 @@ class SyncGather:
             Exception: what a worker's code raised.
         """
         begun = self._begun or self._begin(budget, timeout)
-        self._begun = None
-        asked = sum(self._frames)
-        try:
-            reports = self._finish(begun, timeout)
-        except (CollectorTimeout, WorkerDied):
-            budget.cancel(asked)
-            raise  # a worker may still write into this slot: nobody else may have it
-        except BaseException:
-            budget.cancel(asked)
-            self._slots.release(begun.slot)
-            raise
-        budget.deliver(asked, sum(report.frames for report in reports))
+        reports = self._complete(begun, budget, timeout)
+        budget.deliver(sum(self._frames), sum(report.frames for report in reports))
         return self._slots.hand_over(begun.slot, reports), dict(enumerate(reports))
+
+    def _complete(self, begun: _Round, budget: Budget, timeout: float | None) -> list[m.Report]:
+        """Finish a round; one that nobody waits for any longer stays begun."""
+        if begun.interrupted:
+            begun.interrupted = False
+            begun.deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            self._ask(begun, budget.random)
+            reports = self._finish(begun, timeout)
+        except Exception as err:
+            self._begun = None
+            budget.cancel(sum(self._frames))
+            if not isinstance(err, CollectorTimeout | WorkerDied):
+                self._slots.release(begun.slot)
+            raise  # else: a worker may still write into this slot, and nobody else may have it
+        except BaseException:  # an interrupt: workers go on, and the next call takes over
+            begun.interrupted = True
+            self._let_run(finished=0)
+            self._hurry(False)
+            raise
+        self._begun = None
+        return reports
 
     def _begin(self, budget: Budget, timeout: float | None) -> _Round:
         """Ask every worker for its part of a slot."""
         self._let_run(finished=0)
         deadline = None if timeout is None else time.monotonic() + timeout
-        begun, random = _Round(self._slots.acquire(), deadline), budget.random
+        begun = _Round(self._slots.acquire(), deadline)
+        self._begun = begun
+        random = budget.random
         budget.dispatch(sum(self._frames))
+        self._ask(begun, random)
+        return begun
+
+    def _ask(self, begun: _Round, random: bool) -> None:
+        """Ask the workers that were not asked yet."""
         for worker, window in enumerate(self._slots.windows(begun.slot)):
+            if worker < begun.asked:
+                continue
             try:
                 ticket = self._dispatcher.post(worker, m.Collect(window, random))
                 begun.tickets.append(ticket)
             except (WorkerDied, CollectorTimeout) as err:
                 begun.errors.append(err)
-        return begun
+            begun.asked = worker + 1
 
     def _finish(self, begun: _Round, timeout: float | None) -> list[m.Report]:
         """Wait for all replies.
@@ -213,8 +238,9 @@ class SyncGather:
         if self._begun is None:
             if not feed or budget.exhausted:
                 return False
-            self._begun = self._begin(budget, timeout)
+            self._begin(budget, timeout)
         begun = self._begun
+        assert begun is not None
         self._dispatcher.check()
         finished = sum(ticket.reply is not None for ticket in begun.tickets)
         self._let_run(finished)
@@ -227,12 +253,15 @@ class SyncGather:
         return self._begun is None
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
-        """Drop the rollouts under way, if there are any, all of them: a batch is of one piece."""
-        if self._begun is None:
+        """Drop the rollouts under way if one of them is to go: a batch is of one piece."""
+        begun = self._begun
+        if begun is None or not any(
+            ticket.reply is not None and ticket.arrived < since.get(ticket.worker, 0)
+            for ticket in begun.tickets
+        ):
             return 0
-        begun, self._begun = self._begun, None
+        reports = self._complete(begun, budget, None)
         budget.cancel(sum(self._frames))
-        reports = self._finish(begun, None)
         self._slots.release(begun.slot)
         return sum(report.frames for report in reports)
 

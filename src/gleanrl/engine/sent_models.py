@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,14 @@ from gleanrl.engine.engine import Engine
 from gleanrl.memory.available import check_memory
 from gleanrl.weights.board import Board, plan_board
 from gleanrl.weights.scheme import SharedMemWeightSyncScheme, WeightSyncScheme
-from gleanrl.weights.snapshot import Shapes, Weights, check_shapes, shapes_of, weights_of
+from gleanrl.weights.snapshot import (
+    Shapes,
+    Weights,
+    check_shapes,
+    check_values,
+    shapes_of,
+    weights_of,
+)
 from gleanrl.weights.tracked import TrackedModule
 from gleanrl.weights.version import PolicyVersion
 
@@ -63,10 +71,16 @@ class SentModels:
         self._memory = memory
         self._serial = 0
         self._shapes: dict[str, Shapes] = {}
+        self._dtypes: dict[str, dict[str, torch.dtype]] = {}
         self._boards: dict[str, Board] = {}
         self._tracked = TrackedModule(policy) if isinstance(policy, nn.Module) else None
         if self._tracked is not None:
             tracked = self._tracked
+            self._dtypes[_POLICY] = dict(
+                zip(tracked.names, (t.dtype for t in tracked.tensors()), strict=True)
+            )
+            if not made_by_factory:  # as the workers got it: the learner's may change its shape
+                self._shapes[_POLICY] = shapes_of(policy)
             self._bind(_POLICY, dict(zip(tracked.names, tracked.tensors(), strict=True)))
             if made_by_factory and tracked.names:
                 self.update({_POLICY: None}, version=0)  # workers start with these weights
@@ -118,7 +132,7 @@ class SentModels:
             per_worker = [self._weights_for(worker, applied) for worker in workers]
             for models in per_worker:
                 for name, weights in models.items():
-                    check_shapes(repr(name), self.shapes(name), weights)
+                    self._check(name, weights)
             self._serial += 1
             self._engine.post(
                 {
@@ -146,16 +160,24 @@ class SentModels:
             if isinstance(source, Mapping) and _by_worker(source):
                 return False
             weights = weights_of(source)
-            check_shapes(repr(name), self.shapes(name), weights)
+            self._check(name, weights)
             names = [entry[0] for entry in board.ref.entries]
             if set(weights) != set(names):
                 return False  # buffers may be left out; a board takes all or nothing
             tensors = [torch.as_tensor(weights[entry]) for entry in names]
         if names != [entry[0] for entry in board.ref.entries]:
             return False
+        dtypes = [entry[2] for entry in board.ref.entries]
+        if [tensor.dtype for tensor in tensors] != dtypes:  # rare, and costs a look at the values
+            expected = dict(zip(names, dtypes, strict=True))
+            check_values(repr(name), dict(zip(names, tensors, strict=True)), expected)
         self._serial += 1
         board.publish(tensors, number, self._serial)
         return True
+
+    def _check(self, name: str, weights: Weights) -> None:
+        check_values(repr(name), weights, self._dtypes.get(name, {}))
+        check_shapes(repr(name), self.shapes(name), weights)
 
     def _weights_for(self, worker: int, given: Mapping[str, Any]) -> dict[str, Weights]:
         models = {}
@@ -190,11 +212,8 @@ class SentModels:
             UnknownModelError: there is no model of that id.
         """
         if name not in self._shapes:
-            if name == _POLICY and self._tracked is not None and not self._factory:
-                self._shapes[name] = shapes_of(self._tracked.module)
-            else:
-                ask = m.Call("describe_weights", (name,))
-                self._shapes[name] = self._engine.request(0, ask)
+            ask = m.Call("describe_weights", (name,))
+            self._shapes[name] = self._engine.request(0, ask)
         return self._shapes[name]
 
     def _scheme(self, name: str) -> WeightSyncScheme:
@@ -222,14 +241,17 @@ class SentModels:
         workers = range(self._engine.workers)
         if worker_ids is None:
             return list(workers)
-        single = isinstance(worker_ids, int | torch.device | str)
+        if isinstance(worker_ids, torch.Tensor):
+            worker_ids = worker_ids.tolist()
         chosen: set[int] = set()
-        for one in [worker_ids] if single else worker_ids:
+        several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str)
+        for one in worker_ids if several else [worker_ids]:
+            index = _index(one)
             if isinstance(one, torch.device | str):
                 device = torch.device(one)
                 chosen |= {w for w in workers if (self._devices[w] or _CPU) == device}
-            elif isinstance(one, int) and not isinstance(one, bool) and one in workers:
-                chosen.add(one)
+            elif index is not None and index in workers:
+                chosen.add(index)
             else:
                 raise ConfigError(f"worker_ids ({one!r}) is none of the {len(workers)} workers")
         if not chosen:
@@ -240,15 +262,14 @@ class SentModels:
         """Go on counting from a restored version."""
         self._version.set_number(number)
 
-    def restore(self, states: Mapping[int, tuple[Mapping[str, Any], int]]) -> None:
-        """Load a policy state of its own, with its version, into each worker.
-
-        Raises:
-            WeightsError: a state that does not fit; nothing was sent.
-        """
-        for state, _ in states.values():
+    def check_restore(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Raise `WeightsError` unless all policy states fit; empty ones do."""
+        for state in states:
             if state:
-                check_shapes(repr(_POLICY), self.shapes(_POLICY), weights_of(state))
+                self._check(_POLICY, weights_of(state))
+
+    def restore(self, states: Mapping[int, tuple[Mapping[str, Any], int]]) -> None:
+        """Load a policy state of its own, with its version, into each worker."""
         self._serial += 1
         loads: dict[int, m.Command] = {}
         for worker, (state, number) in states.items():
@@ -258,6 +279,16 @@ class SentModels:
 
 
 _CPU = torch.device("cpu")
+
+
+def _index(value: Any) -> int | None:
+    """Return a whole number of any library; ``None`` for bools and what is no number."""
+    if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _by_worker(source: Mapping[Any, Any]) -> bool:

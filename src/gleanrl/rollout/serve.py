@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import socket
@@ -20,7 +21,7 @@ from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.channel import Channel
-from gleanrl.rollout.wire import CommandReader, write_reply
+from gleanrl.rollout.wire import CommandReader, head_of, write_reply
 from gleanrl.rollout.worker import Worker
 from gleanrl.weights.board import Boards
 
@@ -55,8 +56,19 @@ class RemoteError:
             pickled = cloudpickle.dumps((type(error), error.args, vars(error)))
         except Exception:  # whatever the user's exception does when pickled
             pickled = None
-        text = "".join(traceback.format_exception(error))
-        return cls(pickled, type(error).__qualname__, str(error), text)
+        try:
+            text = "".join(traceback.format_exception(error))
+        except Exception as err:
+            text = f"(the traceback cannot be shown: {type(err).__name__})"
+        return cls(pickled, type(error).__qualname__, said(error), text)
+
+
+def said(error: BaseException) -> str:
+    """Return the message of ``error``, also if its ``__str__`` raises."""
+    try:
+        return str(error)
+    except Exception as err:
+        return f"(its message cannot be shown: {type(err).__name__} in __str__)"
 
 
 def main(connection_fd: int, arena_fd: int, control_fd: int) -> None:
@@ -77,6 +89,9 @@ def _settle(boot: Bootstrap) -> None:
     os.chdir(boot.directory)
     sys.path[:] = boot.path
     torch.set_num_threads(boot.threads)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what is printed last must not be lost
+            stream.reconfigure(line_buffering=True)
 
 
 class _Serving:
@@ -113,12 +128,23 @@ class _Serving:
 
     def _next(self) -> tuple[int, m.Command]:
         """Return the next command: rollouts not begun yet are overtaken by everything else."""
-        idle = not self._others and not self._collects
-        for frame in self._channel.wait() if idle else self._channel.read():
-            ticket, command = self._reader.read(frame)
+        if self._others or self._collects:
+            self._take_in(self._channel.read())
+        while not (self._others or self._collects):
+            self._take_in(self._channel.wait())
+        return (self._others or self._collects).popleft()
+
+    def _take_in(self, frames: list[bytes]) -> None:
+        """Queue the commands in ``frames``; one that cannot be loaded is answered at once."""
+        for frame in frames:
+            ticket, _ = head_of(frame)
+            try:
+                command = self._reader.read(frame)
+            except Exception as err:  # whatever the user's objects do when unpickled
+                self._answer(m.Failed(self._boot.worker, ticket, _unreadable(err)))
+                continue
             queue = self._collects if isinstance(command, m.Collect) else self._others
             queue.append((ticket, command))
-        return (self._others or self._collects).popleft()
 
     def _open(self, reference: m.WindowRef) -> RolloutWindow:
         if not reference.blocks:  # of a source whose rollouts lie elsewhere
@@ -143,6 +169,15 @@ class _Serving:
 
 def _unsendable(err: Exception) -> GleanError:
     return GleanError(
-        f"the answer cannot be sent to the learner's process ({type(err).__name__}: {err}); ask "
-        "for an attribute that can be pickled"
+        f"the answer cannot be sent to the learner's process ({type(err).__name__}: "
+        f"{said(err)}); ask for an attribute that can be pickled"
     )
+
+
+def _unreadable(err: Exception) -> GleanError:
+    found = GleanError(
+        f"what was sent cannot be loaded in the worker's process ({type(err).__name__}: "
+        f"{said(err)}); send what can be unpickled there"
+    )
+    found.__cause__ = err
+    return found

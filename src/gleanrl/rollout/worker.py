@@ -72,10 +72,10 @@ class Worker:
     def _load(self, snapshot: m.Snapshot) -> None:
         """Load what is newer than what was loaded: messages and memory may overtake each other."""
         serial, models = snapshot.serial, snapshot.models
-        if serial >= self._newest:
-            self._newest, self._version = serial, snapshot.version
+        version = snapshot.version if serial >= self._newest else self._version
         newer = {name: w for name, w in models.items() if serial >= self._serials.get(name, 0)}
-        self.source.load(m.Snapshot(self._version, newer, serial))
+        self.source.load(m.Snapshot(version, newer, serial))
+        self._newest, self._version = max(serial, self._newest), version
         self._serials.update(dict.fromkeys(newer, serial))
 
     def _other(self, command: m.Command) -> Any:

@@ -126,3 +126,38 @@ def _flatten(tree: Mapping[Any, Any], prefix: str) -> Weights:
         else:
             flat[path] = value
     return flat
+
+
+def check_values(kind: str, weights: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raise `WeightsError` for values that could not be copied, or not without harm.
+
+    Args:
+        kind: Whose weights they are, for the message.
+        weights: By dotted name; extra state may be anything.
+        dtypes: What the model holds, where that is known.
+    """
+    for name, value in weights.items():
+        if name.rpartition(".")[2] == "_extra_state":
+            continue
+        wrong = _wrong(value, dtypes.get(name))
+        if wrong is not None:
+            raise WeightsError(f"weights do not fit {kind}: {name!r} {wrong}")
+
+
+def _wrong(value: Any, wanted: torch.dtype | None) -> str | None:
+    if not isinstance(value, torch.Tensor):
+        try:
+            value = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            return f"is a {type(value).__name__}, not a tensor"
+    if value.is_meta:
+        return "is on the meta device: it has no values"
+    if wanted is None or value.dtype == wanted:
+        return None
+    if value.is_complex() and not wanted.is_complex:
+        return f"is {value.dtype}, the model's is {wanted}"
+    if value.is_floating_point() and wanted.is_floating_point:
+        finite = value.detach().isfinite()
+        if bool((finite & ~value.detach().to(wanted).isfinite()).any()):
+            return f"has values that {wanted} cannot hold"
+    return None

@@ -20,6 +20,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import (
     ClosedError,
     CollectorTimeout,
+    GleanError,
     WorkerDied,
     WorkerError,
 )
@@ -28,8 +29,8 @@ from gleanrl.engine.backends.pickling import pickled
 from gleanrl.engine.backends.zygote import Zygote
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.rollout.channel import Channel
-from gleanrl.rollout.serve import Bootstrap, RemoteError
-from gleanrl.rollout.wire import CommandWriter, read_reply
+from gleanrl.rollout.serve import Bootstrap, RemoteError, said
+from gleanrl.rollout.wire import CommandWriter, head_of, read_reply
 
 _FORK_TIMEOUT = 60.0
 _GRACE = 1.0
@@ -80,7 +81,7 @@ class ProcessBackend:
         self._owner = os.getpid()
         self._workers: list[_Process] = []
         self._by_fd: dict[int, _Process] = {}
-        self._replies: deque[m.Reply] = deque()
+        self._frames: deque[bytes] = deque()
         with contextlib.ExitStack() as undo:
             self._zygote = zygote()
             self.memory = SharedMemory()
@@ -164,9 +165,11 @@ class ProcessBackend:
             CollectorTimeout: none came within ``timeout`` seconds.
             WorkerDied: a worker's process ended.
         """
-        if not self._replies:
+        if not self._frames:
             self._await(timeout)
-        return self._replies.popleft()
+        reply = _reply_in(self._frames[0])
+        self._frames.popleft()  # now: an interrupt while it was being read must not lose it
+        return reply
 
     def wait(self, timeout: float) -> None:
         """Wait until there may be a reply; safe while another thread uses the backend."""
@@ -175,7 +178,7 @@ class ProcessBackend:
 
     def _await(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._replies:
+        while not self._frames:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = self._poller.poll(left)
             if not ready and (left is not None and left <= 0.0):
@@ -188,22 +191,14 @@ class ProcessBackend:
         # Read first: what a worker sent before it ended is whole, and so is what it is about.
         if events & ~select.EPOLLOUT:
             try:
-                frames = channel.read()
+                self._frames.extend(channel.read())
             except EOFError:
                 raise self._died(process) from None
-            for frame in frames:
-                self._accept(process, read_reply(frame))
         if events & select.EPOLLOUT:
             with contextlib.suppress(ConnectionError):
                 channel.flush()
             if not channel.pending:
                 self._poller.modify(channel.fileno(), select.EPOLLIN)
-
-    def _accept(self, process: _Process, reply: m.Reply) -> None:
-        if isinstance(reply, m.Failed):
-            error = raised(process.worker, reply.error)  # type: ignore[arg-type]
-            reply = m.Failed(process.worker, reply.ticket, error)
-        self._replies.append(reply)
 
     def _died(self, process: _Process) -> WorkerDied:
         if process.channel.fileno() >= 0:
@@ -230,7 +225,7 @@ class ProcessBackend:
     def stop(self, timeout: float) -> None:
         """End all workers: let those that were asked go, kill the rest. Idempotent."""
         processes, self._workers = self._workers, []
-        self._replies.clear()
+        self._frames.clear()
         self._by_fd.clear()
         for process in processes:
             process.channel.close()
@@ -255,6 +250,23 @@ class _Process:
     writer: CommandWriter
 
 
+def _reply_in(frame: bytes) -> m.Reply:
+    """Return the reply in ``frame``; one that cannot be loaded is a failure of what was asked."""
+    ticket, worker = head_of(frame)
+    try:
+        reply = read_reply(frame)
+    except Exception as err:  # whatever the user's objects do when unpickled
+        error = GleanError(
+            f"the answer of worker {worker} cannot be loaded here ({type(err).__name__}: "
+            f"{said(err)}); ask for an attribute that can be unpickled in the learner's process"
+        )
+        error.__cause__ = err
+        return m.Failed(worker, ticket, error)
+    if isinstance(reply, m.Failed):
+        return m.Failed(worker, ticket, raised(worker, reply.error))  # type: ignore[arg-type]
+    return reply
+
+
 def raised(worker: int, remote: RemoteError) -> BaseException:
     """Return what a worker raised as an error of both its own class and `WorkerError`."""
     headline = f"worker {worker} raised {remote.kind}: {remote.message}"
@@ -267,10 +279,10 @@ def raised(worker: int, remote: RemoteError) -> BaseException:
         kind, args, attributes = pickle.loads(remote.error)
         # The original's own `__new__`: that of RuntimeError is not safe for an OSError.
         error: BaseException = kind.__new__(_both(kind), *args)
+        error.args = args
+        vars(error).update(attributes, _text=text, headline=headline)
     except Exception:  # classes that cannot be loaded here, or not combined
         return plain
-    error.args = args
-    vars(error).update(attributes, _text=text, headline=headline)
     return error
 
 

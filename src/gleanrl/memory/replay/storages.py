@@ -6,6 +6,7 @@ import copy
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from gleanrl.memory.replay.once import Successors, choose
 from gleanrl.memory.replay.reservation import Reservation
 from gleanrl.memory.replay.rows import RowLayout, Rows, batch_shape, describe, flatten
 from gleanrl.memory.shared import SharedMemory
+
+_MAKING = threading.RLock()
 
 
 class Storage:
@@ -128,9 +131,12 @@ class LazyTensorStorage(Storage):
     def rows(self) -> Rows | None:
         """The tensors, ``None`` while nothing was stored by anybody."""
         if self._rows is None and self.ledger.ready:
-            layout = RowLayout.from_json(self.ledger.layout())
-            self._rows = Rows(layout, self.ledger.slots, self._allocate)
-            self._successors = Successors(self._rows, self.ledger) if layout.once else None
+            with _MAKING:  # two threads must not both make tensors: one would write into its own
+                if self._rows is None:
+                    layout = RowLayout.from_json(self.ledger.layout())
+                    rows = Rows(layout, self.ledger.slots, self._allocate)
+                    self._successors = Successors(rows, self.ledger) if layout.once else None
+                    self._rows = rows  # last: who sees it uses the other as well
         return self._rows
 
     @property
