@@ -194,6 +194,17 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """The worker turns to a command other than `Collect`; the reply proper follows.
+
+    Until then it may be in the middle of a rollout, of which nobody knows how long it takes.
+    """
+
+    worker: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rolled:
     """A `Collect` was carried out."""
 
@@ -220,9 +231,10 @@ class Failed:
     error: BaseException
 
 
-Reply: TypeAlias = Ready | Rolled | Done | Failed
+Reply: TypeAlias = Ready | Begun | Rolled | Done | Failed
 
 __all__ = [
+    "Begun",
     "Bind",
     "Block",
     "BoardRef",

@@ -26,8 +26,6 @@ class Ticket:
     reply: m.Reply | None = None
     arrived: int = 0
     """The reply's place among all replies."""
-    behind: int | None = None
-    """The rollout the worker may be in the middle of, which has to end first."""
 
 
 class Dispatcher:
@@ -39,6 +37,8 @@ class Dispatcher:
         self.workers = workers
         self._open: dict[int, Ticket] = {}
         self._watched: set[int] = set()
+        self._occupied: dict[int, int] = {}
+        """Per worker that is known to be at a command other than `Collect`: its ticket."""
         self._number = 0
         self._arrivals = 0
         self._lost: dict[int, WorkerDied | CollectorTimeout] = {}
@@ -77,8 +77,6 @@ class Dispatcher:
             raise self._lost[worker]
         self._number += 1
         ticket = Ticket(worker, self._number, command, time.monotonic())
-        if not isinstance(command, m.Collect):
-            ticket.behind = self._under_way(worker)
         self._open[ticket.number] = ticket
         if watch:
             self._watched.add(ticket.number)
@@ -104,6 +102,11 @@ class Dispatcher:
         except WorkerDied as err:
             raise self._lose(err.worker, err) from None
         self.heard[reply.worker] = time.monotonic()
+        if isinstance(reply, m.Begun):
+            self._occupied[reply.worker] = reply.ticket
+            return None
+        if self._occupied.get(reply.worker) == reply.ticket:
+            del self._occupied[reply.worker]
         ticket = self._open.pop(reply.ticket, None)
         if ticket is not None:
             self._arrivals += 1
@@ -143,28 +146,11 @@ class Dispatcher:
         if self._lost:
             raise self.lost[0]
 
-    def look_around(self) -> None:
-        """Take in what has come, so that commands posted next know what they have to wait for."""
-        if self._backend.control is not None:  # else: workers do nothing by themselves
-            self.take_in()
-
-    def _under_way(self, worker: int) -> int | None:
-        """Return the rollout ``worker`` may be in the middle of.
-
-        It looks for commands before each one, so it can only be the oldest that is not there yet.
-        """
-        mine = (
-            number
-            for number, other in self._open.items()
-            if other.worker == worker and isinstance(other.command, m.Collect)
-        )
-        return min(mine, default=None)
-
     def settle(self, ticket: Ticket, timeout: float | None) -> Any:
         """Wait for a control command's reply and return its value.
 
-        Time counts while the worker is free: a rollout it was in the middle of, as `look_around`
-        found, is not held against the command.
+        Time counts once the worker has turned to it: rollouts it may be in the middle of are not
+        held against the command.
 
         Raises:
             Exception: what the worker's code raised.
@@ -183,9 +169,16 @@ class Dispatcher:
         raise GleanError(f"worker {ticket.worker} answered {ticket.command} with {ticket.reply!r}")
 
     def _left(self, ticket: Ticket, timeout: float | None) -> float | None:
-        if timeout is None or ticket.behind in self._open:
+        worker = ticket.worker
+        if timeout is None or (worker not in self._occupied and self._may_collect(worker)):
             return None
-        return max(ticket.posted, self.heard[ticket.worker]) + timeout - time.monotonic()
+        return max(ticket.posted, self.heard[worker]) + timeout - time.monotonic()
+
+    def _may_collect(self, worker: int) -> bool:
+        return any(
+            other.worker == worker and isinstance(other.command, m.Collect)
+            for other in self._open.values()
+        )
 
     def _unanswered(self, ticket: Ticket, timeout: float | None) -> CollectorTimeout:
         worker, asked = ticket.worker, type(ticket.command).__name__

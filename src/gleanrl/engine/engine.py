@@ -23,8 +23,6 @@ from gleanrl.memory.arena import Arena
 from gleanrl.memory.window import RolloutWindow
 
 MakeBackend = Callable[[Callable[[m.WindowRef], RolloutWindow]], Backend]
-OnStart = Callable[[int], None]
-"""Is told how many workers are up, each time one more is."""
 
 
 @dataclass(slots=True)
@@ -226,8 +224,6 @@ class Engine:
             reading = all(isinstance(c, m.GetState | m.Get) for c in commands.values())
             if not (self._closed and reading):
                 self._check_usable()
-            if not self._closed:
-                self.dispatcher.look_around()
             tickets = {w: self.dispatcher.post(w, command) for w, command in commands.items()}
             values: dict[int, Any] = {}
             errors: list[BaseException] = []

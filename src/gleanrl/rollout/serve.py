@@ -122,6 +122,8 @@ class _Serving:
             return
         while True:
             ticket, command = self._next()
+            if not isinstance(command, m.Collect):
+                self._answer(m.Begun(index, ticket))
             self._answer(worker.handle(ticket, command))
             if isinstance(command, m.Close):
                 return
