@@ -182,7 +182,6 @@ class LaunchedCollector(RemoteCollector):
             schemes=given.weight_sync_schemes,
             version=self._version,
             devices=self.policy_device,
-            memory=engine.backend.control,
         )
         self.weight_updater = given.weight_updater
 

@@ -12,11 +12,21 @@ import torch
 
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import EnvLayout, Field, Layout
-from gleanrl.core.messages import Command, Payload, Reply, Report, Snapshot
+from gleanrl.core.messages import BoardRef, Command, Payload, Reply, Report, Snapshot
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-Stop: TypeAlias = bytearray | memoryview
-"""One byte; nonzero asks the running rollout to end after the current step."""
+
+
+class Stop(Protocol):
+    """One byte; nonzero asks the running rollout to end after the current step."""
+
+    def __getitem__(self, index: int, /) -> int:
+        """Return the byte (``index`` is 0)."""
+        ...
+
+    def __setitem__(self, index: int, value: int, /) -> None:
+        """Raise it or take it back."""
+        ...
 
 
 class Spec(Protocol):
@@ -292,6 +302,21 @@ class SharedMemory(Protocol):
         ...
 
 
+class Board(Protocol):
+    """Where the weights of one model are published for all workers at once."""
+
+    ref: BoardRef
+    """What a worker has to know to read it (`core.messages.Bind`)."""
+
+    def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
+        """Copy ``tensors``, in the order of ``ref``, and make them the newest.
+
+        Raises:
+            WeightsError: a shape that is not the board's; nothing is published.
+        """
+        ...
+
+
 class Backend(Protocol):
     """Starts workers and carries `Command`s to them and `Reply`s back."""
 
@@ -301,13 +326,17 @@ class Backend(Protocol):
         ...
 
     @property
-    def control(self) -> SharedMemory | None:
-        """What weights may be published in, ``None`` if workers share no memory."""
+    def inline(self) -> bool:
+        """Whether workers live in the calling process: a forked child has copies of them."""
         ...
 
     @property
     def stop_byte(self) -> Stop:
         """The byte that running rollouts look at."""
+        ...
+
+    def board(self, weights: Mapping[str, torch.Tensor]) -> Board | None:
+        """Set up a board for tensors like ``weights``; ``None`` if weights travel as messages."""
         ...
 
     def start(self, factories: Sequence[SourceFactory]) -> None:

@@ -308,7 +308,7 @@ class Engine:
     @property
     def _foreign(self) -> bool:
         """Whether this is a forked child, with workers that are processes of its parent."""
-        return self._owner != os.getpid() and self.backend.memory is not None
+        return self._owner != os.getpid() and not self.backend.inline
 
     # -- the end ---------------------------------------------------------------------------------
 

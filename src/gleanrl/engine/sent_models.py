@@ -12,10 +12,8 @@ from torch import nn
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, PolicyTypeError, UnknownModelError
-from gleanrl.core.protocols import SharedMemory
+from gleanrl.core.protocols import Board
 from gleanrl.engine.engine import Engine
-from gleanrl.memory.available import check_memory
-from gleanrl.weights.board import Board, plan_board
 from gleanrl.weights.scheme import SharedMemWeightSyncScheme, WeightSyncScheme
 from gleanrl.weights.snapshot import (
     Shapes,
@@ -49,7 +47,6 @@ class SentModels:
         schemes: Mapping[str, WeightSyncScheme] | None,
         version: PolicyVersion | None,
         devices: Sequence[torch.device | None],
-        memory: SharedMemory | None,
     ) -> None:
         """Remember the learner's policy, and set up its board.
 
@@ -60,7 +57,6 @@ class SentModels:
             schemes: Per model id; shared memory where nothing is said.
             version: The counter to show, if versions are tracked.
             devices: Per worker, where its policy is.
-            memory: For boards; ``None`` if workers share no memory.
         """
         self._engine = engine
         self._policy = policy
@@ -68,7 +64,6 @@ class SentModels:
         self._schemes = dict(schemes or {})
         self._version = version if version is not None else PolicyVersion()
         self._devices = list(devices)
-        self._memory = memory
         self._serial = 0
         self._shapes: dict[str, Shapes] = {}
         self._dtypes: dict[str, dict[str, torch.dtype]] = {}
@@ -221,11 +216,11 @@ class SentModels:
 
     def _bind(self, name: str, weights: Mapping[str, torch.Tensor]) -> None:
         scheme = self._scheme(name)
-        if self._memory is None or not weights or not (scheme.shared and scheme.applies):
+        if not weights or not (scheme.shared and scheme.applies):
             return
-        nbytes = 3 * sum(tensor.nbytes for tensor in weights.values())
-        check_memory(nbytes, f"three copies of the weights of {name!r}")
-        board = Board(self._memory, plan_board(self._memory, weights))
+        board = self._engine.backend.board(weights)
+        if board is None:
+            return
         workers = range(self._engine.workers)
         self._engine.request_each(dict.fromkeys(workers, m.Bind(name, board.ref)))
         self._boards[name] = board

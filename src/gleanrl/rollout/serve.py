@@ -8,7 +8,6 @@ import pickle
 import socket
 import sys
 import traceback
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.channel import Channel
+from gleanrl.rollout.inbox import Addressed, Queued, work
 from gleanrl.rollout.wire import CommandReader, head_of, write_reply
 from gleanrl.rollout.worker import Worker
 from gleanrl.weights.board import Boards
@@ -105,36 +105,25 @@ class _Serving:
         self._arena = arena
         self._control = control
         self._reader = CommandReader()
-        self._collects: deque[tuple[int, m.Command]] = deque()
-        self._others: deque[tuple[int, m.Command]] = deque()
+        self._queued = Queued()
         self._windows: dict[int, RolloutWindow] = {}
 
     def run(self) -> None:
         """Build the source and answer commands."""
-        index = self._boot.worker
-        try:
-            stop, boards = memoryview(self._control.map()), Boards(self._control)
-            factory = cloudpickle.loads(self._boot.factory)
-            worker = Worker(index, factory, self._open, stop, boards)
-            self._answer(worker.ready())
-        except Exception as err:
-            self._answer(m.Failed(index, 0, err))
-            return
-        while True:
-            ticket, command = self._next()
-            if not isinstance(command, m.Collect):
-                self._answer(m.Begun(index, ticket))
-            self._answer(worker.handle(ticket, command))
-            if isinstance(command, m.Close):
-                return
+        work(self._boot.worker, self._build, self._next, self._answer)
 
-    def _next(self) -> tuple[int, m.Command]:
+    def _build(self) -> Worker:
+        stop, boards = memoryview(self._control.map()), Boards(self._control)
+        factory = cloudpickle.loads(self._boot.factory)
+        return Worker(self._boot.worker, factory, self._open, stop, boards)
+
+    def _next(self) -> Addressed:
         """Return the next command: rollouts not begun yet are overtaken by everything else."""
-        if self._others or self._collects:
+        if self._queued:
             self._take_in(self._channel.read())
-        while not (self._others or self._collects):
+        while not self._queued:
             self._take_in(self._channel.wait())
-        return (self._others or self._collects).popleft()
+        return self._queued.pop()
 
     def _take_in(self, frames: list[bytes]) -> None:
         """Queue the commands in ``frames``; one that cannot be loaded is answered at once."""
@@ -145,8 +134,7 @@ class _Serving:
             except Exception as err:  # whatever the user's objects do when unpickled
                 self._answer(m.Failed(self._boot.worker, ticket, _unreadable(err)))
                 continue
-            queue = self._collects if isinstance(command, m.Collect) else self._others
-            queue.append((ticket, command))
+            self._queued.put(ticket, command)
 
     def _open(self, reference: m.WindowRef) -> RolloutWindow:
         if not reference.blocks:  # of a source whose rollouts lie elsewhere

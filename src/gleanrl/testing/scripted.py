@@ -44,7 +44,7 @@ class ScriptedBackend:
     """Runs real sources; only the timing and the failures are made up."""
 
     memory = None
-    control = None
+    inline = True
 
     def __init__(self, open_window: OpenWindow, script: Script | None = None) -> None:
         """Follow ``script``; where it says nothing, act at once."""
@@ -57,6 +57,9 @@ class ScriptedBackend:
         self.stop_byte = bytearray(1)
         self.now = 0.0
         """Virtual seconds since the start."""
+
+    def board(self, weights: Mapping[str, Any]) -> None:
+        """Return ``None``: weights travel as messages."""
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
         """Build the workers; all are ready at once."""

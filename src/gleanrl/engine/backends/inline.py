@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cloudpickle
+import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError
@@ -20,7 +21,7 @@ class InlineBackend:
     """Runs each command when its reply is asked for, in the order workers in processes would."""
 
     memory: SharedMemory | None = None
-    control: SharedMemory | None = None
+    inline = True
 
     def __init__(
         self, open_window: OpenWindow, stop: Stop | None = None, *, apart: bool = False
@@ -45,6 +46,9 @@ class InlineBackend:
     def workers(self) -> Sequence[Worker]:
         """The workers themselves: in process they can be looked at."""
         return self._workers
+
+    def board(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Return ``None``: weights travel as messages."""
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
         """Build the workers; what a factory raises comes through unchanged.

@@ -12,9 +12,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import (
@@ -27,10 +29,12 @@ from gleanrl.core.errors import (
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.engine.backends.pickling import pickled
 from gleanrl.engine.backends.zygote import Zygote
+from gleanrl.memory.available import check_memory
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.rollout.channel import Channel
 from gleanrl.rollout.serve import Bootstrap, RemoteError, said
 from gleanrl.rollout.wire import CommandWriter, head_of, read_reply
+from gleanrl.weights.board import Board, plan_board
 
 _FORK_TIMEOUT = 60.0
 _GRACE = 1.0
@@ -71,6 +75,8 @@ def zygote() -> Zygote:
 class ProcessBackend:
     """One process per worker. Rollouts lie in memory both sides map; only messages travel."""
 
+    inline = False
+
     def __init__(self, threads: int = 1) -> None:
         """Reserve what workers and learner share.
 
@@ -87,11 +93,10 @@ class ProcessBackend:
             self.memory = SharedMemory()
             """The arena's memory."""
             undo.callback(self.memory.close)
-            self.control = SharedMemory()
-            """The stop byte, and boards of weights after it."""
-            undo.callback(self.control.close)
-            self.control.reserve(1)
-            self._stop_byte: Stop = memoryview(self.control.map())
+            self._control = SharedMemory()  # the stop byte, and boards of weights after it
+            undo.callback(self._control.close)
+            self._control.reserve(1)
+            self._stop_byte: Stop = memoryview(self._control.map())
             self._poller = select.epoll()
             undo.pop_all()
 
@@ -99,6 +104,16 @@ class ProcessBackend:
     def stop_byte(self) -> Stop:
         """The byte that running rollouts look at; a forked child of the learner gets another."""
         return self._stop_byte if self._owner == os.getpid() else bytearray(1)
+
+    def board(self, weights: Mapping[str, torch.Tensor]) -> Board:
+        """Reserve a board in the memory that learner and workers share.
+
+        Raises:
+            ConfigError: there is not that much memory.
+        """
+        nbytes = 3 * sum(tensor.nbytes for tensor in weights.values())
+        check_memory(nbytes, "three copies of a model's weights")
+        return Board(self._control, plan_board(self._control, weights))
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
         """Fork one worker per factory; all of them build their source at the same time.
@@ -114,7 +129,7 @@ class ProcessBackend:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with theirs:
-                fds = [theirs.fileno(), self.memory.fd, self.control.fd]
+                fds = [theirs.fileno(), self.memory.fd, self._control.fd]
                 pid = self._zygote.fork(fds, _FORK_TIMEOUT)
         except BaseException:
             ours.close()
@@ -237,7 +252,7 @@ class ProcessBackend:
                 self._zygote.kill(process.pid)
         self._poller.close()
         self.memory.close()
-        self.control.close()
+        self._control.close()
 
 
 @dataclass(frozen=True, slots=True)

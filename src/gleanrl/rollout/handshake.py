@@ -1,0 +1,142 @@
+"""How a node and a learner show each other that they know the same secret.
+
+    learner -> node     magic, nonce
+    node    -> learner  nonce, index, HMAC(secret, "node", both nonces, index)
+    learner -> node     HMAC(secret, "learner", both nonces, index)
+
+Sizes are fixed and nothing is unpickled: a stranger gets no further than this. What follows on the
+connection is neither encrypted nor signed; whoever can change packets between the two is trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
+
+from gleanrl.core.errors import GleanError
+
+_MAGIC = b"gleanrl1"
+_NONCE = 32
+_INDEX = struct.Struct("=i")
+_DIGEST = hashlib.sha256().digest_size
+
+
+class HandshakeError(GleanError):
+    """The other side of a connection is not who it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What a node needs to find its learner and to be let in."""
+
+    host: str
+    port: int
+    node: int
+    """The node's index."""
+    secret: bytes = field(repr=False)
+    patience: float = 60.0
+    """Seconds without a sign of life after which either side takes the other for gone."""
+
+
+def new_secret() -> bytes:
+    """Return a secret for one collector."""
+    return secrets.token_bytes(32)
+
+
+def admit(sock: socket.socket, secret: bytes, timeout: float) -> int:
+    """Let a node in; return its index.
+
+    Raises:
+        HandshakeError: it does not know the secret, or said nothing within ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    mine = secrets.token_bytes(_NONCE)
+    _send(sock, _MAGIC + mine, deadline)
+    answer = _receive(sock, _NONCE + _INDEX.size + _DIGEST, deadline)
+    theirs, index = answer[:_NONCE], answer[_NONCE : _NONCE + _INDEX.size]
+    if not hmac.compare_digest(answer[-_DIGEST:], _sign(secret, b"node", mine, theirs, index)):
+        raise HandshakeError("a connection was refused: it does not know this collector's secret")
+    _send(sock, _sign(secret, b"learner", mine, theirs, index), deadline)
+    return int(_INDEX.unpack(index)[0])
+
+
+def join(invitation: Invitation, timeout: float) -> socket.socket:
+    """Connect to the learner as one of its nodes.
+
+    Raises:
+        HandshakeError: who answers is not the learner.
+        OSError: nobody answers.
+    """
+    deadline = time.monotonic() + timeout
+    sock = _connect((invitation.host, invitation.port), deadline)
+    try:
+        hello = _receive(sock, len(_MAGIC) + _NONCE, deadline)
+        if not hello.startswith(_MAGIC):
+            raise HandshakeError(f"{invitation.host}:{invitation.port} is no GleanRL learner")
+        theirs, mine = hello[len(_MAGIC) :], secrets.token_bytes(_NONCE)
+        index = _INDEX.pack(invitation.node)
+        proof = _sign(invitation.secret, b"node", theirs, mine, index)
+        _send(sock, mine + index + proof, deadline)
+        answer = _receive(sock, _DIGEST, deadline)
+        expected = _sign(invitation.secret, b"learner", theirs, mine, index)
+        if not hmac.compare_digest(answer, expected):
+            raise HandshakeError(f"{invitation.host}:{invitation.port} does not know the secret")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def keep_alive(sock: socket.socket, patience: float) -> None:
+    """Have the kernel end the connection once the other host was silent for ``patience`` s."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * patience))
+        every = max(1, int(patience / 4))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def _connect(address: tuple[str, int], deadline: float) -> socket.socket:
+    """Connect, also to a learner that is not listening just yet."""
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return socket.create_connection(address, max(0.1, left))
+        except OSError:
+            if left <= 0:
+                raise
+            time.sleep(min(0.2, left))
+
+
+def _sign(secret: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(secret, b"".join(parts), "sha256")
+
+
+def _send(sock: socket.socket, data: bytes, deadline: float) -> None:
+    sock.settimeout(max(0.01, deadline - time.monotonic()))
+    try:
+        sock.sendall(data)
+    except OSError as err:
+        raise HandshakeError(f"a connection ended before it was let in ({err})") from err
+
+
+def _receive(sock: socket.socket, count: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        sock.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            part = sock.recv(count - len(data))
+        except OSError as err:
+            raise HandshakeError(f"a connection was not let in ({err})") from err
+        if not part:
+            raise HandshakeError("a connection ended before it was let in")
+        data += part
+    return bytes(data)
