@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError
@@ -77,8 +78,10 @@ class Link:
         self.inbox = Inbox()
         self.stop = bytearray(1)
 
-    def start(self) -> None:
-        """Begin to read."""
+    def start(self, frames: Sequence[bytes]) -> None:
+        """Begin to read, after ``frames``, which have come already."""
+        for frame in frames:
+            self._take(frame)
         threading.Thread(target=self._run, name="gleanrl link", daemon=True).start()
 
     def finish(self) -> None:
