@@ -20,7 +20,7 @@ class Landing:
     def __init__(self, window: RolloutWindow, reference: WindowRef) -> None:
         """Prepare for rollouts into ``window``, which ``reference`` describes."""
         plan, nbytes = packed(reference)
-        self._window = window
+        self._window, self._plan = window, plan
         self._parts: RolloutWindow | None = None
         own = _own_memory(window, reference, plan, nbytes)
         if own is None:
@@ -28,6 +28,15 @@ class Landing:
             self._parts = window_over(own, plan)
         self.flat = own
         """uint8 ``[nbytes]``: where the block is to be received."""
+
+    def take(self, block: torch.Tensor) -> None:
+        """Copy a block that was received elsewhere to where it belongs."""
+        if self._parts is None:
+            self.flat.copy_(block)
+            return
+        parts = window_over(block, self._plan)
+        for key in self._window.keys():
+            self._window.tensor(key).copy_(parts.tensor(key))
 
     def settle(self) -> None:
         """Put what was received where it belongs."""

@@ -6,15 +6,17 @@ replies, rollouts and weights travel by RPC.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
+from gleanrl.core.errors import GleanError
 from gleanrl.memory.arena import window_over
 from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
@@ -28,8 +30,8 @@ from gleanrl.rollout.wire import CommandReader, head_of
 from gleanrl.rollout.worker import Worker
 from gleanrl.weights.flat import FlatBuffer
 
-LEAVE, TOGETHER = "leave", b"together"
-"""What the learner tells on the connection when it leaves: the key, and that all do so."""
+LEAVE, TOGETHER, ALONE = "leave", b"together", b"alone"
+"""What the learner tells on the connection when it leaves: the key, and whether all do so."""
 _GRACE = 5.0
 """Seconds for leaving together."""
 
@@ -50,8 +52,10 @@ class RpcBoot:
         member = _Member(connection, node, self)
         self.world.enter(node + 1, self.world.connect(), address)
         member.run()
-        together = connection.key(LEAVE) == TOGETHER
         connection.finish()
+        together = False
+        with contextlib.suppress(GleanError):  # the learner is gone, or in no hurry to close
+            together = connection.key(LEAVE) == TOGETHER
         leave(together, _GRACE)
 
 
@@ -143,16 +147,13 @@ class Arrivals:
 
     def newest(self) -> m.Snapshot | None:
         """Return what is new."""
-        snapshot: m.Snapshot | None = None
+        arrived = []
         for number in list(self._new):
             model_id, ref = self._boards[number]
             buffer = FlatBuffer(ref, self._new.pop(number))
             version, serial = buffer.stamp
-            models = {**(snapshot.models if snapshot else {}), model_id: buffer.views}
-            newer = snapshot is None or serial > snapshot.serial
-            snapshot = (
-                m.Snapshot(version, models, serial)
-                if newer or snapshot is None
-                else replace(snapshot, models=models)
-            )
-        return snapshot
+            arrived.append((serial, version, model_id, buffer.views))
+        if not arrived:
+            return None
+        serial, version, _, _ = max(arrived, key=lambda one: one[0])
+        return m.Snapshot(version, {model_id: views for _, _, model_id, views in arrived}, serial)

@@ -43,7 +43,7 @@ class World:
     """Where the store listens."""
     port: int
     patience: float
-    """Seconds that joining, and every single RPC, may take."""
+    """Seconds that every step of joining, and every single RPC, may take."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `TensorPipeRpcBackendOptions`."""
 

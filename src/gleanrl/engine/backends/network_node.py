@@ -114,16 +114,21 @@ class RemoteNode:
         reference = self._windows[ticket]
         if not reference.blocks:
             return
-        landing = self._landings.get(reference.slot)
-        if landing is None:
-            landing = Landing(self._open_window(reference), reference)
-            self._landings[reference.slot] = landing
+        landing = self.landing(reference)
         assert self._pair is not None
         if self._arriving is None:  # else: an interrupt came between
             self._arriving = ticket, self._pair.receive(landing.flat, ROLLOUT_TAG)
         self._arriving[1].finish()
         self._arriving = None
         landing.settle()
+
+    def landing(self, reference: m.WindowRef) -> Landing:
+        """Return the place where rollouts into a window arrive."""
+        landing = self._landings.get(reference.slot)
+        if landing is None:
+            landing = Landing(self._open_window(reference), reference)
+            self._landings[reference.slot] = landing
+        return landing
 
     def send_weights(self, board: int, buffer: torch.Tensor) -> Transfer:
         """Send ``buffer``, which must not change until the node says that it has taken it."""
