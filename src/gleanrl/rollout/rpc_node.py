@@ -30,10 +30,8 @@ from gleanrl.rollout.wire import CommandReader, head_of
 from gleanrl.rollout.worker import Worker
 from gleanrl.weights.flat import FlatBuffer
 
-LEAVE, TOGETHER, ALONE = "leave", b"together", b"alone"
-"""What the learner tells on the connection when it leaves: the key, and whether all do so."""
-_GRACE = 5.0
-"""Seconds for leaving together."""
+LEAVE = "leave"
+"""What the learner tells on the connection once it has left the world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +51,10 @@ class RpcBoot:
         self.world.enter(node + 1, self.world.connect(), address)
         member.run()
         connection.finish()
-        together = False
-        with contextlib.suppress(GleanError):  # the learner is gone, or in no hurry to close
-            together = connection.key(LEAVE) == TOGETHER
-        leave(together, _GRACE)
+        with without_farewells(), contextlib.suppress(GleanError):
+            member.settle()
+            connection.key(LEAVE)
+        leave()
 
 
 class _Member:
@@ -69,12 +67,17 @@ class _Member:
         self._weights = Arrivals()
         self._blocks: dict[int, _Block] = {}
         self._slot = 0
-        self._post = Post(index + 1, boot.world.patience, self._take, self._lost)
+        self._over = False
+        self._post = Post(boot.world, index + 1, self._take, self._lost)
 
     def run(self) -> None:
         """Build the source and answer commands."""
         work(self._index, self._build, self._inbox.next, self._answer)
-        self._post.settle(self._boot.world.patience)
+
+    def settle(self) -> None:
+        """Wait until the learner has all answers, or has left."""
+        self._over = True
+        self._post.settle(self._boot.world.message_timeout)
 
     def _build(self) -> Worker:
         factory = cloudpickle.loads(self._boot.factory)
@@ -90,6 +93,7 @@ class _Member:
         except Exception as err:  # whatever the user's objects do when unpickled
             self._answer(m.Failed(self._index, head_of(frame)[0], unreadable(err)))
             return
+        self._over = self._over or isinstance(command, m.Close)
         self._inbox.put(head_of(frame)[0], command)
 
     def _open(self, reference: m.WindowRef) -> RolloutWindow:
@@ -112,6 +116,8 @@ class _Member:
             self._post.send(LEARNER, frame_of(reply))
 
     def _lost(self, peer: int, problem: str) -> None:
+        if self._over:  # the learner has left, maybe before its acknowledgement
+            return
         sys.stderr.write(f"node {self._index}: a message did not reach the learner ({problem})\n")
         sys.stderr.flush()
         # Whatever the environment is doing: what the learner waits for will never come.

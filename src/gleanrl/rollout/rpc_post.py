@@ -16,7 +16,7 @@ import torch
 from torch.distributed import rpc
 
 from gleanrl.core.errors import GleanError
-from gleanrl.rollout.rpc_world import name_of
+from gleanrl.rollout.rpc_world import World
 
 _LARGE = 1 << 16
 """Bytes from which on a frame travels beside the pickle."""
@@ -28,18 +28,18 @@ _here: Post | None = None
 class Post:
     """One member's end."""
 
-    def __init__(self, rank: int, patience: float, sink: Sink, lost: Lost) -> None:
+    def __init__(self, world: World, rank: int, sink: Sink, lost: Lost) -> None:
         """Be the end at which messages to this process arrive, from now on.
 
         Args:
+            world: Whose members exchange them.
             rank: Of this process.
-            patience: Seconds one message may take.
             sink: Called, in the order of sending, with who sent it, a frame and maybe a tensor; in
                 any thread, one at a time for each sender.
             lost: Called with a member and what went wrong when a message did not reach it.
         """
         global _here
-        self._rank, self._patience = rank, patience
+        self._world, self._rank = world, rank
         self._sink, self._lost = sink, lost
         self._sending = threading.RLock()
         self._sent: dict[int, int] = defaultdict(int)
@@ -69,10 +69,10 @@ class Post:
             number = self._sent[peer]
         try:
             future = rpc.rpc_async(
-                name_of(peer),
+                self._world.name(peer),
                 _deliver,
                 args=(self._rank, number, _packed(frame), data),
-                timeout=self._patience,
+                timeout=self._world.message_timeout,
             )
         except RuntimeError as err:  # the agent knows already that it cannot
             self._finished(peer, str(err), done)
@@ -99,7 +99,7 @@ class Post:
             arriving = self._arriving[sender]
         with arriving.lock:
             arriving.early[number] = frame, data
-            while (arriving.due) in arriving.early:
+            while arriving.due in arriving.early:
                 message = arriving.early.pop(arriving.due)
                 arriving.due += 1
                 self._sink(sender, *message)

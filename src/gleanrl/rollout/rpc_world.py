@@ -18,18 +18,21 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from torch import distributed as dist
+from torch import distributed
 from torch.distributed import autograd, rpc
 
 from gleanrl.core.errors import ConfigError
 
 LEARNER = 0
+_autograd: Any = autograd  # stubs leave out what we use of these
+_rpc: Any = rpc
+_c10d: Any = distributed
 _SIOCGIFADDR = 0x8915
 _INTERFACES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-def name_of(rank: int) -> str:
-    """Return the RPC name of a rank, as device maps refer to it."""
+def _plain_name(rank: int) -> str:
+    """Return what users call a member in device maps."""
     return "TRAINER_NODE" if rank == LEARNER else f"COLLECTOR_NODE_{rank}"
 
 
@@ -43,9 +46,20 @@ class World:
     """Where the store listens."""
     port: int
     patience: float
-    """Seconds that every step of joining, and every single RPC, may take."""
+    """Seconds that every step of joining may take."""
+    token: str
+    """Told apart from other worlds by this: torch counts what members of the same names did."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `TensorPipeRpcBackendOptions`."""
+
+    def name(self, rank: int) -> str:
+        """Return the RPC name of a member."""
+        return f"{_plain_name(rank)}:{self.token}"
+
+    @property
+    def message_timeout(self) -> float:
+        """Seconds that every single RPC may take."""
+        return float(self.options.get("rpc_timeout", self.patience))
 
     def enter(self, rank: int, store: Any, address: str) -> None:
         """Become member ``rank``; waits for all others, at most ``patience`` seconds per step.
@@ -58,34 +72,44 @@ class World:
         Raises:
             RuntimeError: the others did not come, or went away.
         """
-        patience = self.patience
-        options = rpc.TensorPipeRpcBackendOptions(**{"rpc_timeout": patience, **self.options})
-        store.set_timeout(timedelta(seconds=patience))
+        options = rpc.TensorPipeRpcBackendOptions(**self._translated(rank))
+        store.set_timeout(timedelta(seconds=self.patience))
         with _listening_on(address), warnings.catch_warnings():
             # About how torch calls itself.
             warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
             # What init_rpc does, less its prefix for keys: a learner may be in its third world
             # when its nodes are in their first.
-            autograd._init(rank)  # type: ignore[attr-defined]
-            rpc._init_rpc_backend(  # type: ignore[attr-defined]
+            torch_rpc: Any = rpc
+            _autograd._init(rank)
+            torch_rpc._init_rpc_backend(
                 store=store,
-                name=name_of(rank),
+                name=self.name(rank),
                 rank=rank,
                 world_size=self.size,
                 rpc_backend_options=options,
             )
 
+    def _translated(self, rank: int) -> dict[str, Any]:
+        """Return the options of a member, with the names of this world."""
+        options = {**self.options, "rpc_timeout": self.message_timeout}
+        names = {_plain_name(other): self.name(other) for other in range(self.size)}
+        maps = self.options.get("device_maps") or {}
+        if maps:
+            mine = {names.get(name, name): devices for name, devices in maps.items()}
+            options["device_maps"] = {n: d for n, d in mine.items() if n != self.name(rank)}
+        return options
+
     def connect(self) -> Any:
         """Return a node's end of the store."""
         timeout = timedelta(seconds=self.patience)
-        return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+        return _c10d.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
 
 
 def open_store(host: str, patience: float) -> Any:
     """Return the learner's end of a store that listens on ``host``, at any port."""
     sock = socket.create_server((host, 0))
     port = sock.getsockname()[1]
-    return dist.TCPStore(
+    return _c10d.TCPStore(
         host,
         port,
         is_master=True,
@@ -97,7 +121,7 @@ def open_store(host: str, patience: float) -> Any:
 
 def inside() -> bool:
     """Whether this process is in a world already."""
-    return bool(rpc._is_current_rpc_agent_set())  # type: ignore[attr-defined]
+    return bool(_rpc._is_current_rpc_agent_set())
 
 
 def check_outside() -> None:
@@ -118,16 +142,38 @@ def check_outside() -> None:
         )
 
 
-def leave(together: bool, timeout: float) -> None:
-    """Leave the world, if there is one. Never raises.
+def leave() -> None:
+    """Leave the world, if there is one, whether or not the others do. Never raises.
 
-    Args:
-        together: Whether all members are leaving: then nobody's connections break under them.
-        timeout: Seconds to wait for the others.
+    Torch's way of leaving together hangs in a process that was in another world before.
     """
     if inside():
-        with contextlib.suppress(Exception):
-            rpc.shutdown(graceful=together, timeout=max(1, int(timeout)))
+        with without_farewells(), contextlib.suppress(Exception):
+            rpc.shutdown(graceful=False)
+
+
+@contextlib.contextmanager
+def without_farewells() -> Iterator[None]:
+    """Leave out what RPC agents say on stderr when connections end, which here they are meant to.
+
+    Everything else that is said meanwhile comes afterwards.
+    """
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is no stderr
+        yield
+        return
+    with open(os.memfd_create("stderr"), "w+b") as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            said.seek(0)
+            others = b"".join(line for line in said if b"tensorpipe_agent.cpp" not in line)
+            if others:
+                os.write(2, others)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import socket
 import sys
@@ -23,7 +24,7 @@ from gleanrl.engine.backends.rpc_weights import RpcBoard
 from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.rollout import link
 from gleanrl.rollout.handshake import keep_alive
-from gleanrl.rollout.rpc_node import ALONE, LEAVE, TOGETHER, RpcBoot
+from gleanrl.rollout.rpc_node import LEAVE, RpcBoot
 from gleanrl.rollout.rpc_post import Post
 from gleanrl.rollout.rpc_world import LEARNER, World, check_outside, leave, open_store
 from gleanrl.rollout.wire import head_of
@@ -32,8 +33,6 @@ from gleanrl.weights.flat import plan_flat
 
 _LOOK = 0.2
 """Seconds between two looks at whether all nodes have entered the world."""
-_LEAVING = 5.0
-"""Seconds for leaving the world together."""
 
 
 class RPCBackend(NetworkBackend):
@@ -86,10 +85,6 @@ class RPCBackend(NetworkBackend):
         self._options = dict(options or {})
         self._devices = devices
         self._published: list[RpcBoard] = []
-        self._closing: dict[int, int] = {}
-        """Per node, the ticket of its `Close`."""
-        self._ended: set[int] = set()
-        """Nodes that have answered it."""
         self._lost: list[tuple[RemoteNode, str]] = []
         self._store: Any = None
         self._entering: threading.Thread | None = None
@@ -112,8 +107,14 @@ class RPCBackend(NetworkBackend):
             CollectorTimeout: not all had joined in time.
         """
         self._store = open_store(self._host, self._patience)
-        size = len(factories) + 1
-        self._world = World(size, self._host, self._store.port, self._patience, self._options)
+        self._world = World(
+            size=len(factories) + 1,
+            host=self._host,
+            port=self._store.port,
+            patience=self._patience,
+            token=secrets.token_hex(8),
+            options=self._options,
+        )
         super().start(factories)
 
     def _boot(self, index: int, factory: bytes) -> RpcBoot:
@@ -125,7 +126,7 @@ class RPCBackend(NetworkBackend):
 
     def _gather_all(self) -> None:
         """Enter the world; a node that goes away meanwhile is noticed."""
-        post = Post(LEARNER, self._patience, self._take, self._note_lost)
+        post = Post(self._world, LEARNER, self._take, self._note_lost)
         self._post = post
         for node in self._nodes:
             assert isinstance(node, RpcNode)
@@ -176,8 +177,6 @@ class RPCBackend(NetworkBackend):
         if not isinstance(command, m.Load | m.Bind | m.Close):
             for board in self._published:
                 board.catch_up(worker)
-        if isinstance(command, m.Close):
-            self._closing[worker] = ticket
         super().send(worker, ticket, command)
 
     def _take(self, sender: int, frame: bytes, data: torch.Tensor | None) -> None:
@@ -211,45 +210,27 @@ class RPCBackend(NetworkBackend):
             if node.channel.fileno() >= 0:
                 raise self._died(node, f"cannot be reached by RPC ({problem})")
 
-    def receive(self, timeout: float | None) -> m.Reply:
-        """Return the next reply of any node; a rollout is in its window by then.
-
-        Raises:
-            CollectorTimeout: none came within ``timeout`` seconds.
-            WorkerDied: a node's process ended, or it showed no sign of life for too long.
-        """
-        reply = super().receive(timeout)
-        if not isinstance(reply, m.Begun) and self._closing.get(reply.worker) == reply.ticket:
-            self._ended.add(reply.worker)
-        return reply
-
     # -- the end ---------------------------------------------------------------------------------
 
     def stop(self, timeout: float) -> None:
         """End all nodes: let those that were asked go, kill the rest. Idempotent."""
         if self._closed:
             return
-        if self._owner == os.getpid():  # in a forked child it is somebody else's world
-            self._leave(min(timeout, _LEAVING))
+        mine = self._owner == os.getpid()  # in a forked child it is somebody else's world
+        if mine:
+            leave()
+            for node in {*self._nodes, *self._by_fd.values()}:
+                if node.channel.fileno() >= 0:
+                    node.put(link.key_frame(LEAVE, b""))
         super().stop(timeout)
-        if self._owner == os.getpid():
+        if mine:
             if self._entering is not None:  # it fails now that the nodes are gone
                 self._entering.join(_LOOK)
-            leave(False, 0.0)
+            leave()
             if self._post is not None:
                 self._post.close()
         self._store = None
         os.close(self._event)
-
-    def _leave(self, timeout: float) -> None:
-        """Leave the world: together with the nodes if all have ended as they were asked to."""
-        nodes = set(self._nodes)
-        together = self._ended == {node.index for node in nodes}
-        for node in nodes:
-            if node.channel.fileno() >= 0:
-                node.put(link.key_frame(LEAVE, TOGETHER if together else ALONE))
-        if together:
-            leave(True, timeout)
 
 
 class RpcNode(RemoteNode):
