@@ -24,7 +24,7 @@ from gleanrl.rollout import link
 from gleanrl.rollout.inbox import Inbox, work
 from gleanrl.rollout.link import Link
 from gleanrl.rollout.rpc_post import Post
-from gleanrl.rollout.rpc_world import LEARNER, World, leave
+from gleanrl.rollout.rpc_world import LEARNER, World, leave, without_farewells
 from gleanrl.rollout.serve import frame_of, unreadable
 from gleanrl.rollout.wire import CommandReader, head_of
 from gleanrl.rollout.worker import Worker
