@@ -227,14 +227,12 @@ class NetworkBackend:
             self._await(timeout)
         node, frame = self._frames[0]
         reply = reply_in(frame)
-        if isinstance(reply, m.Rolled) and reply.report.payload is None:
-            try:
-                node.land(reply.ticket)
-            except RuntimeError as err:
-                self._frames.popleft()
-                raise self._died(node, f"was lost in the middle of a rollout ({err})") from None
+        try:
+            node.land(reply.ticket)
+        except RuntimeError as err:
+            self._frames.popleft()
+            raise self._died(node, f"was lost in the middle of a rollout ({err})") from None
         self._frames.popleft()  # now: an interrupt while it was being read must not lose it
-        node.replied(reply.ticket)
         return reply
 
     def wait(self, timeout: float) -> None:

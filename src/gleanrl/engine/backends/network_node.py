@@ -37,9 +37,10 @@ class RemoteNode:
         self._open_window = open_window
         self._keys: dict[str, bytes] = {}
         self._pair: Pair | None = None
-        self._windows: dict[int, m.WindowRef] = {}
+        self._broken = ""
         self._landings: dict[int, Landing] = {}
-        self._arriving: tuple[int, Transfer] | None = None
+        self._arriving: dict[int, tuple[Landing | None, list[Transfer]]] = {}
+        """Per ticket of a rollout that is due: where it lands, and the transfers."""
 
     # -- joining ---------------------------------------------------------------------------------
 
@@ -81,12 +82,12 @@ class RemoteNode:
     @property
     def busy(self) -> bool:
         """Whether it has been asked for a rollout that has not come yet."""
-        return bool(self._windows)
+        return bool(self._arriving)
 
     def post(self, ticket: int, command: m.Command) -> None:
         """Send ``command`` as far as the connection takes it."""
         if isinstance(command, m.Collect):
-            self._windows[ticket] = command.window
+            self._arriving[ticket] = self._expect(command.window)
         self.put(self._writer.write(ticket, command))
 
     def put(self, frame: bytes) -> None:
@@ -99,41 +100,49 @@ class RemoteNode:
         with self._sending, contextlib.suppress(ConnectionError):
             self.channel.flush()
 
-    def replied(self, ticket: int) -> None:
-        """Note that the reply to ``ticket`` is there."""
-        self._windows.pop(ticket, None)
-
     # -- data ------------------------------------------------------------------------------------
 
-    def land(self, ticket: int) -> None:
-        """Receive the rollout of ``ticket`` into its window.
-
-        Raises:
-            RuntimeError: the node was lost meanwhile.
-        """
-        reference = self._windows[ticket]
-        if not reference.blocks:
-            return
-        landing = self.landing(reference)
-        assert self._pair is not None
-        if self._arriving is None:  # else: an interrupt came between
-            self._arriving = ticket, self._pair.receive(landing.flat, ROLLOUT_TAG)
-        self._arriving[1].finish()
-        self._arriving = None
-        landing.settle()
-
-    def landing(self, reference: m.WindowRef) -> Landing:
-        """Return the place where rollouts into a window arrive."""
+    def _expect(self, reference: m.WindowRef) -> tuple[Landing | None, list[Transfer]]:
+        """Have a rollout arrive, whatever this process does meanwhile."""
+        if not reference.blocks:  # it will travel with the reply
+            return None, []
         landing = self._landings.get(reference.slot)
         if landing is None:
             landing = Landing(self._open_window(reference), reference)
             self._landings[reference.slot] = landing
-        return landing
-
-    def send_weights(self, board: int, buffer: torch.Tensor) -> Transfer:
-        """Send ``buffer``, which must not change until the node says that it has taken it."""
         assert self._pair is not None
-        transfer = self._pair.send(buffer, BOARD_TAG + board)
+        try:
+            return landing, [self._pair.receive(piece, ROLLOUT_TAG) for piece in landing.pieces]
+        except RuntimeError as err:  # whoever waits for the reply is told
+            self._broken = str(err)
+            return None, []
+
+    def land(self, ticket: int) -> None:
+        """If ``ticket`` is that of a rollout, see to it that it is in its window.
+
+        Raises:
+            RuntimeError: the node was lost meanwhile.
+        """
+        if ticket in self._arriving and self._broken:
+            raise RuntimeError(self._broken)
+        landing, transfers = self._arriving.get(ticket, (None, []))
+        for transfer in transfers:
+            transfer.finish()
+        if landing is not None:
+            landing.settle()
+        self._arriving.pop(ticket, None)
+
+    def send_weights(self, board: int, buffer: torch.Tensor) -> Transfer | None:
+        """Send ``buffer``, which must not change until the node says that it has taken it.
+
+        ``None`` if the node is gone.
+        """
+        assert self._pair is not None
+        try:
+            transfer = self._pair.send(buffer, BOARD_TAG + board)
+        except RuntimeError as err:  # whoever waits for a rollout is told
+            self._broken = str(err)
+            return None
         self.put(link.weights_frame(board))
         return transfer
 

@@ -22,6 +22,8 @@ from gleanrl.engine.backends.network import NetworkBackend
 from gleanrl.engine.backends.network_node import RemoteNode
 from gleanrl.engine.backends.rpc_weights import RpcBoard
 from gleanrl.engine.launchers.launcher import Launcher
+from gleanrl.memory.arena import window_over
+from gleanrl.memory.slab import packed
 from gleanrl.rollout import link
 from gleanrl.rollout.handshake import keep_alive
 from gleanrl.rollout.rpc_node import LEAVE, RpcBoot
@@ -243,6 +245,8 @@ class RpcNode(RemoteNode):
         """Carries messages, once the world was entered."""
         self.arrived: dict[int, torch.Tensor] = {}
         """Rollouts that have come, by ticket."""
+        self._windows: dict[int, m.WindowRef] = {}
+        """Where those that are due belong."""
 
     def connect(self, kind: str, patience: float) -> None:
         """Do nothing: all nodes enter the world at once."""
@@ -254,13 +258,13 @@ class RpcNode(RemoteNode):
             self._windows[ticket] = command.window
         self.mail.send(self.index + 1, self._writer.write(ticket, command))
 
-    def replied(self, ticket: int) -> None:
-        """Note that the reply to ``ticket`` was taken in."""
-        super().replied(ticket)
-        self.arrived.pop(ticket, None)
-
     def land(self, ticket: int) -> None:
-        """Copy the rollout of ``ticket`` into its window."""
-        data = self.arrived.get(ticket)
-        if data is not None:
-            self.landing(self._windows[ticket]).take(data)
+        """If ``ticket`` is that of a rollout, copy it into its window."""
+        data, reference = self.arrived.get(ticket), self._windows.get(ticket)
+        if data is not None and reference is not None:
+            came, window = window_over(data, packed(reference)[0]), self._open_window(reference)
+            for key in window.keys():
+                window.tensor(key).copy_(came.tensor(key))
+        # Last: an interrupt meanwhile must not lose it.
+        self.arrived.pop(ticket, None)
+        self._windows.pop(ticket, None)
