@@ -16,7 +16,6 @@ from gleanrl import (
     ClosedError,
     CollectorTimeout,
     ConfigError,
-    GymEnv,
     LazyTensorStorage,
     MultiSyncCollector,
     ReplayBuffer,
@@ -301,7 +300,7 @@ def test_state_and_seeds(make):
     other.shutdown()
 
     def noise():
-        return make(*[lambda: GymEnv("Pendulum-v1")] * 2, total_frames=32)
+        return make(*["Pendulum-v1"] * 2, total_frames=32)
 
     found = []
     for _ in range(2):

@@ -231,7 +231,7 @@ class RPCBackend(NetworkBackend):
             leave()
             if self._post is not None:
                 self._post.close()
-        self._store = None
+            self._store = None  # a forked child has not the thread that this would wait for
         os.close(self._event)
 
 
