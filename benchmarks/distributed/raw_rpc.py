@@ -28,7 +28,8 @@ class Pushes:
         """Send tensors of ``size`` bytes."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = int(probe.getsockname()[1])
-        context = multiprocessing.get_context("fork")
+        # Not forked: a child of a member of another world cannot enter one.
+        context = multiprocessing.get_context("spawn")
         self._size = size
         self._counted, told = context.Pipe(duplex=False)
         self._processes: list[Any] = [
