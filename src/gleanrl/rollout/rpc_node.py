@@ -18,12 +18,13 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError
 from gleanrl.memory.arena import window_over
+from gleanrl.memory.landing import pieces_of
 from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout import link
 from gleanrl.rollout.inbox import Inbox, work
 from gleanrl.rollout.link import Link
-from gleanrl.rollout.rpc_post import Post
+from gleanrl.rollout.rpc_post import Data, Post, cut, paste
 from gleanrl.rollout.rpc_world import LEARNER, World, leave, without_farewells
 from gleanrl.rollout.serve import frame_of, unreadable
 from gleanrl.rollout.wire import CommandReader, head_of
@@ -83,9 +84,8 @@ class _Member:
         factory = cloudpickle.loads(self._boot.factory)
         return Worker(self._index, factory, self._open, self._link.stop, self._weights)
 
-    def _take(self, sender: int, frame: bytes, data: torch.Tensor | None) -> None:
+    def _take(self, sender: int, frame: bytes, data: Data) -> None:
         if frame[:1] == link.WEIGHTS:
-            assert data is not None
             self._weights.put(link.read_weights(frame), data)
             return
         try:
@@ -111,7 +111,7 @@ class _Member:
         block = self._blocks.get(self._slot)
         if isinstance(reply, m.Rolled) and reply.report.payload is None and block is not None:
             block.free.clear()
-            self._post.send(LEARNER, frame_of(reply), block.bytes, block.free.set)
+            self._post.send(LEARNER, frame_of(reply), block.pieces, block.free.set)
         else:
             self._post.send(LEARNER, frame_of(reply))
 
@@ -129,8 +129,9 @@ class _Block:
 
     def __init__(self, reference: m.WindowRef) -> None:
         plan, nbytes = packed(reference)
-        self.bytes = torch.zeros(nbytes, dtype=torch.uint8)
-        self.window = window_over(self.bytes, plan)
+        block = torch.zeros(nbytes, dtype=torch.uint8)
+        self.window = window_over(block, plan)
+        self.pieces = [piece for a, b in pieces_of(reference) for piece in cut(block[a:b])]
         self.free = threading.Event()
         self.free.set()
 
@@ -140,26 +141,24 @@ class Arrivals:
 
     def __init__(self) -> None:
         """Expect nothing yet."""
-        self._boards: dict[int, tuple[str, m.BoardRef]] = {}
-        self._new: dict[int, torch.Tensor] = {}
+        self._boards: dict[int, tuple[str, FlatBuffer]] = {}
+        self._new: dict[int, Data] = {}
 
     def bind(self, model_id: str, board: m.BoardRef) -> None:
         """Expect weights of ``model_id`` from now on."""
-        self._boards[board.offset] = model_id, board
+        self._boards[board.offset] = model_id, FlatBuffer(board)
 
-    def put(self, number: int, data: torch.Tensor) -> None:
+    def put(self, number: int, data: Data) -> None:
         """Take in weights of board ``number``; any thread may."""
         self._new[number] = data
 
     def newest(self) -> m.Snapshot | None:
-        """Return what is new."""
-        arrived = []
+        """Return what is new; its tensors are valid until the next call."""
+        models, newest = {}, (0, 0)
         for number in list(self._new):
-            model_id, ref = self._boards[number]
-            buffer = FlatBuffer(ref, self._new.pop(number))
+            model_id, buffer = self._boards[number]
+            paste(self._new.pop(number), [buffer.bytes])
             version, serial = buffer.stamp
-            arrived.append((serial, version, model_id, buffer.views))
-        if not arrived:
-            return None
-        serial, version, _, _ = max(arrived, key=lambda one: one[0])
-        return m.Snapshot(version, {model_id: views for _, _, model_id, views in arrived}, serial)
+            models[model_id] = buffer.views
+            newest = max(newest, (serial, version))
+        return m.Snapshot(newest[1], models, newest[0]) if models else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ from gleanrl.rollout.rpc_world import World
 
 _LARGE = 1 << 16
 """Bytes from which on a frame travels beside the pickle."""
-Sink = Callable[[int, bytes, torch.Tensor | None], None]
+_PIECE = 1 << 22
+"""Largest tensor of a message, in bytes: what is larger gets fresh pages every time it arrives."""
+Data = Sequence[torch.Tensor]
+Sink = Callable[[int, bytes, Data], None]
 Lost = Callable[[int, str], None]
 _here: Post | None = None
 
@@ -34,8 +37,8 @@ class Post:
         Args:
             world: Whose members exchange them.
             rank: Of this process.
-            sink: Called, in the order of sending, with who sent it, a frame and maybe a tensor; in
-                any thread, one at a time for each sender.
+            sink: Called, in the order of sending, with who sent it, a frame and tensors; in any
+                thread, one at a time for each sender.
             lost: Called with a member and what went wrong when a message did not reach it.
         """
         global _here
@@ -52,7 +55,7 @@ class Post:
         self,
         peer: int,
         frame: bytes,
-        data: torch.Tensor | None = None,
+        data: Data = (),
         done: Callable[[], None] | None = None,
     ) -> None:
         """Send a message; waits for nobody.
@@ -60,7 +63,7 @@ class Post:
         Args:
             peer: Who gets it.
             frame: The message.
-            data: A CPU tensor that goes with it; it must not change before ``done``.
+            data: CPU tensors that go with it (see `cut`); must not change before ``done``.
             done: Called once the message has arrived or was lost; in any thread.
         """
         with self._sending:
@@ -71,7 +74,7 @@ class Post:
             future = rpc.rpc_async(
                 self._world.name(peer),
                 _deliver,
-                args=(self._rank, number, _packed(frame), data),
+                args=(self._rank, number, _packed(frame), list(data)),
                 timeout=self._world.message_timeout,
             )
         except RuntimeError as err:  # the agent knows already that it cannot
@@ -93,7 +96,7 @@ class Post:
         with self._settled:
             return self._settled.wait_for(lambda: self._under_way == 0, timeout)
 
-    def take(self, sender: int, number: int, frame: bytes, data: torch.Tensor | None) -> None:
+    def take(self, sender: int, number: int, frame: bytes, data: Data) -> None:
         """Take in a message; hand over those whose turn it is."""
         with self._sending:
             arriving = self._arriving[sender]
@@ -117,17 +120,30 @@ class _InOrder:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.due = 1
-        self.early: dict[int, tuple[bytes, torch.Tensor | None]] = {}
+        self.early: dict[int, tuple[bytes, Data]] = {}
 
 
-def _deliver(
-    sender: int, number: int, frame: bytes | torch.Tensor, data: torch.Tensor | None
-) -> None:
+def _deliver(sender: int, number: int, frame: bytes | torch.Tensor, data: Data) -> None:
     """Put a message down here; this is what an RPC runs."""
     post = _here
     if post is None:
         raise GleanError("nobody takes messages here any more")
     post.take(sender, number, _unpacked(frame), data)
+
+
+def cut(flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return the pieces in which ``flat`` (uint8) travels, over the same memory.
+
+    Each has a storage of its own: of a view, RPC would send a copy.
+    """
+    return [torch.from_numpy(piece.numpy()) for piece in torch.split(flat, _PIECE)]
+
+
+def paste(data: Data, targets: Sequence[torch.Tensor]) -> None:
+    """Copy what was cut from tensors of the sizes of ``targets`` into these."""
+    places = [place for target in targets for place in torch.split(target, _PIECE)]
+    for place, piece in zip(places, data, strict=True):
+        place.copy_(piece)
 
 
 def _packed(frame: bytes) -> bytes | torch.Tensor:

@@ -27,6 +27,9 @@ LEARNER = 0
 _autograd: Any = autograd  # stubs leave out what we use of these
 _rpc: Any = rpc
 _c10d: Any = distributed
+_QUIET = {"_transports": ["uv"]}
+"""The other transport that torch would choose on one machine keeps a thread spinning in each
+process, whether or not anything is on its way."""
 _SIOCGIFADDR = 0x8915
 _INTERFACES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -91,7 +94,7 @@ class World:
 
     def _translated(self, rank: int) -> dict[str, Any]:
         """Return the options of a member, with the names of this world."""
-        options = {**self.options, "rpc_timeout": self.message_timeout}
+        options = {**_QUIET, **self.options, "rpc_timeout": self.message_timeout}
         names = {_plain_name(other): self.name(other) for other in range(self.size)}
         maps = self.options.get("device_maps") or {}
         if maps:

@@ -22,12 +22,11 @@ from gleanrl.engine.backends.network import NetworkBackend
 from gleanrl.engine.backends.network_node import RemoteNode
 from gleanrl.engine.backends.rpc_weights import RpcBoard
 from gleanrl.engine.launchers.launcher import Launcher
-from gleanrl.memory.arena import window_over
-from gleanrl.memory.slab import packed
+from gleanrl.memory.landing import Landing
 from gleanrl.rollout import link
 from gleanrl.rollout.handshake import keep_alive
 from gleanrl.rollout.rpc_node import LEAVE, RpcBoot
-from gleanrl.rollout.rpc_post import Post
+from gleanrl.rollout.rpc_post import Data, Post, paste
 from gleanrl.rollout.rpc_world import LEARNER, World, check_outside, leave, open_store
 from gleanrl.rollout.wire import head_of
 from gleanrl.rollout.worker import OpenWindow
@@ -181,11 +180,11 @@ class RPCBackend(NetworkBackend):
                 board.catch_up(worker)
         super().send(worker, ticket, command)
 
-    def _take(self, sender: int, frame: bytes, data: torch.Tensor | None) -> None:
+    def _take(self, sender: int, frame: bytes, data: Data) -> None:
         """Take in a reply, in a thread of the RPC agent."""
         node = self._nodes[sender - 1]
         ticket, _ = head_of(frame)
-        if data is not None:
+        if data:
             assert isinstance(node, RpcNode)
             node.arrived[ticket] = data
         self._frames.append((node, frame))
@@ -243,7 +242,7 @@ class RpcNode(RemoteNode):
         super().__init__(index, sock, open_window)
         self.mail: Post | None = None
         """Carries messages, once the world was entered."""
-        self.arrived: dict[int, torch.Tensor] = {}
+        self.arrived: dict[int, Data] = {}
         """Rollouts that have come, by ticket."""
         self._windows: dict[int, m.WindowRef] = {}
         """Where those that are due belong."""
@@ -262,9 +261,12 @@ class RpcNode(RemoteNode):
         """If ``ticket`` is that of a rollout, copy it into its window."""
         data, reference = self.arrived.get(ticket), self._windows.get(ticket)
         if data is not None and reference is not None:
-            came, window = window_over(data, packed(reference)[0]), self._open_window(reference)
-            for key in window.keys():
-                window.tensor(key).copy_(came.tensor(key))
+            landing = self._landings.get(reference.slot)
+            if landing is None:
+                landing = Landing(self._open_window(reference), reference)
+                self._landings[reference.slot] = landing
+            paste(data, landing.pieces)
+            landing.settle()
         # Last: an interrupt meanwhile must not lose it.
         self.arrived.pop(ticket, None)
         self._windows.pop(ticket, None)

@@ -11,7 +11,7 @@ import torch
 from gleanrl.core.messages import BoardRef
 from gleanrl.engine.backends.network_node import RemoteNode
 from gleanrl.rollout.link import weights_frame
-from gleanrl.rollout.rpc_post import Post
+from gleanrl.rollout.rpc_post import Post, cut
 from gleanrl.weights.flat import FlatBuffer, check_fit
 
 
@@ -85,7 +85,7 @@ class RpcBoard:
         self._post.send(
             node + 1,
             weights_frame(self.ref.offset),
-            publication.buffer.bytes,
+            cut(publication.buffer.bytes),
             lambda: self._arrived(node, publication),
         )
 
