@@ -1,13 +1,17 @@
 """Collectors whose workers are nodes: other machines, or processes reached like them."""
 
 from gleanrl.collectors.distributed.groups import DistributedCollector, DistributedSyncCollector
+from gleanrl.collectors.distributed.rpc import RPCCollector
 
 DistributedDataCollector = DistributedCollector
 DistributedSyncDataCollector = DistributedSyncCollector
+RPCDataCollector = RPCCollector
 
 __all__ = [
     "DistributedCollector",
     "DistributedDataCollector",
     "DistributedSyncCollector",
     "DistributedSyncDataCollector",
+    "RPCCollector",
+    "RPCDataCollector",
 ]
