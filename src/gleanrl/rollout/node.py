@@ -129,11 +129,10 @@ class _Node:
         self._sending: dict[int, list[Transfer]] = {}
         self._due: m.WindowRef | None = None
         """Of the rollout that is being carried out."""
+        self._closing = False
 
     def run(self) -> None:
         work(self._index, self._build, self._following, self._answer)
-        for slot in list(self._sending):  # what was announced is delivered
-            self._finish(slot)
 
     def _build(self) -> Worker:
         factory = cloudpickle.loads(self._factory)
@@ -144,6 +143,7 @@ class _Node:
         ticket, command = self._link.inbox.next()
         if isinstance(command, m.Collect) and command.window.blocks:
             self._due = command.window
+        self._closing = isinstance(command, m.Close)
         return ticket, command
 
     def _open(self, reference: m.WindowRef) -> RolloutWindow:
@@ -168,6 +168,10 @@ class _Node:
             transfer.finish()
 
     def _answer(self, reply: m.Reply) -> None:
+        if self._closing and not isinstance(reply, m.Begun):
+            for slot in list(self._sending):  # what was announced is delivered
+                self._finish(slot)
+            self._link.finish()  # the learner goes away when it has this answer
         self._link.answer(reply)
         due, self._due = self._due, None
         if due is not None:

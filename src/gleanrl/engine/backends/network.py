@@ -162,7 +162,7 @@ class NetworkBackend:
             fate = self._launcher.fate(worker, 0.0)
             if fate is not None:
                 error = WorkerDied(
-                    f"node {worker} {fate} before it joined; what it printed last tells why"
+                    f"worker {worker} {fate} before it joined; what it printed last tells why"
                 )
                 error.worker = worker
                 raise error
@@ -302,7 +302,7 @@ class NetworkBackend:
         for board in self._boards:
             board.forget(node)
         fate = self._launcher.fate(node.index, 2.0 if known else 0.0) or how
-        error = WorkerDied(f"node {node.index} at {node.address} {fate}")
+        error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
         error.worker = node.index
         return error
 

@@ -7,6 +7,8 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +21,24 @@ from gleanrl.rollout.node import BOARD_TAG, ROLLOUT_TAG
 from gleanrl.rollout.pair import LEARNER, ConnectionStore, Pair, Transfer
 from gleanrl.rollout.wire import CommandWriter
 from gleanrl.rollout.worker import OpenWindow
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A rollout that is due."""
+
+    landing: Landing | None = None
+    transfers: Sequence[Transfer] = ()
+    error: RuntimeError | None = None
+
+    def finish(self) -> None:
+        """Wait until it is in its window."""
+        if self.error is not None:
+            raise self.error
+        for transfer in self.transfers:
+            transfer.finish()
+        if self.landing is not None:
+            self.landing.settle()
 
 
 class RemoteNode:
@@ -37,10 +57,9 @@ class RemoteNode:
         self._open_window = open_window
         self._keys: dict[str, bytes] = {}
         self._pair: Pair | None = None
-        self._broken = ""
         self._landings: dict[int, Landing] = {}
-        self._arriving: dict[int, tuple[Landing | None, list[Transfer]]] = {}
-        """Per ticket of a rollout that is due: where it lands, and the transfers."""
+        self._arriving: dict[int, _Arrival] = {}
+        """Rollouts that are due, by ticket."""
 
     # -- joining ---------------------------------------------------------------------------------
 
@@ -102,20 +121,20 @@ class RemoteNode:
 
     # -- data ------------------------------------------------------------------------------------
 
-    def _expect(self, reference: m.WindowRef) -> tuple[Landing | None, list[Transfer]]:
+    def _expect(self, reference: m.WindowRef) -> _Arrival:
         """Have a rollout arrive, whatever this process does meanwhile."""
         if not reference.blocks:  # it will travel with the reply
-            return None, []
+            return _Arrival()
         landing = self._landings.get(reference.slot)
         if landing is None:
             landing = Landing(self._open_window(reference), reference)
             self._landings[reference.slot] = landing
         assert self._pair is not None
         try:
-            return landing, [self._pair.receive(piece, ROLLOUT_TAG) for piece in landing.pieces]
-        except RuntimeError as err:  # whoever waits for the reply is told
-            self._broken = str(err)
-            return None, []
+            transfers = [self._pair.receive(piece, ROLLOUT_TAG) for piece in landing.pieces]
+        except RuntimeError as err:  # raised if a reply should come all the same
+            return _Arrival(error=err)
+        return _Arrival(landing, transfers)
 
     def land(self, ticket: int) -> None:
         """If ``ticket`` is that of a rollout, see to it that it is in its window.
@@ -123,14 +142,10 @@ class RemoteNode:
         Raises:
             RuntimeError: the node was lost meanwhile.
         """
-        if ticket in self._arriving and self._broken:
-            raise RuntimeError(self._broken)
-        landing, transfers = self._arriving.get(ticket, (None, []))
-        for transfer in transfers:
-            transfer.finish()
-        if landing is not None:
-            landing.settle()
-        self._arriving.pop(ticket, None)
+        arrival = self._arriving.get(ticket)
+        if arrival is not None:
+            arrival.finish()
+            del self._arriving[ticket]
 
     def send_weights(self, board: int, buffer: torch.Tensor) -> Transfer | None:
         """Send ``buffer``, which must not change until the node says that it has taken it.
@@ -140,8 +155,7 @@ class RemoteNode:
         assert self._pair is not None
         try:
             transfer = self._pair.send(buffer, BOARD_TAG + board)
-        except RuntimeError as err:  # whoever waits for a rollout is told
-            self._broken = str(err)
+        except RuntimeError:  # whoever waits for a rollout is told
             return None
         self.put(link.weights_frame(board))
         return transfer
