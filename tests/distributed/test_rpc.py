@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 from collections import defaultdict
 
 import pytest
@@ -343,7 +346,7 @@ def test_a_node_that_is_killed_is_named_in_seconds(make, sync):
     next(batches)
     victim = collector.map_fn("env.pid")[1]
     os.kill(victim, signal.SIGKILL)
-    with rig.in_time(), pytest.raises(WorkerDied, match=r"node 1 .*killed by signal 9") as caught:  # noqa: PT012
+    with rig.in_time(), pytest.raises(WorkerDied, match=r"worker 1 .*killed by signal 9") as caught:  # noqa: PT012
         while True:
             next(batches)
     assert caught.value.worker == 1
@@ -353,7 +356,7 @@ def test_a_node_that_is_killed_is_named_in_seconds(make, sync):
 
 
 def test_a_node_killed_while_it_builds_is_named(make):
-    with rig.in_time(), pytest.raises(WorkerDied, match=r"node 1 .*killed by signal 9"):
+    with rig.in_time(), pytest.raises(WorkerDied, match=r"worker 1 .*killed by signal 9"):
         make(rig.counting(0), rig.counting(1, fault=rig.kill, where="build"))
 
 
@@ -362,7 +365,7 @@ def test_a_node_that_stands_still_is_named_after_the_heartbeat(make):
     collector.next()
     victim = collector.map_fn("env.pid")[0]
     os.kill(victim, signal.SIGSTOP)
-    with rig.in_time(8.0), pytest.raises(WorkerDied, match="node 0") as caught:
+    with rig.in_time(8.0), pytest.raises(WorkerDied, match="worker 0") as caught:
         collector.next()
     assert caught.value.worker == 0
 
@@ -380,6 +383,76 @@ def test_shutdown_does_not_wait_for_rollouts_under_way(make):
     collector.start()
     with rig.in_time():
         collector.shutdown()
+
+
+def test_collection_goes_on_without_a_lost_node(make):
+    collector = make(
+        rig.counting(0, pause=0.001),
+        rig.counting(1, fault=rig.kill),
+        policy=encoded(4),
+        sync=False,
+        total_frames=160,
+        on_failure="continue",
+    )
+    last = defaultdict(int)
+    with pytest.warns(UserWarning, match="goes on without it.*killed by signal 9"):  # noqa: PT031
+        for batch in collector:
+            number, steps = int(batch["observation"][0, 0]), batch["next", "observation"][:, 1]
+            assert steps.tolist() == list(range(last[number] + 1, last[number] + 9))
+            last[number] += 8
+            collector.update_policy_weights_()
+    assert sum(last.values()) == 160
+    assert collector.stats()["workers_alive"] == 1
+
+
+@pytest.mark.parametrize("command", ["update_policy_weights_", "state_dict", "shutdown"])
+def test_commands_after_a_death(make, command):
+    collector = make(*two(), policy=encoded(4))
+    collector.next()
+    dead = collector.map_fn("env.pid")[1]
+    os.kill(dead, signal.SIGKILL)
+    rig.await_end([dead])
+    with rig.in_time():
+        if command == "shutdown":
+            collector.shutdown(raise_on_error=False)
+            return
+        with pytest.raises(WorkerDied, match=r"worker 1 .*killed by signal 9"):
+            getattr(collector, command)()
+        collector.shutdown(raise_on_error=False)
+
+
+def test_a_learner_that_was_away_for_long_finds_its_nodes_alive(make):
+    collector = make(*two(), heartbeat=1.0)
+    collector.next()
+    rig.await_end([os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "2.5")])  # learning
+    for _ in range(6):
+        collector.next()
+
+
+SCRIPT = """
+    import sys
+    sys.path.insert(0, {rig!r})
+    import rig
+    from gleanrl import RPCCollector
+
+    collector = RPCCollector(
+        [rig.counting(0), rig.counting(1)], frames_per_batch=8, launcher="mp", tcp_port=0
+    )
+    collector.next()
+    print(*collector.map_fn("env.pid"), flush=True)
+"""
+
+
+def test_a_script_that_forgets_to_shut_down_ends_quietly():
+    script = textwrap.dedent(SCRIPT).format(rig=os.path.dirname(rig.__file__))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    rig.await_end(pids)
+    assert done.returncode == 0
+    assert done.stderr == ""
 
 
 # -- one world at a time ---------------------------------------------------------------------------

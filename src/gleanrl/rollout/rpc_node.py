@@ -69,7 +69,8 @@ class _Member:
         self._blocks: dict[int, _Block] = {}
         self._slot = 0
         self._over = False
-        self._post = Post(boot.world, index + 1, self._take, self._lost)
+        timeout = boot.world.timeout(index + 1)
+        self._post = Post(boot.world, index + 1, timeout, self._take, self._lost)
 
     def run(self) -> None:
         """Build the source and answer commands."""
@@ -78,7 +79,7 @@ class _Member:
     def settle(self) -> None:
         """Wait until the learner has all answers, or has left."""
         self._over = True
-        self._post.settle(self._boot.world.message_timeout)
+        self._post.settle(self._boot.world.patience)
 
     def _build(self) -> Worker:
         factory = cloudpickle.loads(self._boot.factory)

@@ -31,18 +31,19 @@ _here: Post | None = None
 class Post:
     """One member's end."""
 
-    def __init__(self, world: World, rank: int, sink: Sink, lost: Lost) -> None:
+    def __init__(self, world: World, rank: int, timeout: float, sink: Sink, lost: Lost) -> None:
         """Be the end at which messages to this process arrive, from now on.
 
         Args:
             world: Whose members exchange them.
             rank: Of this process.
+            timeout: Seconds that one message may take.
             sink: Called, in the order of sending, with who sent it, a frame and tensors; in any
                 thread, one at a time for each sender.
             lost: Called with a member and what went wrong when a message did not reach it.
         """
         global _here
-        self._world, self._rank = world, rank
+        self._world, self._rank, self._timeout = world, rank, timeout
         self._sink, self._lost = sink, lost
         self._sending = threading.RLock()
         self._sent: dict[int, int] = defaultdict(int)
@@ -75,7 +76,7 @@ class Post:
                 self._world.name(peer),
                 _deliver,
                 args=(self._rank, number, _packed(frame), list(data)),
-                timeout=self._world.message_timeout,
+                timeout=self._timeout,
             )
         except RuntimeError as err:  # the agent knows already that it cannot
             self._finished(peer, str(err), done)

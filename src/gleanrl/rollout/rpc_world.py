@@ -30,6 +30,7 @@ _c10d: Any = distributed
 _QUIET = {"_transports": ["uv"]}
 """The other transport that torch would choose on one machine keeps a thread spinning in each
 process, whether or not anything is on its way."""
+_LONG = 3600.0
 _SIOCGIFADDR = 0x8915
 _INTERFACES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -59,10 +60,13 @@ class World:
         """Return the RPC name of a member."""
         return f"{_plain_name(rank)}:{self.token}"
 
-    @property
-    def message_timeout(self) -> float:
-        """Seconds that every single RPC may take."""
-        return float(self.options.get("rpc_timeout", self.patience))
+    def timeout(self, rank: int) -> float:
+        """Return the seconds that every single message of a member may take.
+
+        Nodes wait for a learner that is busy or suspended: that it is gone, their connections tell.
+        """
+        default = self.patience if rank == LEARNER else max(self.patience, _LONG)
+        return float(self.options.get("rpc_timeout", default))
 
     def enter(self, rank: int, store: Any, address: str) -> None:
         """Become member ``rank``; waits for all others, at most ``patience`` seconds per step.
@@ -94,7 +98,7 @@ class World:
 
     def _translated(self, rank: int) -> dict[str, Any]:
         """Return the options of a member, with the names of this world."""
-        options = {**_QUIET, **self.options, "rpc_timeout": self.message_timeout}
+        options = {**_QUIET, **self.options, "rpc_timeout": self.timeout(rank)}
         names = {_plain_name(other): self.name(other) for other in range(self.size)}
         maps = self.options.get("device_maps") or {}
         if maps:

@@ -53,8 +53,9 @@ class RPCCollector(DistributedCollector):
                 synchronises with. Rollouts cross as CPU memory.
             tensorpipe_options: Arguments of `torch.distributed.rpc.TensorPipeRpcBackendOptions`, in
                 every process: ``num_worker_threads``, ``rpc_timeout`` (seconds any single message
-                may take; ``heartbeat`` by default), ``device_maps``, ``devices``. This process is
-                ``"TRAINER_NODE"`` there, nodes are ``"COLLECTOR_NODE_1"``, ….
+                may take; by default ``heartbeat`` towards nodes and an hour towards a learner that
+                may be busy), ``device_maps``, ``devices``. This process is ``"TRAINER_NODE"``
+                there, nodes are ``"COLLECTOR_NODE_1"``, ….
             **kwargs: Further arguments of `DistributedCollector`. ``backend`` is accepted for
                 compatibility: there is no process group.
 

@@ -127,7 +127,8 @@ class RPCBackend(NetworkBackend):
 
     def _gather_all(self) -> None:
         """Enter the world; a node that goes away meanwhile is noticed."""
-        post = Post(self._world, LEARNER, self._take, self._note_lost)
+        timeout = self._world.timeout(LEARNER)
+        post = Post(self._world, LEARNER, timeout, self._take, self._note_lost)
         self._post = post
         for node in self._nodes:
             assert isinstance(node, RpcNode)
