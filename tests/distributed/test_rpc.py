@@ -343,7 +343,7 @@ def test_a_node_that_is_killed_is_named_in_seconds(make, sync):
     next(batches)
     victim = collector.map_fn("env.pid")[1]
     os.kill(victim, signal.SIGKILL)
-    with rig.in_time(), pytest.raises(WorkerDied, match=r"node 1 .*killed by signal 9") as caught:  # noqa: PT012
+    with rig.in_time(), pytest.raises(WorkerDied, match=r"worker 1 .*killed by signal 9") as caught:  # noqa: PT012
         while True:
             next(batches)
     assert caught.value.worker == 1
@@ -353,7 +353,7 @@ def test_a_node_that_is_killed_is_named_in_seconds(make, sync):
 
 
 def test_a_node_killed_while_it_builds_is_named(make):
-    with rig.in_time(), pytest.raises(WorkerDied, match=r"node 1 .*killed by signal 9"):
+    with rig.in_time(), pytest.raises(WorkerDied, match=r"worker 1 .*killed by signal 9"):
         make(rig.counting(0), rig.counting(1, fault=rig.kill, where="build"))
 
 
@@ -362,7 +362,7 @@ def test_a_node_that_stands_still_is_named_after_the_heartbeat(make):
     collector.next()
     victim = collector.map_fn("env.pid")[0]
     os.kill(victim, signal.SIGSTOP)
-    with rig.in_time(8.0), pytest.raises(WorkerDied, match="node 0") as caught:
+    with rig.in_time(8.0), pytest.raises(WorkerDied, match="worker 0") as caught:
         collector.next()
     assert caught.value.worker == 0
 
