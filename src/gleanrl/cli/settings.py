@@ -72,10 +72,15 @@ class Setting:
         }
         if self.backend != "process":
             more = {"launcher": self.launcher} if self.backend == "distributed" else {}
-            kinds = {"distributed": DistributedCollector, "ray": RayCollector}
-            envs = [env] * max(1, self.workers)
-            sync = not self.asynchronous
-            return kinds[self.backend](envs, policy, sync=sync, **more, **options)
+            return Collector(
+                env,
+                policy,
+                backend=self.backend,
+                num_collectors=max(1, self.workers),
+                sync=not self.asynchronous,
+                backend_options=more,
+                **options,
+            )
         options["interruptor"] = interruptor
         if not self.workers:
             return Collector(env, policy, **options)
