@@ -31,6 +31,8 @@ _QUIET = {"_transports": ["uv"]}
 """The other transport that torch would choose on one machine keeps a thread spinning in each
 process, whether or not anything is on its way."""
 _LONG = 3600.0
+_listens: str | None = None
+"""The interface that TensorPipe listens on in this process: it looks once."""
 _SIOCGIFADDR = 0x8915
 _INTERFACES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -183,13 +185,31 @@ def without_farewells() -> Iterator[None]:
                 os.write(2, others)
 
 
+def check_interface(address: str) -> None:
+    """Check that this process can listen for RPCs on the interface of ``address``.
+
+    Raises:
+        ConfigError: it was in a world on another one.
+    """
+    interface = _interface_of(address)
+    if None not in (_listens, interface) and interface != _listens:
+        raise ConfigError(
+            f"torch.distributed.rpc has listened on {_listens} in this process and cannot change "
+            f"to {interface} ({address}): set TP_SOCKET_IFNAME before the first RPCCollector, or "
+            "begin a new process"
+        )
+
+
 @contextlib.contextmanager
 def _listening_on(address: str) -> Iterator[None]:
     """Have TensorPipe and gloo listen on the interface of ``address`` unless the user has chosen.
 
-    TensorPipe looks once per process.
+    What TensorPipe is told first holds for the whole life of the process.
     """
+    global _listens
     interface = _interface_of(address)
+    if _INTERFACES[0] not in os.environ:
+        _listens = _listens or interface
     names = [name for name in _INTERFACES if interface and name not in os.environ]
     os.environ.update(dict.fromkeys(names, interface or ""))
     try:

@@ -111,12 +111,12 @@ class RemoteNode:
 
     def put(self, frame: bytes) -> None:
         """Send ``frame`` as far as the connection takes it; any thread may."""
-        with self._sending, contextlib.suppress(ConnectionError):  # whoever reads next is told
+        with self._sending, contextlib.suppress(OSError):  # whoever reads next is told
             self.channel.post(frame)
 
     def flush(self) -> None:
         """Send what waits, as far as it is taken."""
-        with self._sending, contextlib.suppress(ConnectionError):
+        with self._sending, contextlib.suppress(OSError):
             self.channel.flush()
 
     # -- data ------------------------------------------------------------------------------------

@@ -27,7 +27,14 @@ from gleanrl.rollout import link
 from gleanrl.rollout.handshake import keep_alive
 from gleanrl.rollout.rpc_node import LEAVE, RpcBoot
 from gleanrl.rollout.rpc_post import Data, Post, paste
-from gleanrl.rollout.rpc_world import LEARNER, World, check_outside, leave, open_store
+from gleanrl.rollout.rpc_world import (
+    LEARNER,
+    World,
+    check_interface,
+    check_outside,
+    leave,
+    open_store,
+)
 from gleanrl.rollout.wire import head_of
 from gleanrl.rollout.worker import OpenWindow
 from gleanrl.weights.flat import plan_flat
@@ -74,6 +81,7 @@ class RPCBackend(NetworkBackend):
             ConfigError: RPC is initialised in this process already, or the port is taken.
         """
         check_outside()
+        check_interface(socket.gethostbyname(host or launcher.address()))
         super().__init__(
             open_window,
             launcher,
