@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import select
@@ -319,11 +320,19 @@ class NetworkBackend:
         self._nodes.clear()
         self._frames.clear()
         self._by_fd.clear()
+        foreign = self._owner != os.getpid()
+        if foreign:
+            _keep_for_ever((self, nodes))
         for node in nodes:
-            node.close()
+            node.close(drop=not foreign)
         self._listener.close()
         self._launcher.stop(min(timeout, _GRACE))
         self._poller.close()
+
+
+def _keep_for_ever(held: object) -> None:
+    """Never let ``held`` be destroyed: the threads of its process groups are another process's."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 class RemoteStop:

@@ -160,7 +160,13 @@ class RemoteNode:
         self.put(link.weights_frame(board))
         return transfer
 
-    def close(self) -> None:
-        """Close the connection, by which a node that is still there ends."""
+    def close(self, *, drop: bool = True) -> None:
+        """Close the connection, by which a node that is still there ends.
+
+        Args:
+            drop: Let go of the process group as well, which a forked child cannot do.
+        """
         self.channel.close()
-        self._pair = None
+        if drop:
+            self._pair = None
+            self._arriving.clear()
