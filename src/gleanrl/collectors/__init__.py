@@ -6,6 +6,7 @@ from gleanrl.collectors.distributed import (
     DistributedDataCollector,
     DistributedSyncCollector,
     DistributedSyncDataCollector,
+    RayCollector,
 )
 from gleanrl.collectors.legacy import (
     MultiProcessedWeightUpdater,
@@ -28,6 +29,7 @@ from gleanrl.weights.scheme import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RayWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
@@ -61,6 +63,8 @@ __all__ = [
     "PolicyVersion",
     "ProfileConfig",
     "RandomPolicy",
+    "RayCollector",
+    "RayWeightSyncScheme",
     "RemoteModuleWeightUpdater",
     "SharedMemWeightSyncScheme",
     "SyncDataCollector",

@@ -176,6 +176,7 @@ class RayBackend:
             ConfigError: something that cannot be sent to another process.
         """
         blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
+        self._check_room(len(blobs))
         actor_class = self._ray.remote(RayWorker)
         for worker, blob in enumerate(blobs):
             boot = ActorBoot(worker, self._threads, tuple(sys.path), blob)
@@ -184,6 +185,20 @@ class RayBackend:
             self._actors.append(actor)
             self._expected[actor.handle.ended.remote()] = _Expected(actor, "end")
             self._expected[actor.handle.serve.remote()] = _Expected(actor, "reply")
+
+    def _check_room(self, workers: int) -> None:
+        """Tell why actors will not come up soon, if that can be told."""
+        there = self._ray.cluster_resources()
+        for option, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+            asked = sum(float(options.get(option) or 0) for options in self._options)
+            if asked > there.get(resource, 0.0):
+                warnings.warn(
+                    f"{workers} actors ask for {asked:g} {resource}, the Ray cluster has "
+                    f"{there.get(resource, 0.0):g}: actors that do not fit wait for more; lower "
+                    f"{option} in remote_configs (0 is allowed)",
+                    UserWarning,
+                    stacklevel=2,
+                )
 
     @property
     def handles(self) -> list[Any]:
