@@ -16,7 +16,8 @@ from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.distributed.nodes import NodesCollector, with_defaults
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import InfoKeys, whole
-from gleanrl.engine.backends.ray import RayBackend, check_options, require_ray
+from gleanrl.engine.backends.ray import RayBackend
+from gleanrl.engine.backends.ray_session import check_options, require_ray, session
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 
@@ -276,9 +277,12 @@ class RayCollector(NodesCollector):
             old = workers.per_worker(name, vars(given)[name] or {}, before)
             vars(given)[name] = [*old, *workers.per_worker(name, value or {}, len(new))]
         given.create_env_fn = [*given.create_env_fn, *new]
-        self._backend.ends_ray = False
-        self.shutdown()
-        self._start(given)
+        session.enter(self, None)  # so that it does not end in between
+        try:
+            self.shutdown()
+            self._start(given)
+        finally:
+            session.leave(self, True)
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         self._asked_for = True

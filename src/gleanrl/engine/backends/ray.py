@@ -3,93 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import sys
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied
+from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import Array, SourceFactory
 from gleanrl.engine.backends.pickling import pickled
 from gleanrl.engine.backends.process import reply_in
-from gleanrl.memory.slab import packed
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.engine.backends.ray_data import Landing, RayBoard, ToldByte
+from gleanrl.engine.backends.ray_session import check_room, require_ray, session
 from gleanrl.rollout.actor import ActorBoot, Answer, RayWorker
 from gleanrl.rollout.wire import CommandWriter
 from gleanrl.rollout.worker import OpenWindow
-from gleanrl.weights.flat import FlatBuffer, check_fit, plan_flat
-
-_OURS = ("concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries")
-"""Options of an actor that a worker depends on."""
-
-
-def require_ray() -> Any:
-    """Return the ``ray`` module.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        return importlib.import_module("ray")
-    except ImportError as err:
-        raise ImportError(
-            f"collecting with Ray needs the package ray, which cannot be imported here ({err}); "
-            "pip install 'gleanrl[ray]'"
-        ) from err
-
-
-class _Session:
-    """Who uses the Ray that was started for collectors, so that the last one ends it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users: set[int] = set()
-        self._node: str | None = None
-        """What tells the Ray that was started here from one that somebody starts later."""
-
-    def enter(self, user: object, config: Mapping[str, Any] | None) -> None:
-        ray = require_ray()
-        with self._lock:
-            if not ray.is_initialized():
-                self._users.clear()
-                ray.init(**(config or {}))
-                self._node = ray.get_runtime_context().get_node_id()
-            elif config:
-                warnings.warn(
-                    f"ray_init_config ({dict(config)}) has no effect: this process is connected "
-                    "to Ray already",
-                    UserWarning,
-                    stacklevel=2,
-                )
-            if self._node is not None:
-                self._users.add(id(user))
-
-    def leave(self, user: object, end: bool) -> None:
-        with self._lock:
-            if id(user) not in self._users:
-                return
-            self._users.discard(id(user))
-            if not end:
-                self._node = None  # it is the user's from here on
-                self._users.clear()
-            elif not self._users:
-                node, self._node = self._node, None
-                ray = require_ray()
-                if ray.is_initialized() and ray.get_runtime_context().get_node_id() == node:
-                    ray.shutdown()
-
-
-_session = _Session()
+from gleanrl.weights.flat import plan_flat
 
 
 @dataclass(eq=False, slots=True)
@@ -158,14 +93,14 @@ class RayBackend:
         self._actors: list[_Actor] = []
         self._expected: dict[Any, _Expected] = {}
         self._replies: deque[m.Reply | WorkerDied] = deque()
-        self._landings: dict[tuple[int, int, int], _Landing] = {}
+        self._landings: dict[tuple[int, int, int], Landing] = {}
         self._boards = 0
         self.stop_byte = ToldByte(self._tell_stop)
         """The byte that running rollouts look at; actors are told when it changes."""
         self.ends_ray = True
         """Whether `stop` ends Ray if it was started for collectors and no other uses it."""
         self._ray = require_ray()
-        _session.enter(self, init)
+        session.enter(self, init)
 
     # -- commands --------------------------------------------------------------------------------
 
@@ -176,7 +111,7 @@ class RayBackend:
             ConfigError: something that cannot be sent to another process.
         """
         blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
-        self._check_room(len(blobs))
+        check_room(self._options)
         actor_class = self._ray.remote(RayWorker)
         for worker, blob in enumerate(blobs):
             boot = ActorBoot(worker, self._threads, tuple(sys.path), blob)
@@ -185,20 +120,6 @@ class RayBackend:
             self._actors.append(actor)
             self._expected[actor.handle.ended.remote()] = _Expected(actor, "end")
             self._expected[actor.handle.serve.remote()] = _Expected(actor, "reply")
-
-    def _check_room(self, workers: int) -> None:
-        """Tell why actors will not come up soon, if that can be told."""
-        there = self._ray.cluster_resources()
-        for option, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
-            asked = sum(float(options.get(option) or 0) for options in self._options)
-            if asked > there.get(resource, 0.0):
-                warnings.warn(
-                    f"{workers} actors ask for {asked:g} {resource}, the Ray cluster has "
-                    f"{there.get(resource, 0.0):g}: actors that do not fit wait for more; lower "
-                    f"{option} in remote_configs (0 is allowed)",
-                    UserWarning,
-                    stacklevel=2,
-                )
 
     @property
     def handles(self) -> list[Any]:
@@ -332,7 +253,7 @@ class RayBackend:
         key = (reference.arena, reference.slot, reference.worker)
         landing = self._landings.get(key)
         if landing is None:
-            landing = _Landing(self._open_window(reference), reference)
+            landing = Landing(self._open_window(reference), reference)
             self._landings[key] = landing
         landing.fill(block)
 
@@ -379,7 +300,7 @@ class RayBackend:
                 self._kill(actors, timeout)
         self._expected.clear()
         with contextlib.suppress(Exception):
-            _session.leave(self, self.ends_ray)
+            session.leave(self, self.ends_ray)
 
     def _kill(self, actors: Sequence[_Actor], timeout: float) -> None:
         ends = [r for r, expected in self._expected.items() if expected.kind == "end"]
@@ -388,88 +309,6 @@ class RayBackend:
                 self._ray.kill(actor.handle)
         if ends:
             self._ray.wait(ends, num_returns=len(ends), timeout=timeout)
-
-
-class _Landing:
-    """Where in the learner's memory the bytes of one window's rollouts belong."""
-
-    def __init__(self, window: RolloutWindow, reference: m.WindowRef) -> None:
-        plan, _ = packed(reference)
-        self._parts: list[tuple[Array, slice]] = []
-        for block in plan.blocks:
-            target = window.tensor(block.field.key)
-            if target.numel():
-                rows = target.flatten(1).view(torch.uint8).numpy()
-                self._parts.append((rows, slice(block.offset, block.offset + rows.size)))
-
-    def fill(self, block: Array) -> None:
-        """Copy a rollout, which came as uint8 ``[nbytes]``."""
-        for rows, part in self._parts:
-            np.copyto(rows, block[part].reshape(rows.shape))
-
-
-class ToldByte:
-    """A byte that tells somebody when it changes."""
-
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        """Begin with zero; ``tell`` is called with every new value."""
-        self._value = 0
-        self._tell = tell
-        self._lock = threading.Lock()
-
-    def __getitem__(self, index: int, /) -> int:
-        return self._value
-
-    def __setitem__(self, index: int, value: int, /) -> None:
-        with self._lock:
-            if value != self._value:
-                self._value = value
-                self._tell(value)
-
-
-class RayBoard:
-    """The weights of one model, published to all actors."""
-
-    def __init__(
-        self,
-        ref: m.BoardRef,
-        put: Callable[[Array], Any],
-        tell: Callable[[int, Any], None],
-    ) -> None:
-        """Publish what ``put`` has stored by means of ``tell``, under the number in ``ref``."""
-        self.ref = ref
-        self._put = put
-        self._tell = tell
-        self._buffer = FlatBuffer(ref)
-        self._newest: Any = None
-
-    def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
-        """Copy ``tensors``, in the order of ``ref``, into one object and tell all actors of it.
-
-        Raises:
-            WeightsError: a shape that is not the board's; nothing is published.
-        """
-        check_fit(self.ref, tensors)
-        self._buffer.fill(tensors, version, serial)
-        self._newest = self._put(self._buffer.bytes.numpy())
-        self._tell(self.ref.offset, self._newest)
-
-
-def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of an actor, one CPU by default.
-
-    Raises:
-        ConfigError: no mapping, or options that are not the user's to choose.
-    """
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"remote_configs ({options!r:.100}) must be a mapping or a list of them")
-    found = sorted(set(options) & set(_OURS))
-    if found:
-        raise ConfigError(
-            f"remote_configs sets {found}, which collection depends on; it may set resources, "
-            "runtime_env, scheduling_strategy and the like"
-        )
-    return {"num_cpus": 1, **options}
 
 
 def _reason(error: BaseException) -> str:
