@@ -1,6 +1,5 @@
 """The parts of Ray collectors that need no Ray."""
 
-import asyncio
 import gc
 import sys
 import types
@@ -17,7 +16,7 @@ from gleanrl.engine.backends.ray_data import Landing, RayBoard, ToldByte
 from gleanrl.engine.backends.ray_session import Session, check_options
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.slab import Order, Slab
-from gleanrl.rollout.actor import ActorBoot, Blocks, RayWorker, Turns
+from gleanrl.rollout.actor import ActorBoot, Arrivals, Blocks, RayWorker
 from gleanrl.rollout.wire import CommandWriter, read_reply
 from gleanrl.testing import StampedSource
 from gleanrl.weights.flat import plan_flat
@@ -42,9 +41,9 @@ class Raises(StampedSource):
 
 
 def test_what_comes_out_of_order_is_done_in_order():
-    turns, done = Turns(), []
+    arrivals, done = Arrivals(), []
     for turn in (2, 0, 3, 1, 4):
-        turns.take(turn, lambda turn=turn: done.append(turn))
+        arrivals.take(turn, lambda turn=turn: done.append(turn))
     assert done == [0, 1, 2, 3, 4]
 
 
@@ -133,29 +132,54 @@ def test_the_scheme_has_its_name():
     assert isinstance(WeightSyncScheme.from_backend("ray"), RayWeightSyncScheme)
 
 
-def test_a_worker_whose_code_ends_the_process_says_so_and_exceptions_travel(capsys):
-    async def serve(factory, *commands):
-        boot = ActorBoot(1, torch.get_num_threads(), (), cloudpickle.dumps(factory))
-        actor, writer = RayWorker(boot), CommandWriter()
-        answers = [await actor.serve()]
-        calls = [
-            asyncio.ensure_future(actor.do(turn, writer.write(turn + 1, command)))
-            for turn, command in enumerate(commands)
-        ]
-        ended = asyncio.ensure_future(actor.ended())
-        done, _ = await asyncio.wait(
-            [*calls, ended], timeout=5 * bool(calls), return_when="FIRST_COMPLETED"
-        )
-        answers += [task.result() for task in calls if task in done]
-        return answers, ended.result() if ended in done else None
+def serving(factory, index=1):
+    actor = RayWorker(ActorBoot(index, torch.get_num_threads(), (), cloudpickle.dumps(factory)))
+    return actor, actor.serve()
 
-    answers, why = asyncio.run(serve(Quits, m.Get("number")))
-    assert read_reply(answers[0][1]).layout is not None
-    assert why == "its code ended it with SystemExit(4)"
-    assert "SystemExit" in capsys.readouterr().err
-    answers, why = asyncio.run(serve(Raises))
-    failed = read_reply(answers[0][1])
+
+def ask(writer, number, command=None):
+    return writer.write(number, m.Get("num_envs") if command is None else command)
+
+
+def test_a_step_does_what_is_next_whatever_it_came_with():
+    actor, ready = serving(StampedSource)
+    assert ready[0] == 0
+    assert read_reply(ready[1]).layout is not None
+    writer = CommandWriter()
+    window = Arena(Slab([read_reply(ready[1]).layout], [4], Order.TIME), 1).reference(0, 0)
+    collects = [writer.write(ticket, m.Collect(window)) for ticket in (1, 2)]
+    actor.post(2, ask(writer, 3))  # overtakes rollouts, not what was sent before it
+    assert actor.step(1, collects[1]) is None
+    place, frame, block = actor.step(0, collects[0])
+    assert (place, read_reply(frame).ticket, block) == (1, 3, None)
+    actor.begun(3)  # returns
+    answers = [actor.step(0, None) for _ in range(2)]
+    assert [place for place, _, _ in answers] == [2, 3]
+    assert [read_reply(frame).ticket for _, frame, _ in answers] == [1, 2]
+    assert all(block is not None for _, _, block in answers)
+    assert actor.step(0, None) is None
+
+
+def test_a_command_that_cannot_be_loaded_is_answered_and_the_next_is_carried_out():
+    actor, _ = serving(StampedSource)
+    writer = CommandWriter()
+    actor.post(0, ask(writer, 1)[:-20])
+    actor.post(1, ask(writer, 2))
+    failed, done = (read_reply(actor.step(0, None)[1]) for _ in range(2))
+    assert "cannot be loaded" in failed.error.message
+    assert (done.ticket, done.value) == (2, 2)
+
+
+def test_what_raises_in_the_worker_travels_and_what_ends_it_is_told(capsys):
+    _, (_, frame, _) = serving(Raises)
+    failed = read_reply(frame)
     assert (failed.worker, failed.ticket, failed.error.kind) == (1, 0, "LookupError")
+    actor, _ = serving(Quits)
+    actor.post(0, ask(CommandWriter(), 1))
+    with pytest.raises(SystemExit):
+        actor.step(0, None)
+    assert actor.ended() == "its code ended it with SystemExit(4)"
+    assert "SystemExit" in capsys.readouterr().err
 
 
 class FakeRay(types.ModuleType):

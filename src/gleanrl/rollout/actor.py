@@ -1,14 +1,14 @@
-"""What a Ray actor runs: one thread that is a worker, and methods that only hand things to it."""
+"""What a Ray actor runs: one thread that is a worker, others that only hand things to it."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ from gleanrl.core.protocols import Array
 from gleanrl.memory.arena import window_over
 from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
-from gleanrl.rollout.inbox import Addressed, Queued, work
+from gleanrl.rollout.inbox import Queued
 from gleanrl.rollout.serve import frame_of, settle, unreadable
 from gleanrl.rollout.wire import CommandReader, head_of
 from gleanrl.rollout.worker import Worker
@@ -29,6 +29,8 @@ from gleanrl.weights.flat import FlatBuffer
 
 Answer: TypeAlias = "tuple[int, bytes, Array | None]"
 """The reply's place among all of this worker's, its frame, and the rollout it is about."""
+_PATIENCE = 0.05
+"""Seconds a step waits for a command that other calls were overtaken by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,136 +45,205 @@ class ActorBoot:
     """A pickled `SourceFactory`."""
 
 
-class RayWorker:
-    """One worker as the methods of an asynchronous actor.
+GROUPS: Mapping[str, str] = {
+    "serve": "work",
+    "step": "work",
+    "post": "control",
+    "stop": "control",
+    "publish": "control",
+    "begun": "begun",
+    "ended": "end",
+}
+"""Per method its concurrency group: one thread each."""
 
-    The methods run in the actor's event loop and wait there; environments and the policy run in
-    one thread of their own. Ray may start calls in another order than they were made in, so those
-    whose order matters carry a number, their turn, and are taken in by it.
+
+class RayWorker:
+    """One worker as the methods of an actor with a few threads.
+
+    All of the user's code runs in the thread of the group ``"work"``, where each call of `step`
+    carries out one command: the next in line, which need not be the one it came with. Commands
+    that overtake rollouts come in through `post`. Calls may begin in another order than they were
+    made in, so those whose order matters carry a number, their turn, and are taken in by it.
     """
 
     def __init__(self, boot: ActorBoot) -> None:
         """Remember what to do; nothing is built before `serve`."""
-        self._promises = Promises()
-        self._serving = Serving(boot, self._promises)
-        self._turns = Turns()
+        self._boot = boot
+        self._inbox = Arrivals()
+        self._stop = bytearray(1)
+        self._weights = PutWeights()
+        self._begun = Milestones()
+        self._over = Milestones()
+        self._desk: Desk | None = None
+        self._why = ""
 
-    async def serve(self) -> Answer:
-        """Start working; return the `Ready`, or the `Failed` of what was to be built."""
-        self._promises.loop = asyncio.get_running_loop()
-        threading.Thread(target=self._serving.run, name="gleanrl-worker", daemon=True).start()
-        answer: Answer = await self._promises.wait("reply", 0)
+    def serve(self) -> Answer:
+        """Build the worker; return its `Ready`, or the `Failed` of what was to be built."""
+        answer: Answer = self._guarded(self._serve)
         return answer
 
-    async def ended(self) -> str:
-        """Wait for as long as the worker is able to work; return why it no longer is."""
-        return str(await self._promises.wait("end", 0))
+    def _serve(self) -> Answer:
+        boot = self._boot
+        sys.path.extend(entry for entry in boot.path if entry not in sys.path)
+        settle(boot.threads)
+        self._desk = Desk(boot, self._inbox, self._begun, self._stop, self._weights)
+        return self._desk.open()
 
-    async def do(self, turn: int, frame: bytes) -> Answer:
-        """Carry out the command in ``frame`` and return the reply."""
-        self._turns.take(turn, lambda: self._serving.frames.put(frame))
-        answer: Answer = await self._promises.wait("reply", head_of(frame)[0])
+    def step(self, turn: int, frame: bytes | None) -> Answer | None:
+        """Take in ``frame``, if there is one, and carry out the next command.
+
+        Returns:
+            Its reply; ``None`` if there was no command, because others have not arrived yet.
+        """
+        if frame is not None:
+            self._inbox.take(turn, lambda: self._inbox.put(frame))
+        desk = self._desk
+        assert desk is not None
+        answer: Answer | None = self._guarded(desk.step)
         return answer
 
-    async def begun(self, ticket: int) -> None:
-        """Wait until the worker turns to a command other than `Collect`."""
-        await self._promises.wait("begun", ticket)
+    def post(self, turn: int, frame: bytes) -> None:
+        """Take in the command in ``frame``; a `step` that runs later carries it out."""
+        self._inbox.take(turn, lambda: self._inbox.put(frame))
 
-    async def stop(self, turn: int, value: int) -> None:
+    def stop(self, turn: int, value: int) -> None:
         """Set the byte that running rollouts look at."""
-        self._turns.take(turn, lambda: self._serving.stop.__setitem__(0, value))
+        self._inbox.take(turn, lambda: self._stop.__setitem__(0, value))
 
-    async def publish(self, turn: int, number: int, refs: Sequence[Any]) -> None:
+    def publish(self, turn: int, number: int, refs: Sequence[Any]) -> None:
         """Have the worker take the weights behind ``refs[0]``, unless newer ones come first."""
-        self._turns.take(turn, lambda: self._serving.weights.put(number, refs[0]))
+        self._inbox.take(turn, lambda: self._weights.put(number, refs[0]))
+
+    def begun(self, ticket: int) -> None:
+        """Wait until the worker turns to a command other than `Collect`."""
+        self._begun.wait(ticket)
+
+    def ended(self) -> str:
+        """Wait for as long as the worker is able to work; return why it no longer is."""
+        self._over.wait(0)
+        return self._why
+
+    def _guarded(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except BaseException as err:  # `SystemExit` of a user's, which Ray would not explain
+            traceback.print_exc()
+            self._why = f"its code ended it with {err!r}"
+            self._over.reach(0)
+            raise
 
 
-class Turns:
-    """Does things in the order of their numbers, whatever order they come in."""
+class Arrivals:
+    """What comes in, in any thread and any order, to be taken in one order by one thread."""
 
     def __init__(self) -> None:
-        """Start with number 0."""
-        self._next = 0
+        """Start with turn 0."""
+        self._turn = 0
         self._early: dict[int, Callable[[], None]] = {}
+        self._frames: list[bytes] = []
+        self._arrived = threading.Condition(threading.RLock())
 
     def take(self, turn: int, act: Callable[[], None]) -> None:
         """Call ``act`` as soon as everything before ``turn`` was done."""
-        self._early[turn] = act
-        while (following := self._early.pop(self._next, None)) is not None:
-            self._next += 1
-            following()
+        with self._arrived:
+            self._early[turn] = act
+            while (following := self._early.pop(self._turn, None)) is not None:
+                self._turn += 1
+                following()
+
+    def put(self, frame: bytes) -> None:
+        """Add a command."""
+        with self._arrived:
+            self._frames.append(frame)
+            self._arrived.notify()
+
+    def frames(self, wait: float) -> list[bytes]:
+        """Return all commands there are; wait for one for that many seconds."""
+        with self._arrived:
+            if wait and not self._frames:
+                self._arrived.wait(wait)
+            frames, self._frames = self._frames, []
+        return frames
 
 
-class Promises:
-    """What methods in the event loop wait for, and another thread will bring."""
+class Milestones:
+    """Numbers that one thread reaches and others wait for."""
 
     def __init__(self) -> None:
-        """Start without any."""
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self._futures: dict[tuple[str, int], asyncio.Future[Any]] = {}
+        """Start with none reached."""
+        self._reached: set[int] = set()
+        self._changed = threading.Condition()
 
-    async def wait(self, kind: str, ticket: int) -> Any:
-        """Return what is brought under this name, before or after this call."""
-        value = await self._future(kind, ticket)
-        self._futures.pop((kind, ticket), None)
-        return value
+    def reach(self, number: int) -> None:
+        """Let go who waits for ``number``."""
+        with self._changed:
+            self._reached.add(number)
+            self._changed.notify_all()
 
-    def bring(self, kind: str, ticket: int, value: Any) -> None:
-        """Hand ``value`` over; from any thread, once the loop is known."""
-        assert self.loop is not None
-        self.loop.call_soon_threadsafe(self._set, kind, ticket, value)
-
-    def _set(self, kind: str, ticket: int, value: Any) -> None:
-        self._future(kind, ticket).set_result(value)
-
-    def _future(self, kind: str, ticket: int) -> asyncio.Future[Any]:
-        found = self._futures.get((kind, ticket))
-        if found is None:
-            found = asyncio.get_running_loop().create_future()
-            self._futures[kind, ticket] = found
-        return found
+    def wait(self, number: int) -> None:
+        """Wait until ``number`` is reached; it is forgotten then."""
+        with self._changed:
+            while number not in self._reached:
+                self._changed.wait()
+            self._reached.discard(number)
 
 
-class Serving:
-    """What the worker's own thread does."""
+class Desk:
+    """What the thread that works does: one command at a time."""
 
-    def __init__(self, boot: ActorBoot, promises: Promises) -> None:
-        """Remember what to do and who waits for the replies."""
+    def __init__(
+        self,
+        boot: ActorBoot,
+        inbox: Arrivals,
+        begun: Milestones,
+        stop: bytearray,
+        weights: PutWeights,
+    ) -> None:
+        """Work off ``inbox``; ``begun`` is told the ticket of every command but rollouts."""
         self._boot = boot
-        self._promises = promises
-        self.stop = bytearray(1)
-        self.frames = Frames()
-        self.weights = PutWeights()
+        self._inbox = inbox
+        self._begun = begun
+        self._stop = stop
+        self._weights = weights
         self._reader = CommandReader()
         self._queued = Queued()
+        self._refused: deque[m.Reply] = deque()
         self._blocks = Blocks()
         self._block: Array | None = None
         self._place = 0
+        self._worker: Worker | None = None
 
-    def run(self) -> None:
-        """Build the source and answer commands; say so if that ends in any other way."""
+    def open(self) -> Answer:
+        """Build the worker here."""
+        index = self._boot.worker
         try:
-            sys.path.extend(entry for entry in self._boot.path if entry not in sys.path)
-            settle(self._boot.threads)
-            work(self._boot.worker, self._build, self._next, self._answer)
-        except BaseException as err:  # `SystemExit` of a user's, too: nobody else would see it
-            traceback.print_exc()
-            self._promises.bring("end", 0, f"its code ended it with {err!r}")
+            factory = cloudpickle.loads(self._boot.factory)
+            self._worker = Worker(index, factory, self._open, self._stop, self._weights)
+            return self._answer(self._worker.ready())
+        except Exception as err:
+            return self._answer(m.Failed(index, 0, err))
 
-    def _build(self) -> Worker:
-        factory = cloudpickle.loads(self._boot.factory)
-        return Worker(self._boot.worker, factory, self._open, self.stop, self.weights)
+    def step(self) -> Answer | None:
+        """Carry out the next command, if one has arrived."""
+        self._take_in(0.0 if self._queued or self._refused else _PATIENCE)
+        if self._refused:
+            return self._answer(self._refused.popleft())
+        if not self._queued:
+            return None
+        ticket, command = self._queued.pop()
+        if not isinstance(command, m.Collect):
+            self._begun.reach(ticket)
+        assert self._worker is not None
+        return self._answer(self._worker.handle(ticket, command))
 
-    def _next(self) -> Addressed:
-        while True:
-            for frame in self.frames.take(wait=not self._queued):
-                ticket, _ = head_of(frame)
-                try:
-                    self._queued.put(ticket, self._reader.read(frame))
-                except Exception as err:  # whatever the user's objects do when unpickled
-                    self._answer(m.Failed(self._boot.worker, ticket, unreadable(err)))
-            if self._queued:
-                return self._queued.pop()
+    def _take_in(self, wait: float) -> None:
+        for frame in self._inbox.frames(wait):
+            ticket, _ = head_of(frame)
+            try:
+                self._queued.put(ticket, self._reader.read(frame))
+            except Exception as err:  # whatever the user's objects do when unpickled
+                self._begun.reach(ticket)
+                self._refused.append(m.Failed(self._boot.worker, ticket, unreadable(err)))
 
     def _open(self, reference: m.WindowRef) -> RolloutWindow:
         self._block = None
@@ -181,46 +252,19 @@ class Serving:
         window, self._block = self._blocks.take(reference)
         return window
 
-    def _answer(self, reply: m.Reply) -> None:
-        ticket = 0 if isinstance(reply, m.Ready) else reply.ticket
-        if isinstance(reply, m.Begun):
-            self._promises.bring("begun", ticket, None)
-            return
+    def _answer(self, reply: m.Reply) -> Answer:
         block = None
         if isinstance(reply, m.Rolled) and reply.report.payload is None:
             block, self._block = self._block, None
-        self._promises.bring("reply", ticket, (self._place, frame_of(reply), block))
-        self._place += 1
-
-
-class Frames:
-    """Commands as they came in, put by one thread for another to take."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._frames: list[bytes] = []
-        self._arrived = threading.Condition()
-
-    def put(self, frame: bytes) -> None:
-        """Add a frame."""
-        with self._arrived:
-            self._frames.append(frame)
-            self._arrived.notify()
-
-    def take(self, wait: bool) -> list[bytes]:
-        """Return all there are, after waiting for one if told to."""
-        with self._arrived:
-            while wait and not self._frames:
-                self._arrived.wait()
-            frames, self._frames = self._frames, []
-        return frames
+        place, self._place = self._place, self._place + 1
+        return place, frame_of(reply), block
 
 
 class Blocks:
     """Memory for rollouts, each in one piece, used again once Ray has let go of it.
 
-    Ray serialises what a method returns after it has returned, while the worker is at its next
-    rollout already. So a block is free again when the array that was sent is gone.
+    Ray serialises what a method returns after it has returned: a block is free again when the
+    array that was sent is gone.
     """
 
     def __init__(self) -> None:

@@ -21,8 +21,8 @@ from gleanrl.engine.backends.pickling import pickled
 from gleanrl.engine.backends.process import reply_in
 from gleanrl.engine.backends.ray_data import Landing, RayBoard, ToldByte
 from gleanrl.engine.backends.ray_session import check_room, require_ray, session
-from gleanrl.rollout.actor import ActorBoot, Answer, RayWorker
-from gleanrl.rollout.wire import CommandWriter
+from gleanrl.rollout.actor import GROUPS, ActorBoot, Answer, RayWorker
+from gleanrl.rollout.wire import CommandWriter, head_of
 from gleanrl.rollout.worker import OpenWindow
 from gleanrl.weights.flat import plan_flat
 
@@ -42,6 +42,8 @@ class _Actor:
     """Replies that came before others which were made earlier, by place."""
     beginnings: dict[int, Any] = field(default_factory=dict)
     """By ticket: what is resolved when the worker turns to that command."""
+    windows: dict[int, m.WindowRef] = field(default_factory=dict)
+    """By ticket: where rollouts under way are to lie."""
     died: WorkerDied | None = None
 
 
@@ -53,7 +55,7 @@ class _Expected:
     kind: str
     """``"reply"``, ``"begun"`` or ``"end"``."""
     ticket: int = 0
-    window: m.WindowRef | None = None
+    """Of a beginning."""
 
 
 class RayBackend:
@@ -112,7 +114,10 @@ class RayBackend:
         """
         blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
         check_room(self._options)
-        actor_class = self._ray.remote(RayWorker)
+        for name, group in GROUPS.items():
+            self._ray.method(concurrency_group=group)(getattr(RayWorker, name))
+        groups = dict.fromkeys(GROUPS.values(), 1)
+        actor_class = self._ray.remote(concurrency_groups=groups)(RayWorker)
         for worker, blob in enumerate(blobs):
             boot = ActorBoot(worker, self._threads, tuple(sys.path), blob)
             chosen = dict(self._options[worker]) if self._options else {}
@@ -137,14 +142,17 @@ class RayBackend:
         actor = self._actors[worker]
         if actor.died is not None:
             raise actor.died
-        window = command.window if isinstance(command, m.Collect) else None
-        if window is None:
+        frame = actor.writer.write(ticket, command)
+        if isinstance(command, m.Collect):
+            actor.windows[ticket] = command.window
+            reply = self._call(actor, actor.handle.step, frame)
+        else:
+            self._call(actor, actor.handle.post, frame)
             beginning = actor.handle.begun.remote(ticket)
             actor.beginnings[ticket] = beginning
             self._expected[beginning] = _Expected(actor, "begun", ticket)
-        frame = actor.writer.write(ticket, command)
-        reply = self._call(actor, actor.handle.do, frame)
-        self._expected[reply] = _Expected(actor, "reply", ticket, window)
+            reply = actor.handle.step.remote(0, None)
+        self._expected[reply] = _Expected(actor, "reply")
 
     def _call(self, actor: _Actor, method: Any, *args: Any) -> Any:
         """Call a method that is to be taken in in the order of these calls."""
@@ -233,17 +241,24 @@ class RayBackend:
             self._replies.append(m.Begun(expected.actor.worker, expected.ticket))
             self._forget_beginning(expected.actor, expected.ticket)
         else:
-            self._take_reply(expected, value)
-            self._forget_beginning(expected.actor, expected.ticket)
+            self._take_reply(expected.actor, value)
             self._expected.pop(reference, None)
 
-    def _take_reply(self, expected: _Expected, answer: Answer) -> None:
+    def _take_reply(self, actor: _Actor, answer: Answer | None) -> None:
         """Deliver a reply, in the order in which its worker made them."""
-        actor, (place, frame, block) = expected.actor, answer
-        if block is not None and expected.window is not None:
-            self._land(expected.window, block)
-        if place >= actor.place:
-            actor.early[place] = reply_in(frame)
+        if answer is None:  # its command had not arrived yet: here is another chance to do it
+            again = actor.handle.step.remote(0, None)
+            self._expected[again] = _Expected(actor, "reply")
+            return
+        place, frame, block = answer
+        if place < actor.place:
+            return
+        ticket, _ = head_of(frame)
+        if block is not None:
+            self._land(actor.windows[ticket], block)
+        actor.early[place] = reply_in(frame)
+        actor.windows.pop(ticket, None)
+        self._forget_beginning(actor, ticket)
         while actor.place in actor.early:
             self._replies.append(actor.early[actor.place])
             del actor.early[actor.place]
@@ -270,10 +285,11 @@ class RayBackend:
         with contextlib.suppress(self._ray.exceptions.RayError):
             for reference in self._ray.wait(own, num_returns=len(own), timeout=0)[0]:
                 if self._expected[reference].kind == "reply":
-                    self._take_reply(self._expected[reference], self._ray.get(reference))
+                    self._take_reply(actor, self._ray.get(reference))
         for reference in own:
             self._expected.pop(reference, None)
         actor.beginnings.clear()
+        actor.windows.clear()
         self._replies.extend(actor.early[place] for place in sorted(actor.early))
         actor.early.clear()
         self._replies.append(actor.died)
