@@ -11,7 +11,6 @@ import argparse
 import os
 import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from benchmarks.__main__ import THREADS
 
 ENVS, STEPS, ACTORS = 16, 64, 2
 SIZES = {"100KB": 100 * 2**10, "1MB": 2**20, "16MB": 2**24, "64MB": 2**26}
+KINDS = ("sync", "async")
 OVERHEAD = 1.2
 """What a batch may cost, in units of `ray.get` of as many bytes."""
 
@@ -256,9 +256,7 @@ def cartpole(kind: str) -> Any:
 def main() -> int:
     """Run the cases; one thread per process for everybody."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ray", description=__doc__)
-    parser.add_argument(
-        "--only", nargs="+", metavar="CASE", help="names of cases, or parts of them"
-    )
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="parts of names")
     parser.add_argument("--rounds", type=int, default=7, help="windows per system (7)")
     parser.add_argument("--seconds", type=float, default=1.0, help="length of a window (1.0)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ray"), metavar="DIR")
@@ -299,12 +297,12 @@ def main() -> int:
         logging_level="ERROR",
     )
     console = Console(width=130)
-    results: deque[Any] = deque()
+    settings = {"rounds": options.rounds, "seconds": options.seconds}
+    results: list[Any] = []
     for make in chosen:
         results.append(run_case(make(), options.rounds, options.seconds))
-    settings = {"rounds": options.rounds, "seconds": options.seconds}
-    doc: dict[str, Any] = report.document(list(results), settings, None)
-    report.show(doc, console)
+        report.show(report.document(results[-1:], settings, None), console)
+    doc: dict[str, Any] = report.document(results, settings, None)
     for path in report.save(doc, options.out):
         console.print(f"wrote {path}")
     ray.shutdown()
