@@ -111,6 +111,7 @@ class RayCollector(NodesCollector):
         compact_obs: bool = False,
         timeout: float | None = None,
         start_timeout: float = 120.0,
+        on_failure: str = "raise",
     ) -> None:
         """Create the actors; each builds its environments and resets them once.
 
@@ -183,6 +184,9 @@ class RayCollector(NodesCollector):
                 Ray knows it alive, with a warning every minute.
             start_timeout: Seconds all actors together may take to be scheduled and to build their
                 environments.
+            on_failure: ``"raise"``, or ``"continue"``: go on with the other actors when one is
+                lost, with a warning; what it had not delivered is collected by the others. For
+                ``sync=False``.
 
         Raises:
             ConfigError: an argument is wrong or contradicts another (a `ValueError`).
