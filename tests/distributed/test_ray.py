@@ -193,7 +193,11 @@ def test_asynchronous_rollouts_have_the_weights_of_their_version_and_none_is_los
     collect(collector, 3)
     assert collector.next()["seen"].eq(81).all()
     ray.kill(collector.remote_collectors[0])
-    with rig.in_time(10.0), pytest.raises(WorkerDied, match=r"worker \d .*ray\.kill"):
+    with (
+        rig.in_time(10.0),
+        pytest.warns(UserWarning, match="worker 0"),
+        pytest.raises(WorkerDied, match=r"worker \d .*ray\.kill"),
+    ):
         collect(collector, 1000)
     with rig.in_time(10.0):
         collector.shutdown()
