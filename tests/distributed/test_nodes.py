@@ -17,6 +17,7 @@ from tensordict.nn import TensorDictModule
 
 from gleanrl import (
     ClosedError,
+    Collector,
     CollectorTimeout,
     ConfigError,
     DistributedCollector,
@@ -494,3 +495,23 @@ def test_nodes_end_with_their_learner(end):
 
 def test_the_old_name_is_the_same_class():
     assert DistributedDataCollector is DistributedCollector
+
+
+def test_collector_itself_is_the_front_door():
+    with Collector(
+        rig.counting(0),
+        backend="distributed",
+        num_collectors=2,
+        sync=True,
+        frames_per_batch=16,
+        backend_options={"tcp_port": 0, "process_group_backend": "gloo"},
+    ) as collector:
+        assert isinstance(collector, DistributedCollector)
+        assert collector.next().shape == (2, 8)
+    with pytest.raises(ConfigError, match="gloo"):
+        Collector(
+            rig.counting(0),
+            backend="distributed",
+            frames_per_batch=8,
+            backend_options={"process_group_backend": "pigeon"},
+        )

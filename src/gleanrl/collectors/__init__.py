@@ -7,6 +7,8 @@ from gleanrl.collectors.distributed import (
     DistributedSyncCollector,
     DistributedSyncDataCollector,
     RayCollector,
+    RPCCollector,
+    RPCDataCollector,
 )
 from gleanrl.collectors.legacy import (
     MultiProcessedWeightUpdater,
@@ -30,6 +32,7 @@ from gleanrl.weights.scheme import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     RayWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
@@ -62,6 +65,9 @@ __all__ = [
     "NoWeightSyncScheme",
     "PolicyVersion",
     "ProfileConfig",
+    "RPCCollector",
+    "RPCDataCollector",
+    "RPCWeightSyncScheme",
     "RandomPolicy",
     "RayCollector",
     "RayWeightSyncScheme",

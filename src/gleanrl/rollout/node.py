@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import cloudpickle
 import torch
@@ -40,9 +41,33 @@ class Going:
     """Those of the process that started it, where it was forked earlier."""
 
 
+class Boot(Protocol):
+    """What the learner tells a node that it has let in: what to be."""
+
+    @property
+    def threads(self) -> int:
+        """Return the number of torch threads of the node."""
+        ...
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Return where the learner imports from."""
+        ...
+
+    def serve(self, connection: Link, node: int, address: str) -> None:
+        """Serve the learner until it says `Close`.
+
+        Args:
+            connection: To the learner.
+            node: This node's index.
+            address: This node's address on the network between the two.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class NodeBoot:
-    """What the learner tells a node that it has let in."""
+    """What a node whose data travel through a process group of two is told."""
 
     threads: int
     kind: str
@@ -51,6 +76,15 @@ class NodeBoot:
     """Where the learner imports from."""
     factory: bytes
     """A pickled `SourceFactory`."""
+
+    def serve(self, connection: Link, node: int, address: str) -> None:
+        """Serve the learner until it says `Close`."""
+
+        def tell(key: str, value: bytes) -> None:
+            connection.send(key_frame(key, value))
+
+        pair = Pair(self.kind, ConnectionStore(tell, connection.key), NODE, address, _FOR_EVER)
+        _Node(connection, pair, node, self.factory).run()
 
 
 def main(fd: int) -> None:
@@ -75,14 +109,13 @@ def run_node(invitation: Invitation) -> None:
     channel = Channel(sock)
     # The other side has shown that it is the learner: from here on its pickles are loaded.
     first, *others = channel.wait()
-    boot: NodeBoot = pickle.loads(first)
+    boot: Boot = pickle.loads(first)
     sys.path.extend(entry for entry in boot.path if entry not in sys.path)
     settle(boot.threads)
     link = Link(channel, invitation.node, invitation.patience)
     link.start(others)
-    store = ConnectionStore(lambda key, value: link.send(key_frame(key, value)), link.key)
-    pair = Pair(boot.kind, store, NODE, address, _FOR_EVER)
-    _Node(link, pair, invitation.node, boot.factory).run()
+    boot.serve(link, invitation.node, address)
+    link.finish()
     channel.close()
 
 

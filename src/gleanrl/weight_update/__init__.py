@@ -5,6 +5,7 @@ from gleanrl.weights.scheme import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     RayWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
@@ -13,6 +14,7 @@ __all__ = [
     "DistributedWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RPCWeightSyncScheme",
     "RayWeightSyncScheme",
     "SharedMemWeightSyncScheme",
     "WeightSyncScheme",

@@ -43,7 +43,7 @@ class WeightSyncScheme:
 
         Args:
             name: ``"none"``, ``"direct"``, ``"inline"``, ``"shared"``, ``"thread"``, ``"process"``,
-                ``"multiprocessing"``, ``"distributed"`` or ``"ray"``.
+                ``"multiprocessing"``, ``"distributed"``, ``"rpc"`` or ``"ray"``.
 
         Raises:
             ConfigError: no such backend.
@@ -57,6 +57,7 @@ class WeightSyncScheme:
             "process": MultiProcessWeightSyncScheme,
             "multiprocessing": MultiProcessWeightSyncScheme,
             "distributed": DistributedWeightSyncScheme,
+            "rpc": RPCWeightSyncScheme,
             "ray": RayWeightSyncScheme,
         }
         if name not in kinds:
@@ -116,6 +117,13 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """
         super().__init__(strategy, sync)
         self.backend, self.timeout = backend, timeout
+
+
+class RPCWeightSyncScheme(WeightSyncScheme):
+    """Send weights to nodes as one flat tensor, by torch.distributed.rpc.
+
+    The default of RPC collectors. A node acts with them from its next rollout on.
+    """
 
 
 class RayWeightSyncScheme(WeightSyncScheme):

@@ -2,14 +2,18 @@
 
 from gleanrl.collectors.distributed.groups import DistributedCollector, DistributedSyncCollector
 from gleanrl.collectors.distributed.ray import RayCollector
+from gleanrl.collectors.distributed.rpc import RPCCollector
 
 DistributedDataCollector = DistributedCollector
 DistributedSyncDataCollector = DistributedSyncCollector
+RPCDataCollector = RPCCollector
 
 __all__ = [
     "DistributedCollector",
     "DistributedDataCollector",
     "DistributedSyncCollector",
     "DistributedSyncDataCollector",
+    "RPCCollector",
+    "RPCDataCollector",
     "RayCollector",
 ]

@@ -209,7 +209,7 @@ class DistributedCollector(NodesCollector):
         self._launch(
             given,
             functions,
-            lambda windows: NetworkBackend(
+            lambda windows: self._make_backend(
                 windows,
                 started,
                 kind=backend,
@@ -220,6 +220,10 @@ class DistributedCollector(NodesCollector):
                 start_timeout=start_timeout,
             ),
         )
+
+    def _make_backend(self, *args: Any, **kwargs: Any) -> NetworkBackend:
+        """Return what starts the nodes and carries messages and data."""
+        return NetworkBackend(*args, **kwargs)
 
 
 class DistributedSyncCollector(DistributedCollector):
