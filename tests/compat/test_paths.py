@@ -21,6 +21,7 @@ PATHS = [
     "gleanrl.collectors.PolicyVersion",
     "gleanrl.collectors.ProfileConfig",
     "gleanrl.collectors.RandomPolicy",
+    "gleanrl.collectors.RayCollector",
     "gleanrl.collectors.RemoteModuleWeightUpdater",
     "gleanrl.collectors.SharedMemWeightSyncScheme",
     "gleanrl.collectors.SyncDataCollector",
@@ -28,6 +29,7 @@ PATHS = [
     "gleanrl.collectors.WeightSyncScheme",
     "gleanrl.collectors.WeightUpdaterBase",
     "gleanrl.collectors.aSyncDataCollector",
+    "gleanrl.collectors.distributed.RayCollector",
     "gleanrl.collectors.utils.split_trajectories",
     "gleanrl.collectors.weight_update.MultiProcessedWeightUpdater",
     "gleanrl.collectors.weight_update.RemoteModuleWeightUpdater",
@@ -71,6 +73,7 @@ PATHS = [
     "gleanrl.modules.RandomPolicy",
     "gleanrl.weight_update.MultiProcessWeightSyncScheme",
     "gleanrl.weight_update.NoWeightSyncScheme",
+    "gleanrl.weight_update.RayWeightSyncScheme",
     "gleanrl.weight_update.SharedMemWeightSyncScheme",
     "gleanrl.weight_update.WeightSyncScheme",
 ]

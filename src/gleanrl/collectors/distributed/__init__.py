@@ -1,6 +1,7 @@
 """Collectors whose workers are nodes: other machines, or processes reached like them."""
 
 from gleanrl.collectors.distributed.groups import DistributedCollector, DistributedSyncCollector
+from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.distributed.rpc import RPCCollector
 
 DistributedDataCollector = DistributedCollector
@@ -14,4 +15,5 @@ __all__ = [
     "DistributedSyncDataCollector",
     "RPCCollector",
     "RPCDataCollector",
+    "RayCollector",
 ]
