@@ -148,7 +148,7 @@ class NodesCollector(LaunchedCollector):
 
     def _gather_with(self) -> None:
         if not self._sync:
-            self._options = BatchOptions(device=self.storing_device)
+            self._options = BatchOptions(device=self.storing_device, single=True)
             gather_first(self._engine, self._steps, self._options)
             return
         self._options = BatchOptions(
