@@ -317,8 +317,9 @@ def versions(batch):
     return own[:, 0].tolist()
 
 
-@pytest.mark.parametrize("leaf", [None, OwnSingle], ids=["workers", "collectors"])
-@pytest.mark.parametrize("kind", [Shown, Told])
+@pytest.mark.parametrize(
+    ("kind", "leaf"), [(Shown, None), (Told, OwnSingle)], ids=["workers", "collectors"]
+)
 def test_every_update_is_applied_at_every_leaf_at_its_version(kind, leaf):
     def run():
         policy = shown(kind)
@@ -387,8 +388,8 @@ def test_several_models_at_once_reach_every_leaf_as_one_version():
 
 def test_models_that_are_not_received_stay_as_they_are():
     policy = shown()
-    fixed = {"weight_recv_schemes": {"policy": NoWeightSyncScheme()}}
-    with cascade(policy, middle=fixed) as collector:
+    fixed = {"weight_recv_schemes": {"policy": NoWeightSyncScheme()}, "backend": "inline"}
+    with cascade(policy, middle=fixed, backend="inline") as collector:
         policy.module.set(3)
         collector.update_policy_weights_()
         assert collector.next()["seen"].eq(0).all()
