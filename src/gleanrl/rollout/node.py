@@ -12,11 +12,12 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.memory.arena import window_over
+from gleanrl.memory.landing import pieces_of
 from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.channel import Channel
 from gleanrl.rollout.handshake import Invitation, join, keep_alive
-from gleanrl.rollout.inbox import work
+from gleanrl.rollout.inbox import Addressed, work
 from gleanrl.rollout.link import Link, key_frame, weights_frame
 from gleanrl.rollout.pair import NODE, ConnectionStore, Pair, Transfer
 from gleanrl.rollout.serve import Surroundings, settle
@@ -82,7 +83,6 @@ def run_node(invitation: Invitation) -> None:
     store = ConnectionStore(lambda key, value: link.send(key_frame(key, value)), link.key)
     pair = Pair(boot.kind, store, NODE, address, _FOR_EVER)
     _Node(link, pair, invitation.node, boot.factory).run()
-    link.finish()
     channel.close()
 
 
@@ -91,36 +91,61 @@ class _Node:
 
     def __init__(self, link: Link, pair: Pair, index: int, factory: bytes) -> None:
         self._link, self._pair, self._index, self._factory = link, pair, index, factory
-        self._blocks: dict[int, tuple[RolloutWindow, torch.Tensor]] = {}
-        self._sending: dict[int, Transfer] = {}
-        self._slot = 0
+        self._blocks: dict[int, tuple[RolloutWindow, list[torch.Tensor]]] = {}
+        """Per slot of the learner's: memory of our own, and the pieces in which it is sent."""
+        self._sending: dict[int, list[Transfer]] = {}
+        self._due: m.WindowRef | None = None
+        """Of the rollout that is being carried out."""
+        self._closing = False
 
     def run(self) -> None:
-        work(self._index, self._build, self._link.inbox.next, self._answer)
+        work(self._index, self._build, self._following, self._answer)
 
     def _build(self) -> Worker:
         factory = cloudpickle.loads(self._factory)
         mailbox = Weights(self._link, self._pair)
         return Worker(self._index, factory, self._open, self._link.stop, mailbox)
 
+    def _following(self) -> Addressed:
+        ticket, command = self._link.inbox.next()
+        if isinstance(command, m.Collect) and command.window.blocks:
+            self._due = command.window
+        self._closing = isinstance(command, m.Close)
+        return ticket, command
+
     def _open(self, reference: m.WindowRef) -> RolloutWindow:
         """Return memory of this node's own for a rollout; what was in it has to be gone first."""
         if not reference.blocks:  # of a source whose rollouts lie elsewhere
             return RolloutWindow({}, reference.envs, reference.steps)
-        slot = self._slot = reference.slot
-        if slot not in self._blocks:
+        self._finish(reference.slot)
+        return self._block(reference)[0]
+
+    def _block(self, reference: m.WindowRef) -> tuple[RolloutWindow, list[torch.Tensor]]:
+        found = self._blocks.get(reference.slot)
+        if found is None:
             plan, nbytes = packed(reference)
             block = torch.zeros(nbytes, dtype=torch.uint8)
-            self._blocks[slot] = window_over(block, plan), block
-        elif slot in self._sending:
-            self._sending.pop(slot).finish()
-        return self._blocks[slot][0]
+            pieces = [block[start:end] for start, end in pieces_of(reference)]
+            found = self._blocks[reference.slot] = window_over(block, plan), pieces
+        return found
+
+    def _finish(self, slot: int) -> None:
+        """Wait until the learner has taken what was in ``slot``."""
+        for transfer in self._sending.pop(slot, ()):
+            transfer.finish()
 
     def _answer(self, reply: m.Reply) -> None:
+        if self._closing and not isinstance(reply, m.Begun):
+            for slot in list(self._sending):  # what was announced is delivered
+                self._finish(slot)
+            self._link.finish()  # the learner goes away when it has this answer
         self._link.answer(reply)
-        if isinstance(reply, m.Rolled) and reply.report.payload is None and self._blocks:
-            block = self._blocks[self._slot][1]
-            self._sending[self._slot] = self._pair.send(block, ROLLOUT_TAG)
+        due, self._due = self._due, None
+        if due is not None:
+            # Also after a failure: the learner has been expecting the rollout since it asked.
+            pieces = self._block(due)[1]
+            self._finish(due.slot)
+            self._sending[due.slot] = [self._pair.send(piece, ROLLOUT_TAG) for piece in pieces]
 
 
 class Weights:

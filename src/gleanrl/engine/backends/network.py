@@ -158,7 +158,7 @@ class NetworkBackend:
             fate = self._launcher.fate(worker, 0.0)
             if fate is not None:
                 error = WorkerDied(
-                    f"node {worker} {fate} before it joined; what it printed last tells why"
+                    f"worker {worker} {fate} before it joined; what it printed last tells why"
                 )
                 error.worker = worker
                 raise error
@@ -218,14 +218,12 @@ class NetworkBackend:
             self._await(timeout)
         node, frame = self._frames[0]
         reply = reply_in(frame)
-        if isinstance(reply, m.Rolled) and reply.report.payload is None:
-            try:
-                node.land(reply.ticket)
-            except RuntimeError as err:
-                self._frames.popleft()
-                raise self._died(node, f"was lost in the middle of a rollout ({err})") from None
+        try:
+            node.land(reply.ticket)
+        except RuntimeError as err:
+            self._frames.popleft()
+            raise self._died(node, f"was lost in the middle of a rollout ({err})") from None
         self._frames.popleft()  # now: an interrupt while it was being read must not lose it
-        node.replied(reply.ticket)
         return reply
 
     def wait(self, timeout: float) -> None:
@@ -292,7 +290,7 @@ class NetworkBackend:
         for board in self._boards:
             board.forget(node)
         fate = self._launcher.fate(node.index, 2.0 if known else 0.0) or how
-        error = WorkerDied(f"node {node.index} at {node.address} {fate}")
+        error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
         error.worker = node.index
         return error
 
