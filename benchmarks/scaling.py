@@ -21,6 +21,7 @@ from benchmarks.scaling_events import Queues
 INF = math.inf
 NODES = (1, 4, 16, 64, 256, 1024, 4096)
 _QUANTILES = 4001
+_ROLLOUTS, _MOST_ROLLOUTS = 24, 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def _ratio(amount: float, rate: float) -> float:
 # -- the simulation --------------------------------------------------------------------------------
 
 
-def simulate(cluster: Cluster, rollouts: int = 24, seed: int = 0) -> Measured:
+def simulate(cluster: Cluster, rollouts: int = _ROLLOUTS, seed: int = 0) -> Measured:
     """Run the model until every node has made about ``rollouts`` rollouts."""
     one = cluster.split()
     durations = _durations(one, rollouts, seed)
@@ -248,13 +249,20 @@ def table(case: Cluster, nodes: Sequence[int] = NODES) -> list[dict[str, Any]]:
             cluster = replace(case, nodes=count, **way)
             if not cluster.sync:  # as often as in rounds: once per rollout of every node
                 cluster = replace(cluster, update_every=count * case.update_every)
-            found = simulate(cluster)
+            found = simulate(cluster, _rollouts(cluster))
             row[name] = found.frames_per_s
             row[f"{name} lag"] = found.lag
             row[f"{name} binds"] = binding(cluster)
             row[f"{name} bounds"] = bounds(cluster)
         rows.append(row)
     return rows
+
+
+def _rollouts(cluster: Cluster) -> int:
+    """Return how many rollouts a run takes in which weights have gone round a few times."""
+    round_s = cluster.nodes * cluster.rollout_frames / min(bounds(cluster).values())
+    sent = cluster.copies * _ratio(cluster.weight_bytes, cluster.link_out)
+    return int(min(_MOST_ROLLOUTS, max(_ROLLOUTS, 3 * sent / round_s)))
 
 
 def show(name: str, rows: Sequence[dict[str, Any]]) -> str:
@@ -297,17 +305,16 @@ def draw(tables: dict[str, Sequence[dict[str, Any]]], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "scaling"
     from matplotlib import pyplot as plt
 
-    figure, grid = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    figure, grid = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
     for axes, (name, rows) in zip(grid.flat, tables.items(), strict=True):
         nodes = [row["nodes"] for row in rows]
         for way, style in (("async", "o-"), ("sync", "s-"), ("sync, one object", "^:")):
             axes.loglog(nodes, [row[way] for row in rows], style, label=way, markersize=4)
-        for bound in ("node", "link in", "learner"):
+        for bound, style in (("node", "k:"), ("link in", "r--"), ("learner", "m-.")):
             values = [row["async bounds"][bound] for row in rows]
-            axes.loglog(nodes, values, "--", linewidth=0.8, label=f"bound: {bound}")
+            axes.loglog(nodes, values, style, linewidth=0.9, label=f"bound: {bound}")
         top = max(row["async"] for row in rows)
         axes.set_ylim(min(row["sync"] for row in rows) / 2, top * 8)
         axes.set_title(name, fontsize=9)
@@ -315,7 +322,7 @@ def draw(tables: dict[str, Sequence[dict[str, Any]]], path: Path) -> None:
         axes.set_ylabel("frames/s")
     grid[0, 0].legend(fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.savefig(path)
     plt.close(figure)
 
 
@@ -323,7 +330,7 @@ def main() -> None:
     """Print tables and draw them."""
     read = argparse.ArgumentParser(description=__doc__)
     read.add_argument("--nodes", type=int, nargs="+", default=NODES)
-    read.add_argument("--plot", type=Path, default=Path("docs/scaling.svg"))
+    read.add_argument("--plot", type=Path, default=Path("docs/scaling.png"))
     asked = read.parse_args()
     tables = {name: table(case, asked.nodes) for name, case in CASES.items()}
     print("\n\n".join(show(name, rows) for name, rows in tables.items()))
