@@ -149,7 +149,7 @@ class NetworkBackend:
     def _admit(self, sock: socket.socket) -> int | None:
         """Return which node ``sock`` leads to, ``None`` if to a stranger."""
         try:
-            return admit(sock, self._secret, _INTRODUCTION)
+            return admit(sock, self._secret, _INTRODUCTION, self._patience)
         except HandshakeError:
             return None
 
@@ -255,6 +255,8 @@ class NetworkBackend:
         """
         left = self._patience
         for node in list(self._by_fd.values()):
+            if node.leaving is not None:
+                raise self._died(node, node.leaving)
             quiet = now - node.heard
             if quiet >= self._patience:
                 raise self._died(
@@ -276,6 +278,8 @@ class NetworkBackend:
             for frame in frames:
                 if frame[:1] == link.WEIGHTS:
                     self._boards[link.read_weights(frame)].taken(node)
+                elif frame[:1] == link.LEAVE:
+                    node.leaving = frame[1:].decode()
                 elif frame[:1] != link.BEAT:
                     self._frames.append((node, frame))
         if events & select.EPOLLOUT:
@@ -291,7 +295,7 @@ class NetworkBackend:
             node.close()
         for board in self._boards:
             board.forget(node)
-        fate = self._launcher.fate(node.index, 2.0 if known else 0.0) or how
+        fate = node.leaving or self._launcher.fate(node.index, 2.0 if known else 0.0) or how
         error = WorkerDied(f"node {node.index} at {node.address} {fate}")
         error.worker = node.index
         return error

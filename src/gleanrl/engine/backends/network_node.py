@@ -32,6 +32,8 @@ class RemoteNode:
         self.channel = Channel(sock)
         self.heard = time.monotonic()
         """When it last gave a sign of life."""
+        self.leaving: str | None = None
+        """Why it has said that it ends, if it has."""
         self._sending = threading.Lock()
         self._writer = CommandWriter()
         self._open_window = open_window

@@ -8,6 +8,7 @@ from typing import Any
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.engine.launchers.local import LocalLauncher
+from gleanrl.engine.launchers.slurm import SubmititLauncher
 
 
 def make_launcher(name: str | Launcher, slurm_kwargs: Mapping[str, Any] | None) -> Launcher:
@@ -20,6 +21,8 @@ def make_launcher(name: str | Launcher, slurm_kwargs: Mapping[str, Any] | None) 
         return name
     if name == "mp":
         return LocalLauncher()
+    if name == "submitit":
+        return SubmititLauncher(slurm_kwargs)
     raise ConfigError(
         f"launcher ({name!r}) must be 'mp', 'submitit', 'submitit_delayed' or 'torchrun'"
     )
