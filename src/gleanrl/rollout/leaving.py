@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from gleanrl.rollout.link import Link
@@ -99,7 +99,7 @@ class Leaving:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _call(method: weakref.WeakMethod[...]) -> None:
+def _call(method: Callable[[], Callable[[], None] | None]) -> None:
     found = method()
     if found is not None:
         found()

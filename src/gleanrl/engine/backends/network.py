@@ -292,6 +292,7 @@ class NetworkBackend:
         if known:
             self._poller.unregister(node.channel.fileno())
             self._by_fd.pop(node.channel.fileno(), None)
+            node.listen()
             node.close()
         for board in self._boards:
             board.forget(node)

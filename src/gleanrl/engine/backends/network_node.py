@@ -105,6 +105,14 @@ class RemoteNode:
         """Note that the reply to ``ticket`` is there."""
         self._windows.pop(ticket, None)
 
+    def listen(self) -> None:
+        """Look whether the node has said that it ends, in what nobody has read yet."""
+        with contextlib.suppress(EOFError, OSError):
+            while frames := self.channel.read():
+                for frame in frames:
+                    if frame[:1] == link.LEAVE:
+                        self.leaving = frame[1:].decode()
+
     # -- data ------------------------------------------------------------------------------------
 
     def land(self, ticket: int) -> None:

@@ -40,7 +40,7 @@ _MEANINGS = {
 
 
 class Jobs:
-    """Some jobs that get the same resources; logs are in ``folder``, which only the user reads."""
+    """Some jobs that get the same resources; logs lie in a folder that only the user reads."""
 
     def __init__(self, conf: Mapping[str, Any] | None, what: str, *, inline: bool = False) -> None:
         """Read ``conf``; nothing is submitted yet.
@@ -74,7 +74,7 @@ class Jobs:
                 )
         if "%" in str(self._parent):
             raise ConfigError(f"{what}['folder'] ({self._parent}) must have no % in it")
-        self.folder = self._parent
+        self._folder: Path | None = None
         self._jobs: list[Any] = []
         self._ended: dict[int, str] = {}
         self._next_look = 0.0
@@ -84,15 +84,25 @@ class Jobs:
         """Whether they run on this machine."""
         return self.cluster in ("local", "debug")
 
+    def open(self) -> Path:
+        """Make and return their folder, which only the user can look into.
+
+        Raises:
+            ConfigError: it cannot be made, or would not be private.
+        """
+        if self._folder is None:
+            self._folder = private_folder(self._parent)
+        return self._folder
+
     def submit(self, functions: Sequence[Callable[[], Any]]) -> None:
         """Have every function called in a job of its own.
 
         Raises:
             ConfigError: the scheduler does not take them.
         """
-        self.folder = private_folder(self._parent)
+        folder = self.open()
         try:
-            executor = self._submitit.AutoExecutor(folder=self.folder, cluster=self.cluster)
+            executor = self._submitit.AutoExecutor(folder=folder, cluster=self.cluster)
             executor.update_parameters(**self._conf)
             if self.cluster == "slurm":  # else 256 at most would run at the same time
                 executor.update_parameters(slurm_array_parallelism=len(functions))
@@ -138,7 +148,7 @@ class Jobs:
 
     def _how(self, job: Any) -> str:
         name = f"({self.cluster} job {job.job_id}, log {job.paths.stderr})"
-        if job.paths.result_pickle.exists():
+        if self._has_result(job):
             error = job.exception()
             return f"{name} came to its end" if error is None else f"{name} failed: {_gist(error)}"
         state = job.state.split()[0] if job.state else "UNKNOWN"
@@ -147,9 +157,24 @@ class Jobs:
         tail = _last_line(job.paths.stderr)
         return f"{name} {told}" + (f"; the last line of its log is {tail!r}" if tail else "")
 
+    def succeeded(self, index: int) -> bool:
+        """Whether the function of a job that has ended returned."""
+        return self._has_result(self._jobs[index]) and self.error(index) is None
+
+    def error(self, index: int) -> Exception | None:
+        """Return what the function of a job that has ended raised, with its traceback there."""
+        job = self._jobs[index]
+        error: Exception | None = job.exception() if self._has_result(job) else None
+        return error
+
     def result(self, index: int) -> Any:
-        """Return what the function of a job that has ended in order returned."""
+        """Return what the function of a job returned."""
         return self._jobs[index].result()
+
+    def _has_result(self, job: Any) -> bool:
+        # Otherwise submitit would wait for it.
+        found: bool = self.cluster == "debug" or job.paths.result_pickle.exists()
+        return found
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class SubmititLauncher:
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
         """Submit one job per invitation."""
-        self._jobs.submit([functools.partial(serve_in_job, each) for each in invitations])
+        self._jobs.submit([functools.partial(_serve, each) for each in invitations])
 
     def fate(self, node: int, timeout: float) -> str | None:
         """Return what became of the job of ``node``: its id, its state, where its log is."""
@@ -50,8 +50,13 @@ class SubmititLauncher:
         self._jobs.stop(timeout)
 
 
+def _serve(invitation: Invitation) -> None:
+    serve_in_job(invitation)
+    end_soon()
+
+
 def serve_in_job(invitation: Invitation) -> None:
-    """Be a node; runs in the job.
+    """Be a node; runs in a job.
 
     Raises:
         SystemExit: the scheduler said that the job has to end, and the learner was told.
@@ -64,7 +69,6 @@ def serve_in_job(invitation: Invitation) -> None:
         signal.signal(number, signal.SIG_DFL)
     label = f"{environment.name()} job {environment.job_id}: a time limit, a preemption or scancel"
     run_node(invitation, signals, label)
-    end_soon()
 
 
 def end_soon() -> None:
