@@ -294,6 +294,8 @@ class NetworkBackend:
             self._by_fd.pop(node.channel.fileno(), None)
             node.listen()
             node.close()
+            # Rollouts it had announced cannot be fetched any more.
+            self._frames = deque(each for each in self._frames if each[0] is not node)
         for board in self._boards:
             board.forget(node)
         fate = node.leaving or self._launcher.fate(node.index, 2.0 if known else 0.0) or how

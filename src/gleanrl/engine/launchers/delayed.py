@@ -160,8 +160,9 @@ class _Run(Generic[R]):
             WorkerDied: the main job failed.
         """
         local = self._main.here and self._nodes.here
+        folder = self._main.open()
+        grace = 0.0
         try:
-            folder = self._main.open()
             self._main.submit(
                 [functools.partial(_run_main, main, folder, self._count, local, port)]
             )
@@ -169,12 +170,11 @@ class _Run(Generic[R]):
                 [functools.partial(_wait_to_serve, folder, n, patience) for n in range(self._count)]
             )
             result = self._result(self._wait(Meeting(folder)))
-        except BaseException:
-            self._main.stop(0.0)
-            self._nodes.stop(0.0)
-            raise
-        self._nodes.stop(_GRACE)
-        self._main.stop(_GRACE)
+            grace = _GRACE
+        finally:
+            self._main.stop(grace)
+            self._nodes.stop(grace)
+            Meeting(folder).clear()
         return result
 
     def _wait(self, meeting: Meeting) -> str:

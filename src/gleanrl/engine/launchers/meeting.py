@@ -78,6 +78,12 @@ class Meeting:
         except OSError:
             return None
 
+    def clear(self) -> None:
+        """Remove what was written; nobody reads it any more."""
+        for path in (*self._folder.glob("ended-*"), self._folder / "learner.json"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
     def _put(self, name: str, text: str) -> None:
         path = self._folder / f".{name}-{os.getpid()}-{threading.get_ident()}"
         with open(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as out:

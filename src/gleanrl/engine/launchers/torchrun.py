@@ -168,7 +168,7 @@ def serve_as_rank(patience: float) -> None:
             f"rank {job.rank} did; raise start_timeout if it needs longer"
         ) from err
     secret = secret_from(os.environ.get(SECRET) or notice["secret"])
-    invitation = Invitation(notice["host"], notice["port"], node, secret)
+    invitation = Invitation(notice["host"], notice["port"], node, secret, patience)
     main = threading.current_thread() is threading.main_thread()
     try:
         run_node(
