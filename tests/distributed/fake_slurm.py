@@ -5,6 +5,7 @@ Jobs are processes. FAKE_SLURM is a folder with a file per job for its process i
 FAKE_SLURM_STATE, if set, is the state that jobs end in at once, without having run.
 """
 
+import itertools
 import os
 import re
 import signal
@@ -38,7 +39,7 @@ def sbatch(script):
             start_new_session=True,
         )
     (FOLDER / f"script-{number}").write_text(text)
-    print("Submitted batch job", number)
+    sys.stdout.write(f"Submitted batch job {number}\n")
 
 
 def srun(*arguments):
@@ -60,11 +61,11 @@ def srun(*arguments):
 
 
 def sacct(*arguments):
-    print("JobID|State|NodeList")
-    for flag, number in zip(arguments, arguments[1:], strict=False):
+    sys.stdout.write("JobID|State|NodeList\n")
+    for flag, number in itertools.pairwise(arguments):
         if flag == "-j":
             for path in sorted(FOLDER.glob(f"{number}*")):
-                print(f"{path.name}|{path.read_text()}|here")
+                sys.stdout.write(f"{path.name}|{path.read_text()}|here\n")
 
 
 def scancel(name):

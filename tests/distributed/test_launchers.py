@@ -190,7 +190,7 @@ def test_a_node_that_is_terminated_inside_a_step_says_so_at_once(tmp_path):
         with pytest.raises(WorkerDied, match="SIGUSR2"):
             for _ in batches:
                 pass
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < SOON
     assert not running(tmp_path)
 
 
@@ -512,12 +512,12 @@ def test_an_unknown_launcher_is_an_error_that_names_those_there_are():
         collect("slurm")
 
 
-def test_the_address_for_others_is_no_loopback_address():
-    try:
-        address = outward()
-    except ConfigError as err:
-        assert "pass host=" in str(err)  # a machine without a network
-    else:
-        assert not address.startswith("127.")
-    with pytest.raises((ConfigError, AssertionError)):
-        assert outward("localhost").startswith("127.")
+def test_the_address_for_others_is_that_of_the_way_out_where_the_name_is_of_the_loopback():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no network")
+        expected = probe.getsockname()[0]
+    assert outward("localhost") == expected
+    assert not outward().startswith("127.")

@@ -9,10 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import cloudpickle
 
 from gleanrl.core.errors import ConfigError, WorkerDied
 from gleanrl.core.options import whole
@@ -162,9 +165,11 @@ class _Run(Generic[R]):
         local = self._main.here and self._nodes.here
         folder = self._main.open()
         grace = 0.0
+        # By itself, because the job has to know first where to import from.
+        pickled, path = cloudpickle.dumps(main), tuple(sys.path)
         try:
             self._main.submit(
-                [functools.partial(_run_main, main, folder, self._count, local, port)]
+                [functools.partial(_run_main, pickled, path, folder, self._count, local, port)]
             )
             self._nodes.submit(
                 [functools.partial(_wait_to_serve, folder, n, patience) for n in range(self._count)]
@@ -195,13 +200,16 @@ class _Run(Generic[R]):
         return result
 
 
-def _run_main(main: Callable[[], R], folder: Path, jobs: int, local: bool, port: str) -> R:
+def _run_main(
+    pickled: bytes, path: Sequence[str], folder: Path, jobs: int, local: bool, port: str
+) -> Any:
     """Be the main job."""
     global _here
     os.environ.setdefault("TCP_PORT", port)
+    sys.path.extend(entry for entry in path if entry not in sys.path)
     _here = _MainJob(folder, jobs, local)
     try:
-        return main()
+        return cloudpickle.loads(pickled)()
     finally:
         _here.keeper.close()
         _here = None
