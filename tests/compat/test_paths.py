@@ -28,6 +28,7 @@ PATHS = [
     "gleanrl.collectors.WeightSyncScheme",
     "gleanrl.collectors.WeightUpdaterBase",
     "gleanrl.collectors.aSyncDataCollector",
+    "gleanrl.collectors.distributed.submitit_delayed_launcher",
     "gleanrl.collectors.utils.split_trajectories",
     "gleanrl.collectors.weight_update.MultiProcessedWeightUpdater",
     "gleanrl.collectors.weight_update.RemoteModuleWeightUpdater",

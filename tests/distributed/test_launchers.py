@@ -47,13 +47,22 @@ collector.shutdown()
 
 
 class Noted(gym.Env):
-    """Says in a folder who it is and when it was closed; one step may take long."""
+    """Says in a folder who it is and when it was closed; one step may take long.
+
+    Forks a child and terminates it, as simulators do; that concerns nobody else.
+    """
 
     observation_space = gym.spaces.Box(0, 1, (2,))
     action_space = gym.spaces.Discrete(2)
 
     def __init__(self, folder, stuck_at=None):
         self.folder, self.stuck_at, self.steps = Path(folder), stuck_at, 0
+        child = os.fork()
+        if child == 0:
+            while True:
+                signal.pause()
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         (self.folder / "pid").write_text(str(os.getpid()))
 
     def reset(self, *, seed=None, options=None):
@@ -306,7 +315,7 @@ def test_a_delayed_node_waits_for_the_learner_no_longer_than_the_main_job_lives(
     with pytest.raises(CollectorTimeout, match="main job did not start within"):
         meeting.next_learner(0, 0.0)
     keeper = Keeper(tmp_path)
-    keeper.call("10.0.0.5", 10003, b"a secret of sixteen bytes", 2)
+    keeper.call([Invitation("10.0.0.5", 10003, 0, b"a secret of sixteen bytes")])
     assert stat.S_IMODE((tmp_path / "learner.json").stat().st_mode) == 0o600
     assert meeting.next_learner(0, 0.0).port == 10003
     keeper.dismiss()

@@ -38,7 +38,6 @@ class Leaving:
         self._link, self._signals, self._label = link, signals, label
         self._before: dict[signal.Signals, signal._HANDLER] = {}
         self._got: int | None = None
-        self._pid = os.getpid()
 
     def __enter__(self) -> Leaving:
         """Take over the signals."""
@@ -47,10 +46,14 @@ class Leaving:
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in self._signals:
             self._before[number] = signal.signal(number, lambda *_: None)
-        own = weakref.WeakMethod(self._forget)
         # What an environment forks must neither survive a signal for want of a handler that does
-        # something, nor speak through this process's descriptor.
-        os.register_at_fork(after_in_child=lambda: _call(own))
+        # something, nor speak through this process's descriptor, not even as it begins.
+        hold, free, forget = map(weakref.WeakMethod, (self._hold, self._free, self._forget))
+        os.register_at_fork(
+            before=lambda: _call(hold),
+            after_in_parent=lambda: _call(free),
+            after_in_child=lambda: _call(forget),
+        )
         self._thread = threading.Thread(target=self._wait, name="gleanrl leaving", daemon=True)
         self._thread.start()
         return self
@@ -91,12 +94,18 @@ class Leaving:
         self._got = number
         self._link.leave(f"was told to end by {number.name} ({self._label}) and left")
 
+    def _hold(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+
+    def _free(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
+
     def _forget(self) -> None:
-        if not self._signals:
-            return
-        signal.set_wakeup_fd(-1)
+        if self._signals:
+            signal.set_wakeup_fd(-1)
         for number in self._signals:
             signal.signal(number, signal.SIG_DFL)
+        self._free()
 
 
 def _call(method: Callable[[], Callable[[], None] | None]) -> None:

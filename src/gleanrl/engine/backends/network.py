@@ -117,7 +117,10 @@ class NetworkBackend:
         blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
         host, port = self.address
         self._launcher.launch(
-            [Invitation(host, port, n, self._secret, self._patience) for n in range(len(blobs))]
+            [
+                Invitation(host, port, n, self._secret, self._start_timeout)
+                for n in range(len(blobs))
+            ]
         )
         joined: dict[int, RemoteNode] = {}
         deadline = time.monotonic() + self._start_timeout

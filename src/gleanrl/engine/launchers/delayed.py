@@ -76,8 +76,7 @@ class DelayedLauncher:
                 f"create_env_fn has {nodes} entries, but submitit_delayed_launcher has submitted "
                 f"{self._main.jobs} nodes; num_jobs= says how many"
             )
-        first = invitations[0]
-        self._main.keeper.call(first.host, first.port, first.secret, nodes)
+        self._main.keeper.call(invitations)
 
     def fate(self, node: int, timeout: float) -> str | None:
         """Return how the job of ``node`` ended, as far as somebody has said."""
@@ -224,7 +223,7 @@ def _wait_to_serve(folder: Path, node: int, patience: float) -> None:
             served = notice.serial
             if node < notice.nodes:
                 secret = notice.secret.encode()
-                serve_in_job(Invitation(notice.host, notice.port, node, secret))
+                serve_in_job(Invitation(notice.host, notice.port, node, secret, notice.patience))
     except Exception as err:
         how = f"({environment.name()} job {environment.job_id})"
         meeting.note_end(node, f"{how} failed: {type(err).__name__}: {err}")

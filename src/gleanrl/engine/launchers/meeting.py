@@ -12,10 +12,12 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from gleanrl.core.errors import CollectorTimeout, GleanError
+from gleanrl.rollout.handshake import Invitation
 
 _BEAT = 5.0
 """Seconds between two signs of life of the main job."""
@@ -42,6 +44,8 @@ class Notice:
     secret: str = ""
     nodes: int = 0
     """How many it waits for."""
+    patience: float = 0.0
+    """Seconds that it does."""
 
 
 class Meeting:
@@ -128,7 +132,7 @@ class Keeper:
         self._change()
         threading.Thread(target=self._beat, name="gleanrl keeper", daemon=True).start()
 
-    def _change(self, **fields: int | str | bool) -> None:
+    def _change(self, **fields: float | str | bool) -> None:
         with self._lock:
             if self._notice.over:
                 return
@@ -141,11 +145,17 @@ class Keeper:
             with contextlib.suppress(OSError):  # a file system that is away comes back, or not
                 self._change()
 
-    def call(self, host: str, port: int, secret: bytes, nodes: int) -> None:
+    def call(self, invitations: Sequence[Invitation]) -> None:
         """Say where a new learner waits for nodes."""
-        serial = self._notice.serial + 1
-        told = secret.decode()
-        self._change(serial=serial, host=host, port=port, secret=told, nodes=nodes)
+        first = invitations[0]
+        self._change(
+            serial=self._notice.serial + 1,
+            host=first.host,
+            port=first.port,
+            secret=first.secret.decode(),
+            nodes=len(invitations),
+            patience=first.patience,
+        )
 
     def dismiss(self) -> None:
         """Say that the latest learner waits no longer."""
