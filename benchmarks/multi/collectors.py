@@ -86,7 +86,7 @@ def torchrl(
     make: Any = {"sync": collectors.MultiSyncCollector, "async": collectors.MultiAsyncCollector}
     return Batches(
         make[kind](
-            [_serial(some) for some in factories],
+            [serial(some) for some in factories],
             policy,
             frames_per_batch=frames,
             total_frames=-1,
@@ -101,7 +101,7 @@ def torchrl(
     )
 
 
-def _serial(factories: Sequence[EnvFactory]) -> Callable[[], Any]:
+def serial(factories: Sequence[EnvFactory]) -> Callable[[], Any]:
     return lambda: torchrl_serial(factories)
 
 

@@ -6,6 +6,8 @@ from gleanrl.collectors.distributed import (
     DistributedDataCollector,
     DistributedSyncCollector,
     DistributedSyncDataCollector,
+    RPCCollector,
+    RPCDataCollector,
 )
 from gleanrl.collectors.legacy import (
     MultiProcessedWeightUpdater,
@@ -28,6 +30,7 @@ from gleanrl.weights.scheme import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
@@ -60,6 +63,9 @@ __all__ = [
     "NoWeightSyncScheme",
     "PolicyVersion",
     "ProfileConfig",
+    "RPCCollector",
+    "RPCDataCollector",
+    "RPCWeightSyncScheme",
     "RandomPolicy",
     "RemoteModuleWeightUpdater",
     "SharedMemWeightSyncScheme",

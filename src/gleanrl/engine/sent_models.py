@@ -121,6 +121,9 @@ class SentModels:
         """
         self._engine.check()
         workers = self.chosen(worker_ids)
+        if worker_ids is None:
+            alive = self._engine.dispatcher.alive  # all of them, unless losses are tolerated
+            workers = [worker for worker in workers if worker in alive]
         number = self._version.number + 1 if version is None else version
         applied = {name: w for name, w in given.items() if self._scheme(name).applies}
         if not self._published(applied, workers, number):
@@ -140,7 +143,7 @@ class SentModels:
 
     def _published(self, given: Mapping[str, Any], workers: Sequence[int], number: int) -> bool:
         """Publish through a board if that can be done."""
-        if len(given) != 1 or len(workers) < self._engine.workers:
+        if len(given) != 1 or len(workers) < len(self._engine.dispatcher.alive):
             return False
         ((name, source),) = given.items()
         board = self._boards.get(name)

@@ -43,7 +43,7 @@ class WeightSyncScheme:
 
         Args:
             name: ``"none"``, ``"direct"``, ``"inline"``, ``"shared"``, ``"thread"``, ``"process"``,
-                ``"multiprocessing"`` or ``"distributed"``.
+                ``"multiprocessing"``, ``"distributed"`` or ``"rpc"``.
 
         Raises:
             ConfigError: no such backend.
@@ -57,6 +57,7 @@ class WeightSyncScheme:
             "process": MultiProcessWeightSyncScheme,
             "multiprocessing": MultiProcessWeightSyncScheme,
             "distributed": DistributedWeightSyncScheme,
+            "rpc": RPCWeightSyncScheme,
         }
         if name not in kinds:
             raise ConfigError(f"no weight sync scheme for {name!r}; known are {sorted(kinds)}")
@@ -115,6 +116,13 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """
         super().__init__(strategy, sync)
         self.backend, self.timeout = backend, timeout
+
+
+class RPCWeightSyncScheme(WeightSyncScheme):
+    """Send weights to nodes as one flat tensor, by torch.distributed.rpc.
+
+    The default of RPC collectors. A node acts with them from its next rollout on.
+    """
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

@@ -109,6 +109,7 @@ class DistributedCollector(NodesCollector):
         timeout: float | None = None,
         start_timeout: float = 120.0,
         heartbeat: float = 60.0,
+        on_failure: str = "raise",
         host: str | None = None,
     ) -> None:
         """Have the nodes started; each builds its environments and resets them once.
@@ -185,6 +186,9 @@ class DistributedCollector(NodesCollector):
                 and then to build their environments.
             heartbeat: Seconds without a sign of life after which a node, or for a node its
                 learner, counts as dead.
+            on_failure: ``"raise"``, or ``"continue"``: go on with the other nodes when one is lost,
+                with a warning; what it had not delivered is collected by the others. For
+                ``sync=False``.
             host: Address of this machine to listen on, which nodes can reach; the launcher's
                 choice by default (the loopback interface for ``"mp"``).
 
@@ -209,7 +213,7 @@ class DistributedCollector(NodesCollector):
         self._launch(
             given,
             functions,
-            lambda windows: NetworkBackend(
+            lambda windows: self._make_backend(
                 windows,
                 started,
                 kind=backend,
@@ -220,6 +224,10 @@ class DistributedCollector(NodesCollector):
                 start_timeout=start_timeout,
             ),
         )
+
+    def _make_backend(self, *args: Any, **kwargs: Any) -> NetworkBackend:
+        """Return what starts the nodes and carries messages and data."""
+        return NetworkBackend(*args, **kwargs)
 
 
 class DistributedSyncCollector(DistributedCollector):
