@@ -30,6 +30,7 @@ PATHS = [
     "gleanrl.collectors.WeightUpdaterBase",
     "gleanrl.collectors.aSyncDataCollector",
     "gleanrl.collectors.distributed.RayCollector",
+    "gleanrl.collectors.distributed.submitit_delayed_launcher",
     "gleanrl.collectors.utils.split_trajectories",
     "gleanrl.collectors.weight_update.MultiProcessedWeightUpdater",
     "gleanrl.collectors.weight_update.RemoteModuleWeightUpdater",

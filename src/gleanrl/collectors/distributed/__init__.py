@@ -3,6 +3,7 @@
 from gleanrl.collectors.distributed.groups import DistributedCollector, DistributedSyncCollector
 from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.distributed.rpc import RPCCollector
+from gleanrl.engine.launchers.delayed import submitit_delayed_launcher
 
 DistributedDataCollector = DistributedCollector
 DistributedSyncDataCollector = DistributedSyncCollector
@@ -16,4 +17,5 @@ __all__ = [
     "RPCCollector",
     "RPCDataCollector",
     "RayCollector",
+    "submitit_delayed_launcher",
 ]

@@ -52,6 +52,8 @@ class RemoteNode:
         self.channel = Channel(sock)
         self.heard = time.monotonic()
         """When it last gave a sign of life."""
+        self.leaving: str | None = None
+        """Why it has said that it ends, if it has."""
         self._sending = threading.Lock()
         self._writer = CommandWriter()
         self._open_window = open_window
@@ -118,6 +120,14 @@ class RemoteNode:
         """Send what waits, as far as it is taken."""
         with self._sending, contextlib.suppress(ConnectionError):
             self.channel.flush()
+
+    def listen(self) -> None:
+        """Look whether the node has said that it ends, in what nobody has read yet."""
+        with contextlib.suppress(EOFError, OSError):
+            while frames := self.channel.read():
+                for frame in frames:
+                    if frame[:1] == link.LEAVE:
+                        self.leaving = frame[1:].decode()
 
     # -- data ------------------------------------------------------------------------------------
 
