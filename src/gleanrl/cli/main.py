@@ -41,6 +41,8 @@ examples:
   gleanrl collect CartPole-v1 --workers 4 --num-envs 16
       64 environments in four processes; --async takes what is there first, so that
       no worker waits for another ('gleanrl bench' says what is fastest here)
+  gleanrl collect CartPole-v1 --backend distributed --nodes 8 --launcher submitit --async
+      eight Slurm jobs; with --backend ray, eight actors
 
 Ctrl-C stops after the current step; what was collected until then is kept.
 """
@@ -191,7 +193,28 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
         "--async",
         dest="asynchronous",
         action="store_true",
-        help="take the rollouts of workers as they come, instead of one of each at a time",
+        help="take the rollouts of workers or nodes as they come, instead of one of each at a time",
+    )
+    add(
+        "--backend",
+        choices=("process", "distributed", "ray"),
+        default="process",
+        help="where workers are: processes here, nodes over torch.distributed, or actors of Ray "
+        "(default: process)",
+    )
+    add(
+        "--nodes",
+        metavar="N",
+        type=count,
+        default=None,
+        help="nodes of --backend distributed or ray, with --num-envs environments each",
+    )
+    add(
+        "--launcher",
+        choices=("mp", "submitit"),
+        default="mp",
+        help="what starts distributed nodes: processes of this machine, or Slurm jobs (default: "
+        "mp)",
     )
     add(
         "--frames",
@@ -321,6 +344,9 @@ def _collect(options: argparse.Namespace, arguments: list[str]) -> int:
             num_envs=options.num_envs,
             workers=options.workers,
             asynchronous=options.asynchronous,
+            backend=options.backend,
+            nodes=options.nodes,
+            launcher=options.launcher,
             frames=options.frames,
             frames_per_batch=options.frames_per_batch,
             seed=options.seed,
