@@ -87,15 +87,23 @@ def test_batches_are_the_same_bit_for_bit_on_every_way(options, outside, shape):
     assert_same(direct, collected(MultiSyncCollector, inline, backend="inline", **outside))
 
 
-def test_batches_are_those_of_a_collector_that_has_all_the_workers_itself():
-    nested = collected(MultiSyncCollector, MultiSyncCollector)
-    with MultiSyncCollector(["CartPole-v1"] * 4, frames_per_batch=48) as flat:
+@pytest.mark.parametrize("levels", [2, 3])
+def test_batches_are_those_of_a_collector_that_has_all_the_workers_itself(levels):
+    if levels == 2:
+        nested = collected(MultiSyncCollector, MultiSyncCollector)
+    else:
+        inner = functools.partial(MultiSyncCollector, backend="inline")
+        middle = functools.partial(inner, collector_class=inner)
+        nested = collected(MultiSyncCollector, middle, backend="inline", envs=[CARTS])
+    with MultiSyncCollector(["CartPole-v1"] * 4, frames_per_batch=48, backend="inline") as flat:
         flat.set_seed(5)
         for batch in nested:
+            assert batch.ndim == levels + 1
             direct = flat.next()
             for key, value in leaves(direct).items():
                 if key != IDS:
-                    assert torch.equal(batch[key].flatten(0, 1), value), key
+                    own = batch[key].reshape(value.shape)
+                    assert torch.equal(own, value), key
             together = torch.stack([batch[IDS].flatten(), direct[IDS].flatten()]).unique(dim=1)
             assert together.shape[1] == batch[IDS].unique().numel() == direct[IDS].unique().numel()
 
