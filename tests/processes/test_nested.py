@@ -127,7 +127,8 @@ def test_trajectory_ids_are_those_of_one_environment_each(outer, inner):
             if number == 12:
                 break
         assert collector.stats()["frames"] == 12 * 24
-    assert len(set(owners.values())) == 4 if outer is MultiSyncCollector else 2
+    if outer is inner is MultiSyncCollector:  # else it depends on who is fast
+        assert set(owners.values()) == {0, 1, 2, 3}
     assert len(owners) >= 12 * 24 / 8 / 2
 
 
@@ -496,3 +497,17 @@ def test_a_collector_that_ends_by_itself_is_an_error_that_says_so():
         collector.next()
         with pytest.raises(RuntimeError, match="the Collector in this worker has delivered"):
             collector.next()
+
+
+def test_a_collector_that_failed_says_so_when_it_is_asked_again():
+    inner = functools.partial(MultiSyncCollector, num_workers=1, backend="inline")
+    with MultiSyncCollector(
+        [rig.counting(0, fault=rig.fail, at=2)],
+        frames_per_batch=8,
+        collector_class=inner,
+        backend="inline",
+    ) as collector:
+        with pytest.raises(ArithmeticError, match="in the simulator"):
+            collector.rollout()
+        with pytest.raises(RuntimeError, match="was shut down, by an earlier failure"):
+            collector.rollout()
