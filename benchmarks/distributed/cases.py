@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from benchmarks import envs, policies
-from benchmarks.distributed import raw
+from benchmarks.distributed import raw, raw_rpc
 from benchmarks.harness import Case, Fields, Reference
 from benchmarks.multi import check, collectors
 from benchmarks.multi.cases import ENVS, STEPS, WORKERS, Bytes, Seeds
@@ -24,15 +24,18 @@ def all_cases() -> list[Case]:
         *(delivered(kind, name) for kind in ("async", "sync") for name in SIZES),
         cartpole(),
         *(torchrl(kind) for kind in ("async", "sync")),
+        *(delivered_by_rpc(kind, name) for kind in ("async", "sync") for name in SIZES),
     ]
 
 
-def nodes(kind: str, factories: Any, policy: Any, frames: int, **options: Any) -> Any:
+def nodes(
+    kind: str, factories: Any, policy: Any, frames: int, rpc: bool = False, **options: Any
+) -> Any:
     """Return ours over local nodes."""
-    from gleanrl.collectors import DistributedCollector
+    from gleanrl.collectors import DistributedCollector, RPCCollector
 
     return collectors.Batches(
-        DistributedCollector(
+        (RPCCollector if rpc else DistributedCollector)(
             list(factories),
             policy,
             frames_per_batch=frames,
@@ -53,6 +56,24 @@ def delivered(kind: str, name: str) -> Case:
         f"no-op environment, {name} per rollout, 2 nodes, {kind}; bytes per second",
         grouped(lambda: Bytes(nodes(kind, still(WORKERS, size), None, frames), size)),
         [Reference("bare send and recv", grouped(lambda: raw.Sends(2 * size * steps)), 0.8)],
+        check=check.real_bytes,
+        turn=turn,
+    )
+
+
+def delivered_by_rpc(kind: str, name: str) -> Case:
+    """Bytes per second that arrive by RPC."""
+    size, steps = SIZES[name]
+    frames = steps * (WORKERS if kind == "sync" else 1)
+
+    def ours() -> Any:
+        return Bytes(nodes(kind, still(WORKERS, size), None, frames, rpc=True, tcp_port=0), size)
+
+    return Case(
+        f"rpc-{name}-{kind}",
+        f"no-op environment, {name} per rollout, 2 nodes, RPC, {kind}; bytes per second",
+        grouped(ours),
+        [Reference("bare rpc_async", grouped(lambda: raw_rpc.Pushes(2 * size * steps)))],
         check=check.real_bytes,
         turn=turn,
     )

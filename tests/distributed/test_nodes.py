@@ -1,6 +1,7 @@
 """DistributedCollector over local nodes: the inline data, exact weights, named failures."""
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from tensordict.nn import TensorDictModule
 
 from gleanrl import (
     ClosedError,
+    Collector,
     CollectorTimeout,
     ConfigError,
     DistributedCollector,
@@ -494,3 +496,43 @@ def test_nodes_end_with_their_learner(end):
 
 def test_the_old_name_is_the_same_class():
     assert DistributedDataCollector is DistributedCollector
+
+
+def test_collector_itself_is_the_front_door():
+    with Collector(
+        rig.counting(0),
+        backend="distributed",
+        num_collectors=2,
+        sync=True,
+        frames_per_batch=16,
+        backend_options={"tcp_port": 0, "process_group_backend": "gloo"},
+    ) as collector:
+        assert isinstance(collector, DistributedCollector)
+        assert collector.next().shape == (2, 8)
+    with pytest.raises(ConfigError, match="gloo"):
+        Collector(
+            rig.counting(0),
+            backend="distributed",
+            frames_per_batch=8,
+            backend_options={"process_group_backend": "pigeon"},
+        )
+
+
+def test_a_forked_child_of_the_learner_leaves_the_nodes_alone():
+    with nodes(rig.counting(0), rig.counting(1), sync=True) as collector:
+        collector.next()
+        child = os.fork()
+        if child == 0:
+            try:
+                collector.next()
+            except ClosedError:
+                collector.shutdown()
+                os._exit(7)
+            finally:
+                os._exit(8)
+        watched = os.pidfd_open(child)
+        with rig.in_time():
+            select.select([watched], [], [], rig.LIMIT)
+        os.close(watched)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert collector.next().shape == (2, 8)
