@@ -213,11 +213,17 @@ class NestedSource:
             try:
                 batch: TensorDictBase | None = next(self._batches)
             except StopIteration:
-                raise ClosedError(
-                    f"the {type(self.collector).__name__} in this worker has delivered its "
-                    "total_frames; leave them to the collector around it"
-                ) from None
+                raise ClosedError(self._why_over()) from None
         return batch
+
+    def _why_over(self) -> str:
+        name = f"the {type(self.collector).__name__} in this worker"
+        if isinstance(self.collector, RunningCollector) and self.collector.closed:
+            return f"{name} was shut down, by an earlier failure or by somebody else"
+        return (
+            f"{name} has delivered its total_frames; leave them to the collector around it, or "
+            "make it endless"
+        )
 
     def _numbered(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.where(ids < 0, ids, ids * self._stride + self._base)
