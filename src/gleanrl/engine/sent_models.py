@@ -20,6 +20,7 @@ from gleanrl.weights.snapshot import (
     Weights,
     check_shapes,
     check_values,
+    cloned,
     shapes_of,
     weights_of,
 )
@@ -181,7 +182,7 @@ class SentModels:
                 if worker not in source:
                     continue
                 source = source[worker]
-            models[name] = _cloned(self._read(name, source))
+            models[name] = cloned(self._read(name, source))
         return {name: weights for name, weights in models.items() if weights}
 
     def _read(self, name: str, source: Any) -> Weights:
@@ -268,7 +269,7 @@ class SentModels:
         self._serial += 1
         loads: dict[int, m.Command] = {}
         for worker, (state, number) in states.items():
-            models = {_POLICY: _cloned(weights_of(state))} if state else {}
+            models = {_POLICY: cloned(weights_of(state))} if state else {}
             loads[worker] = m.Load(m.Snapshot(number, models, self._serial))
         self._engine.request_each(loads)
 
@@ -290,11 +291,3 @@ def _by_worker(source: Mapping[Any, Any]) -> bool:
     if isinstance(source, TensorDictBase):  # a mapping too, but of weights
         return False
     return bool(source) and all(isinstance(key, int) for key in source)
-
-
-def _cloned(weights: Weights) -> Weights:
-    """Copy the tensors: what was sent must not change with the learner's."""
-    return {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for name, value in weights.items()
-    }
