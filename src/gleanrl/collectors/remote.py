@@ -156,22 +156,6 @@ class RemoteCollector(RunningCollector):
         """The learner's policy; workers have copies."""
         return self._models.running("policy")
 
-    def getattr_policy(self, attr: str) -> Any:
-        """Return an attribute of the policy of the first worker.
-
-        Raises:
-            AttributeError: it has none of that name.
-        """
-        return self._engine.request(0, m.Get(f"policy.{attr}"))
-
-    def getattr_env(self, attr: str) -> Any:
-        """Return an attribute of the environment of the first worker.
-
-        Raises:
-            AttributeError: it has none of that name.
-        """
-        return self._engine.request(0, m.Get(f"env.{attr}"))
-
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Resolve a path such as ``"env.transform[0]"`` and call it in every worker.
 
