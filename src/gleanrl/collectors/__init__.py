@@ -1,6 +1,12 @@
 """The collectors users construct: names and arguments, no behaviour of their own."""
 
 from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.distributed import (
+    DistributedCollector,
+    DistributedDataCollector,
+    DistributedSyncCollector,
+    DistributedSyncDataCollector,
+)
 from gleanrl.collectors.legacy import (
     MultiProcessedWeightUpdater,
     RemoteModuleWeightUpdater,
@@ -19,6 +25,7 @@ from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.profiling import ProfileConfig
 from gleanrl.policies.random import RandomPolicy
 from gleanrl.weights.scheme import (
+    DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
@@ -37,6 +44,11 @@ __all__ = [
     "BaseCollector",
     "Collector",
     "DataCollectorBase",
+    "DistributedCollector",
+    "DistributedDataCollector",
+    "DistributedSyncCollector",
+    "DistributedSyncDataCollector",
+    "DistributedWeightSyncScheme",
     "Interruptor",
     "MultiAsyncCollector",
     "MultiCollector",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +25,22 @@ from gleanrl.core.options import (
 )
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.budget import Budget
+from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sent_models import SentModels
 from gleanrl.engine.sinks import make_sink
 from gleanrl.rollout.build import Initialised, SourceBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What one worker has for itself."""
+
+    create_env_fn: Any
+    create_env_kwargs: Mapping[str, Any]
+    policy_factory: Callable[[], Any] | None
+    stream: int
+    """What its random streams are made from."""
 
 
 class LaunchedCollector(RemoteCollector):
@@ -81,7 +93,7 @@ class LaunchedCollector(RemoteCollector):
         )
         self._cat = self._read_cat(given.cat_results)
         self._enough = self._read_threshold(given.preemptive_threshold)
-        self._fills = extend and shared_with_workers(given.replay_buffer)
+        self._fills = extend and self._workers_fill(given.replay_buffer)
         self._worker_idx = given.worker_idx
         self.exploration_type = retired.read_exploration(
             given.exploration_type, given.exploration_mode
@@ -117,7 +129,47 @@ class LaunchedCollector(RemoteCollector):
         makers = workers.per_worker("policy_factory", given.policy_factory, count)
         # Drawn from torch's generator: a seeded script has seeded workers.
         stream = int(torch.randint(1 << 62, ()))
-        rollout = RolloutOptions(
+        parts = [
+            WorkerParts(functions[worker], kwargs[worker], makers[worker], stream + worker)
+            for worker in range(count)
+        ]
+        return [self._factory(given, worker, part) for worker, part in enumerate(parts)]
+
+    def _factory(self, given: SimpleNamespace, worker: int, own: WorkerParts) -> SourceFactory:
+        """Return what builds the source of one worker."""
+        plan = self._devices.plans[worker]
+        factory: SourceFactory = SourceBuilder(
+            env=EnvOptions(
+                create_env_fn=own.create_env_fn,
+                create_env_kwargs=own.create_env_kwargs,
+                num_envs=given.num_envs,
+                categorical=given.categorical_action_encoding,
+                observation_dtype=given.observation_dtype,
+                info_keys=given.info_keys,
+                device=plan.env,
+            ),
+            policy=PolicyOptions(
+                policy=given.policy if own.policy_factory is None else None,
+                policy_factory=own.policy_factory,
+                trust_policy=given.trust_policy,
+                compile_policy=given.compile_policy,
+                cudagraph_policy=given.cudagraph_policy,
+                device=plan.policy,
+                provide_inputs=given.auto_register_policy_transforms is not False,
+            ),
+            rollout=self._rollout_options(given, own.stream),
+        )
+        if given.collector_class not in (None, Collector):
+            factory = nested_factory(given, factory, self._asked[worker])
+        if self._fills:
+            factory = FillingFactory(factory, self._pipeline, given.post_collect_hook)
+        if given.init_fn is not None:
+            factory = Initialised(given.init_fn, factory)
+        return factory
+
+    def _rollout_options(self, given: SimpleNamespace, stream: int) -> RolloutOptions:
+        """Return what concerns the rollouts of a worker."""
+        return RolloutOptions(
             max_frames_per_traj=limit(given.max_frames_per_traj),
             reset_at_each_iter=given.reset_at_each_iter,
             track_traj_ids=given.track_traj_ids,
@@ -127,40 +179,20 @@ class LaunchedCollector(RemoteCollector):
             check_finite=given.check_finite,
             mask=given.interruptor is not None or self._enough is not None,
             compact=given.compact_obs,
+            stream=stream,
         )
-        factories: list[SourceFactory] = []
-        for worker, plan in enumerate(self._devices.plans):
-            maker = makers[worker]
-            factory: SourceFactory = SourceBuilder(
-                env=EnvOptions(
-                    create_env_fn=functions[worker],
-                    create_env_kwargs=kwargs[worker],
-                    num_envs=given.num_envs,
-                    categorical=given.categorical_action_encoding,
-                    observation_dtype=given.observation_dtype,
-                    info_keys=given.info_keys,
-                    device=plan.env,
-                ),
-                policy=PolicyOptions(
-                    policy=given.policy if maker is None else None,
-                    policy_factory=maker,
-                    trust_policy=given.trust_policy,
-                    compile_policy=given.compile_policy,
-                    cudagraph_policy=given.cudagraph_policy,
-                    device=plan.policy,
-                    provide_inputs=given.auto_register_policy_transforms is not False,
-                ),
-                rollout=replace(rollout, stream=stream + worker),
-            )
-            if given.collector_class not in (None, Collector):
-                factory = nested_factory(given, factory, self._asked[worker])
-            if self._fills:
-                hook = given.post_collect_hook
-                factory = FillingFactory(factory, self._pipeline, hook)
-            if given.init_fn is not None:
-                factory = Initialised(given.init_fn, factory)
-            factories.append(factory)
-        return factories
+
+    def _workers_fill(self, replay_buffer: Any) -> bool:
+        """Whether workers can write into the buffer themselves."""
+        return shared_with_workers(replay_buffer)
+
+    def _launch(self, given: SimpleNamespace, functions: list[Any], make: MakeBackend) -> None:
+        """Start the workers and set up everything around them."""
+        factories = self._factories(given, functions)
+        with self._threads_back():
+            self._engine = Engine(make, factories, start_timeout=given.start_timeout)
+            with self._starting():
+                self._begin(given)
 
     def _begin(self, given: SimpleNamespace) -> None:
         """Set up memory, weights and counters, now that the workers are up."""

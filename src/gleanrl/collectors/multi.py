@@ -24,7 +24,6 @@ from gleanrl.core.options import (
 from gleanrl.engine.backends.inline import InlineBackend
 from gleanrl.engine.backends.process import ProcessBackend
 from gleanrl.engine.batches import BatchOptions, gather_all, gather_first
-from gleanrl.engine.engine import Engine
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
@@ -217,18 +216,14 @@ class MultiCollector(LaunchedCollector):
         self.num_workers = len(functions)
         self._check(given)
         self._read(given)
-        factories = self._factories(given, functions)
         threads = workers.Threads(num_threads, self.num_workers)
         self._threads = weakref.finalize(self, threads.restore)
-        with self._threads_back():
-            make = workers.make_backend_of(
-                backend,
-                lambda: ProcessBackend(whole("num_sub_threads", num_sub_threads, least=1)),
-                lambda windows: InlineBackend(windows, apart=True),
-            )
-            self._engine = Engine(make, factories, start_timeout=start_timeout)
-            with self._starting():
-                self._begin(given)
+        make = workers.make_backend_of(
+            backend,
+            lambda: ProcessBackend(whole("num_sub_threads", num_sub_threads, least=1)),
+            lambda windows: InlineBackend(windows, apart=True),
+        )
+        self._launch(given, functions, make)
 
 
 class MultiSyncCollector(MultiCollector):

@@ -156,8 +156,12 @@ def _private_memory(nbytes: int) -> mmap.mmap:
 
 def map_window(memory: mmap.mmap, reference: WindowRef) -> RolloutWindow:
     """Map the window described by ``reference`` in ``memory``."""
+    return window_over(torch.frombuffer(memory, dtype=torch.uint8), reference)
+
+
+def window_over(whole: torch.Tensor, reference: WindowRef) -> RolloutWindow:
+    """Return the window ``reference`` describes in ``whole``, which is uint8 and contiguous."""
     tensors: dict[Key, torch.Tensor] = {}
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
     for block in reference.blocks:
         field, item = block.field, block.field.dtype.itemsize
         typed = whole.view(field.dtype)

@@ -12,7 +12,7 @@ import enum
 import math
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -111,6 +111,19 @@ class Slab:
         )
         envs, steps = self.layouts[worker].num_envs, self.steps[worker]
         return WindowRef(slot, worker, envs, steps, blocks, arena)
+
+
+def packed(reference: WindowRef) -> tuple[WindowRef, int]:
+    """Return the same window in memory of its own, beginning at byte 0, and how large that is.
+
+    A slab of one worker is laid out like that.
+    """
+    blocks, place = [], 0
+    for block in reference.blocks:
+        row = block.field.nbytes
+        blocks.append(Block(block.field, place, reference.steps * row, row))
+        place += -(-reference.envs * reference.steps * row // _ALIGN) * _ALIGN
+    return replace(reference, blocks=tuple(blocks)), place
 
 
 def _page_aligned(nbytes: int) -> int:

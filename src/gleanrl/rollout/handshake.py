@@ -15,6 +15,7 @@ import hmac
 import secrets
 import socket
 import struct
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -75,28 +76,33 @@ def join(invitation: Invitation, timeout: float) -> socket.socket:
     deadline = time.monotonic() + timeout
     sock = _connect((invitation.host, invitation.port), deadline)
     try:
-        hello = _receive(sock, len(_MAGIC) + _NONCE, deadline)
-        if not hello.startswith(_MAGIC):
-            raise HandshakeError(f"{invitation.host}:{invitation.port} is no GleanRL learner")
-        theirs, mine = hello[len(_MAGIC) :], secrets.token_bytes(_NONCE)
-        index = _INDEX.pack(invitation.node)
-        proof = _sign(invitation.secret, b"node", theirs, mine, index)
-        _send(sock, mine + index + proof, deadline)
-        answer = _receive(sock, _DIGEST, deadline)
-        expected = _sign(invitation.secret, b"learner", theirs, mine, index)
-        if not hmac.compare_digest(answer, expected):
-            raise HandshakeError(f"{invitation.host}:{invitation.port} does not know the secret")
+        _introduce(sock, invitation, deadline)
     except BaseException:
         sock.close()
         raise
     return sock
 
 
+def _introduce(sock: socket.socket, invitation: Invitation, deadline: float) -> None:
+    where = f"{invitation.host}:{invitation.port}"
+    hello = _receive(sock, len(_MAGIC) + _NONCE, deadline)
+    if not hello.startswith(_MAGIC):
+        raise HandshakeError(f"{where} is no GleanRL learner")
+    theirs, mine = hello[len(_MAGIC) :], secrets.token_bytes(_NONCE)
+    index = _INDEX.pack(invitation.node)
+    proof = _sign(invitation.secret, b"node", theirs, mine, index)
+    _send(sock, mine + index + proof, deadline)
+    answer = _receive(sock, _DIGEST, deadline)
+    expected = _sign(invitation.secret, b"learner", theirs, mine, index)
+    if not hmac.compare_digest(answer, expected):
+        raise HandshakeError(f"{where} does not know this collector's secret")
+
+
 def keep_alive(sock: socket.socket, patience: float) -> None:
     """Have the kernel end the connection once the other host was silent for ``patience`` s."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+    if sys.platform == "linux":
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * patience))
         every = max(1, int(patience / 4))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)

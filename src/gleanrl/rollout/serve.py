@@ -27,13 +27,32 @@ from gleanrl.weights.board import Boards
 
 
 @dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a process may have changed since the one it starts workers from was forked."""
+
+    environment: Mapping[str, str]
+    directory: str
+    path: tuple[str, ...]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Take down those of this process."""
+        return cls(dict(os.environ), os.getcwd(), tuple(sys.path))
+
+    def enter(self) -> None:
+        """Make them those of this process."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.directory)
+        sys.path[:] = self.path
+
+
+@dataclass(frozen=True, slots=True)
 class Bootstrap:
     """What a worker has to know before anything of the user's is unpickled in it."""
 
     worker: int
-    environment: Mapping[str, str]
-    directory: str
-    path: tuple[str, ...]
+    surroundings: Surroundings
     threads: int
     factory: bytes
     """A pickled `SourceFactory`."""
@@ -76,19 +95,16 @@ def main(connection_fd: int, arena_fd: int, control_fd: int) -> None:
     channel = Channel(socket.socket(fileno=connection_fd))
     try:
         boot: Bootstrap = pickle.loads(channel.wait()[0])
-        _settle(boot)
+        boot.surroundings.enter()
+        settle(boot.threads)
         _Serving(channel, boot, SharedMemory(arena_fd), SharedMemory(control_fd)).run()
     except (EOFError, ConnectionError):
         return  # the learner is gone: nobody is left to tell
 
 
-def _settle(boot: Bootstrap) -> None:
-    """Take over what may have changed in the learner since this process was forked."""
-    os.environ.clear()
-    os.environ.update(boot.environment)
-    os.chdir(boot.directory)
-    sys.path[:] = boot.path
-    torch.set_num_threads(boot.threads)
+def settle(threads: int) -> None:
+    """Prepare this process for running what users wrote."""
+    torch.set_num_threads(threads)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what is printed last must not be lost
             stream.reconfigure(line_buffering=True)
@@ -132,7 +148,7 @@ class _Serving:
             try:
                 command = self._reader.read(frame)
             except Exception as err:  # whatever the user's objects do when unpickled
-                self._answer(m.Failed(self._boot.worker, ticket, _unreadable(err)))
+                self._answer(m.Failed(self._boot.worker, ticket, unreadable(err)))
                 continue
             self._queued.put(ticket, command)
 
@@ -146,25 +162,30 @@ class _Serving:
         return window
 
     def _answer(self, reply: m.Reply) -> None:
-        if isinstance(reply, m.Failed):
-            remote = RemoteError.of(reply.error)
-            reply = m.Failed(reply.worker, reply.ticket, remote)  # type: ignore[arg-type]
-        try:
-            frame = write_reply(reply)
-        except Exception as err:  # whatever the user's objects do when pickled
-            self._answer(m.Failed(reply.worker, reply.ticket, _unsendable(err)))
-            return
-        self._channel.send(frame)
+        self._channel.send(frame_of(reply))
 
 
-def _unsendable(err: Exception) -> GleanError:
+def frame_of(reply: m.Reply) -> bytes:
+    """Return ``reply`` as a frame; one that cannot be pickled becomes a failure that says so."""
+    if isinstance(reply, m.Failed):
+        remote = RemoteError.of(reply.error)
+        reply = m.Failed(reply.worker, reply.ticket, remote)  # type: ignore[arg-type]
+    try:
+        return write_reply(reply)
+    except Exception as err:  # whatever the user's objects do when pickled
+        return frame_of(m.Failed(reply.worker, reply.ticket, unsendable(err)))
+
+
+def unsendable(err: Exception) -> GleanError:
+    """Return the error for an answer that could not be pickled."""
     return GleanError(
         f"the answer cannot be sent to the learner's process ({type(err).__name__}: "
         f"{said(err)}); ask for an attribute that can be pickled"
     )
 
 
-def _unreadable(err: Exception) -> GleanError:
+def unreadable(err: Exception) -> GleanError:
+    """Return the error for a command that could not be unpickled."""
     found = GleanError(
         f"what was sent cannot be loaded in the worker's process ({type(err).__name__}: "
         f"{said(err)}); send what can be unpickled there"

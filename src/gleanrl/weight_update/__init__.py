@@ -1,6 +1,7 @@
 """Names under which TorchRL users look for weight sync schemes. Re-exports only."""
 
 from gleanrl.weights.scheme import (
+    DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
@@ -8,6 +9,7 @@ from gleanrl.weights.scheme import (
 )
 
 __all__ = [
+    "DistributedWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "SharedMemWeightSyncScheme",

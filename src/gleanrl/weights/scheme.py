@@ -42,8 +42,8 @@ class WeightSyncScheme:
         """Return the scheme that fits a backend.
 
         Args:
-            name: ``"none"``, ``"direct"``, ``"inline"``, ``"shared"``, ``"thread"``, ``"process"``
-                or ``"multiprocessing"``.
+            name: ``"none"``, ``"direct"``, ``"inline"``, ``"shared"``, ``"thread"``, ``"process"``,
+                ``"multiprocessing"`` or ``"distributed"``.
 
         Raises:
             ConfigError: no such backend.
@@ -56,6 +56,7 @@ class WeightSyncScheme:
             "thread": SharedMemWeightSyncScheme,
             "process": MultiProcessWeightSyncScheme,
             "multiprocessing": MultiProcessWeightSyncScheme,
+            "distributed": DistributedWeightSyncScheme,
         }
         if name not in kinds:
             raise ConfigError(f"no weight sync scheme for {name!r}; known are {sorted(kinds)}")
@@ -87,6 +88,33 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """Send weights to each worker as a message."""
 
     shared = False
+
+
+class DistributedWeightSyncScheme(WeightSyncScheme):
+    """Send weights to nodes as one flat tensor, over torch.distributed.
+
+    The default of distributed collectors. A node gets the next weights while it works, and acts
+    with them from its next rollout on.
+    """
+
+    def __init__(
+        self,
+        strategy: str = "tensordict",
+        sync: bool = True,
+        backend: str = "gloo",
+        timeout: float = 3600.0,
+    ) -> None:
+        """Describe the scheme; see `WeightSyncScheme`.
+
+        Args:
+            strategy: See `WeightSyncScheme`.
+            sync: See `WeightSyncScheme`.
+            backend: Accepted for compatibility: the collector's is used.
+            timeout: Accepted for compatibility: no update waits, and a node that takes no weights
+                counts as dead when it shows no sign of life.
+        """
+        super().__init__(strategy, sync)
+        self.backend, self.timeout = backend, timeout
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

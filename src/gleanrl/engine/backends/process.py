@@ -7,7 +7,6 @@ import os
 import pickle
 import select
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -32,7 +31,7 @@ from gleanrl.engine.backends.zygote import Zygote
 from gleanrl.memory.available import check_memory
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.rollout.channel import Channel
-from gleanrl.rollout.serve import Bootstrap, RemoteError, said
+from gleanrl.rollout.serve import Bootstrap, RemoteError, Surroundings, said
 from gleanrl.rollout.wire import CommandWriter, head_of, read_reply
 from gleanrl.weights.board import Board, plan_board
 
@@ -140,9 +139,7 @@ class ProcessBackend:
         self._poller.register(process.channel.fileno(), select.EPOLLIN)
         boot = Bootstrap(
             worker=worker,
-            environment=dict(os.environ),
-            directory=os.getcwd(),
-            path=tuple(sys.path),
+            surroundings=Surroundings.here(),
             threads=self._threads,
             factory=factory,
         )
@@ -182,7 +179,7 @@ class ProcessBackend:
         """
         if not self._frames:
             self._await(timeout)
-        reply = _reply_in(self._frames[0])
+        reply = reply_in(self._frames[0])
         self._frames.popleft()  # now: an interrupt while it was being read must not lose it
         return reply
 
@@ -265,7 +262,7 @@ class _Process:
     writer: CommandWriter
 
 
-def _reply_in(frame: bytes) -> m.Reply:
+def reply_in(frame: bytes) -> m.Reply:
     """Return the reply in ``frame``; one that cannot be loaded is a failure of what was asked."""
     ticket, worker = head_of(frame)
     try:

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
@@ -35,6 +35,8 @@ _REQUEST = struct.Struct("=4sq")
 _REPLY = struct.Struct("=cqi")
 """``F`` and a process id, or ``E`` and how that process ended; the number of its fork between."""
 _MAX_FDS = 8
+WORKER, NODE = b"work", b"node"
+"""What can be forked."""
 # With -c the working directory comes first on the path, whether or not it is on the learner's.
 _PROGRAM = """\
 import sys
@@ -83,8 +85,14 @@ class Zygote:
         hung_up.register(self._socket, 0)
         return not hung_up.poll(0)
 
-    def fork(self, fds: Sequence[int], timeout: float) -> int:
+    def fork(self, fds: Sequence[int], timeout: float, what: bytes = WORKER) -> int:
         """Fork a worker that gets copies of ``fds``; return its process id.
+
+        Args:
+            fds: What the forked process is to have.
+            timeout: Seconds it may take.
+            what: `WORKER`, which serves this process over its first descriptor, or `NODE`, which
+                reads there where to go.
 
         Raises:
             CollectorTimeout: the zygote did not answer in time.
@@ -95,7 +103,7 @@ class Zygote:
             self._asked += 1
             number = self._asked
             try:
-                self._ask_for(b"fork", number, fds)
+                self._ask_for(what, number, fds)
                 while number not in self._forks:
                     self._hear(deadline, timeout)
             except BaseException:  # also Ctrl-C: nobody will know the worker that may come yet
@@ -217,13 +225,13 @@ def _inherited(stream: TextIO | None) -> int | None:
 
 def main(fd: int) -> None:
     """Import what workers need, then fork on request until the learner is gone."""
-    from gleanrl.rollout import serve
+    from gleanrl.rollout import node, serve
 
     os.set_inheritable(fd, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = 1
     try:
-        _Zygote(socket.socket(fileno=fd), serve.main).run()
+        _Zygote(socket.socket(fileno=fd), {WORKER: serve.main, NODE: node.main}).run()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -235,10 +243,10 @@ def main(fd: int) -> None:
 class _Zygote:
     """The loop of a zygote: one thread, no state but its children."""
 
-    def __init__(self, control: socket.socket, work: Callable[..., None]) -> None:
-        """Serve the owner at the other end of ``control``; workers run ``work``."""
+    def __init__(self, control: socket.socket, works: Mapping[bytes, Callable[..., None]]) -> None:
+        """Serve the owner at the other end of ``control``; ``works`` is what can be forked."""
         self._control = control
-        self._work = work
+        self._works = works
         self._pid = os.getpid()
         self._children: dict[int, int] = {}
         """Workers' process ids, and the numbers of their forks."""
@@ -285,7 +293,7 @@ class _Zygote:
             for pid in [pid for pid, of in self._children.items() if of == number]:
                 os.kill(pid, signal.SIGKILL)
             return True
-        pid = self._fork(lambda: self._become_worker(fds))
+        pid = self._fork(lambda: self._become_worker(what, fds))
         for fd in fds:
             os.close(fd)
         self._children[pid] = number
@@ -317,16 +325,16 @@ class _Zygote:
                     os._exit(code)
         return pid
 
-    def _become_worker(self, fds: Sequence[int]) -> None:
+    def _become_worker(self, what: bytes, fds: Sequence[int]) -> None:
         global _ask
         _ask = self._ask
         self._leave()
-        self._work(*fds)
+        self._works[what](*fds)
 
     def _become_zygote(self, fd: int) -> None:
         self._leave()
         self._ask.close()
-        _Zygote(socket.socket(fileno=fd), self._work).run()
+        _Zygote(socket.socket(fileno=fd), self._works).run()
 
     def _leave(self) -> None:
         """Let go of what only the process that forked this one may use."""

@@ -1,0 +1,338 @@
+"""Workers on nodes: messages over a connection of our own, data over torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gleanrl.core import messages as m
+from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied
+from gleanrl.core.protocols import SourceFactory
+from gleanrl.engine.backends.network_node import RemoteNode
+from gleanrl.engine.backends.network_weights import NetworkBoard
+from gleanrl.engine.backends.pickling import pickled
+from gleanrl.engine.backends.process import reply_in
+from gleanrl.engine.launchers.launcher import Launcher
+from gleanrl.rollout import link
+from gleanrl.rollout.handshake import HandshakeError, Invitation, admit, keep_alive, new_secret
+from gleanrl.rollout.node import NodeBoot
+from gleanrl.rollout.pair import check_kind
+from gleanrl.rollout.worker import OpenWindow
+from gleanrl.weights.flat import plan_flat
+
+_INTRODUCTION = 2.0
+"""Seconds a stranger on the port may take to show that it is a node."""
+_LOOK = 0.5
+"""Seconds between two looks at what became of nodes that have not joined yet."""
+_GRACE = 1.0
+"""Seconds within which a node that was told to end has to be gone."""
+
+
+class NetworkBackend:
+    """One node per worker, wherever a launcher starts them.
+
+    Nodes connect here and show that they know the secret. Commands, replies and signs of life
+    travel on that connection, so that it tells at once when a node's process or host is gone;
+    rollouts and weights travel as flat tensors through a process group of two.
+    """
+
+    inline = False
+    memory = None
+
+    def __init__(
+        self,
+        open_window: OpenWindow,
+        launcher: Launcher,
+        *,
+        kind: str = "gloo",
+        host: str | None = None,
+        port: int = 0,
+        threads: int = 1,
+        patience: float = 60.0,
+        start_timeout: float = 120.0,
+    ) -> None:
+        """Listen for nodes.
+
+        Args:
+            open_window: Maps windows of the learner's arenas.
+            launcher: Starts the nodes.
+            kind: Of process group.
+            host: Address to listen on, and that nodes are told; the launcher's choice by default.
+            port: To listen on; any by default.
+            threads: torch threads of each node.
+            patience: Seconds without a sign of life after which a node counts as dead.
+            start_timeout: Seconds all nodes together may take to join.
+
+        Raises:
+            ConfigError: the process group is not available, or the port cannot be listened on.
+        """
+        check_kind(kind)
+        self._open_window, self._launcher = open_window, launcher
+        self._kind, self._threads = kind, threads
+        self._patience, self._start_timeout = patience, start_timeout
+        self._owner = os.getpid()
+        self._secret = new_secret()
+        self._nodes: list[RemoteNode] = []
+        self._by_fd: dict[int, RemoteNode] = {}
+        self._frames: deque[tuple[RemoteNode, bytes]] = deque()
+        self._boards: list[NetworkBoard] = []
+        self._closed = False
+        self.stop_byte = RemoteStop(self._nodes)
+        self._host = host or launcher.address()
+        try:
+            self._listener = socket.create_server((self._host, port), backlog=1024)
+        except OSError as err:
+            raise ConfigError(
+                f"cannot listen for nodes on {self._host}:{port} ({err}); choose another tcp_port "
+                "or interface, or leave them out"
+            ) from err
+        self._poller = select.epoll()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where nodes connect to."""
+        host, port = self._listener.getsockname()[:2]
+        return str(host), int(port)
+
+    # -- start -----------------------------------------------------------------------------------
+
+    def start(self, factories: Sequence[SourceFactory]) -> None:
+        """Have one node started per factory, and let them in.
+
+        Raises:
+            ConfigError: something that cannot be sent to another process.
+            WorkerDied: a node ended before it joined.
+            CollectorTimeout: not all had joined in time.
+        """
+        blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
+        host, port = self.address
+        self._launcher.launch(
+            [Invitation(host, port, n, self._secret, self._patience) for n in range(len(blobs))]
+        )
+        joined: dict[int, RemoteNode] = {}
+        deadline = time.monotonic() + self._start_timeout
+        while missing := [worker for worker in range(len(blobs)) if worker not in joined]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise CollectorTimeout(
+                    f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
+                )
+            sock = self._accept(min(left, _LOOK))
+            if sock is None:
+                self._check_started(missing)
+                continue
+            index = self._admit(sock)
+            if index in missing:
+                joined[index] = self._welcome(index, sock, blobs[index])
+            else:
+                sock.close()
+        self._nodes.extend(joined[worker] for worker in range(len(blobs)))
+        self._listener.close()
+
+    def _accept(self, timeout: float) -> socket.socket | None:
+        self._listener.settimeout(timeout)
+        try:
+            return self._listener.accept()[0]
+        except TimeoutError:
+            return None
+
+    def _admit(self, sock: socket.socket) -> int | None:
+        """Return which node ``sock`` leads to, ``None`` if to a stranger."""
+        try:
+            return admit(sock, self._secret, _INTRODUCTION)
+        except HandshakeError:
+            return None
+
+    def _check_started(self, missing: Sequence[int]) -> None:
+        for worker in missing:
+            fate = self._launcher.fate(worker, 0.0)
+            if fate is not None:
+                error = WorkerDied(
+                    f"node {worker} {fate} before it joined; what it printed last tells why"
+                )
+                error.worker = worker
+                raise error
+
+    def _welcome(self, index: int, sock: socket.socket, factory: bytes) -> RemoteNode:
+        keep_alive(sock, self._patience)
+        node = RemoteNode(index, sock, self._open_window)
+        self._by_fd[node.channel.fileno()] = node
+        self._poller.register(node.channel.fileno(), select.EPOLLIN)
+        node.channel.send(
+            pickle.dumps(NodeBoot(self._threads, self._kind, tuple(sys.path), factory))
+        )
+        try:
+            node.connect(self._kind, self._patience)
+        except (EOFError, OSError, RuntimeError) as err:
+            raise self._died(node, str(err)) from None
+        return node
+
+    def board(self, weights: Mapping[str, torch.Tensor]) -> NetworkBoard:
+        """Prepare to send weights like these to all nodes."""
+        board = NetworkBoard(plan_flat(len(self._boards), weights), self._nodes)
+        self._boards.append(board)
+        return board
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def send(self, worker: int, ticket: int, command: m.Command) -> None:
+        """Post ``command``; if the node is gone, `receive` says so, after what it had sent.
+
+        Raises:
+            ClosedError: after `stop`.
+            WorkerDied: `receive` has said already that the node is gone.
+        """
+        if not self._nodes:
+            raise ClosedError("the collector was shut down")
+        node = self._nodes[worker]
+        if node.channel.fileno() < 0:
+            raise self._died(node, "is gone")
+        if isinstance(command, m.Collect):
+            for board in self._boards:
+                board.catch_up(node)
+        node.post(ticket, command)
+        self._watch(node)
+
+    def _watch(self, node: RemoteNode) -> None:
+        pending = select.EPOLLOUT if node.channel.pending else 0
+        self._poller.modify(node.channel.fileno(), select.EPOLLIN | pending)
+
+    def receive(self, timeout: float | None) -> m.Reply:
+        """Return the next reply of any node; a rollout is in its window by then.
+
+        Raises:
+            CollectorTimeout: none came within ``timeout`` seconds.
+            WorkerDied: a node's process ended, or it showed no sign of life for too long.
+        """
+        if not self._frames:
+            self._await(timeout)
+        node, frame = self._frames[0]
+        reply = reply_in(frame)
+        if isinstance(reply, m.Rolled) and reply.report.payload is None:
+            try:
+                node.land(reply.ticket)
+            except RuntimeError as err:
+                self._frames.popleft()
+                raise self._died(node, f"was lost in the middle of a rollout ({err})") from None
+        self._frames.popleft()  # now: an interrupt while it was being read must not lose it
+        node.replied(reply.ticket)
+        return reply
+
+    def wait(self, timeout: float) -> None:
+        """Wait until there may be a reply; safe while another thread uses the backend."""
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            self._poller.poll(timeout)
+
+    def _await(self, timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        left: float | None = 0.0  # first what is there: the learner may have been away for long
+        while not self._frames:
+            for fd, events in self._poller.poll(left):
+                self._serve(self._by_fd[fd], events)
+            if self._frames:
+                return
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                raise CollectorTimeout(f"no node replied within {timeout} s")
+            limit = self._next_silence(now)
+            left = limit if deadline is None else min(limit, deadline - now)
+
+    def _next_silence(self, now: float) -> float:
+        """Return the seconds until some node has been silent for too long.
+
+        Raises:
+            WorkerDied: one has.
+        """
+        left = self._patience
+        for node in list(self._by_fd.values()):
+            quiet = now - node.heard
+            if quiet >= self._patience:
+                raise self._died(
+                    node,
+                    f"showed no sign of life for {quiet:.0f} s: its host or the network is down, "
+                    "or its process stands still",
+                )
+            left = min(left, self._patience - quiet)
+        return left
+
+    def _serve(self, node: RemoteNode, events: int) -> None:
+        # Read first: what a node sent before it ended is whole, and so is what it is about.
+        if events & ~select.EPOLLOUT:
+            try:
+                frames = node.channel.read()
+            except (EOFError, OSError) as err:
+                raise self._died(node, f"closed its connection ({err})") from None
+            node.heard = time.monotonic()
+            for frame in frames:
+                if frame[:1] == link.WEIGHTS:
+                    self._boards[link.read_weights(frame)].taken(node)
+                elif frame[:1] != link.BEAT:
+                    self._frames.append((node, frame))
+        if events & select.EPOLLOUT:
+            node.flush()
+        if node.channel.fileno() >= 0:
+            self._watch(node)
+
+    def _died(self, node: RemoteNode, how: str) -> WorkerDied:
+        known = node.channel.fileno() >= 0
+        if known:
+            self._poller.unregister(node.channel.fileno())
+            self._by_fd.pop(node.channel.fileno(), None)
+            node.close()
+        for board in self._boards:
+            board.forget(node)
+        fate = self._launcher.fate(node.index, 2.0 if known else 0.0) or how
+        error = WorkerDied(f"node {node.index} at {node.address} {fate}")
+        error.worker = node.index
+        return error
+
+    def open(self, payload: m.Payload) -> Any:
+        """Return the rollout, which travelled with the reply."""
+        return payload.handle
+
+    def stop(self, timeout: float) -> None:
+        """End all nodes: let those that were asked go, kill the rest. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        nodes = {*self._nodes, *self._by_fd.values()}
+        self._nodes.clear()
+        self._frames.clear()
+        self._by_fd.clear()
+        for node in nodes:
+            node.close()
+        self._listener.close()
+        self._launcher.stop(min(timeout, _GRACE))
+        self._poller.close()
+
+
+class RemoteStop:
+    """The byte that running rollouts look at, on every node."""
+
+    def __init__(self, nodes: Sequence[RemoteNode]) -> None:
+        """Tell ``nodes``."""
+        self._nodes = nodes
+        self._value = 0
+
+    def __getitem__(self, index: int) -> int:
+        """Return the byte."""
+        return self._value
+
+    def __setitem__(self, index: int, value: int) -> None:
+        """Tell the nodes, if it has changed."""
+        if bool(value) == bool(self._value):
+            return
+        self._value = int(value)
+        for node in self._nodes:
+            if node.channel.fileno() >= 0:
+                node.put(link.STOP + bytes([self._value]))

@@ -1,0 +1,98 @@
+"""Weights on their way to nodes: one copy here, one transfer to each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gleanrl.core.messages import BoardRef
+from gleanrl.engine.backends.network_node import RemoteNode
+from gleanrl.rollout.pair import Transfer
+from gleanrl.weights.flat import FlatBuffer, check_fit
+
+
+@dataclass(eq=False, slots=True)
+class _Publication:
+    """Weights of one version, and the nodes that have not taken them yet."""
+
+    buffer: FlatBuffer
+    moving: dict[int, Transfer] = field(default_factory=dict)
+
+
+class NetworkBoard:
+    """The weights of one model, published to all nodes.
+
+    A node that is at work gets the next weights while it works, and takes them over when its next
+    rollout begins; until it has done so it is sent no others, and then the newest. So a learner
+    that updates more often than a node collects costs that node's link no more than one transfer
+    per rollout. A node that stands still gets every publication at once.
+    """
+
+    def __init__(self, ref: BoardRef, nodes: Sequence[RemoteNode]) -> None:
+        """Publish to ``nodes``.
+
+        Args:
+            ref: Where tensors lie; its offset is the board's number.
+            nodes: All of them; may grow.
+        """
+        self.ref = ref
+        self._nodes = nodes
+        self._free: list[FlatBuffer] = []
+        self._newest: _Publication | None = None
+        self._moving: dict[int, list[_Publication]] = {}
+        """Per node what it has not taken yet, oldest first."""
+        self._behind: set[int] = set()
+
+    def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
+        """Copy ``tensors``, in the order of ``ref``, and send them; waits for nobody.
+
+        Raises:
+            WeightsError: a shape that is not the board's; nothing is published.
+        """
+        check_fit(self.ref, tensors)
+        buffer = self._free.pop() if self._free else FlatBuffer(self.ref)
+        buffer.fill(tensors, version, serial)
+        older, self._newest = self._newest, _Publication(buffer)
+        if older is not None:
+            self._recycle(older)
+        for node in self._nodes:
+            if node.channel.fileno() < 0:
+                continue
+            if node.busy and self._moving.get(node.index):
+                self._behind.add(node.index)
+            else:
+                self._send(node)
+
+    def catch_up(self, node: RemoteNode) -> None:
+        """Before ``node`` is given work: one that stands still gets the newest now."""
+        if node.index in self._behind and not node.busy:
+            self._send(node)
+
+    def taken(self, node: RemoteNode) -> None:
+        """Note that ``node`` has taken over the oldest weights that were sent to it."""
+        publication = self._moving[node.index].pop(0)
+        publication.moving.pop(node.index).finish()
+        self._recycle(publication)
+        if node.index in self._behind and not self._moving[node.index]:
+            self._send(node)
+
+    def forget(self, node: RemoteNode) -> None:
+        """Expect nothing more of ``node``."""
+        self._behind.discard(node.index)
+        for publication in self._moving.pop(node.index, []):
+            # What the transfer was reading from is not used again: nobody knows when it lets go.
+            publication.moving.pop(node.index)
+
+    def _send(self, node: RemoteNode) -> None:
+        publication = self._newest
+        assert publication is not None
+        self._behind.discard(node.index)
+        transfer = node.send_weights(self.ref.offset, publication.buffer.bytes)
+        publication.moving[node.index] = transfer
+        self._moving.setdefault(node.index, []).append(publication)
+
+    def _recycle(self, publication: _Publication) -> None:
+        if not publication.moving and publication is not self._newest:
+            self._free.append(publication.buffer)

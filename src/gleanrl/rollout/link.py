@@ -1,0 +1,162 @@
+"""What travels on the connection between a node and its learner besides commands and replies.
+
+One byte says what a frame is. Commands and replies are those of `rollout.wire`; the others are
+
+    H                 a sign of life (from the node)
+    S byte            raise the stop byte, or take it back (from the learner)
+    K length key val  half of agreeing on a process group (both ways)
+    W board           weights are on their way (from the learner), were taken (from the node)
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from gleanrl.core import messages as m
+from gleanrl.core.errors import GleanError
+from gleanrl.rollout.channel import Channel
+from gleanrl.rollout.inbox import Inbox
+from gleanrl.rollout.serve import frame_of, unreadable
+from gleanrl.rollout.wire import CommandReader, head_of
+
+BEAT, STOP, KEY, WEIGHTS = b"H", b"S", b"K", b"W"
+_LENGTH = struct.Struct("=i")
+_BOARD = struct.Struct("=ci")
+
+
+def key_frame(key: str, value: bytes) -> bytes:
+    """Return the frame that tells ``value``."""
+    name = key.encode()
+    return KEY + _LENGTH.pack(len(name)) + name + value
+
+
+def read_key(frame: bytes) -> tuple[str, bytes]:
+    """Return key and value."""
+    (length,) = _LENGTH.unpack_from(frame, 1)
+    start = 1 + _LENGTH.size
+    return frame[start : start + length].decode(), frame[start + length :]
+
+
+def weights_frame(board: int) -> bytes:
+    """Return the frame that speaks of weights of ``board``."""
+    return _BOARD.pack(WEIGHTS, board)
+
+
+def read_weights(frame: bytes) -> int:
+    """Return the number of the board."""
+    return int(_BOARD.unpack(frame)[1])
+
+
+class Link:
+    """A node's end: a thread that reads, shows signs of life, and ends the node with the learner.
+
+    Commands go to ``inbox``; whoever carries them out answers through `send`.
+    """
+
+    def __init__(self, channel: Channel, worker: int, patience: float) -> None:
+        """Take over ``channel``.
+
+        Args:
+            channel: The connection.
+            worker: This node's index.
+            patience: Seconds after which the learner gives a silent node up.
+        """
+        self._channel, self._worker, self._patience = channel, worker, patience
+        self._reader = CommandReader()
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._keys: dict[str, bytes] = {}
+        self._boards: deque[int] = deque()
+        self._over = False
+        self.inbox = Inbox()
+        self.stop = bytearray(1)
+
+    def start(self, frames: Sequence[bytes]) -> None:
+        """Begin to read, after ``frames``, which have come already."""
+        for frame in frames:
+            self._take(frame)
+        threading.Thread(target=self._run, name="gleanrl link", daemon=True).start()
+
+    def finish(self) -> None:
+        """From now on the learner may go away."""
+        self._over = True
+
+    def send(self, frame: bytes) -> None:
+        """Send ``frame``, waiting until the connection has taken it; any thread may."""
+        with self._sending:
+            self._channel.send(frame)
+
+    def answer(self, reply: m.Reply) -> None:
+        """Send a reply."""
+        self.send(frame_of(reply))
+
+    def key(self, key: str) -> bytes:
+        """Wait for what the learner tells of ``key``.
+
+        Raises:
+            GleanError: it did not in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._keys, self._patience):
+                raise GleanError(f"the learner did not answer for {self._patience} s")
+            return self._keys[key]
+
+    def pop_board(self) -> int | None:
+        """Return the number of a board that weights are on their way for, ``None`` if none are."""
+        return self._boards.popleft() if self._boards else None
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._read()
+        except (EOFError, OSError):
+            if not self._over:
+                sys.stderr.write(f"node {self._worker}: the learner is gone\n")
+                sys.stderr.flush()
+                # Whatever the environment is doing: nobody waits for it any more.
+                os._exit(1)
+
+    def _read(self) -> None:
+        readable = select.poll()
+        readable.register(self._channel, select.POLLIN)
+        pause = self._patience / 6
+        due = time.monotonic()
+        while True:
+            left = due - time.monotonic()
+            if left <= 0:
+                self.send(BEAT)
+                due, left = time.monotonic() + pause, pause
+            readable.poll(1000 * left)
+            for frame in self._channel.read():
+                self._take(frame)
+
+    def _take(self, frame: bytes) -> None:
+        kind = frame[:1]
+        if kind == STOP:
+            self.stop[0] = frame[1]
+        elif kind == WEIGHTS:
+            self._boards.append(read_weights(frame))
+        elif kind == KEY:
+            key, value = read_key(frame)
+            with self._changed:
+                self._keys[key] = value
+                self._changed.notify_all()
+        else:
+            self._command(frame)
+
+    def _command(self, frame: bytes) -> None:
+        ticket, _ = head_of(frame)
+        try:
+            command = self._reader.read(frame)
+        except Exception as err:  # whatever the user's objects do when unpickled
+            self.answer(m.Failed(self._worker, ticket, unreadable(err)))
+            return
+        self.inbox.put(ticket, command)
