@@ -42,7 +42,8 @@ class RemoteCollector(RunningCollector):
     def _publish(
         self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
     ) -> None:
-        self._models.update(models, version, worker_ids)
+        with self._engine.turn(None):
+            self._models.update(models, version, worker_ids)
 
     def _check_update(self, worker_ids: Any, kwargs: Mapping[str, Any]) -> None:
         if kwargs:
