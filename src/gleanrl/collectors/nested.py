@@ -24,7 +24,7 @@ from gleanrl.core.protocols import SourceFactory, Stop, Window
 from gleanrl.core.streams import preserved
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.rollout.streams import Streams
-from gleanrl.weights.snapshot import Shapes
+from gleanrl.weights.snapshot import Shapes, shapes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +283,7 @@ class NestedSource:
         """Return the shapes of a model of the collector."""
         if isinstance(self.collector, UpdatingCollector):
             return self.collector.describe_weights(model_id)
-        module = self.collector.get_model(model_id)
-        shapes: Shapes = {n: (tuple(p.shape), True) for n, p in module.named_parameters()}
-        shapes.update({n: (tuple(b.shape), False) for n, b in module.named_buffers()})
-        return shapes
+        return shapes_of(self.collector.get_model(model_id))
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what ``path`` names, here or on the collector."""

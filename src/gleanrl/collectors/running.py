@@ -298,20 +298,20 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
         return self._engine.closed
 
     def getattr_policy(self, attr: str) -> Any:
-        """Return an attribute of the policy.
+        """Return an attribute of the policy that runs; of the first worker's, if there are several.
 
         Raises:
             AttributeError: it has none of that name.
         """
-        return self.get_distant_attr(f"policy.{attr}")
+        return self._engine.request(0, m.Get(f"policy.{attr}"))
 
     def getattr_env(self, attr: str) -> Any:
-        """Return an attribute of the environment.
+        """Return an attribute of the environment; of the first worker's, if there are several.
 
         Raises:
             AttributeError: it has none of that name.
         """
-        return self.get_distant_attr(f"env.{attr}")
+        return self._engine.request(0, m.Get(f"env.{attr}"))
 
     def getattr_rb(self, attr: str) -> Any:
         """Return an attribute of the replay buffer."""

@@ -39,11 +39,12 @@ class UpdatingCollector(BaseCollector):
     def _update_weights(
         self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
     ) -> None:
+        if self._updater is None:
+            self._check_update(worker_ids, kwargs)
+            self._publish(models, worker_ids, self._parents)
+            return
         with self._engine.turn(None):
-            if self._updater is None:
-                self._check_update(worker_ids, kwargs)
-                self._publish(models, worker_ids, self._parents)
-            elif self._push is not None:  # the updater itself asks for it
+            if self._push is not None:  # the updater itself asks for it
                 self.deliver_weights(models[_POLICY], worker_ids)
             else:
                 self._check_workers(worker_ids)

@@ -239,6 +239,10 @@ class NetworkBackend:
         self._frames.popleft()  # now: an interrupt while it was being read must not lose it
         return reply
 
+    def sound(self) -> bool:
+        """Return False: `receive` also has to see how long nodes have been silent."""
+        return False
+
     def wait(self, timeout: float) -> None:
         """Wait until there may be a reply; safe while another thread uses the backend."""
         with contextlib.suppress(ValueError):  # closed meanwhile

@@ -211,6 +211,10 @@ class RayBackend:
             raise reply
         return reply
 
+    def sound(self) -> bool:
+        """Return False: only `receive` can tell."""
+        return False
+
     def wait(self, timeout: float) -> None:
         """Wait until there may be a reply; safe while another thread uses the backend."""
         with contextlib.suppress(Exception):  # stopped meanwhile
