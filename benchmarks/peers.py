@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -15,6 +15,15 @@ from benchmarks.envs import EnvFactory
 from benchmarks.harness import Fields, tensordict_fields
 from benchmarks.policies import HIDDEN
 
+TORCHRL_SHORTCUTS: Mapping[str, Any] = {
+    "total_frames": -1,
+    "trust_policy": True,
+    "no_cuda_sync": True,
+    "use_buffers": True,
+    "auto_register_policy_transforms": False,
+}
+"""What TorchRL's documentation offers to every one of its collectors to be faster."""
+
 
 class TorchRL:
     """TorchRL's ``Collector`` on the CPU, with every shortcut its documentation offers."""
@@ -23,15 +32,7 @@ class TorchRL:
         from torchrl.collectors import Collector
 
         self._collector = Collector(
-            env,
-            policy,
-            frames_per_batch=frames,
-            total_frames=-1,
-            trust_policy=True,
-            no_cuda_sync=True,
-            use_buffers=True,
-            return_same_td=True,
-            auto_register_policy_transforms=False,
+            env, policy, frames_per_batch=frames, return_same_td=True, **TORCHRL_SHORTCUTS
         )
         self._iterator = iter(self._collector)
         self._batch: Any = None

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.envs import EnvFactory
 from benchmarks.harness import Fields, Skip, tensordict_fields
-from benchmarks.peers import torchrl_serial
+from benchmarks.peers import TORCHRL_SHORTCUTS, torchrl_serial
 
 
 class Batches:
@@ -89,13 +89,9 @@ def torchrl(
             [serial(some) for some in factories],
             policy,
             frames_per_batch=frames,
-            total_frames=-1,
-            trust_policy=True,
-            no_cuda_sync=True,
-            use_buffers=True,
-            auto_register_policy_transforms=False,
             init_fn=None if argument_checks else quiet_worker,
             num_threads=1,
+            **TORCHRL_SHORTCUTS,
             **({"cat_results": "stack"} if kind == "sync" else {}),
         )
     )

@@ -1,6 +1,7 @@
 """DistributedCollector over local nodes: the inline data, exact weights, named failures."""
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -235,7 +236,7 @@ def test_weights_are_sent_after_each_batch(sync):
     with nodes(
         rig.counting(0), rig.counting(1), policy=policy, sync=sync, update_after_each_batch=True
     ) as collector:
-        for number in range(1, 9):
+        for number in range(1, 9 if sync else 60):
             batch = collector.next()
             newest = batch["seen"].max().item()
             assert newest <= number - 1
@@ -515,3 +516,23 @@ def test_collector_itself_is_the_front_door():
             frames_per_batch=8,
             backend_options={"process_group_backend": "pigeon"},
         )
+
+
+def test_a_forked_child_of_the_learner_leaves_the_nodes_alone():
+    with nodes(rig.counting(0), rig.counting(1), sync=True) as collector:
+        collector.next()
+        child = os.fork()
+        if child == 0:
+            try:
+                collector.next()
+            except ClosedError:
+                collector.shutdown()
+                os._exit(7)
+            finally:
+                os._exit(8)
+        watched = os.pidfd_open(child)
+        with rig.in_time():
+            select.select([watched], [], [], rig.LIMIT)
+        os.close(watched)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert collector.next().shape == (2, 8)

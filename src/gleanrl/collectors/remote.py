@@ -42,7 +42,8 @@ class RemoteCollector(RunningCollector):
     def _publish(
         self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
     ) -> None:
-        self._models.update(models, version, worker_ids)
+        with self._engine.turn(None):
+            self._models.update(models, version, worker_ids)
 
     def _check_update(self, worker_ids: Any, kwargs: Mapping[str, Any]) -> None:
         if kwargs:
@@ -155,22 +156,6 @@ class RemoteCollector(RunningCollector):
     def policy(self) -> Any:
         """The learner's policy; workers have copies."""
         return self._models.running("policy")
-
-    def getattr_policy(self, attr: str) -> Any:
-        """Return an attribute of the policy of the first worker.
-
-        Raises:
-            AttributeError: it has none of that name.
-        """
-        return self._engine.request(0, m.Get(f"policy.{attr}"))
-
-    def getattr_env(self, attr: str) -> Any:
-        """Return an attribute of the environment of the first worker.
-
-        Raises:
-            AttributeError: it has none of that name.
-        """
-        return self._engine.request(0, m.Get(f"env.{attr}"))
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Resolve a path such as ``"env.transform[0]"`` and call it in every worker.

@@ -351,6 +351,13 @@ class Backend(Protocol):
         """Return the next reply of any worker, or raise `CollectorTimeout` / `WorkerDied`."""
         ...
 
+    def sound(self) -> bool:
+        """Whether `receive` has no worker's end to tell of; ``False`` where that takes a look.
+
+        Reads nothing, and costs less than `receive` would.
+        """
+        ...
+
     def wait(self, timeout: float) -> None:
         """Wait until `receive` may have something, at most ``timeout`` seconds.
 

@@ -229,9 +229,10 @@ class Dispatcher:
 
     def _lose(self, worker: int | None, error: Any) -> Any:
         if worker is not None:
-            if self.tolerant and worker not in self._lost:
-                warnings.warn(f"collection goes on without it: {error}", UserWarning, stacklevel=2)
+            new = worker not in self._lost
             self._lost.setdefault(worker, error)
+            if new and self.intact:
+                warnings.warn(f"collection goes on without it: {error}", UserWarning, stacklevel=2)
             for ticket in [t for t in self._open.values() if t.worker == worker]:
                 self.forget(ticket)
         return error

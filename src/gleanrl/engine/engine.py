@@ -18,7 +18,7 @@ from gleanrl.core.protocols import Backend, SourceFactory
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 from gleanrl.engine.gather import Gather, Rollouts
-from gleanrl.engine.turns import Turns
+from gleanrl.engine.turns import Turn, Turns
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.window import RolloutWindow
 
@@ -106,7 +106,7 @@ class Engine:
 
     def _count_envs(self) -> list[int]:
         return [
-            int(self.request(worker, m.Get("num_envs"))) if layout is None else layout.num_envs
+            int(self.request(worker, m.Get("num_envs"))) if layout is None else layout.all_envs
             for worker, layout in enumerate(self.layouts)
         ]
 
@@ -115,6 +115,21 @@ class Engine:
         for worker, envs in enumerate(self.envs):
             self.request(worker, m.Place(base, self.num_envs))
             base += envs
+
+    def steps_for(self, frames: Sequence[int]) -> tuple[int, ...]:
+        """Return, per worker, the steps of rollouts that are to hold ``frames[w]`` frames."""
+        plans = zip(frames, self.layouts, self.envs, strict=True)
+        return tuple(
+            -(-asked // envs) if layout is None else layout.steps_for(asked)
+            for asked, layout, envs in plans
+        )
+
+    def sizes(self, steps: Sequence[int]) -> list[int]:
+        """Return, per worker, the frames of rollouts of ``steps[w]`` steps."""
+        plans = zip(steps, self.layouts, self.envs, strict=True)
+        return [
+            count * (envs if layout is None else layout.num_envs) for count, layout, envs in plans
+        ]
 
     def use(self, gather: Gather, arenas: Sequence[Arena]) -> None:
         """Collect with ``gather`` into ``arenas``; call once, before `collect`."""
@@ -153,25 +168,19 @@ class Engine:
                 self.tallies[worker].add(report)
             return batch, rollouts
 
-    @contextmanager
-    def turn(self, timeout: float | None) -> Iterator[None]:
-        """Keep other threads out for the length of a block; wait for them first.
+    def turn(self, timeout: float | None) -> Turn:
+        """Keep other threads out for the length of a ``with`` block; wait for them first.
 
         Raises:
             ClosedError: this process was forked from the one whose workers these are.
             CollectorTimeout: another thread did not finish within ``timeout`` seconds.
         """
-        if self._foreign:
+        if self._owner != os.getpid() and self._foreign:
             raise ClosedError(
                 f"the collector's workers belong to process {self._owner}, and this is process "
                 f"{os.getpid()}, forked from it; make a collector of its own here"
             )
-        if not self._turns.acquire(timeout):
-            raise CollectorTimeout(f"another thread has been using the collector for {timeout} s")
-        try:
-            yield
-        finally:
-            self._turns.release()
+        return Turn(self._turns, timeout)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -261,6 +270,17 @@ class Engine:
         with self.turn(None), self._alone():
             self._check_usable()
             self.dispatcher.check()
+
+    def check_alive(self) -> None:
+        """Raise what ended a worker, if one has ended; takes in nothing as long as none has.
+
+        Raises:
+            ClosedError: after `close`.
+            WorkerDied: a worker's process ended.
+        """
+        self._check_usable()
+        if not (self.dispatcher.intact and self.backend.sound()):
+            self.check()
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
         """Tell whether `collect` would give a batch now; see `Gather.ready`."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, UnknownModelError
 from gleanrl.engine.engine import Engine
 from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.snapshot import Shapes, check_weights, load_weights, weights_of
+from gleanrl.weights.snapshot import Shapes, check_weights, cloned, load_weights, weights_of
 from gleanrl.weights.version import PolicyVersion
 
 
@@ -108,10 +107,7 @@ class Models:
         policy = self.running("policy")
         if not isinstance(policy, nn.Module):
             return {}
-        return {
-            k: v.clone() if isinstance(v, torch.Tensor) else v
-            for k, v in policy.state_dict().items()
-        }
+        return cloned(policy.state_dict())
 
     def check_policy_state(self, state: Mapping[str, Any]) -> None:
         """Raise `WeightsError` if ``state`` does not fit the running policy."""

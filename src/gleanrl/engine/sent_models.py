@@ -20,6 +20,7 @@ from gleanrl.weights.snapshot import (
     Weights,
     check_shapes,
     check_values,
+    cloned,
     shapes_of,
     weights_of,
 )
@@ -68,6 +69,7 @@ class SentModels:
         self._shapes: dict[str, Shapes] = {}
         self._dtypes: dict[str, dict[str, torch.dtype]] = {}
         self._boards: dict[str, Board] = {}
+        self._fitting: list[torch.Tensor] | None = None
         self._tracked = TrackedModule(policy) if isinstance(policy, nn.Module) else None
         if self._tracked is not None:
             tracked = self._tracked
@@ -119,31 +121,35 @@ class SentModels:
             PolicyTypeError: nothing was given, and there is no policy to take weights from.
             WorkerDied: a worker's process ended.
         """
-        self._engine.check()
-        workers = self.chosen(worker_ids)
-        if worker_ids is None:
-            alive = self._engine.dispatcher.alive  # all of them, unless losses are tolerated
-            workers = [worker for worker in workers if worker in alive]
+        self._engine.check_alive()
+        workers = None if worker_ids is None else self.chosen(worker_ids)
         number = self._version.number + 1 if version is None else version
-        applied = {name: w for name, w in given.items() if self._scheme(name).applies}
-        if not self._published(applied, workers, number):
-            per_worker = [self._weights_for(worker, applied) for worker in workers]
-            for models in per_worker:
-                for name, weights in models.items():
-                    self._check(name, weights)
-            self._serial += 1
-            self._engine.post(
-                {
-                    worker: m.Load(m.Snapshot(number, models, self._serial))
-                    for worker, models in zip(workers, per_worker, strict=True)
-                }
-            )
+        some = workers is not None and len(workers) < self._engine.workers
+        if some or not self._published(given, number):
+            # All of them, unless losses are tolerated.
+            self._send(given, self._engine.dispatcher.alive if workers is None else workers, number)
         if version is None:
             self._version.increment_version()
 
-    def _published(self, given: Mapping[str, Any], workers: Sequence[int], number: int) -> bool:
+    def _send(self, given: Mapping[str, Any], workers: Sequence[int], number: int) -> None:
+        """Send a message to each of ``workers``; answers to earlier ones are taken in first."""
+        self._engine.check()
+        applied = {name: w for name, w in given.items() if self._scheme(name).applies}
+        per_worker = [self._weights_for(worker, applied) for worker in workers]
+        for models in per_worker:
+            for name, weights in models.items():
+                self._check(name, weights)
+        self._serial += 1
+        self._engine.post(
+            {
+                worker: m.Load(m.Snapshot(number, models, self._serial))
+                for worker, models in zip(workers, per_worker, strict=True)
+            }
+        )
+
+    def _published(self, given: Mapping[str, Any], number: int) -> bool:
         """Publish through a board if that can be done."""
-        if len(given) != 1 or len(workers) < len(self._engine.dispatcher.alive):
+        if len(given) != 1:
             return False
         ((name, source),) = given.items()
         board = self._boards.get(name)
@@ -153,7 +159,10 @@ class SentModels:
             tracked = self._learners()
             if tracked is None or tracked.has_extra:
                 return False
-            tensors, names = tracked.tensors(), tracked.names
+            tensors = tracked.tensors()
+            # The list that fitted before fits still: only values can have changed.
+            if tensors is not self._fitting and not self._fits(board, tracked, tensors):
+                return False
         else:
             if isinstance(source, Mapping) and _by_worker(source):
                 return False
@@ -163,14 +172,21 @@ class SentModels:
             if set(weights) != set(names):
                 return False  # buffers may be left out; a board takes all or nothing
             tensors = [torch.as_tensor(weights[entry]) for entry in names]
-        if names != [entry[0] for entry in board.ref.entries]:
-            return False
-        dtypes = [entry[2] for entry in board.ref.entries]
-        if [tensor.dtype for tensor in tensors] != dtypes:  # rare, and costs a look at the values
-            expected = dict(zip(names, dtypes, strict=True))
-            check_values(repr(name), dict(zip(names, tensors, strict=True)), expected)
         self._serial += 1
         board.publish(tensors, number, self._serial)
+        return True
+
+    def _fits(self, board: Board, tracked: TrackedModule, tensors: list[torch.Tensor]) -> bool:
+        """Tell whether the learner's policy has the board's entries, in values it can hold."""
+        entries = board.ref.entries
+        if tracked.names != [entry[0] for entry in entries]:
+            return False
+        if [tensor.dtype for tensor in tensors] == [entry[2] for entry in entries]:
+            self._fitting = tensors
+        else:  # rare, and costs a look at the values each time
+            expected = {entry[0]: entry[2] for entry in entries}
+            weights = dict(zip(tracked.names, tensors, strict=True))
+            check_values(repr(_POLICY), weights, expected)
         return True
 
     def _check(self, name: str, weights: Weights) -> None:
@@ -184,7 +200,7 @@ class SentModels:
                 if worker not in source:
                     continue
                 source = source[worker]
-            models[name] = _cloned(self._read(name, source))
+            models[name] = cloned(self._read(name, source))
         return {name: weights for name, weights in models.items() if weights}
 
     def _read(self, name: str, source: Any) -> Weights:
@@ -271,7 +287,7 @@ class SentModels:
         self._serial += 1
         loads: dict[int, m.Command] = {}
         for worker, (state, number) in states.items():
-            models = {_POLICY: _cloned(weights_of(state))} if state else {}
+            models = {_POLICY: cloned(weights_of(state))} if state else {}
             loads[worker] = m.Load(m.Snapshot(number, models, self._serial))
         self._engine.request_each(loads)
 
@@ -293,11 +309,3 @@ def _by_worker(source: Mapping[Any, Any]) -> bool:
     if isinstance(source, TensorDictBase):  # a mapping too, but of weights
         return False
     return bool(source) and all(isinstance(key, int) for key in source)
-
-
-def _cloned(weights: Weights) -> Weights:
-    """Copy the tensors: what was sent must not change with the learner's."""
-    return {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for name, value in weights.items()
-    }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+from gleanrl.core.errors import CollectorTimeout
+
 
 class Turns:
     """A reentrant lock, first come, first served.
@@ -60,3 +62,27 @@ class Turns:
             self._waiting.popleft().release()
         else:
             self._held = False
+
+
+class Turn:
+    """One turn: from the beginning of a ``with`` block to its end."""
+
+    __slots__ = ("_timeout", "_turns")
+
+    def __init__(self, turns: Turns, timeout: float | None) -> None:
+        """Wait ``timeout`` seconds for it, as long as it takes with ``None``."""
+        self._turns, self._timeout = turns, timeout
+
+    def __enter__(self) -> None:
+        """Wait for it.
+
+        Raises:
+            CollectorTimeout: another thread did not finish in time.
+        """
+        if not self._turns.acquire(self._timeout):
+            raise CollectorTimeout(
+                f"another thread has been using the collector for {self._timeout} s"
+            )
+
+    def __exit__(self, *error: object) -> None:
+        self._turns.release()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,8 +20,9 @@ from gleanrl.memory.landing import pieces_of
 from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.channel import Channel
-from gleanrl.rollout.handshake import Invitation, join, keep_alive
+from gleanrl.rollout.handshake import HandshakeError, Invitation, join, keep_alive
 from gleanrl.rollout.inbox import Addressed, work
+from gleanrl.rollout.leaving import Leaving
 from gleanrl.rollout.link import Link, key_frame, weights_frame
 from gleanrl.rollout.pair import NODE, ConnectionStore, Pair, Transfer
 from gleanrl.rollout.serve import Surroundings, settle
@@ -96,25 +100,41 @@ def main(fd: int) -> None:
     run_node(going.invitation)
 
 
-def run_node(invitation: Invitation) -> None:
+def run_node(
+    invitation: Invitation, signals: Sequence[signal.Signals] = (), label: str = ""
+) -> None:
     """Serve the learner that ``invitation`` is from, until it says so or goes away.
 
+    Args:
+        invitation: Where to go.
+        signals: That make the node end in order, after it has told the learner; only in the main
+            thread. Others do what they did before.
+        label: Of what this process belongs to, for the learner when a signal came.
+
     Raises:
-        HandshakeError: who answers there is not the learner.
+        HandshakeError: who answers there is not the learner, or does not want this node.
         OSError: nobody answers.
+        SystemExit: one of ``signals`` came.
     """
-    sock = join(invitation, invitation.patience)
-    keep_alive(sock, invitation.patience)
+    sock, patience = join(invitation, invitation.patience)
+    keep_alive(sock, patience)
     address = str(sock.getsockname()[0])
     channel = Channel(sock)
+    try:
+        first, *others = channel.wait()
+    except EOFError:
+        raise HandshakeError(
+            f"the learner at {invitation.host}:{invitation.port} has no place for node "
+            f"{invitation.node}: it has joined already, or is one too many"
+        ) from None
     # The other side has shown that it is the learner: from here on its pickles are loaded.
-    first, *others = channel.wait()
     boot: Boot = pickle.loads(first)
     sys.path.extend(entry for entry in boot.path if entry not in sys.path)
     settle(boot.threads)
-    link = Link(channel, invitation.node, invitation.patience)
+    link = Link(channel, invitation.node, patience)
     link.start(others)
-    boot.serve(link, invitation.node, address)
+    with Leaving(link, signals, label) if signals else contextlib.nullcontext():
+        boot.serve(link, invitation.node, address)
     link.finish()
     channel.close()
 
@@ -168,6 +188,8 @@ class _Node:
             transfer.finish()
 
     def _answer(self, reply: m.Reply) -> None:
+        if self._link.leaving:
+            return
         if self._closing and not isinstance(reply, m.Begun):
             for slot in list(self._sending):  # what was announced is delivered
                 self._finish(slot)

@@ -23,7 +23,7 @@ from gleanrl.rollout.dense import dense
 from gleanrl.rollout.plan import RolloutPlan
 from gleanrl.rollout.streams import Streams
 from gleanrl.rollout.tracker import Tracker
-from gleanrl.weights.snapshot import Shapes, check_weights, load_weights, shapes_of
+from gleanrl.weights.snapshot import Shapes, check_weights, cloned, load_weights, shapes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,7 @@ class Served:
         """Return the policy's state dict, cloned; empty if it has none."""
         if not isinstance(self.policy, nn.Module):
             return {}
-        state = self.policy.state_dict()
-        return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        return cloned(self.policy.state_dict())
 
     def _module(self, model_id: str) -> nn.Module:
         try:

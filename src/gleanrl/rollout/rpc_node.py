@@ -22,7 +22,7 @@ from gleanrl.memory.landing import pieces_of
 from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout import link
-from gleanrl.rollout.inbox import Inbox, work
+from gleanrl.rollout.inbox import work
 from gleanrl.rollout.link import Link
 from gleanrl.rollout.rpc_post import Data, Post, cut, paste
 from gleanrl.rollout.rpc_world import LEARNER, World, leave, without_farewells
@@ -63,7 +63,7 @@ class _Member:
 
     def __init__(self, connection: Link, index: int, boot: RpcBoot) -> None:
         self._link, self._index, self._boot = connection, index, boot
-        self._inbox = Inbox()
+        self._inbox = connection.inbox  # where a signal has this node end, too
         self._reader = CommandReader()
         self._weights = Arrivals()
         self._blocks: dict[int, _Block] = {}

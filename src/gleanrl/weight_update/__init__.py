@@ -4,6 +4,7 @@ from gleanrl.weights.scheme import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RayWeightSyncScheme,
     RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
@@ -14,6 +15,7 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "RPCWeightSyncScheme",
+    "RayWeightSyncScheme",
     "SharedMemWeightSyncScheme",
     "WeightSyncScheme",
 ]

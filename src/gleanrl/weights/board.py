@@ -27,6 +27,9 @@ _BUFFERS = 3
 _HEADER = 128
 _STATE, _VERSION, _SERIAL = 1, 4, 7
 _MOST_TRIES = 10_000
+_SMALL = 1 << 20
+"""Up to how many bytes it is the calls that cost, not the copying: a tensor's takes 1/3 of torch's
+time as plain bytes, and far less where nothing of torch's is in the caches."""
 
 
 def plan_board(memory: SharedMemory, weights: Mapping[str, torch.Tensor]) -> BoardRef:
@@ -46,27 +49,48 @@ class Board:
         """Map the board; nothing is published yet."""
         whole = np.frombuffer(memory.map(), np.uint8)
         self.ref = ref
-        self._words = _words(whole, ref)
-        self._views = [_views(_buffer(whole, ref, number), ref) for number in range(_BUFFERS)]
+        self._words = _words(whole, ref).data  # numpy scalars cost twice as much
+        buffers = [_buffer(whole, ref, number) for number in range(_BUFFERS)]
+        self._views = [_views(buffer, ref) for buffer in buffers]
+        self._bytes = [[_bytes_of(view) for view in views] for views in self._views]
         self._shapes = [shape for _, shape, _, _ in ref.entries]
+        self._known: Sequence[torch.Tensor] = ()
+        self._sources: list[memoryview] | None = None
 
     def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
         """Copy ``tensors``, in the order of the board's entries, and make them the newest.
 
+        A sequence that is given again, the same object, must have the same tensors over the same
+        memory as before: only their values are read anew.
+
         Raises:
             WeightsError: a shape that is not the board's; nothing is published.
         """
-        if [tuple(tensor.shape) for tensor in tensors] != self._shapes:
-            raise WeightsError(self._misfit(tensors))
+        if tensors is not self._known:
+            self._look_at(tensors)
         words = self._words
-        number = int(words[0]) + 1
+        number = words[0] + 1
         buffer = number % _BUFFERS
         words[_STATE + buffer] = 2 * number - 1
         words[_VERSION + buffer], words[_SERIAL + buffer] = version, serial
-        with torch.no_grad():
-            torch._foreach_copy_(self._views[buffer], list(tensors))
+        if self._sources is None:
+            with torch.no_grad():
+                torch._foreach_copy_(self._views[buffer], list(tensors))
+        else:
+            for target, source in zip(self._bytes[buffer], self._sources, strict=True):
+                target[:] = source
         words[_STATE + buffer] = 2 * number
         words[0] = number
+
+    def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        if [tuple(tensor.shape) for tensor in tensors] != self._shapes:
+            raise WeightsError(self._misfit(tensors))
+        plain = self.ref.nbytes <= _SMALL and all(
+            _is_plain(tensor) and tensor.dtype == dtype
+            for tensor, (_, _, dtype, _) in zip(tensors, self.ref.entries, strict=True)
+        )
+        self._known = tensors
+        self._sources = [_bytes_of(tensor) for tensor in tensors] if plain else None
 
     def _misfit(self, tensors: Sequence[torch.Tensor]) -> str:
         for tensor, (name, shape, _, _) in zip(tensors, self.ref.entries, strict=True):
@@ -138,6 +162,18 @@ def _words(whole: Array, ref: BoardRef) -> Array:
 def _buffer(whole: Array, ref: BoardRef, number: int) -> Array:
     start = ref.offset + _HEADER + number * ref.nbytes
     return whole[start : start + ref.nbytes]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether the tensor's memory is its values, one after another, and can be read here."""
+    ordinary = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    if not ordinary or tensor.device.type != "cpu" or tensor.requires_grad:
+        return False
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _views(buffer: Array, ref: BoardRef) -> list[torch.Tensor]:

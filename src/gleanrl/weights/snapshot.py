@@ -50,6 +50,14 @@ def module_weights(module: nn.Module) -> Weights:
     return weights
 
 
+def cloned(weights: Mapping[str, Any]) -> Weights:
+    """Return ``weights`` with detached copies of the tensors: they no longer change with them."""
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in weights.items()
+    }
+
+
 def load_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
     """Copy ``weights`` into ``module`` in place.
 

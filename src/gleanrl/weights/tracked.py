@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from gleanrl.weights.snapshot import module_weights
+
+_values = operator.methodcaller("values")
 
 
 class TrackedModule:
@@ -28,30 +32,33 @@ class TrackedModule:
         self.has_extra = len(self.names) < len(weights)
         """Whether there is extra state, which is no tensor."""
         self._tensors = [weights[name] for name in self.names]
-        self._tables = [
-            (table, dict(table))
+        self._tables: list[dict[str, Any]] = [
+            table
             for part in self.module.modules()
             for table in (part._parameters, part._buffers, part._modules)
         ]
-        self._data = [
-            (value, value.data_ptr())
-            for table, _ in self._tables
-            for value in table.values()
-            if isinstance(value, torch.Tensor)
-        ]
+        self._sizes = list(map(len, self._tables))
+        self._filled = [table for table in self._tables if table]
+        self._keys = list(chain.from_iterable(self._filled))
+        self._values = [value for table in self._filled for value in table.values()]
+        self._data = [value for value in self._values if isinstance(value, torch.Tensor)]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._data))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the detached tensors as they are now; they are the module's own memory."""
+        """Return the detached tensors as they are now; they are the module's own memory.
+
+        The same list as before means that nothing but values can have changed.
+        """
         if not self._unchanged():
             self._find()
         return self._tensors
 
     def _unchanged(self) -> bool:
         # ``p.data = ...`` keeps the parameter but not its memory, hence the addresses.
-        return all(_same(table, seen) for table, seen in self._tables) and all(
-            value.data_ptr() == address for value, address in self._data
+        filled = self._filled
+        return (
+            list(map(len, self._tables)) == self._sizes
+            and all(map(operator.is_, chain.from_iterable(filled), self._keys))
+            and all(map(operator.is_, chain.from_iterable(map(_values, filled)), self._values))
+            and list(map(torch.Tensor.data_ptr, self._data)) == self._addresses
         )
-
-
-def _same(table: dict[str, Any], seen: dict[str, Any]) -> bool:
-    return len(table) == len(seen) and all(table.get(name) is value for name, value in seen.items())

@@ -1,7 +1,9 @@
 """Collectors whose workers are nodes: other machines, or processes reached like them."""
 
 from gleanrl.collectors.distributed.groups import DistributedCollector, DistributedSyncCollector
+from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.distributed.rpc import RPCCollector
+from gleanrl.engine.launchers.delayed import submitit_delayed_launcher
 
 DistributedDataCollector = DistributedCollector
 DistributedSyncDataCollector = DistributedSyncCollector
@@ -14,4 +16,6 @@ __all__ = [
     "DistributedSyncDataCollector",
     "RPCCollector",
     "RPCDataCollector",
+    "RayCollector",
+    "submitit_delayed_launcher",
 ]

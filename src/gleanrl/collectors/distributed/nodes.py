@@ -151,7 +151,7 @@ class NodesCollector(LaunchedCollector):
     def _gather_with(self) -> None:
         self._engine.dispatcher.tolerant = self._tolerant
         if not self._sync:
-            self._options = BatchOptions(device=self.storing_device)
+            self._options = BatchOptions(device=self.storing_device, single=True)
             gather_first(self._engine, self._steps, self._options)
             return
         self._options = BatchOptions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import select
@@ -117,7 +118,10 @@ class NetworkBackend:
         blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
         host, port = self.address
         self._launcher.launch(
-            [Invitation(host, port, n, self._secret, self._patience) for n in range(len(blobs))]
+            [
+                Invitation(host, port, n, self._secret, self._start_timeout)
+                for n in range(len(blobs))
+            ]
         )
         joined: dict[int, RemoteNode] = {}
         deadline = time.monotonic() + self._start_timeout
@@ -153,7 +157,7 @@ class NetworkBackend:
     def _admit(self, sock: socket.socket) -> int | None:
         """Return which node ``sock`` leads to, ``None`` if to a stranger."""
         try:
-            return admit(sock, self._secret, _INTRODUCTION)
+            return admit(sock, self._secret, _INTRODUCTION, self._patience)
         except HandshakeError:
             return None
 
@@ -235,6 +239,10 @@ class NetworkBackend:
         self._frames.popleft()  # now: an interrupt while it was being read must not lose it
         return reply
 
+    def sound(self) -> bool:
+        """Return False: `receive` also has to see how long nodes have been silent."""
+        return False
+
     def wait(self, timeout: float) -> None:
         """Wait until there may be a reply; safe while another thread uses the backend."""
         with contextlib.suppress(ValueError):  # closed meanwhile
@@ -262,6 +270,8 @@ class NetworkBackend:
         """
         left = self._patience
         for node in list(self._by_fd.values()):
+            if node.leaving is not None:
+                raise self._died(node, node.leaving)
             quiet = now - node.heard
             if quiet >= self._patience:
                 raise self._died(
@@ -286,6 +296,8 @@ class NetworkBackend:
             for frame in frames:
                 if frame[:1] == link.WEIGHTS:
                     self._boards[link.read_weights(frame)].taken(node)
+                elif frame[:1] == link.LEAVE:
+                    node.leaving = frame[1:].decode()
                 elif frame[:1] != link.BEAT:
                     self._frames.append((node, frame))
         if events & select.EPOLLOUT:
@@ -298,10 +310,13 @@ class NetworkBackend:
         if known:
             self._poller.unregister(node.channel.fileno())
             self._by_fd.pop(node.channel.fileno(), None)
+            node.listen()
             node.close()
+            # Rollouts it had announced cannot be fetched any more.
+            self._frames = deque(each for each in self._frames if each[0] is not node)
         for board in self._boards:
             board.forget(node)
-        fate = self._launcher.fate(node.index, 2.0 if known else 0.0) or how
+        fate = node.leaving or self._launcher.fate(node.index, 2.0 if known else 0.0) or how
         error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
         error.worker = node.index
         return error
@@ -319,11 +334,19 @@ class NetworkBackend:
         self._nodes.clear()
         self._frames.clear()
         self._by_fd.clear()
+        foreign = self._owner != os.getpid()
+        if foreign:
+            _keep_for_ever((self, nodes))
         for node in nodes:
-            node.close()
+            node.close(drop=not foreign)
         self._listener.close()
         self._launcher.stop(min(timeout, _GRACE))
         self._poller.close()
+
+
+def _keep_for_ever(held: object) -> None:
+    """Never let ``held`` be destroyed: the threads of its process groups are another process's."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 class RemoteStop:

@@ -52,6 +52,8 @@ class RemoteNode:
         self.channel = Channel(sock)
         self.heard = time.monotonic()
         """When it last gave a sign of life."""
+        self.leaving: str | None = None
+        """Why it has said that it ends, if it has."""
         self._sending = threading.Lock()
         self._writer = CommandWriter()
         self._open_window = open_window
@@ -119,6 +121,14 @@ class RemoteNode:
         with self._sending, contextlib.suppress(OSError):
             self.channel.flush()
 
+    def listen(self) -> None:
+        """Look whether the node has said that it ends, in what nobody has read yet."""
+        with contextlib.suppress(EOFError, OSError):
+            while frames := self.channel.read():
+                for frame in frames:
+                    if frame[:1] == link.LEAVE:
+                        self.leaving = frame[1:].decode()
+
     # -- data ------------------------------------------------------------------------------------
 
     def _expect(self, reference: m.WindowRef) -> _Arrival:
@@ -160,7 +170,13 @@ class RemoteNode:
         self.put(link.weights_frame(board))
         return transfer
 
-    def close(self) -> None:
-        """Close the connection, by which a node that is still there ends."""
+    def close(self, *, drop: bool = True) -> None:
+        """Close the connection, by which a node that is still there ends.
+
+        Args:
+            drop: Let go of the process group as well, which a forked child cannot do.
+        """
         self.channel.close()
-        self._pair = None
+        if drop:
+            self._pair = None
+            self._arriving.clear()

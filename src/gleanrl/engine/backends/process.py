@@ -97,6 +97,7 @@ class ProcessBackend:
             self._control.reserve(1)
             self._stop_byte: Stop = memoryview(self._control.map())
             self._poller = select.epoll()
+            self._ends = select.poll()  # of connections; replies do not show in it
             undo.pop_all()
 
     @property
@@ -137,6 +138,7 @@ class ProcessBackend:
         self._workers.append(process)
         self._by_fd[process.channel.fileno()] = process
         self._poller.register(process.channel.fileno(), select.EPOLLIN)
+        self._ends.register(process.channel.fileno(), 0)
         boot = Bootstrap(
             worker=worker,
             surroundings=Surroundings.here(),
@@ -183,6 +185,10 @@ class ProcessBackend:
         self._frames.popleft()  # now: an interrupt while it was being read must not lose it
         return reply
 
+    def sound(self) -> bool:
+        """Whether no worker's end of its connection is closed."""
+        return not self._ends.poll(0)
+
     def wait(self, timeout: float) -> None:
         """Wait until there may be a reply; safe while another thread uses the backend."""
         with contextlib.suppress(ValueError):  # closed meanwhile
@@ -215,6 +221,7 @@ class ProcessBackend:
     def _died(self, process: _Process) -> WorkerDied:
         if process.channel.fileno() >= 0:
             self._poller.unregister(process.channel.fileno())
+            self._ends.unregister(process.channel.fileno())
             self._by_fd.pop(process.channel.fileno())
             process.channel.close()
         status = self._zygote.exit_status(process.pid, 2.0)
@@ -281,7 +288,8 @@ def reply_in(frame: bytes) -> m.Reply:
 
 def raised(worker: int, remote: RemoteError) -> BaseException:
     """Return what a worker raised as an error of both its own class and `WorkerError`."""
-    headline = f"worker {worker} raised {remote.kind}: {remote.message}"
+    said = remote.message if remote.passed_on else f"raised {remote.kind}: {remote.message}"
+    headline = f"worker {worker}{':' if remote.passed_on else ''} {said}"
     text = f"{headline}\n\nTraceback in worker {worker}:\n{remote.traceback}"
     plain = WorkerError(text)
     plain.headline = headline
@@ -293,6 +301,8 @@ def raised(worker: int, remote: RemoteError) -> BaseException:
         error: BaseException = kind.__new__(_both(kind), *args)
         error.args = args
         vars(error).update(attributes, _text=text, headline=headline)
+        if isinstance(error, WorkerDied):  # a worker of the worker's: none of ours
+            error.worker = None
     except Exception:  # classes that cannot be loaded here, or not combined
         return plain
     return error

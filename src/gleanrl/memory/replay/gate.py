@@ -11,7 +11,6 @@ import fcntl
 import os
 import threading
 import weakref
-from types import TracebackType
 from typing import Protocol
 
 from gleanrl.memory.replay.handles import Identity, identity_of
@@ -27,12 +26,7 @@ class Gate(Protocol):
         """Wait for the turn; may be entered again by the thread that is in."""
         ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Let the next one in."""
         ...
 
@@ -60,12 +54,7 @@ class ThreadGate:
     def __enter__(self) -> None:
         self._lock.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._lock.release()
 
     def owner(self) -> int | None:
@@ -114,12 +103,7 @@ class ProcessGate:
             raise
         self._depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         try:
             if self._depth == 0:

@@ -1,0 +1,138 @@
+"""Weights in shared memory: what is read is what was published, in whatever kind of tensor."""
+
+import pytest
+import torch
+from torch import nn
+
+from gleanrl.core.errors import WeightsError
+from gleanrl.memory.shared import SharedMemory
+from gleanrl.weights.board import Board, Boards, plan_board
+from gleanrl.weights.tracked import TrackedModule
+
+WEIGHTS = {
+    "matrix": torch.arange(12.0).view(3, 4),
+    "scalar": torch.tensor(1.5),
+    "empty": torch.zeros(0, 3),
+    "half": torch.arange(5).bfloat16(),
+    "flags": torch.tensor([True, False, True]),
+    "complex": torch.tensor([1 + 2j, 3 - 4j]),
+    "counts": torch.arange(4),
+}
+
+
+class Both:
+    """A board and somebody who reads it."""
+
+    def __init__(self) -> None:
+        memory = SharedMemory()
+        self.board = Board(memory, plan_board(memory, WEIGHTS))
+        self.boards = Boards(memory)
+        self.boards.bind("policy", self.board.ref)
+        self.version = 0
+
+    def through(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Publish; return what is read."""
+        self.version += 1
+        self.board.publish(tensors, self.version, self.version)
+        snapshot = self.boards.newest()
+        assert snapshot is not None
+        assert snapshot.version == self.version
+        return dict(snapshot.models["policy"])
+
+
+def replaced(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+    return list({**WEIGHTS, name: tensor}.values())
+
+
+def test_values_of_a_list_that_is_given_again_are_read_anew() -> None:
+    both = Both()
+    tensors = [tensor.clone() for tensor in WEIGHTS.values()]
+    for _ in range(4):  # more often than there are buffers
+        tensors[0].add_(1)
+        tensors[4].logical_not_()
+        read = both.through(tensors)
+        assert all(map(torch.equal, read.values(), tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("matrix", torch.arange(12.0).view(4, 3).T),
+        ("matrix", torch.arange(12.0).view(3, 4).double()),
+        ("matrix", nn.Parameter(torch.arange(12.0).view(3, 4))),
+        ("matrix", torch.ones(3, 1).expand(3, 4)),
+        ("complex", torch.tensor([1 + 2j, 3 - 4j]).conj()),
+    ],
+    ids=["transposed", "of another dtype", "with gradient", "expanded", "conjugated"],
+)
+def test_tensors_that_are_not_plain_memory_arrive_as_their_values(
+    name: str, tensor: torch.Tensor
+) -> None:
+    both = Both()
+    both.through(list(WEIGHTS.values()))
+    read = both.through(replaced(name, tensor))
+    assert torch.equal(read[name], tensor.detach().to(read[name].dtype).resolve_conj())
+    assert not read[name].requires_grad
+
+
+def test_weights_beyond_the_small_arrive_too() -> None:
+    memory = SharedMemory()
+    weights = {"large": torch.arange(400_000.0), "little": torch.ones(3)}
+    board = Board(memory, plan_board(memory, weights))
+    boards = Boards(memory)
+    boards.bind("policy", board.ref)
+    board.publish(list(weights.values()), 1, 1)
+    snapshot = boards.newest()
+    assert snapshot is not None
+    read = snapshot.models["policy"]
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+def test_another_shape_is_an_error_and_nothing_is_published() -> None:
+    both = Both()
+    both.through(list(WEIGHTS.values()))
+    with pytest.raises(WeightsError, match=r"'matrix' has shape \(2, 4\)"):
+        both.board.publish(replaced("matrix", torch.zeros(2, 4)), 9, 9)
+    assert both.boards.newest() is None
+    assert torch.equal(both.through(list(WEIGHTS.values()))["matrix"], WEIGHTS["matrix"])
+
+
+def retrained(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1)
+
+
+def moved(module: nn.Module) -> None:
+    module[0].weight.data = torch.full((2, 3), 7.0)  # type: ignore[index]
+
+
+def exchanged(module: nn.Module) -> None:
+    module[0] = nn.Linear(3, 2)  # type: ignore[operator]
+
+
+def renamed(module: nn.Module) -> None:
+    module[1].later = module[1].known  # type: ignore[index]
+    del module[1].known  # type: ignore[index]
+
+
+def grown(module: nn.Module) -> None:
+    module[1].register_buffer("more", torch.zeros(2))  # type: ignore[operator]
+
+
+def wider(module: nn.Module) -> None:
+    module.double()
+
+
+@pytest.mark.parametrize("change", [retrained, moved, exchanged, renamed, grown, wider])
+def test_a_module_is_seen_as_it_is_now(change) -> None:  # type: ignore[no-untyped-def]
+    module = nn.Sequential(nn.Linear(3, 2), nn.Identity())
+    module[1].register_buffer("known", torch.ones(2))
+    tracked = TrackedModule(module)
+    before = tracked.tensors()
+    change(module)
+    now = tracked.tensors()
+    assert (now is before) == (change is retrained)
+    wanted = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    assert tracked.names == list(wanted)
+    assert all(map(torch.equal, now, wanted.values()))
