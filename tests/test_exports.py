@@ -9,7 +9,7 @@ import gleanrl
 import gleanrl.collectors
 import gleanrl.envs
 
-OPTIONAL = ["torchrl", "envpool", "ray", "matplotlib", "ale_py", "stable_baselines3"]
+OPTIONAL = ["torchrl", "envpool", "ray", "matplotlib", "ale_py", "stable_baselines3", "submitit"]
 
 
 @pytest.mark.parametrize("module", [gleanrl, gleanrl.collectors, gleanrl.envs])

@@ -86,7 +86,7 @@ def torchrl(
     make: Any = {"sync": collectors.MultiSyncCollector, "async": collectors.MultiAsyncCollector}
     return Batches(
         make[kind](
-            [_serial(some) for some in factories],
+            [serial(some) for some in factories],
             policy,
             frames_per_batch=frames,
             init_fn=None if argument_checks else quiet_worker,
@@ -97,7 +97,7 @@ def torchrl(
     )
 
 
-def _serial(factories: Sequence[EnvFactory]) -> Callable[[], Any]:
+def serial(factories: Sequence[EnvFactory]) -> Callable[[], Any]:
     return lambda: torchrl_serial(factories)
 
 

@@ -50,6 +50,10 @@ def hang():
         signal.pause()
 
 
+def hang_quietly():
+    threading.Event().wait()  # outside the main thread, too
+
+
 def hold_the_lock():
     ctypes.PyDLL(None).sleep(1000)  # a foreign function that keeps the interpreter to itself
 

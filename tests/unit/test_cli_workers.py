@@ -270,3 +270,30 @@ def test_a_terminal_gets_a_bar_and_a_table(monkeypatch, capsys):
     assert "1,234 frames/s" in captured.err
     assert "2 workers with 4 environments each" in captured.out
     assert "gleanrl collect CartPole-v1 --workers 2 --num-envs 4" in captured.out
+
+
+@MODES
+def test_nodes_are_a_matter_of_two_options(capsys, tmp_path, mode):
+    path = tmp_path / "data"
+    code, out, err = run(
+        capsys, "collect", "CartPole-v1", "--backend", "distributed", "--nodes", 2, *mode,
+        "--num-envs", 2, "--frames", 400, "--frames-per-batch", 40, "--seed", 3, "--out", path,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    card = json.loads((path / "card.json").read_text())
+    assert (card["workers"], card["backend"], card["frames"]) == (2, "distributed", 400)
+    assert "distributed nodes with 2 environments each" in lines_of(out)["setting"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--nodes", 2), "--backend"),
+        (("--backend", "distributed"), "--nodes"),
+        (("--backend", "ray", "--nodes", 2, "--workers", 2), "--workers"),
+    ],
+)
+def test_counts_of_the_wrong_kind_are_named(capsys, arguments, says):
+    code, _, err = run(capsys, "collect", "CartPole-v1", *arguments)
+    assert code != 0
+    assert says in err

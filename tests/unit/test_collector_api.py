@@ -61,7 +61,7 @@ def pendulum(policy, **options):
         ({"traj_format": "cat"}, ConfigError, "needs trajs_per_batch"),
         ({"traj_format": "ragged"}, ConfigError, "must be 'padded' or 'cat'"),
         ({"backend": "teleport"}, ConfigError, r"backend \('teleport'\)"),
-        ({"backend": "ray"}, NotImplementedError, "'ray' is not available"),
+        ({"backend": "thread"}, NotImplementedError, "'thread' is not available"),
         ({"backend": "inline", "num_collectors": 2}, ConfigError, "at most one"),
         ({"sync": True}, ConfigError, "several workers"),
         ({"backend_options": {"init_fn": int}}, ConfigError, "no meaning in this process"),

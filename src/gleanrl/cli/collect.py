@@ -48,6 +48,12 @@ class CollectOptions:
     workers: int | None = None
     """Worker processes; ``None`` to collect in this one."""
     asynchronous: bool = False
+    backend: str = "process"
+    """Where workers are: ``"process"``, ``"distributed"`` or ``"ray"``."""
+    nodes: int | None = None
+    """How many there are, unless they are processes."""
+    launcher: str = "mp"
+    """What starts distributed nodes."""
     frames: int = 10_000
     frames_per_batch: int | None = None
     """``None`` for a size that shows progress often and divides ``frames`` well."""
@@ -59,7 +65,8 @@ class CollectOptions:
     @property
     def setting(self) -> Setting:
         """The environments and the processes they are in."""
-        return Setting(self.workers or 0, self.num_envs, self.asynchronous)
+        count = self.workers or self.nodes or 0
+        return Setting(count, self.num_envs, self.asynchronous, self.backend, self.launcher)
 
 
 def plan(options: CollectOptions) -> tuple[int, int]:
@@ -142,7 +149,8 @@ class Run:
         return {
             "env": self._options.env,
             "num_envs": self._options.num_envs,
-            "workers": self._options.workers or 0,
+            "workers": self._options.setting.workers,
+            "backend": self._options.backend,
             "async": self._options.asynchronous,
             "policy": self._options.policy,
             "seed": self._seed,
@@ -183,8 +191,7 @@ def run(options: CollectOptions) -> int:
         Exception: what the environment, the policy or the disk raises; data written until then is
             kept and valid.
     """
-    if options.asynchronous and options.workers is None:
-        raise ConfigError("--async is about worker processes: say how many with --workers N")
+    _check_counts(options)
     if options.out is not None:
         check_target(options.out)
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
@@ -202,6 +209,22 @@ def run(options: CollectOptions) -> int:
             task.collect(collector, interruptor, display)
     print_facts(task.report())
     return INTERRUPTED if task.stats.frames < total else 0
+
+
+def _check_counts(options: CollectOptions) -> None:
+    """Processes are counted by ``--workers``, everything else by ``--nodes``."""
+    over_nodes = options.backend != "process"
+    if over_nodes and options.nodes is None:
+        raise ConfigError(f"--backend {options.backend} needs --nodes N")
+    if over_nodes and options.workers is not None:
+        raise ConfigError(
+            "--workers counts processes of this machine: use --nodes for nodes, and --num-envs for "
+            "the environments of each"
+        )
+    if options.nodes is not None and not over_nodes:
+        raise ConfigError("--nodes needs --backend distributed or --backend ray")
+    if options.asynchronous and not (options.workers or options.nodes):
+        raise ConfigError("--async is about worker processes: say how many with --workers N")
 
 
 @contextlib.contextmanager

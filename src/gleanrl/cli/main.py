@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gleanrl import __version__
+from gleanrl.cli.arguments import address, count, counts, index, seconds, seed
 from gleanrl.cli.codes import FAILURE, INTERRUPTED, USAGE_ERROR
 from gleanrl.core.errors import ConfigError, WorkerError
 
@@ -40,6 +41,8 @@ examples:
   gleanrl collect CartPole-v1 --workers 4 --num-envs 16
       64 environments in four processes; --async takes what is there first, so that
       no worker waits for another ('gleanrl bench' says what is fastest here)
+  gleanrl collect CartPole-v1 --backend distributed --nodes 8 --launcher submitit --async
+      eight Slurm jobs; with --backend ray, eight actors
 
 Ctrl-C stops after the current step; what was collected until then is kept.
 """
@@ -60,6 +63,18 @@ examples:
   gleanrl inspect data/pendulum --plot pendulum.png
 
 Nothing in the directory is executed or unpickled.
+"""
+
+_NODE_EXAMPLES = """\
+For collectors with launcher="manual", which print these commands. The secret of the learner has
+to be in the environment variable GLEANRL_SECRET. Without --node the number is that in
+GLEANRL_NODE, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or JOB_COMPLETION_INDEX.
+
+examples:
+  gleanrl node 10.0.0.5:10003 --node 0
+  mpirun -n 8 -x GLEANRL_SECRET gleanrl node 10.0.0.5:10003
+
+The node ends with its learner. SIGTERM ends it after the current step, and the learner is told.
 """
 
 
@@ -143,6 +158,16 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=raw,
         )
     )
+    _add_node(
+        commands.add_parser(
+            "node",
+            help="be a node of a DistributedCollector on another machine",
+            description="Be a node of a DistributedCollector: run its environments and policy "
+            "here.",
+            epilog=_NODE_EXAMPLES,
+            formatter_class=raw,
+        )
+    )
     return parser
 
 
@@ -168,7 +193,28 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
         "--async",
         dest="asynchronous",
         action="store_true",
-        help="take the rollouts of workers as they come, instead of one of each at a time",
+        help="take the rollouts of workers or nodes as they come, instead of one of each at a time",
+    )
+    add(
+        "--backend",
+        choices=("process", "distributed", "ray"),
+        default="process",
+        help="where workers are: processes here, nodes over torch.distributed, or actors of Ray "
+        "(default: process)",
+    )
+    add(
+        "--nodes",
+        metavar="N",
+        type=count,
+        default=None,
+        help="nodes of --backend distributed or ray, with --num-envs environments each",
+    )
+    add(
+        "--launcher",
+        choices=("mp", "submitit"),
+        default="mp",
+        help="what starts distributed nodes: processes of this machine, or Slurm jobs (default: "
+        "mp)",
     )
     add(
         "--frames",
@@ -258,6 +304,28 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_inspect)
 
 
+def _add_node(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "address", metavar="HOST:PORT", type=address, help="where the learner waits"
+    )
+    parser.add_argument(
+        "--node",
+        metavar="N",
+        type=index,
+        default=None,
+        help="which of its nodes, from 0 (default: what the environment says)",
+    )
+    parser.add_argument(
+        "--wait",
+        metavar="S",
+        type=seconds,
+        default=120.0,
+        help="seconds to look for the learner (default: 120)",
+    )
+    _add_traceback(parser)
+    parser.set_defaults(run=_node)
+
+
 def _add_traceback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--traceback",
@@ -276,6 +344,9 @@ def _collect(options: argparse.Namespace, arguments: list[str]) -> int:
             num_envs=options.num_envs,
             workers=options.workers,
             asynchronous=options.asynchronous,
+            backend=options.backend,
+            nodes=options.nodes,
+            launcher=options.launcher,
             frames=options.frames,
             frames_per_batch=options.frames_per_batch,
             seed=options.seed,
@@ -306,54 +377,8 @@ def _inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     return show.run(show.InspectOptions(directory=options.directory, plot=options.plot))
 
 
-def count(text: str) -> int:
-    """Read a number of things: ``10000``, ``10_000``, ``10,000`` or ``1e4``.
+def _node(options: argparse.Namespace, arguments: list[str]) -> int:
+    from gleanrl.cli import node
 
-    >>> count("10_000"), count("1e4")
-    (10000, 10000)
-    """
-    value = _whole(text)
-    if value is None or value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return value
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Read a list of numbers of things, each once.
-
-    >>> counts("4,1,4")
-    (1, 4)
-    """
-    return tuple(sorted({count(part.strip()) for part in text.split(",")}))
-
-
-def seconds(text: str) -> float:
-    """Read a positive number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return value
-
-
-def seed(text: str) -> int:
-    """Read a seed: a whole number that every random generator takes."""
-    value = _whole(text)
-    if value is None or not 0 <= value < 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2**32 - 1")
-    return value
-
-
-def _whole(text: str) -> int | None:
-    digits = text.replace(",", "_")
-    try:
-        return int(digits)
-    except ValueError:
-        pass
-    try:
-        value = float(digits)
-    except ValueError:
-        return None
-    return int(value) if value.is_integer() else None
+    host, port = options.address
+    return node.run(node.NodeOptions(host=host, port=port, node=options.node, wait_s=options.wait))

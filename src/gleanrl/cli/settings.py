@@ -31,6 +31,10 @@ class Setting:
     num_envs: int = 1
     """Environments of each worker, or of this process."""
     asynchronous: bool = False
+    backend: str = "process"
+    """How workers are reached: ``"process"``, or ``"distributed"`` or ``"ray"`` for nodes."""
+    launcher: str = "mp"
+    """What starts distributed nodes."""
 
     @property
     def lanes(self) -> int:
@@ -42,7 +46,8 @@ class Setting:
         envs = plural(self.num_envs, "environment")
         if not self.workers:
             return f"{envs} in this process"
-        kind = "asynchronous worker" if self.asynchronous else "worker"
+        kind = "worker" if self.backend == "process" else f"{self.backend} node"
+        kind = f"asynchronous {kind}" if self.asynchronous else kind
         each = envs if self.workers == 1 else f"{envs} each"
         return f"{plural(self.workers, kind)} with {each}"
 
@@ -64,8 +69,19 @@ class Setting:
             "frames_per_batch": frames_per_batch,
             "total_frames": total_frames,
             "num_envs": self.num_envs if self.num_envs > 1 else None,
-            "interruptor": interruptor,
         }
+        if self.backend != "process":
+            more = {"launcher": self.launcher} if self.backend == "distributed" else {}
+            return Collector(
+                env,
+                policy,
+                backend=self.backend,
+                num_collectors=max(1, self.workers),
+                sync=not self.asynchronous,
+                backend_options=more,
+                **options,
+            )
+        options["interruptor"] = interruptor
         if not self.workers:
             return Collector(env, policy, **options)
         kind = MultiAsyncCollector if self.asynchronous else MultiSyncCollector

@@ -6,6 +6,9 @@ from gleanrl.collectors.distributed import (
     DistributedDataCollector,
     DistributedSyncCollector,
     DistributedSyncDataCollector,
+    RayCollector,
+    RPCCollector,
+    RPCDataCollector,
 )
 from gleanrl.collectors.legacy import (
     MultiProcessedWeightUpdater,
@@ -28,6 +31,8 @@ from gleanrl.weights.scheme import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RayWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
@@ -60,7 +65,12 @@ __all__ = [
     "NoWeightSyncScheme",
     "PolicyVersion",
     "ProfileConfig",
+    "RPCCollector",
+    "RPCDataCollector",
+    "RPCWeightSyncScheme",
     "RandomPolicy",
+    "RayCollector",
+    "RayWeightSyncScheme",
     "RemoteModuleWeightUpdater",
     "SharedMemWeightSyncScheme",
     "SyncDataCollector",

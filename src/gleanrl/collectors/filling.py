@@ -53,7 +53,7 @@ class FillingSource:
     def num_envs(self) -> int:
         """Environments of this worker."""
         layout = self._layout
-        return int(self._source.get("num_envs")) if layout is None else layout.num_envs
+        return int(self._source.get("num_envs")) if layout is None else layout.all_envs
 
     def layout(self) -> Layout | None:
         """Return ``None``: nothing travels to the learner."""
@@ -66,6 +66,7 @@ class FillingSource:
             assert report.payload is not None
             batch: TensorDictBase = report.payload.handle
         else:
+            steps = self._layout.steps or steps
             own, batch = self._memory(self._layout, steps)
             report = self._source.collect(own, steps, stop, random)
         if report.steps < steps and MASK not in batch.keys(True):

@@ -10,7 +10,15 @@ from gleanrl.core.errors import ConfigError
 
 _PROCESSES = ("process", "multiprocessing")
 _HERE = ("inline", "direct")
-_LATER = ("distributed", "submitit", "rpc", "ray", "thread")
+_NODES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "distributed": ("DistributedCollector", {"launcher": "mp"}),
+    "submitit": ("DistributedCollector", {"launcher": "submitit"}),
+    "rpc": ("RPCCollector", {"launcher": "mp"}),
+    "ray": ("RayCollector", {}),
+}
+"""Per backend over a network: the collector, and what it gets unless ``backend_options`` say
+otherwise."""
+_LATER = ("thread",)
 _SELECTORS = ("backend", "num_collectors", "sync", "backend_options")
 _RESERVED = ("backend", "backend_options", "num_collectors", "num_workers", "sync")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -38,14 +46,15 @@ def elsewhere(kwargs: Mapping[str, Any]) -> bool:
         return kwargs.get("num_collectors") is not None
     if backend in _LATER:
         raise NotImplementedError(
-            f"backend={backend!r} is not available in this version; 'inline' and 'process' are"
+            f"backend={backend!r} is not available in this version; 'inline', 'process', "
+            "'distributed', 'submitit', 'rpc' and 'ray' are"
         )
-    if backend not in (*_PROCESSES, *_HERE):
+    if backend not in (*_PROCESSES, *_HERE, *_NODES):
         raise ConfigError(
-            f"backend ({backend!r}) must be 'inline' (alias 'direct') or 'process' (alias "
-            "'multiprocessing')"
+            f"backend ({backend!r}) must be 'inline' (alias 'direct'), 'process' (alias "
+            "'multiprocessing'), 'distributed', 'submitit', 'rpc' or 'ray'"
         )
-    return backend in _PROCESSES
+    return backend not in _HERE
 
 
 def check_here(kwargs: Mapping[str, Any]) -> None:
@@ -97,12 +106,18 @@ def several(direct: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         ConfigError: options that contradict other arguments, or counts that do not fit.
     """
     # Imported here: these classes are built from parts of `Collector` themselves.
+    from gleanrl.collectors import distributed
     from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 
     sync = kwargs.get("sync")
     if sync is not None and not isinstance(sync, bool):
         raise TypeError(f"sync ({sync!r}) must be True, False or None (which means False)")
-    kind = MultiSyncCollector if sync else MultiAsyncCollector
+    kind: Any = MultiSyncCollector if sync else MultiAsyncCollector
+    nodes = kwargs.get("backend") in _NODES
+    preset: dict[str, Any] = {}
+    if nodes:
+        name, more = _NODES[kwargs["backend"]]
+        kind, preset = getattr(distributed, name), {**more, "sync": bool(sync)}
     given = {name: value for name, value in kwargs.items() if name not in _SELECTORS}
     if len(args) > 2:
         raise TypeError(
@@ -111,10 +126,14 @@ def several(direct: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     given.update(zip(("create_env_fn", "policy"), args, strict=False))
     options = _options(kwargs.get("backend_options"), given)
     given = _wanted(given, direct, kind.__init__)
-    given["create_env_fn"], given["num_workers"] = _functions(
-        given.get("create_env_fn"), _count(kwargs.get("num_collectors"))
-    )
-    return kind(**given, **options)
+    function, count = _functions(given.get("create_env_fn"), _count(kwargs.get("num_collectors")))
+    if not nodes:
+        return kind(**{**given, "create_env_fn": function, "num_workers": count}, **options)
+    if "process_group_backend" in options:
+        options["backend"] = options.pop("process_group_backend")
+    several_functions = isinstance(function, Sequence) and not isinstance(function, str)
+    given["create_env_fn"] = function if several_functions else [function] * count
+    return kind(**{**preset, **given, **options})
 
 
 def _count(value: Any) -> int | None:

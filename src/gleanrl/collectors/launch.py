@@ -199,11 +199,8 @@ class LaunchedCollector(RemoteCollector):
         engine = self._engine
         if self.interruptor is not None:
             self.interruptor.attach(engine.backend.stop_byte)
-        self._steps = tuple(
-            -(-frames // envs) for frames, envs in zip(self._asked, engine.envs, strict=True)
-        )
-        sizes = [steps * envs for steps, envs in zip(self._steps, engine.envs, strict=True)]
-        self._sizes = sizes
+        self._steps = engine.steps_for(self._asked)
+        self._sizes = sizes = engine.sizes(self._steps)
         self._budget = Budget(self._limits.rounded(self._batch_of(sizes), engine.num_envs))
         self._pipeline.share_out(engine.num_envs)
         self._gather_with()

@@ -239,6 +239,8 @@ class MultiSyncCollector(MultiCollector):
         [(2, 32), (2, 32)]
     """
 
+    _as_gathered = True
+
     def _batch_of(self, frames: Sequence[int]) -> int:
         return sum(frames)
 
@@ -279,12 +281,13 @@ class MultiAsyncCollector(MultiCollector):
     """
 
     _sync = False
+    _as_gathered = True
 
     def _batch_of(self, frames: Sequence[int]) -> int:
         return max(frames)
 
     def _gather_with(self) -> None:
-        self._options = BatchOptions(device=self.storing_device)
+        self._options = BatchOptions(device=self.storing_device, single=True)
         gather_first(self._engine, self._steps, self._options)
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
@@ -321,6 +324,8 @@ class AsyncCollector(MultiAsyncCollector):
         ...     [tuple(batch.shape) for batch in collector]
         [(32,), (32,)]
     """
+
+    _as_gathered = True
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **kwargs: Any) -> None:
         """Start the worker.

@@ -12,14 +12,18 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.handing_on import takes_versions, valid_frames, write_batch
+from gleanrl.collectors.running import RunningCollector
 from gleanrl.collectors.updating import UpdatingCollector
 from gleanrl.core import paths
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import TRAJ_IDS
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Payload, Report, Snapshot
 from gleanrl.core.protocols import SourceFactory, Stop, Window
+from gleanrl.core.streams import preserved
 from gleanrl.rollout.build import SourceBuilder
+from gleanrl.rollout.streams import Streams
 from gleanrl.weights.snapshot import Shapes, shapes_of
 
 
@@ -31,13 +35,19 @@ class NestedFactory:
     create_env_fn: Any
     policy: Any
     kwargs: Mapping[str, Any]
+    stream: int | None = None
+    """What the worker's random streams are made from; the global ones are used by default."""
 
     def __call__(self, worker: int) -> NestedSource:
         """Build the collector and serve it."""
-        collector = self.collector_class(self.create_env_fn, self.policy, **self.kwargs)
+        streams = Streams()
+        if self.stream is not None:
+            streams.seed(self.stream)
+        with preserved(), streams.active():  # those of workers of its own come from these
+            collector = self.collector_class(self.create_env_fn, self.policy, **self.kwargs)
         if isinstance(collector, BaseCollector):
             collector.worker_idx = worker
-        return NestedSource(collector)
+        return NestedSource(collector, streams)
 
 
 def nested_factory(given: SimpleNamespace, builder: SourceFactory, frames: int) -> NestedFactory:
@@ -68,7 +78,11 @@ def nested_factory(given: SimpleNamespace, builder: SourceFactory, frames: int) 
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     kwargs.update(_passed_on(given))
     return NestedFactory(
-        given.collector_class, builder.env.create_env_fn, builder.policy.policy, kwargs
+        given.collector_class,
+        builder.env.create_env_fn,
+        builder.policy.policy,
+        kwargs,
+        builder.rollout.stream,
     )
 
 
@@ -124,14 +138,22 @@ def _same(value: Any, default: Any) -> bool:
 
 
 class NestedSource:
-    """Serves a collector: one of its batches is one rollout, which travels as a payload."""
+    """Serves a collector: one of its batches is one rollout.
 
-    def __init__(self, collector: Any) -> None:
-        """Take over ``collector``."""
+    Batches of a fixed shape are copied into the learner's memory. Others travel as payloads, and so
+    do those of collectors that are not ours.
+    """
+
+    def __init__(self, collector: Any, streams: Streams | None = None) -> None:
+        """Take over ``collector``; what it draws here comes from ``streams``."""
         self.collector = collector
+        self._streams = Streams() if streams is None else streams
         self._batches: Iterator[Any] | None = None
         self._base, self._stride = 0, 1
         self._version = 0
+        self._layout: Layout | None = None
+        if isinstance(collector, RunningCollector):
+            self._layout = collector.batch_layout()
 
     @property
     def num_envs(self) -> int:
@@ -149,58 +171,108 @@ class NestedSource:
         return self.collector.policy
 
     def layout(self) -> Layout | None:
-        """Return ``None``: rollouts travel as payloads."""
-        return None
+        """Describe the collector's batches; ``None`` if they travel as payloads."""
+        return self._layout
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
+        """Write the collector's next batch into ``window``, or return it if that has no fields.
+
+        Raises:
+            ClosedError: the collector has delivered all it was made for.
+            ConfigError: the batch is not what the first ones were.
+        """
+        batch = self._next()
+        frames, version = self._counted(batch)
+        if batch is None:  # the collector has put it into a buffer of its own
+            return Report(steps, frames, version)
+        if self._layout is None or not window.keys():
+            # It may be a view of memory that is used again: it is copied before it travels.
+            batch = batch.clone()
+            ids = batch.get(TRAJ_IDS, None)
+            if ids is not None:
+                batch.set(TRAJ_IDS, self._numbered(ids))
+            return Report(steps, frames, version, payload=Payload(batch))
+        taken = write_batch(batch, self._layout, window)
+        if TRAJ_IDS in window.keys():
+            ids = window.tensor(TRAJ_IDS)
+            ids.copy_(self._numbered(ids))
+        return Report(taken, frames, version)
+
+    def _counted(self, batch: TensorDictBase | None) -> tuple[int, int]:
+        """Return the valid frames of ``batch``, and the version that it was made with."""
+        collector = self.collector
+        if isinstance(collector, RunningCollector) and takes_versions(collector):
+            frames, version = collector.gathered()
+            return (frames if batch is None else valid_frames(batch)), version
+        return (0 if batch is None else valid_frames(batch)), self._version
+
+    def _next(self) -> TensorDictBase | None:
+        if self._batches is None:
+            self._batches = iter(self.collector)
+        with self._streams.active():
+            try:
+                batch: TensorDictBase | None = next(self._batches)
+            except StopIteration:
+                raise ClosedError(self._why_over()) from None
+        return batch
+
+    def _why_over(self) -> str:
+        name = f"the {type(self.collector).__name__} in this worker"
+        if isinstance(self.collector, RunningCollector) and self.collector.closed:
+            return f"{name} was shut down, by an earlier failure or by somebody else"
+        return (
+            f"{name} has delivered its total_frames; leave them to the collector around it, or "
+            "make it endless"
+        )
+
+    def _numbered(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.where(ids < 0, ids, ids * self._stride + self._base)
 
     def place(self, base: int, stride: int) -> None:
         """Keep trajectory ids apart from those of other workers."""
         self._base, self._stride = base, stride
 
-    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Return the collector's next batch."""
-        if self._batches is None:
-            self._batches = iter(self.collector)
-        batch: TensorDictBase = next(self._batches)
-        # The batch may be a view of memory that is used again: it is copied before it travels.
-        batch = batch.clone()
-        ids = batch.get(TRAJ_IDS, None)
-        if ids is not None:
-            batch.set(TRAJ_IDS, torch.where(ids < 0, ids, ids * self._stride + self._base))
-        frames = batch.numel()
-        return Report(steps, frames, self._version, payload=Payload(batch))
-
     def load(self, snapshot: Snapshot) -> None:
         """Hand the weights on to the collector, which passes them to workers of its own."""
-        if snapshot.models:
-            copies = {
-                name: {key: _copied(value) for key, value in weights.items()}
-                for name, weights in snapshot.models.items()
-            }
-            if isinstance(self.collector, UpdatingCollector):
+        copies = {
+            name: {key: _copied(value) for key, value in weights.items()}
+            for name, weights in snapshot.models.items()
+        }
+        if isinstance(self.collector, UpdatingCollector):
+            if takes_versions(self.collector):
+                self.collector.receive_models(copies, snapshot.version)
+            elif copies:
                 self.collector.receive_models(copies)
-            else:
-                self.collector.update_policy_weights_(weights_dict=copies)
+        elif copies:
+            self.collector.update_policy_weights_(weights_dict=copies)
         self._version = snapshot.version
 
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
         """Seed the collector."""
-        return int(self.collector.set_seed(seed, static_seed=static))
+        with self._streams.active():
+            last = int(self.collector.set_seed(seed, static_seed=static))
+        self._streams.seed(seed if stream is None else stream)
+        return last
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         """Reset the collector's environments."""
-        self.collector.reset(envs, **options)
+        with self._streams.active():
+            self.collector.reset(envs, **options)
 
     def state(self) -> dict[str, Any]:
         """Return the collector's state."""
         return {
             "env": {},
             "collector": self.collector.state_dict(),
+            "streams": self._streams.state(),
             "policy_version": self._version,
         }
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Restore the collector's state."""
-        self.collector.load_state_dict(state["collector"])
+        with self._streams.active():
+            self.collector.load_state_dict(state["collector"])
+        self._streams.load_state(state["streams"])
         self._version = int(state["policy_version"])
 
     def policy_state(self) -> dict[str, Any]:

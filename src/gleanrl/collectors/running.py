@@ -17,8 +17,9 @@ from gleanrl.collectors.background import BackgroundCollector
 from gleanrl.collectors.updating import UpdatingCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError
-from gleanrl.core.keys import MASK
-from gleanrl.engine.batches import BatchOptions, fake_batch
+from gleanrl.core.keys import MASK, as_key
+from gleanrl.core.layout import Field, Layout
+from gleanrl.engine.batches import BatchOptions, fake_batch, uniform
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import Pipeline
 
@@ -34,6 +35,11 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
     _steps: tuple[int, ...]
     _fills = False
     """Whether workers write into the buffer themselves."""
+    _as_gathered = False
+    """Whether batches are those of the engine. A class says so of itself: subclasses of the user's
+    may do anything with them."""
+    _reports: Rollouts = {}
+    """What workers said of the newest batch."""
     storing_device: torch.device | None
 
     @contextmanager
@@ -79,6 +85,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         batch, reports = self._engine.collect(self._budget, self._timeout, feed)
+        self._reports = reports
         if batch is None or MASK in batch.keys(True) or not self._cut_short(reports):
             self._batches += 1
             return batch
@@ -125,6 +132,31 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
                 "with trajs_per_batch the shape of a batch is that of its longest trajectory"
             )
         return self._pipeline.finish(fake_batch(self._engine, self._steps, self._options))
+
+    def batch_layout(self) -> Layout | None:
+        """Return what every batch will look like, ``None`` if that cannot be told beforehand.
+
+        It can where batches are delivered as they were collected: not with ``postproc``, a hook, a
+        replay buffer, trajectories cut out, or data of no fixed shape, and not by a subclass.
+        """
+        own = vars(type(self)).get("_as_gathered", False) and self.post_collect_hook is None
+        here = self.storing_device is None or self.storing_device.type == "cpu"
+        if not (own and here and self._pipeline.plain):
+            return None
+        if not uniform(self._engine, self._steps, self._options):
+            return None
+        fake = self.fake_tensordict()
+        fields = tuple(
+            Field(as_key(key), tuple(value.shape[fake.ndim :]), value.dtype)
+            for key, value in fake.items(include_nested=True, leaves_only=True)
+        )
+        return Layout(tuple(fake.shape[:-1]), fields, fake.shape[-1], self.n_env)
+
+    def gathered(self) -> tuple[int, int]:
+        """Return the valid frames of the newest batch and the oldest policy version in it."""
+        reports = self._reports.values()
+        frames = sum(report.frames for report in reports)
+        return frames, min((report.policy_version for report in reports), default=0)
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -57,6 +57,8 @@ class Collector(RunningCollector):
         [(2, 16), (2, 16)]
     """
 
+    _as_gathered = True
+
     def __init__(
         self,
         create_env_fn: Any,

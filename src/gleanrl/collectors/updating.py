@@ -30,6 +30,8 @@ class UpdatingCollector(BaseCollector):
     _receivers: Mapping[str, WeightSyncScheme] = {}
     _push: int | None = None
     """The version under way while the updater runs."""
+    _parents: int | None = None
+    """The version of what a parent sent, while it is applied."""
     _delivered = False
 
     # -- the learner's updates -------------------------------------------------------------------
@@ -39,7 +41,7 @@ class UpdatingCollector(BaseCollector):
     ) -> None:
         if self._updater is None:
             self._check_update(worker_ids, kwargs)
-            self._publish(models, worker_ids)
+            self._publish(models, worker_ids, self._parents)
             return
         with self._engine.turn(None):
             if self._push is not None:  # the updater itself asks for it
@@ -50,7 +52,7 @@ class UpdatingCollector(BaseCollector):
 
     def _run_updater(self, weights: Any, worker_ids: Any, kwargs: Mapping[str, Any]) -> None:
         """Have the updater push; whatever it sends, and in how many pieces, is one version."""
-        number = self._models.number + 1
+        number = self._models.number + 1 if self._parents is None else self._parents
         self._push, self._delivered = number, False
         try:
             assert self._updater is not None
@@ -156,8 +158,13 @@ class UpdatingCollector(BaseCollector):
             )
         self.update_policy_weights_(policy_or_weights)
 
-    def receive_models(self, models: Mapping[str, Any]) -> None:
+    def receive_models(self, models: Mapping[str, Any], version: int | None = None) -> None:
         """Apply what a parent sent, by model id: all of it or nothing.
+
+        Args:
+            models: Per model id a dictionary of weights; may be empty.
+            version: The parent's number for them, which batches made with them carry from here on,
+                and which counting goes on from. By default it is the next one.
 
         Raises:
             UnknownModelError: a model that `register_scheme_receiver` did not name.
@@ -166,10 +173,22 @@ class UpdatingCollector(BaseCollector):
         for name in models if known else ():
             self._check_receiver(name)
         wanted = {name: w for name, w in models.items() if not known or known[name].applies}
-        if self._updater is not None and set(wanted) == {_POLICY}:
-            self.update_policy_weights_(wanted[_POLICY])
-        elif wanted:
-            self.update_policy_weights_(weights_dict=wanted)
+        with self._engine.turn(None):
+            self._parents = version
+            try:
+                self._apply(wanted)
+            finally:
+                self._parents = None
+            if version is not None:
+                self._models.continue_from(version)
+
+    def _apply(self, models: Mapping[str, Any]) -> None:
+        if self._updater is not None and set(models) == {_POLICY}:
+            self.update_policy_weights_(models[_POLICY])
+        elif models:
+            self.update_policy_weights_(weights_dict=models)
+        elif self._parents is not None:  # only the version moves
+            self._publish({}, None, self._parents)
 
     def describe_weights(self, model_id: str) -> Shapes:
         """Return shape and kind (``True``: parameter) of a model's weights by dotted name.

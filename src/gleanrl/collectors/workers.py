@@ -158,6 +158,11 @@ def make_backend_of(
         return lambda windows: processes()
     if name in ("inline", "direct"):
         return inline
-    if name in ("distributed", "submitit", "rpc", "ray", "thread"):
+    if name in ("distributed", "submitit", "rpc", "ray"):
+        raise ConfigError(
+            f"backend={name!r} is no matter of processes here: use DistributedCollector, "
+            "RPCCollector or RayCollector, or Collector(backend=...)"
+        )
+    if name == "thread":
         raise NotImplementedError(f"backend={name!r} is not available in this version")
     raise ConfigError(f"backend ({name!r}) must be 'process' or 'inline'")

@@ -102,8 +102,22 @@ class Layout:
 
     batch_shape: tuple[int, ...]
     fields: tuple[Field, ...]
+    steps: int | None = None
+    """Steps of every rollout, where only the source decides that (a collector in a worker)."""
+    environments: int | None = None
+    """How many there are, where that is not `num_envs`: the rollouts of a collector's own workers
+    may be delivered in turn, or one after another in time."""
 
     @property
     def num_envs(self) -> int:
-        """Environments stepped at once (1 for a single one)."""
+        """Rows of a rollout: environments stepped at once (1 for a single one)."""
         return math.prod(self.batch_shape)
+
+    @property
+    def all_envs(self) -> int:
+        """Environments there are, for seeds and trajectory ids."""
+        return self.num_envs if self.environments is None else self.environments
+
+    def steps_for(self, frames: int) -> int:
+        """Return the steps of a rollout that is to hold ``frames`` frames, or more."""
+        return -(-frames // self.num_envs) if self.steps is None else self.steps

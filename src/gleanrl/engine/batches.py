@@ -39,6 +39,8 @@ class BatchOptions:
     """Write every batch into the same slot and return the same `TensorDict`."""
     trim: bool = False
     """Leave out what stopped rollouts never reached."""
+    single: bool = False
+    """A batch is one worker's rollout, whoever is first."""
 
 
 def gather_all(
@@ -63,11 +65,10 @@ def gather_all(
         slab, dim = plan_slab(layouts, steps, options)
         count = 1 if options.same_memory else _SYNC_SLOTS
         slots = _slots(engine, slab, count, options, dim, arenas)
-    frames = [count * envs for count, envs in zip(steps, engine.envs, strict=True)]
     gather = SyncGather(
         engine.dispatcher,
         slots,
-        frames,
+        engine.sizes(steps),
         stop=engine.backend.stop_byte,
         enough=enough,
         stopped=stopped,
@@ -89,8 +90,7 @@ def gather_first(engine: Engine, steps: Sequence[int], options: BatchOptions) ->
         else:
             slab = Slab([layout], [count], Order.TIME)
             slots.append(_slots(engine, slab, _ASYNC_SLOTS, options, 0, arenas))
-    frames = [count * envs for count, envs in zip(steps, engine.envs, strict=True)]
-    engine.use(AsyncGather(engine.dispatcher, slots, frames), arenas)
+    engine.use(AsyncGather(engine.dispatcher, slots, engine.sizes(steps)), arenas)
 
 
 def _slots(
@@ -115,6 +115,8 @@ def _slots(
 def fake_batch(engine: Engine, steps: Sequence[int], options: BatchOptions) -> TensorDictBase:
     """Return a batch of zeros with the layout of the real ones.
 
+    Where workers take turns, it is that of the first.
+
     Raises:
         NotImplementedError: steps have no fixed layout.
     """
@@ -123,9 +125,20 @@ def fake_batch(engine: Engine, steps: Sequence[int], options: BatchOptions) -> T
         raise NotImplementedError(
             "the data of this environment have no fixed layout; collect a batch to see one"
         )
+    if options.single:
+        layouts, steps = layouts[:1], steps[:1]
     slab, dim = plan_slab(layouts, steps, options)
     slots = SlabSlots(Arena(slab, 2), 2, options.device, cat_dim=dim)
     return slots.hand_over(slots.acquire(), [])
+
+
+def uniform(engine: Engine, steps: Sequence[int], options: BatchOptions) -> bool:
+    """Tell whether every batch will have the same fields and the same shape."""
+    if _fixed(engine.layouts) is None:
+        return False
+    if options.single:
+        return len(set(zip(engine.layouts, steps, strict=True))) == 1
+    return options.stacked or not options.trim  # what is stacked has no place to leave out from
 
 
 def _fixed(layouts: Sequence[Layout | None]) -> list[Layout] | None:

@@ -34,6 +34,8 @@ class Dispatcher:
     def __init__(self, backend: Backend, workers: int) -> None:
         """Speak for ``workers`` workers; tickets count from 1 (0 is a worker's start)."""
         self._backend = backend
+        self.tolerant = False
+        """Whether collection goes on with the others when workers are lost."""
         self.workers = workers
         self._open: dict[int, Ticket] = {}
         self._watched: set[int] = set()
@@ -57,8 +59,8 @@ class Dispatcher:
 
     @property
     def intact(self) -> bool:
-        """Whether no worker was lost."""
-        return not self._lost
+        """Whether collection can go on: no worker was lost, or losses are tolerated."""
+        return not self._lost or (self.tolerant and len(self._lost) < self.workers)
 
     def post(self, worker: int, command: m.Command, *, watch: bool = False) -> Ticket:
         """Send ``command``; never waits.
@@ -100,7 +102,10 @@ class Dispatcher:
         try:
             reply = self._backend.receive(timeout)
         except WorkerDied as err:
-            raise self._lose(err.worker, err) from None
+            lost = self._lose(err.worker, err)
+            if self.intact and err.worker is not None:
+                return None
+            raise lost from None
         self.heard[reply.worker] = time.monotonic()
         if isinstance(reply, m.Begun):
             self._occupied[reply.worker] = reply.ticket
@@ -142,8 +147,8 @@ class Dispatcher:
                 return
 
     def raise_lost(self) -> None:
-        """Raise what the first lost worker was lost to, if one was."""
-        if self._lost:
+        """Raise what the first lost worker was lost to, if collection cannot go on."""
+        if not self.intact:
             raise self.lost[0]
 
     def settle(self, ticket: Ticket, timeout: float | None) -> Any:
@@ -224,7 +229,10 @@ class Dispatcher:
 
     def _lose(self, worker: int | None, error: Any) -> Any:
         if worker is not None:
+            new = worker not in self._lost
             self._lost.setdefault(worker, error)
+            if new and self.intact:
+                warnings.warn(f"collection goes on without it: {error}", UserWarning, stacklevel=2)
             for ticket in [t for t in self._open.values() if t.worker == worker]:
                 self.forget(ticket)
         return error

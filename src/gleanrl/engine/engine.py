@@ -106,7 +106,7 @@ class Engine:
 
     def _count_envs(self) -> list[int]:
         return [
-            int(self.request(worker, m.Get("num_envs"))) if layout is None else layout.num_envs
+            int(self.request(worker, m.Get("num_envs"))) if layout is None else layout.all_envs
             for worker, layout in enumerate(self.layouts)
         ]
 
@@ -115,6 +115,21 @@ class Engine:
         for worker, envs in enumerate(self.envs):
             self.request(worker, m.Place(base, self.num_envs))
             base += envs
+
+    def steps_for(self, frames: Sequence[int]) -> tuple[int, ...]:
+        """Return, per worker, the steps of rollouts that are to hold ``frames[w]`` frames."""
+        plans = zip(frames, self.layouts, self.envs, strict=True)
+        return tuple(
+            -(-asked // envs) if layout is None else layout.steps_for(asked)
+            for asked, layout, envs in plans
+        )
+
+    def sizes(self, steps: Sequence[int]) -> list[int]:
+        """Return, per worker, the frames of rollouts of ``steps[w]`` steps."""
+        plans = zip(steps, self.layouts, self.envs, strict=True)
+        return [
+            count * (envs if layout is None else layout.num_envs) for count, layout, envs in plans
+        ]
 
     def use(self, gather: Gather, arenas: Sequence[Arena]) -> None:
         """Collect with ``gather`` into ``arenas``; call once, before `collect`."""

@@ -65,6 +65,9 @@ class AsyncGather:
             self._catch_up(timeout)
         while (first := self._first()) is None:
             self._dispatcher.raise_lost()
+            self._let_go(budget)
+            if feed and self.idle:  # whoever had been asked was lost
+                self._feed_all(budget)
             self._wait(timeout)
         worker, asked, slots = first.worker, self._frames[first.worker], self._slots[first.worker]
         _, slot = self._queues[worker].popleft()
@@ -88,6 +91,7 @@ class AsyncGather:
             self._catch_up(timeout)
         if self._first() is None:
             self._dispatcher.raise_lost()
+            self._let_go(budget)
             return False
         return True
 
@@ -120,6 +124,14 @@ class AsyncGather:
         budget.dispatch(self._frames[worker])
         self._queues[worker].append((ticket, slot))
         return True
+
+    def _let_go(self, budget: Budget) -> None:
+        """Expect nothing more of lost workers; others may make what they owe."""
+        alive = self._dispatcher.alive
+        for worker, queue in enumerate(self._queues):
+            while queue and worker not in alive:
+                queue.popleft()  # its slot is not used again: the worker may still write into it
+                budget.cancel(self._frames[worker])
 
     def _heads(self) -> list[Ticket]:
         return [queue[0][0] for queue in self._queues if queue]

@@ -15,7 +15,7 @@ from torch import nn
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import as_key, is_private
 from gleanrl.core.options import TrajectoryOptions
-from gleanrl.engine.sinks import Sink
+from gleanrl.engine.sinks import Sink, YieldSink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
 
 PostProc = Callable[[TensorDictBase], TensorDictBase]
@@ -111,6 +111,11 @@ class Pipeline:
     def varies(self) -> bool:
         """Whether every result may have another shape."""
         return self._whole is not None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the caller gets what was collected, as it was collected."""
+        return not self._stages and self._whole is None and isinstance(self._sink, YieldSink)
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
         """Apply the stages alone (no trajectories, hook or sink)."""

@@ -126,7 +126,8 @@ class SentModels:
         number = self._version.number + 1 if version is None else version
         some = workers is not None and len(workers) < self._engine.workers
         if some or not self._published(given, number):
-            self._send(given, range(self._engine.workers) if workers is None else workers, number)
+            # All of them, unless losses are tolerated.
+            self._send(given, self._engine.dispatcher.alive if workers is None else workers, number)
         if version is None:
             self._version.increment_version()
 

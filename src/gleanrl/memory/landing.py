@@ -1,6 +1,13 @@
-"""Rollouts that arrive as one block of bytes, and where they belong in the learner's memory."""
+"""Rollouts that arrive as bytes, and where they belong in the learner's memory.
+
+A rollout travels as the block that `packed` lays out, in as few pieces as allow the bulk of it to
+be received where it belongs. Both sides work the pieces out from the window's reference.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -9,43 +16,75 @@ from gleanrl.memory.arena import window_over
 from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
 
+_LARGE = 1 << 18
+"""Bytes of a field from which on a transfer of its own is cheaper than a copy."""
+
+
+def pieces_of(reference: WindowRef) -> list[tuple[int, int]]:
+    """Return first and last byte (exclusive) of every piece of the packed block."""
+    plan, nbytes = packed(reference)
+    if _in_one_piece(reference, plan):
+        return [(0, nbytes)]
+    cuts = {0, nbytes}
+    for block, place in zip(reference.blocks, plan.blocks, strict=True):
+        if _direct(reference, block):
+            cuts |= {place.offset, place.offset + _extent(reference, block)}
+    return list(pairwise(sorted(cuts)))
+
 
 class Landing:
-    """One window as the block in which its rollouts travel.
-
-    If the window lies in one piece, which that of an asynchronous worker does, ``flat`` is the
-    window's own memory; otherwise it is memory to be copied from.
-    """
+    """Where the pieces of a rollout are received, and what is to be copied then."""
 
     def __init__(self, window: RolloutWindow, reference: WindowRef) -> None:
         """Prepare for rollouts into ``window``, which ``reference`` describes."""
         plan, nbytes = packed(reference)
+        memory = _memory_of(window, reference)
         self._window = window
-        self._parts: RolloutWindow | None = None
-        own = _own_memory(window, reference, plan, nbytes)
-        if own is None:
-            own = torch.empty(nbytes, dtype=torch.uint8)
-            self._parts = window_over(own, plan)
-        self.flat = own
-        """uint8 ``[nbytes]``: where the block is to be received."""
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.pieces: Sequence[torch.Tensor]
+        """Per piece, uint8 memory to receive it into."""
+        if _in_one_piece(reference, plan):
+            start = reference.blocks[0].offset
+            self.pieces = [memory[start : start + nbytes]]
+            return
+        aside = torch.empty(nbytes, dtype=torch.uint8)
+        apart = window_over(aside, plan)
+        direct: dict[int, torch.Tensor] = {}
+        for block, place in zip(reference.blocks, plan.blocks, strict=True):
+            key = block.field.key
+            if _direct(reference, block):
+                end = block.offset + _extent(reference, block)
+                direct[place.offset] = memory[block.offset : end]
+            else:
+                self._copied.append((window.tensor(key), apart.tensor(key)))
+        self.pieces = [direct.get(a, aside[a:b]) for a, b in pieces_of(reference)]
 
     def settle(self) -> None:
-        """Put what was received where it belongs."""
-        if self._parts is not None:
-            for key in self._window.keys():
-                self._window.tensor(key).copy_(self._parts.tensor(key))
+        """Put what was not received there where it belongs."""
+        for target, source in self._copied:
+            target.copy_(source)
 
 
-def _own_memory(
-    window: RolloutWindow, reference: WindowRef, plan: WindowRef, nbytes: int
-) -> torch.Tensor | None:
-    start = reference.blocks[0].offset
-    if any(_moved(b, start) != p for b, p in zip(reference.blocks, plan.blocks, strict=True)):
-        return None
+def _memory_of(window: RolloutWindow, reference: WindowRef) -> torch.Tensor:
+    """Return all the memory that ``window`` is a part of."""
     storage = window.tensor(reference.blocks[0].field.key).untyped_storage()
-    flat: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage, start, (nbytes,), (1,))
-    return flat
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _moved(block: Block, start: int) -> Block:
-    return Block(block.field, block.offset - start, block.env_stride, block.time_stride)
+def _in_one_piece(reference: WindowRef, plan: WindowRef) -> bool:
+    start = reference.blocks[0].offset
+    return all(
+        Block(b.field, b.offset - start, b.env_stride, b.time_stride) == p
+        for b, p in zip(reference.blocks, plan.blocks, strict=True)
+    )
+
+
+def _extent(reference: WindowRef, block: Block) -> int:
+    return reference.envs * reference.steps * block.field.nbytes
+
+
+def _direct(reference: WindowRef, block: Block) -> bool:
+    """Whether a field is large, and the window has it in one piece."""
+    row = block.field.nbytes
+    dense = block.time_stride == row and block.env_stride == reference.steps * row
+    return dense and _extent(reference, block) >= _LARGE

@@ -2,7 +2,7 @@
 
     learner -> node     magic, nonce
     node    -> learner  nonce, index, HMAC(secret, "node", both nonces, index)
-    learner -> node     HMAC(secret, "learner", both nonces, index)
+    learner -> node     patience, HMAC(secret, "learner", both nonces, index, patience)
 
 Sizes are fixed and nothing is unpickled: a stranger gets no further than this. What follows on the
 connection is neither encrypted nor signed; whoever can change packets between the two is trusted.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 import socket
 import struct
@@ -19,12 +20,16 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from gleanrl.core.errors import GleanError
+from gleanrl.core.errors import ConfigError, GleanError
 
 _MAGIC = b"gleanrl1"
 _NONCE = 32
 _INDEX = struct.Struct("=i")
+_PATIENCE = struct.Struct("=d")
 _DIGEST = hashlib.sha256().digest_size
+SECRET = "GLEANRL_SECRET"
+"""Environment variable that holds a secret of the user's own."""
+_SHORTEST = 16
 
 
 class HandshakeError(GleanError):
@@ -41,16 +46,43 @@ class Invitation:
     """The node's index."""
     secret: bytes = field(repr=False)
     patience: float = 60.0
-    """Seconds without a sign of life after which either side takes the other for gone."""
+    """Seconds to look for the learner."""
 
 
 def new_secret() -> bytes:
-    """Return a secret for one collector."""
-    return secrets.token_bytes(32)
+    """Return a secret for one collector: the user's, if there is one, or a new one.
+
+    Raises:
+        ConfigError: that in the environment is too short.
+    """
+    given = os.environ.get(SECRET)
+    return secrets.token_hex(32).encode() if given is None else secret_from(given)
 
 
-def admit(sock: socket.socket, secret: bytes, timeout: float) -> int:
+def secret_from(text: str) -> bytes:
+    """Return the secret that ``text``, the value of an environment variable, stands for.
+
+    Raises:
+        ConfigError: it is too short.
+    """
+    secret = text.strip().encode()
+    if len(secret) < _SHORTEST:
+        raise ConfigError(
+            f"the secret in {SECRET} is {len(secret)} bytes long, and guessed too easily; make one "
+            "with: openssl rand -hex 32"
+        )
+    return secret
+
+
+def admit(sock: socket.socket, secret: bytes, timeout: float, patience: float = 60.0) -> int:
     """Let a node in; return its index.
+
+    Args:
+        sock: The connection.
+        secret: What the node has to know.
+        timeout: Seconds it has to show that.
+        patience: Told to the node: seconds without a sign of life after which either side takes
+            the other for gone.
 
     Raises:
         HandshakeError: it does not know the secret, or said nothing within ``timeout`` seconds.
@@ -62,12 +94,13 @@ def admit(sock: socket.socket, secret: bytes, timeout: float) -> int:
     theirs, index = answer[:_NONCE], answer[_NONCE : _NONCE + _INDEX.size]
     if not hmac.compare_digest(answer[-_DIGEST:], _sign(secret, b"node", mine, theirs, index)):
         raise HandshakeError("a connection was refused: it does not know this collector's secret")
-    _send(sock, _sign(secret, b"learner", mine, theirs, index), deadline)
+    told = _PATIENCE.pack(patience)
+    _send(sock, told + _sign(secret, b"learner", mine, theirs, index, told), deadline)
     return int(_INDEX.unpack(index)[0])
 
 
-def join(invitation: Invitation, timeout: float) -> socket.socket:
-    """Connect to the learner as one of its nodes.
+def join(invitation: Invitation, timeout: float) -> tuple[socket.socket, float]:
+    """Connect to the learner as one of its nodes; return the connection and its patience.
 
     Raises:
         HandshakeError: who answers is not the learner.
@@ -76,14 +109,14 @@ def join(invitation: Invitation, timeout: float) -> socket.socket:
     deadline = time.monotonic() + timeout
     sock = _connect((invitation.host, invitation.port), deadline)
     try:
-        _introduce(sock, invitation, deadline)
+        patience = _introduce(sock, invitation, deadline)
     except BaseException:
         sock.close()
         raise
-    return sock
+    return sock, patience
 
 
-def _introduce(sock: socket.socket, invitation: Invitation, deadline: float) -> None:
+def _introduce(sock: socket.socket, invitation: Invitation, deadline: float) -> float:
     where = f"{invitation.host}:{invitation.port}"
     hello = _receive(sock, len(_MAGIC) + _NONCE, deadline)
     if not hello.startswith(_MAGIC):
@@ -92,10 +125,18 @@ def _introduce(sock: socket.socket, invitation: Invitation, deadline: float) -> 
     index = _INDEX.pack(invitation.node)
     proof = _sign(invitation.secret, b"node", theirs, mine, index)
     _send(sock, mine + index + proof, deadline)
-    answer = _receive(sock, _DIGEST, deadline)
-    expected = _sign(invitation.secret, b"learner", theirs, mine, index)
-    if not hmac.compare_digest(answer, expected):
+    try:
+        answer = _receive(sock, _PATIENCE.size + _DIGEST, deadline)
+    except HandshakeError as err:
+        raise HandshakeError(
+            f"the learner at {where} did not let node {invitation.node} in: the secret is not that "
+            f"of its collector ({err})"
+        ) from err
+    told = answer[: _PATIENCE.size]
+    expected = _sign(invitation.secret, b"learner", theirs, mine, index, told)
+    if not hmac.compare_digest(answer[_PATIENCE.size :], expected):
         raise HandshakeError(f"{where} does not know this collector's secret")
+    return float(_PATIENCE.unpack(told)[0])
 
 
 def keep_alive(sock: socket.socket, patience: float) -> None:

@@ -6,10 +6,12 @@ One byte says what a frame is. Commands and replies are those of `rollout.wire`;
     S byte            raise the stop byte, or take it back (from the learner)
     K length key val  half of agreeing on a process group (both ways)
     W board           weights are on their way (from the learner), were taken (from the node)
+    L reason          the node was told to end, and leaves (from the node)
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import struct
@@ -26,9 +28,11 @@ from gleanrl.rollout.inbox import Inbox
 from gleanrl.rollout.serve import frame_of, unreadable
 from gleanrl.rollout.wire import CommandReader, head_of
 
-BEAT, STOP, KEY, WEIGHTS = b"H", b"S", b"K", b"W"
+BEAT, STOP, KEY, WEIGHTS, LEAVE = b"H", b"S", b"K", b"W", b"L"
 _LENGTH = struct.Struct("=i")
 _BOARD = struct.Struct("=ci")
+_LAST = 5.0
+"""Seconds a node that was asked to end may take to do so once the learner is gone."""
 
 
 def key_frame(key: str, value: bytes) -> bytes:
@@ -74,7 +78,10 @@ class Link:
         self._changed = threading.Condition()
         self._keys: dict[str, bytes] = {}
         self._boards: deque[int] = deque()
-        self._over = False
+        self._over = threading.Event()
+        self._closing = False
+        self.leaving = False
+        """Whether this node was told to end: the learner is no longer spoken to."""
         self.inbox = Inbox()
         self.stop = bytearray(1)
 
@@ -86,7 +93,7 @@ class Link:
 
     def finish(self) -> None:
         """From now on the learner may go away."""
-        self._over = True
+        self._over.set()
 
     def send(self, frame: bytes) -> None:
         """Send ``frame``, waiting until the connection has taken it; any thread may."""
@@ -95,7 +102,16 @@ class Link:
 
     def answer(self, reply: m.Reply) -> None:
         """Send a reply."""
-        self.send(frame_of(reply))
+        if not self.leaving:
+            self.send(frame_of(reply))
+
+    def leave(self, reason: str) -> None:
+        """Tell the learner that this node ends; have it do so after the step it is in."""
+        self.leaving = True
+        self.stop[0] = 1
+        self.inbox.put(0, m.Close())
+        with contextlib.suppress(OSError):  # the learner is gone, too
+            self.send(LEAVE + reason.encode())
 
     def key(self, key: str) -> bytes:
         """Wait for what the learner tells of ``key``.
@@ -118,7 +134,9 @@ class Link:
         try:
             self._read()
         except (EOFError, OSError):
-            if not self._over:
+            # A learner goes away as soon as it has the answer to its last command.
+            expected = self.leaving or (self._closing and self._over.wait(_LAST))
+            if not expected and not self._over.is_set():
                 sys.stderr.write(f"node {self._worker}: the learner is gone\n")
                 sys.stderr.flush()
                 # Whatever the environment is doing: nobody waits for it any more.
@@ -159,4 +177,5 @@ class Link:
         except Exception as err:  # whatever the user's objects do when unpickled
             self.answer(m.Failed(self._worker, ticket, unreadable(err)))
             return
+        self._closing = isinstance(command, m.Close)
         self.inbox.put(ticket, command)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
 from gleanrl.memory.arena import window_over
+from gleanrl.memory.landing import pieces_of
 from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.channel import Channel
-from gleanrl.rollout.handshake import Invitation, join, keep_alive
-from gleanrl.rollout.inbox import work
+from gleanrl.rollout.handshake import HandshakeError, Invitation, join, keep_alive
+from gleanrl.rollout.inbox import Addressed, work
+from gleanrl.rollout.leaving import Leaving
 from gleanrl.rollout.link import Link, key_frame, weights_frame
 from gleanrl.rollout.pair import NODE, ConnectionStore, Pair, Transfer
 from gleanrl.rollout.serve import Surroundings, settle
@@ -39,9 +45,33 @@ class Going:
     """Those of the process that started it, where it was forked earlier."""
 
 
+class Boot(Protocol):
+    """What the learner tells a node that it has let in: what to be."""
+
+    @property
+    def threads(self) -> int:
+        """Return the number of torch threads of the node."""
+        ...
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Return where the learner imports from."""
+        ...
+
+    def serve(self, connection: Link, node: int, address: str) -> None:
+        """Serve the learner until it says `Close`.
+
+        Args:
+            connection: To the learner.
+            node: This node's index.
+            address: This node's address on the network between the two.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class NodeBoot:
-    """What the learner tells a node that it has let in."""
+    """What a node whose data travel through a process group of two is told."""
 
     threads: int
     kind: str
@@ -50,6 +80,15 @@ class NodeBoot:
     """Where the learner imports from."""
     factory: bytes
     """A pickled `SourceFactory`."""
+
+    def serve(self, connection: Link, node: int, address: str) -> None:
+        """Serve the learner until it says `Close`."""
+
+        def tell(key: str, value: bytes) -> None:
+            connection.send(key_frame(key, value))
+
+        pair = Pair(self.kind, ConnectionStore(tell, connection.key), NODE, address, _FOR_EVER)
+        _Node(connection, pair, node, self.factory).run()
 
 
 def main(fd: int) -> None:
@@ -61,27 +100,41 @@ def main(fd: int) -> None:
     run_node(going.invitation)
 
 
-def run_node(invitation: Invitation) -> None:
+def run_node(
+    invitation: Invitation, signals: Sequence[signal.Signals] = (), label: str = ""
+) -> None:
     """Serve the learner that ``invitation`` is from, until it says so or goes away.
 
+    Args:
+        invitation: Where to go.
+        signals: That make the node end in order, after it has told the learner; only in the main
+            thread. Others do what they did before.
+        label: Of what this process belongs to, for the learner when a signal came.
+
     Raises:
-        HandshakeError: who answers there is not the learner.
+        HandshakeError: who answers there is not the learner, or does not want this node.
         OSError: nobody answers.
+        SystemExit: one of ``signals`` came.
     """
-    sock = join(invitation, invitation.patience)
-    keep_alive(sock, invitation.patience)
+    sock, patience = join(invitation, invitation.patience)
+    keep_alive(sock, patience)
     address = str(sock.getsockname()[0])
     channel = Channel(sock)
+    try:
+        first, *others = channel.wait()
+    except EOFError:
+        raise HandshakeError(
+            f"the learner at {invitation.host}:{invitation.port} has no place for node "
+            f"{invitation.node}: it has joined already, or is one too many"
+        ) from None
     # The other side has shown that it is the learner: from here on its pickles are loaded.
-    first, *others = channel.wait()
-    boot: NodeBoot = pickle.loads(first)
+    boot: Boot = pickle.loads(first)
     sys.path.extend(entry for entry in boot.path if entry not in sys.path)
     settle(boot.threads)
-    link = Link(channel, invitation.node, invitation.patience)
+    link = Link(channel, invitation.node, patience)
     link.start(others)
-    store = ConnectionStore(lambda key, value: link.send(key_frame(key, value)), link.key)
-    pair = Pair(boot.kind, store, NODE, address, _FOR_EVER)
-    _Node(link, pair, invitation.node, boot.factory).run()
+    with Leaving(link, signals, label) if signals else contextlib.nullcontext():
+        boot.serve(link, invitation.node, address)
     link.finish()
     channel.close()
 
@@ -91,36 +144,63 @@ class _Node:
 
     def __init__(self, link: Link, pair: Pair, index: int, factory: bytes) -> None:
         self._link, self._pair, self._index, self._factory = link, pair, index, factory
-        self._blocks: dict[int, tuple[RolloutWindow, torch.Tensor]] = {}
-        self._sending: dict[int, Transfer] = {}
-        self._slot = 0
+        self._blocks: dict[int, tuple[RolloutWindow, list[torch.Tensor]]] = {}
+        """Per slot of the learner's: memory of our own, and the pieces in which it is sent."""
+        self._sending: dict[int, list[Transfer]] = {}
+        self._due: m.WindowRef | None = None
+        """Of the rollout that is being carried out."""
+        self._closing = False
 
     def run(self) -> None:
-        work(self._index, self._build, self._link.inbox.next, self._answer)
+        work(self._index, self._build, self._following, self._answer)
 
     def _build(self) -> Worker:
         factory = cloudpickle.loads(self._factory)
         mailbox = Weights(self._link, self._pair)
         return Worker(self._index, factory, self._open, self._link.stop, mailbox)
 
+    def _following(self) -> Addressed:
+        ticket, command = self._link.inbox.next()
+        if isinstance(command, m.Collect) and command.window.blocks:
+            self._due = command.window
+        self._closing = isinstance(command, m.Close)
+        return ticket, command
+
     def _open(self, reference: m.WindowRef) -> RolloutWindow:
         """Return memory of this node's own for a rollout; what was in it has to be gone first."""
         if not reference.blocks:  # of a source whose rollouts lie elsewhere
             return RolloutWindow({}, reference.envs, reference.steps)
-        slot = self._slot = reference.slot
-        if slot not in self._blocks:
+        self._finish(reference.slot)
+        return self._block(reference)[0]
+
+    def _block(self, reference: m.WindowRef) -> tuple[RolloutWindow, list[torch.Tensor]]:
+        found = self._blocks.get(reference.slot)
+        if found is None:
             plan, nbytes = packed(reference)
             block = torch.zeros(nbytes, dtype=torch.uint8)
-            self._blocks[slot] = window_over(block, plan), block
-        elif slot in self._sending:
-            self._sending.pop(slot).finish()
-        return self._blocks[slot][0]
+            pieces = [block[start:end] for start, end in pieces_of(reference)]
+            found = self._blocks[reference.slot] = window_over(block, plan), pieces
+        return found
+
+    def _finish(self, slot: int) -> None:
+        """Wait until the learner has taken what was in ``slot``."""
+        for transfer in self._sending.pop(slot, ()):
+            transfer.finish()
 
     def _answer(self, reply: m.Reply) -> None:
+        if self._link.leaving:
+            return
+        if self._closing and not isinstance(reply, m.Begun):
+            for slot in list(self._sending):  # what was announced is delivered
+                self._finish(slot)
+            self._link.finish()  # the learner goes away when it has this answer
         self._link.answer(reply)
-        if isinstance(reply, m.Rolled) and reply.report.payload is None and self._blocks:
-            block = self._blocks[self._slot][1]
-            self._sending[self._slot] = self._pair.send(block, ROLLOUT_TAG)
+        due, self._due = self._due, None
+        if due is not None:
+            # Also after a failure: the learner has been expecting the rollout since it asked.
+            pieces = self._block(due)[1]
+            self._finish(due.slot)
+            self._sending[due.slot] = [self._pair.send(piece, ROLLOUT_TAG) for piece in pieces]
 
 
 class Weights:

@@ -15,7 +15,7 @@ import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import GleanError
+from gleanrl.core.errors import GleanError, WorkerError
 from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.window import RolloutWindow
@@ -67,6 +67,8 @@ class RemoteError:
     kind: str
     message: str
     traceback: str
+    passed_on: bool = False
+    """Whether it was raised in a worker of the worker: ``message`` says where, and what it is."""
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteError:
@@ -79,6 +81,8 @@ class RemoteError:
             text = "".join(traceback.format_exception(error))
         except Exception as err:
             text = f"(the traceback cannot be shown: {type(err).__name__})"
+        if isinstance(error, WorkerError) and error.headline:
+            return cls(pickled, type(error).__qualname__, error.headline, text, passed_on=True)
         return cls(pickled, type(error).__qualname__, said(error), text)
 
 

@@ -4,6 +4,8 @@ from gleanrl.weights.scheme import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RayWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
@@ -12,6 +14,8 @@ __all__ = [
     "DistributedWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RPCWeightSyncScheme",
+    "RayWeightSyncScheme",
     "SharedMemWeightSyncScheme",
     "WeightSyncScheme",
 ]

@@ -31,9 +31,9 @@ def plan_flat(number: int, weights: Mapping[str, torch.Tensor]) -> BoardRef:
 class FlatBuffer:
     """One buffer, and its tensors as views."""
 
-    def __init__(self, ref: BoardRef) -> None:
-        """Make it, all zero, in ordinary memory."""
-        self.bytes = torch.zeros(ref.nbytes, dtype=torch.uint8)
+    def __init__(self, ref: BoardRef, data: torch.Tensor | None = None) -> None:
+        """Make it, all zero, in ordinary memory; or over ``data``, uint8 ``[ref.nbytes]``."""
+        self.bytes = torch.zeros(ref.nbytes, dtype=torch.uint8) if data is None else data
         """uint8 ``[ref.nbytes]``."""
         self._words = self.bytes[:16].view(torch.int64)
         self.views = {

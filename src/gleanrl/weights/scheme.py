@@ -43,7 +43,7 @@ class WeightSyncScheme:
 
         Args:
             name: ``"none"``, ``"direct"``, ``"inline"``, ``"shared"``, ``"thread"``, ``"process"``,
-                ``"multiprocessing"`` or ``"distributed"``.
+                ``"multiprocessing"``, ``"distributed"``, ``"rpc"`` or ``"ray"``.
 
         Raises:
             ConfigError: no such backend.
@@ -57,6 +57,8 @@ class WeightSyncScheme:
             "process": MultiProcessWeightSyncScheme,
             "multiprocessing": MultiProcessWeightSyncScheme,
             "distributed": DistributedWeightSyncScheme,
+            "rpc": RPCWeightSyncScheme,
+            "ray": RayWeightSyncScheme,
         }
         if name not in kinds:
             raise ConfigError(f"no weight sync scheme for {name!r}; known are {sorted(kinds)}")
@@ -115,6 +117,33 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """
         super().__init__(strategy, sync)
         self.backend, self.timeout = backend, timeout
+
+
+class RPCWeightSyncScheme(WeightSyncScheme):
+    """Send weights to nodes as one flat tensor, by torch.distributed.rpc.
+
+    The default of RPC collectors. A node acts with them from its next rollout on.
+    """
+
+
+class RayWeightSyncScheme(WeightSyncScheme):
+    """Put weights into Ray's object store once per update, for all actors.
+
+    The default of Ray collectors. An actor fetches the newest ones when its next rollout begins.
+    """
+
+    def __init__(
+        self, strategy: str = "tensordict", sync: bool = True, backend: str = "gloo"
+    ) -> None:
+        """Describe the scheme; see `WeightSyncScheme`.
+
+        Args:
+            strategy: See `WeightSyncScheme`.
+            sync: See `WeightSyncScheme`.
+            backend: Accepted for compatibility: there is no process group.
+        """
+        super().__init__(strategy, sync)
+        self.backend = backend
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

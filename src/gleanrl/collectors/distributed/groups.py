@@ -19,7 +19,7 @@ from gleanrl.collectors.distributed.nodes import NodesCollector, with_defaults
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import InfoKeys, seconds, whole
 from gleanrl.engine.backends.network import NetworkBackend
-from gleanrl.engine.launchers import make_launcher
+from gleanrl.engine.launchers import make_launcher, serve_elsewhere
 from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.rollout.pair import check_kind
 from gleanrl.weights.scheme import WeightSyncScheme
@@ -109,6 +109,7 @@ class DistributedCollector(NodesCollector):
         timeout: float | None = None,
         start_timeout: float = 120.0,
         heartbeat: float = 60.0,
+        on_failure: str = "raise",
         host: str | None = None,
     ) -> None:
         """Have the nodes started; each builds its environments and resets them once.
@@ -140,7 +141,9 @@ class DistributedCollector(NodesCollector):
             collector_kwargs: Further arguments of the nodes' collectors; or a list, one per node.
             num_workers_per_collector: Workers of a node's ``"sync"`` or ``"async"`` collector.
             sync: Whether a batch is made of rollouts of all nodes.
-            slurm_kwargs: Parameters of the Slurm jobs, for ``launcher="submitit"``.
+            slurm_kwargs: Parameters of the jobs, for ``launcher="submitit"``, as
+                `submitit.AutoExecutor` takes them; besides ``cluster`` (``"local"`` for processes
+                of this machine) and ``folder`` (of logs; by default ``gleanrl_jobs`` here).
             backend: ``"gloo"``, ``"nccl"``, ``"mpi"`` or ``"ucc"``, of torch.distributed.
             update_after_each_batch: Send the policy's weights when the next batch is asked for:
                 to all nodes, or with ``sync=False`` to the one that the last batch came from.
@@ -148,7 +151,8 @@ class DistributedCollector(NodesCollector):
                 -1 for never.
             launcher: ``"mp"``: processes of this machine. ``"submitit"``: Slurm jobs.
                 ``"submitit_delayed"``: jobs that `submitit_delayed_launcher` has started.
-                ``"torchrun"``: the other ranks of this very job.
+                ``"torchrun"``: the other ranks of this very job. ``"manual"``: whoever runs the
+                commands that are printed.
             tcp_port: The port nodes connect to. By default that in the environment variable
                 ``TCP_PORT``, or 10003, or the next one that is free.
             num_sub_threads: torch threads of each node.
@@ -182,6 +186,9 @@ class DistributedCollector(NodesCollector):
                 and then to build their environments.
             heartbeat: Seconds without a sign of life after which a node, or for a node its
                 learner, counts as dead.
+            on_failure: ``"raise"``, or ``"continue"``: go on with the other nodes when one is lost,
+                with a warning; what it had not delivered is collected by the others. For
+                ``sync=False``.
             host: Address of this machine to listen on, which nodes can reach; the launcher's
                 choice by default (the loopback interface for ``"mp"``).
 
@@ -192,6 +199,7 @@ class DistributedCollector(NodesCollector):
             CollectorTimeout: nodes did not come up in time.
         """
         given = with_defaults(**{k: v for k, v in locals().items() if k not in _NOT_ARGUMENTS})
+        serve_elsewhere(launcher, start_timeout)
         super().__init__(pre_collect_hook, post_collect_hook)
         functions = self._read_nodes(given)
         check_kind(backend)
@@ -205,7 +213,7 @@ class DistributedCollector(NodesCollector):
         self._launch(
             given,
             functions,
-            lambda windows: NetworkBackend(
+            lambda windows: self._make_backend(
                 windows,
                 started,
                 kind=backend,
@@ -216,6 +224,10 @@ class DistributedCollector(NodesCollector):
                 start_timeout=start_timeout,
             ),
         )
+
+    def _make_backend(self, *args: Any, **kwargs: Any) -> NetworkBackend:
+        """Return what starts the nodes and carries messages and data."""
+        return NetworkBackend(*args, **kwargs)
 
 
 class DistributedSyncCollector(DistributedCollector):

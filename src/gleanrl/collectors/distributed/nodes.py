@@ -65,6 +65,7 @@ class NodesCollector(LaunchedCollector):
     _per_node: int
     _update_after: bool
     _interval: int | None
+    _tolerant: bool
 
     # -- arguments -------------------------------------------------------------------------------
 
@@ -92,6 +93,7 @@ class NodesCollector(LaunchedCollector):
         dealt = workers.per_worker("collector_kwargs", given.collector_kwargs, self.num_workers)
         self._kwargs = [_checked(kwargs, given) for kwargs in dealt]
         self._update_after = _flag("update_after_each_batch", given.update_after_each_batch)
+        self._tolerant = _tolerant(given.on_failure, self._sync)
         self._interval = _interval(given.max_weight_update_interval)
         if self._update_after and given.policy is None:
             raise ConfigError(
@@ -123,7 +125,7 @@ class NodesCollector(LaunchedCollector):
             self._asked[worker],
         )
         functions: Any = own.create_env_fn
-        if given.collector_class is not Collector:
+        if self._per_node > 1 or _has_workers(given.collector_class):
             functions = [functions] * self._per_node
         if init_fn is not None:
             more["init_fn"] = init_fn
@@ -147,8 +149,9 @@ class NodesCollector(LaunchedCollector):
         return super()._read_cat(cat_results)
 
     def _gather_with(self) -> None:
+        self._engine.dispatcher.tolerant = self._tolerant
         if not self._sync:
-            self._options = BatchOptions(device=self.storing_device)
+            self._options = BatchOptions(device=self.storing_device, single=True)
             gather_first(self._engine, self._steps, self._options)
             return
         self._options = BatchOptions(
@@ -206,10 +209,24 @@ def _kind(given: Any) -> Callable[..., Any]:
     return found
 
 
+def _has_workers(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, MultiCollector)
+
+
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} ({value!r}) must be True or False")
     return value
+
+
+def _tolerant(on_failure: Any, sync: bool) -> bool:
+    if on_failure not in ("raise", "continue"):
+        raise ConfigError(f"on_failure ({on_failure!r}) must be 'raise' or 'continue'")
+    if on_failure == "continue" and sync:
+        raise ConfigError(
+            "on_failure='continue' needs sync=False: a batch of sync=True has a part of every node"
+        )
+    return bool(on_failure == "continue")
 
 
 def _interval(value: Any) -> int | None:

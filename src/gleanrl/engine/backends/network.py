@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import select
@@ -25,7 +26,7 @@ from gleanrl.engine.backends.process import reply_in
 from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.rollout import link
 from gleanrl.rollout.handshake import HandshakeError, Invitation, admit, keep_alive, new_secret
-from gleanrl.rollout.node import NodeBoot
+from gleanrl.rollout.node import Boot, NodeBoot
 from gleanrl.rollout.pair import check_kind
 from gleanrl.rollout.worker import OpenWindow
 from gleanrl.weights.flat import plan_flat
@@ -117,7 +118,10 @@ class NetworkBackend:
         blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
         host, port = self.address
         self._launcher.launch(
-            [Invitation(host, port, n, self._secret, self._patience) for n in range(len(blobs))]
+            [
+                Invitation(host, port, n, self._secret, self._start_timeout)
+                for n in range(len(blobs))
+            ]
         )
         joined: dict[int, RemoteNode] = {}
         deadline = time.monotonic() + self._start_timeout
@@ -133,11 +137,15 @@ class NetworkBackend:
                 continue
             index = self._admit(sock)
             if index in missing:
-                joined[index] = self._welcome(index, sock, blobs[index])
+                joined[index] = self._welcome(self._remote(index, sock), blobs[index])
             else:
                 sock.close()
         self._nodes.extend(joined[worker] for worker in range(len(blobs)))
         self._listener.close()
+        self._gather_all()
+
+    def _gather_all(self) -> None:
+        """Do what needs all nodes."""
 
     def _accept(self, timeout: float) -> socket.socket | None:
         self._listener.settimeout(timeout)
@@ -149,7 +157,7 @@ class NetworkBackend:
     def _admit(self, sock: socket.socket) -> int | None:
         """Return which node ``sock`` leads to, ``None`` if to a stranger."""
         try:
-            return admit(sock, self._secret, _INTRODUCTION)
+            return admit(sock, self._secret, _INTRODUCTION, self._patience)
         except HandshakeError:
             return None
 
@@ -158,24 +166,29 @@ class NetworkBackend:
             fate = self._launcher.fate(worker, 0.0)
             if fate is not None:
                 error = WorkerDied(
-                    f"node {worker} {fate} before it joined; what it printed last tells why"
+                    f"worker {worker} {fate} before it joined; what it printed last tells why"
                 )
                 error.worker = worker
                 raise error
 
-    def _welcome(self, index: int, sock: socket.socket, factory: bytes) -> RemoteNode:
+    def _remote(self, index: int, sock: socket.socket) -> RemoteNode:
+        """Take over the connection of a node that was let in."""
         keep_alive(sock, self._patience)
-        node = RemoteNode(index, sock, self._open_window)
+        return RemoteNode(index, sock, self._open_window)
+
+    def _welcome(self, node: RemoteNode, factory: bytes) -> RemoteNode:
         self._by_fd[node.channel.fileno()] = node
         self._poller.register(node.channel.fileno(), select.EPOLLIN)
-        node.channel.send(
-            pickle.dumps(NodeBoot(self._threads, self._kind, tuple(sys.path), factory))
-        )
         try:
+            node.channel.send(pickle.dumps(self._boot(node.index, factory)))
             node.connect(self._kind, self._patience)
         except (EOFError, OSError, RuntimeError) as err:
             raise self._died(node, str(err)) from None
         return node
+
+    def _boot(self, index: int, factory: bytes) -> Boot:
+        """Return what node ``index`` is told to be."""
+        return NodeBoot(self._threads, self._kind, tuple(sys.path), factory)
 
     def board(self, weights: Mapping[str, torch.Tensor]) -> NetworkBoard:
         """Prepare to send weights like these to all nodes."""
@@ -218,14 +231,12 @@ class NetworkBackend:
             self._await(timeout)
         node, frame = self._frames[0]
         reply = reply_in(frame)
-        if isinstance(reply, m.Rolled) and reply.report.payload is None:
-            try:
-                node.land(reply.ticket)
-            except RuntimeError as err:
-                self._frames.popleft()
-                raise self._died(node, f"was lost in the middle of a rollout ({err})") from None
+        try:
+            node.land(reply.ticket)
+        except RuntimeError as err:
+            self._frames.popleft()
+            raise self._died(node, f"was lost in the middle of a rollout ({err})") from None
         self._frames.popleft()  # now: an interrupt while it was being read must not lose it
-        node.replied(reply.ticket)
         return reply
 
     def sound(self) -> bool:
@@ -242,7 +253,7 @@ class NetworkBackend:
         left: float | None = 0.0  # first what is there: the learner may have been away for long
         while not self._frames:
             for fd, events in self._poller.poll(left):
-                self._serve(self._by_fd[fd], events)
+                self._turn_to(fd, events)
             if self._frames:
                 return
             now = time.monotonic()
@@ -259,6 +270,8 @@ class NetworkBackend:
         """
         left = self._patience
         for node in list(self._by_fd.values()):
+            if node.leaving is not None:
+                raise self._died(node, node.leaving)
             quiet = now - node.heard
             if quiet >= self._patience:
                 raise self._died(
@@ -268,6 +281,9 @@ class NetworkBackend:
                 )
             left = min(left, self._patience - quiet)
         return left
+
+    def _turn_to(self, fd: int, events: int) -> None:
+        self._serve(self._by_fd[fd], events)
 
     def _serve(self, node: RemoteNode, events: int) -> None:
         # Read first: what a node sent before it ended is whole, and so is what it is about.
@@ -280,6 +296,8 @@ class NetworkBackend:
             for frame in frames:
                 if frame[:1] == link.WEIGHTS:
                     self._boards[link.read_weights(frame)].taken(node)
+                elif frame[:1] == link.LEAVE:
+                    node.leaving = frame[1:].decode()
                 elif frame[:1] != link.BEAT:
                     self._frames.append((node, frame))
         if events & select.EPOLLOUT:
@@ -292,11 +310,14 @@ class NetworkBackend:
         if known:
             self._poller.unregister(node.channel.fileno())
             self._by_fd.pop(node.channel.fileno(), None)
+            node.listen()
             node.close()
+            # Rollouts it had announced cannot be fetched any more.
+            self._frames = deque(each for each in self._frames if each[0] is not node)
         for board in self._boards:
             board.forget(node)
-        fate = self._launcher.fate(node.index, 2.0 if known else 0.0) or how
-        error = WorkerDied(f"node {node.index} at {node.address} {fate}")
+        fate = node.leaving or self._launcher.fate(node.index, 2.0 if known else 0.0) or how
+        error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
         error.worker = node.index
         return error
 
@@ -313,11 +334,19 @@ class NetworkBackend:
         self._nodes.clear()
         self._frames.clear()
         self._by_fd.clear()
+        foreign = self._owner != os.getpid()
+        if foreign:
+            _keep_for_ever((self, nodes))
         for node in nodes:
-            node.close()
+            node.close(drop=not foreign)
         self._listener.close()
         self._launcher.stop(min(timeout, _GRACE))
         self._poller.close()
+
+
+def _keep_for_ever(held: object) -> None:
+    """Never let ``held`` be destroyed: the threads of its process groups are another process's."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 class RemoteStop:

@@ -7,6 +7,8 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +23,24 @@ from gleanrl.rollout.wire import CommandWriter
 from gleanrl.rollout.worker import OpenWindow
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A rollout that is due."""
+
+    landing: Landing | None = None
+    transfers: Sequence[Transfer] = ()
+    error: RuntimeError | None = None
+
+    def finish(self) -> None:
+        """Wait until it is in its window."""
+        if self.error is not None:
+            raise self.error
+        for transfer in self.transfers:
+            transfer.finish()
+        if self.landing is not None:
+            self.landing.settle()
+
+
 class RemoteNode:
     """A connection to a node, its process group, and what it has been asked for."""
 
@@ -32,14 +52,16 @@ class RemoteNode:
         self.channel = Channel(sock)
         self.heard = time.monotonic()
         """When it last gave a sign of life."""
+        self.leaving: str | None = None
+        """Why it has said that it ends, if it has."""
         self._sending = threading.Lock()
         self._writer = CommandWriter()
         self._open_window = open_window
         self._keys: dict[str, bytes] = {}
         self._pair: Pair | None = None
-        self._windows: dict[int, m.WindowRef] = {}
         self._landings: dict[int, Landing] = {}
-        self._arriving: tuple[int, Transfer] | None = None
+        self._arriving: dict[int, _Arrival] = {}
+        """Rollouts that are due, by ticket."""
 
     # -- joining ---------------------------------------------------------------------------------
 
@@ -81,12 +103,12 @@ class RemoteNode:
     @property
     def busy(self) -> bool:
         """Whether it has been asked for a rollout that has not come yet."""
-        return bool(self._windows)
+        return bool(self._arriving)
 
     def post(self, ticket: int, command: m.Command) -> None:
         """Send ``command`` as far as the connection takes it."""
         if isinstance(command, m.Collect):
-            self._windows[ticket] = command.window
+            self._arriving[ticket] = self._expect(command.window)
         self.put(self._writer.write(ticket, command))
 
     def put(self, frame: bytes) -> None:
@@ -99,40 +121,62 @@ class RemoteNode:
         with self._sending, contextlib.suppress(ConnectionError):
             self.channel.flush()
 
-    def replied(self, ticket: int) -> None:
-        """Note that the reply to ``ticket`` is there."""
-        self._windows.pop(ticket, None)
+    def listen(self) -> None:
+        """Look whether the node has said that it ends, in what nobody has read yet."""
+        with contextlib.suppress(EOFError, OSError):
+            while frames := self.channel.read():
+                for frame in frames:
+                    if frame[:1] == link.LEAVE:
+                        self.leaving = frame[1:].decode()
 
     # -- data ------------------------------------------------------------------------------------
 
-    def land(self, ticket: int) -> None:
-        """Receive the rollout of ``ticket`` into its window.
-
-        Raises:
-            RuntimeError: the node was lost meanwhile.
-        """
-        reference = self._windows[ticket]
-        if not reference.blocks:
-            return
+    def _expect(self, reference: m.WindowRef) -> _Arrival:
+        """Have a rollout arrive, whatever this process does meanwhile."""
+        if not reference.blocks:  # it will travel with the reply
+            return _Arrival()
         landing = self._landings.get(reference.slot)
         if landing is None:
             landing = Landing(self._open_window(reference), reference)
             self._landings[reference.slot] = landing
         assert self._pair is not None
-        if self._arriving is None:  # else: an interrupt came between
-            self._arriving = ticket, self._pair.receive(landing.flat, ROLLOUT_TAG)
-        self._arriving[1].finish()
-        self._arriving = None
-        landing.settle()
+        try:
+            transfers = [self._pair.receive(piece, ROLLOUT_TAG) for piece in landing.pieces]
+        except RuntimeError as err:  # raised if a reply should come all the same
+            return _Arrival(error=err)
+        return _Arrival(landing, transfers)
 
-    def send_weights(self, board: int, buffer: torch.Tensor) -> Transfer:
-        """Send ``buffer``, which must not change until the node says that it has taken it."""
+    def land(self, ticket: int) -> None:
+        """If ``ticket`` is that of a rollout, see to it that it is in its window.
+
+        Raises:
+            RuntimeError: the node was lost meanwhile.
+        """
+        arrival = self._arriving.get(ticket)
+        if arrival is not None:
+            arrival.finish()
+            del self._arriving[ticket]
+
+    def send_weights(self, board: int, buffer: torch.Tensor) -> Transfer | None:
+        """Send ``buffer``, which must not change until the node says that it has taken it.
+
+        ``None`` if the node is gone.
+        """
         assert self._pair is not None
-        transfer = self._pair.send(buffer, BOARD_TAG + board)
+        try:
+            transfer = self._pair.send(buffer, BOARD_TAG + board)
+        except RuntimeError:  # whoever waits for a rollout is told
+            return None
         self.put(link.weights_frame(board))
         return transfer
 
-    def close(self) -> None:
-        """Close the connection, by which a node that is still there ends."""
+    def close(self, *, drop: bool = True) -> None:
+        """Close the connection, by which a node that is still there ends.
+
+        Args:
+            drop: Let go of the process group as well, which a forked child cannot do.
+        """
         self.channel.close()
-        self._pair = None
+        if drop:
+            self._pair = None
+            self._arriving.clear()

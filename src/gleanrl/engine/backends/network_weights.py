@@ -90,6 +90,8 @@ class NetworkBoard:
         assert publication is not None
         self._behind.discard(node.index)
         transfer = node.send_weights(self.ref.offset, publication.buffer.bytes)
+        if transfer is None:
+            return
         publication.moving[node.index] = transfer
         self._moving.setdefault(node.index, []).append(publication)
 

@@ -288,7 +288,8 @@ def reply_in(frame: bytes) -> m.Reply:
 
 def raised(worker: int, remote: RemoteError) -> BaseException:
     """Return what a worker raised as an error of both its own class and `WorkerError`."""
-    headline = f"worker {worker} raised {remote.kind}: {remote.message}"
+    said = remote.message if remote.passed_on else f"raised {remote.kind}: {remote.message}"
+    headline = f"worker {worker}{':' if remote.passed_on else ''} {said}"
     text = f"{headline}\n\nTraceback in worker {worker}:\n{remote.traceback}"
     plain = WorkerError(text)
     plain.headline = headline
@@ -300,6 +301,8 @@ def raised(worker: int, remote: RemoteError) -> BaseException:
         error: BaseException = kind.__new__(_both(kind), *args)
         error.args = args
         vars(error).update(attributes, _text=text, headline=headline)
+        if isinstance(error, WorkerDied):  # a worker of the worker's: none of ours
+            error.worker = None
     except Exception:  # classes that cannot be loaded here, or not combined
         return plain
     return error

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.engine.launchers.delayed import DelayedLauncher, submitit_delayed_launcher
 from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.engine.launchers.local import LocalLauncher
+from gleanrl.engine.launchers.manual import ManualLauncher
+from gleanrl.engine.launchers.slurm import SubmititLauncher
+from gleanrl.engine.launchers.torchrun import TorchrunLauncher, serve_as_rank
+
+_LAUNCHERS: Mapping[str, Callable[[], Launcher]] = {
+    "mp": LocalLauncher,
+    "submitit": SubmititLauncher,
+    "submitit_delayed": DelayedLauncher,
+    "torchrun": TorchrunLauncher,
+    "manual": ManualLauncher,
+}
+__all__ = ["make_launcher", "serve_elsewhere", "submitit_delayed_launcher"]
 
 
 def make_launcher(name: str | Launcher, slurm_kwargs: Mapping[str, Any] | None) -> Launcher:
     """Return the launcher called ``name``, or ``name`` if it is one.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or what it needs is not there.
     """
     if not isinstance(name, str):
         return name
-    if name == "mp":
-        return LocalLauncher()
-    raise ConfigError(
-        f"launcher ({name!r}) must be 'mp', 'submitit', 'submitit_delayed' or 'torchrun'"
-    )
+    if name not in _LAUNCHERS:
+        raise ConfigError(
+            f"launcher ({name!r}) must be {', '.join(map(repr, _LAUNCHERS))} or a Launcher"
+        )
+    if name == "submitit":
+        return SubmititLauncher(slurm_kwargs)
+    return _LAUNCHERS[name]()
+
+
+def serve_elsewhere(name: str | Launcher, patience: float) -> None:
+    """Be a node instead, in a process that was started as one.
+
+    Args:
+        name: As for `make_launcher`.
+        patience: Seconds within which the learner has to say where it is.
+
+    Raises:
+        SystemExit: this process was a node, and its learner has ended.
+    """
+    if name == "torchrun":
+        serve_as_rank(patience)

@@ -1,0 +1,1 @@
+"""Collection over nodes, against bare torch.distributed and the same work elsewhere."""

@@ -1,0 +1,532 @@
+"""Nodes that schedulers, torchrun or people start. Real processes, on this machine."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from gleanrl.cli.main import main as command_line
+from gleanrl.collectors import DistributedCollector
+from gleanrl.collectors.distributed import submitit_delayed_launcher
+from gleanrl.core.errors import CollectorTimeout, ConfigError, WorkerDied
+from gleanrl.engine.launchers import make_launcher
+from gleanrl.engine.launchers.address import outward
+from gleanrl.engine.launchers.manual import ManualLauncher
+from gleanrl.engine.launchers.meeting import Keeper, Meeting
+from gleanrl.engine.launchers.slurm import SubmititLauncher
+from gleanrl.engine.launchers.torchrun import serve_as_rank
+from gleanrl.rollout.handshake import HandshakeError, Invitation, join, new_secret
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:port .* is taken")]
+SOON = 5.0
+"""Seconds within which bad news is there."""
+HERE = {"cluster": "local", "timeout_min": 5}
+TORCHRUN_SCRIPT = """\
+import os, sys
+from gleanrl.collectors import DistributedCollector
+learner = os.environ["RANK"] == "0"
+envs = ["CartPole-v1"] * 2 if learner else None
+collector = DistributedCollector(envs, frames_per_batch=16, total_frames=32, launcher="torchrun",
+                                 sync=True, tcp_port=0)
+assert learner, "this is a node, which serves and goes"
+print([tuple(batch.shape) for batch in collector])
+collector.shutdown()
+"""
+
+
+class Noted(gym.Env):
+    """Says in a folder who it is and when it was closed; one step may take long.
+
+    Forks a child and terminates it, as simulators do; that concerns nobody else.
+    """
+
+    observation_space = gym.spaces.Box(0, 1, (2,))
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, folder, stuck_at=None):
+        self.folder, self.stuck_at, self.steps = Path(folder), stuck_at, 0
+        child = os.fork()
+        if child == 0:
+            while True:
+                signal.pause()
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        (self.folder / "pid").write_text(str(os.getpid()))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == self.stuck_at:
+            (self.folder / "stuck").touch()
+            time.sleep(100)
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+    def close(self):
+        (self.folder / "closed").touch()
+
+
+def running(folder):
+    """Return processes that have ``folder`` in their command line, but this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in words and int(path.parent.name) != os.getpid():
+            found.append(words)
+    return found
+
+
+def until(condition, limit=SOON):
+    """Wait for what another process does."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def collect(launcher, nodes=2, **kwargs):
+    """Return the shapes of all batches."""
+    with DistributedCollector(
+        ["CartPole-v1"] * nodes,
+        frames_per_batch=16,
+        total_frames=32,
+        sync=True,
+        launcher=launcher,
+        tcp_port=0,
+        **kwargs,
+    ) as collector:
+        return [tuple(batch.shape) for batch in collector]
+
+
+def private(folder):
+    (run,) = folder.iterdir()
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    return run
+
+
+# -- submitit --------------------------------------------------------------------------------------
+
+
+def test_submitit_nodes_deliver_and_nothing_is_left_but_logs(tmp_path):
+    shapes = collect("submitit", slurm_kwargs={**HERE, "folder": tmp_path})
+    assert shapes == [(2, 8), (2, 8)]
+    assert not running(tmp_path)
+    left = {path.name.split("_", 1)[1] for path in private(tmp_path).iterdir()}
+    assert left == {"0_log.err", "0_log.out", "0_result.pkl"}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_what_holds_the_secret_is_the_users_alone(tmp_path, umask):
+    launcher = SubmititLauncher({**HERE, "folder": tmp_path, "local_setup": ["exit 3"]})
+    before = os.umask(umask)
+    try:
+        launcher.launch([Invitation("127.0.0.1", 1, 0, new_secret())])
+    finally:
+        os.umask(before)
+    (pickled,) = private(tmp_path).glob("*_submitted.pkl")
+    assert stat.S_IMODE(pickled.stat().st_mode) == 0o600
+    launcher.stop(SOON)
+    assert not pickled.exists()
+
+
+def test_a_job_that_ends_before_it_joins_is_named_at_once(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"worker 0 \(local job \d+, log .*err\) ended, state"):
+        collect("submitit", 1, slurm_kwargs={**HERE, "folder": tmp_path, "local_setup": ["exit 3"]})
+    assert time.monotonic() - start < SOON
+
+
+def test_a_node_that_fails_before_it_joins_is_named_with_its_reason(tmp_path):
+    launcher = SubmititLauncher({**HERE, "folder": tmp_path})
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    launcher.launch([Invitation("127.0.0.1", port, 0, new_secret(), patience=0.1)])
+    assert launcher.fate(0, 0.0) is None
+    fate = launcher.fate(0, 60.0)
+    launcher.stop(SOON)
+    assert re.search(r"\(local job \d+, log .*\) failed: ConnectionRefusedError", fate)
+
+
+def test_a_node_that_is_terminated_says_so_and_closes_its_environment(tmp_path):
+    with DistributedCollector(
+        [lambda: Noted(tmp_path)],
+        frames_per_batch=8,
+        launcher="submitit",
+        slurm_kwargs={**HERE, "folder": tmp_path / "jobs"},
+        tcp_port=0,
+    ) as collector:
+        batches = iter(collector)
+        next(batches)
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+        start = time.monotonic()
+        with pytest.raises(WorkerDied, match=r"worker 0 on node .* SIGTERM \(local job \d+: "):
+            for _ in batches:
+                pass
+        until((tmp_path / "closed").exists)
+        assert time.monotonic() - start < SOON
+
+
+def test_a_node_that_is_terminated_inside_a_step_says_so_at_once(tmp_path):
+    with DistributedCollector(
+        [lambda: Noted(tmp_path, stuck_at=12)],
+        frames_per_batch=8,
+        launcher="submitit",
+        slurm_kwargs={**HERE, "folder": tmp_path / "jobs"},
+        tcp_port=0,
+    ) as collector:
+        batches = iter(collector)
+        next(batches)
+        until((tmp_path / "stuck").exists)
+        start = time.monotonic()
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGUSR2)  # submitit's announcement
+        with pytest.raises(WorkerDied, match="SIGUSR2"):
+            for _ in batches:
+                pass
+        assert time.monotonic() - start < SOON
+    assert not running(tmp_path)
+
+
+def test_the_debug_executor_is_refused_with_a_reason(tmp_path):
+    with pytest.raises(ConfigError, match="debug.*in this very process.*use 'local'"):
+        collect("submitit", slurm_kwargs={"cluster": "debug", "folder": tmp_path})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tasks_per_node": 2}, "tasks_per_node.*must be 1"),
+        ({"partition": "gpu"}, "partition"),
+        ({"folder": "/proc/nowhere"}, "no folder can be made"),
+        ({"folder": "logs/%j"}, "must have no %"),
+    ],
+)
+def test_parameters_of_jobs_that_cannot_be_are_named(tmp_path, wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        collect("submitit", slurm_kwargs={**HERE, "folder": tmp_path, **wrong})
+
+
+def test_without_submitit_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ConfigError, match=r"pip install 'gleanrl\[submitit\]'"):
+        make_launcher("submitit", None)
+    with pytest.raises(ConfigError, match=r"pip install 'gleanrl\[submitit\]'"):
+        submitit_delayed_launcher(2)
+
+
+# -- Slurm, as far as one can without it -----------------------------------------------------------
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Commands of Slurm, and the folder with the states of jobs."""
+    commands, states = tmp_path / "bin", tmp_path / "states"
+    commands.mkdir()
+    states.mkdir()
+    for name in ("sbatch", "srun", "sacct", "scancel"):
+        shutil.copy(Path(__file__).parent / "fake_slurm.py", commands / name)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SLURM", str(states))
+    return states
+
+
+def test_slurm_nodes_are_one_array_that_all_runs_at_once(slurm, tmp_path):
+    kwargs = {"folder": tmp_path / "jobs", "slurm_partition": "cpu"}
+    shapes = collect("submitit", slurm_kwargs=kwargs, host="127.0.0.1")
+    assert shapes == [(2, 8), (2, 8)]
+    (script,) = slurm.glob("script-*")
+    flags = set(re.findall(r"^#SBATCH --(\S+)", script.read_text(), re.M))
+    assert {"array=0-1%2", "no-requeue", "partition=cpu", "time=10", "signal=USR2@30"} <= flags
+    until(lambda: not running(tmp_path), 2 * SOON)
+
+
+def test_a_job_at_its_time_limit_is_named_with_its_state(slurm, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_SLURM_STATE", "TIMEOUT")
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"slurm job \d+_0, log .*TIMEOUT.*timeout_min"):
+        collect("submitit", slurm_kwargs={"folder": tmp_path / "jobs"}, host="127.0.0.1")
+    assert time.monotonic() - start < 2 * SOON
+
+
+def test_jobs_that_have_not_started_are_cancelled(slurm, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_SLURM_STATE", "PENDING")
+    with pytest.raises(CollectorTimeout, match="did not join"):
+        collect(
+            "submitit",
+            slurm_kwargs={"folder": tmp_path / "jobs"},
+            host="127.0.0.1",
+            start_timeout=0.5,
+        )
+    states = [path.read_text() for path in slurm.glob("[0-9]*")]
+    assert states == ["CANCELLED by 0"] * 2
+
+
+# -- submitit_delayed ------------------------------------------------------------------------------
+
+
+def test_delayed_nodes_serve_one_collector_after_another(tmp_path):
+    conf = {**HERE, "folder": tmp_path}
+
+    @submitit_delayed_launcher(2, submitit_main_conf=conf, submitit_collection_conf=conf)
+    def main():
+        return [collect("submitit_delayed"), collect("submitit_delayed", 1)]
+
+    assert main() == [[(2, 8), (2, 8)], [(1, 16), (1, 16)]]
+    assert not running(tmp_path)
+    assert {stat.S_IMODE(run.stat().st_mode) for run in tmp_path.iterdir()} == {0o700}
+    assert not list(tmp_path.glob("*/learner.json"))
+
+
+def test_a_main_job_that_fails_is_named_and_its_nodes_end(tmp_path):
+    conf = {**HERE, "folder": tmp_path}
+
+    @submitit_delayed_launcher(1, submitit_main_conf=conf, submitit_collection_conf=conf)
+    def main():
+        raise ArithmeticError("no learner today")
+
+    with pytest.raises(WorkerDied, match="main job .* failed: ArithmeticError: no learner today"):
+        main()
+    assert not running(tmp_path)
+
+
+def test_a_delayed_collector_outside_of_a_main_job_is_refused():
+    with pytest.raises(ConfigError, match="submitit_delayed_launcher decorates"):
+        collect("submitit_delayed")
+
+
+def test_a_delayed_node_waits_for_the_learner_no_longer_than_the_main_job_lives(tmp_path):
+    meeting = Meeting(tmp_path)
+    with pytest.raises(CollectorTimeout, match="main job did not start within"):
+        meeting.next_learner(0, 0.0)
+    keeper = Keeper(tmp_path)
+    keeper.call([Invitation("10.0.0.5", 10003, 0, b"a secret of sixteen bytes")])
+    assert stat.S_IMODE((tmp_path / "learner.json").stat().st_mode) == 0o600
+    assert meeting.next_learner(0, 0.0).port == 10003
+    keeper.dismiss()
+    assert "a secret" not in (tmp_path / "learner.json").read_text()
+    keeper.close()
+    assert meeting.next_learner(1, 0.0) is None
+
+
+# -- torchrun --------------------------------------------------------------------------------------
+
+
+def test_ranks_of_torchrun_become_learner_and_nodes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[(2, 8), (2, 8)]"
+    assert not running(script)
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """The environment of a rank, with a store that this process keeps."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=SOON))
+
+    def become(rank, size):
+        env = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        for name, value in env.items():
+            monkeypatch.setenv(name, str(value))
+        return store
+
+    return become
+
+
+def test_more_or_fewer_ranks_than_nodes_are_refused(as_rank):
+    as_rank(0, 4)
+    with pytest.raises(ConfigError, match="started 4 ranks.*create_env_fn has 2; start 3 ranks"):
+        collect("torchrun")
+
+
+def test_a_rank_waits_only_so_long_for_the_learner(as_rank):
+    as_rank(1, 2)
+    with pytest.raises(CollectorTimeout, match="rank 0 has built no collector"):
+        collect("torchrun", 1, start_timeout=0.2)
+
+
+def test_a_rank_that_fails_leaves_its_reason(as_rank):
+    store = as_rank(1, 2)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        place = {"host": "127.0.0.1", "port": stranger.getsockname()[1]}
+        notice = {**place, "secret": "a secret of sixteen bytes"}
+        store.set("gleanrl/0/learner", json.dumps(notice))
+        stranger.close()
+        with pytest.raises(OSError, match="refused"):
+            serve_as_rank(0.2)
+    as_rank(0, 2)
+    launcher = make_launcher("torchrun", None)
+    assert "(rank 1) failed: ConnectionRefusedError" in launcher.fate(0, 0.0)
+    assert launcher.fate(1, 0.0) is None
+
+
+def test_torchrun_without_torchrun_is_an_error_that_says_so(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="for scripts started by torchrun: RANK"):
+        collect("torchrun")
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+class ByHand:
+    """Runs the commands of a `ManualLauncher` after whatever else comes to the port."""
+
+    def __init__(self, before=lambda place: None):
+        self.before, self.text, self.nodes = before, "", []
+
+    def __call__(self, text):
+        self.text = text
+        first, *commands = text.splitlines()
+        host, _, port = re.search(r"at (\S+) for", first)[1].rpartition(":")
+        self.before((host, int(port)))
+        self.nodes = [subprocess.Popen(["bash", "-c", command]) for command in commands]
+
+    def codes(self):
+        return [node.wait(20) for node in self.nodes]
+
+
+def test_nodes_started_by_hand_deliver_whoever_else_comes_to_the_port(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told = []
+
+    def guess(place):
+        try:
+            join(Invitation(*place, 0, b"a guess of sixteen bytes"), 60.0)
+        except HandshakeError as err:
+            told.append(str(err))
+
+    def disturb(place):
+        garbage.connect(place)
+        garbage.sendall(b"GET / HTTP/1.0\r\n\r\n" * 20)
+        socket.create_connection(place).close()
+        guessing.append(threading.Thread(target=guess, args=[place]))
+        guessing[0].start()
+
+    guessing = []
+    hand = ByHand(disturb)
+    with socket.socket() as garbage:
+        assert collect(ManualLauncher(hand), host="127.0.0.1") == [(2, 8), (2, 8)]
+    guessing[0].join(SOON)
+    assert "did not let node 0 in: the secret is not that of its collector" in told[0]
+    assert hand.codes() == [0, 0]
+    assert not list((tmp_path / ".cache" / "gleanrl").iterdir())
+
+
+def test_a_node_started_by_hand_says_that_it_was_terminated_and_no_secret_is_shown(monkeypatch):
+    monkeypatch.setenv("GLEANRL_SECRET", "my very own secret 123")
+    hand = ByHand()
+    with DistributedCollector(
+        ["CartPole-v1"],
+        frames_per_batch=8,
+        launcher=ManualLauncher(hand),
+        tcp_port=0,
+        host="127.0.0.1",
+    ) as collector:
+        batches = iter(collector)
+        next(batches)
+        hand.nodes[0].terminate()
+        with pytest.raises(WorkerDied, match=r"SIGTERM \(process \d+ on "):
+            for _ in batches:
+                pass
+    assert hand.codes() == [128 + signal.SIGTERM]
+    assert "my very own" not in hand.text
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "code", "message"),
+    [
+        (["nowhere", "--node", "0"], {}, 2, "is not HOST:PORT"),
+        (["127.0.0.1:9", "--node", "0"], {}, 2, "GLEANRL_SECRET is not in the environment"),
+        (["127.0.0.1:9"], {"GLEANRL_SECRET": "x" * 32}, 2, "which node is this"),
+        (["127.0.0.1:9", "--node", "0"], {"GLEANRL_SECRET": "x"}, 2, "guessed too easily"),
+        (["127.0.0.1:9"], {"GLEANRL_SECRET": "x" * 32, "PMI_RANK": "two"}, 2, "must be a number"),
+        (
+            ["127.0.0.1:9", "--node", "0", "--wait", "0.1"],
+            {"GLEANRL_SECRET": "x" * 32},
+            1,
+            "no learner answers at 127.0.0.1:9",
+        ),
+    ],
+)
+def test_the_node_command_says_what_is_wrong(monkeypatch, capsys, words, env, code, message):
+    monkeypatch.delenv("GLEANRL_SECRET", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert command_line(["node", *words]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_the_number_of_a_node_comes_from_what_started_it(monkeypatch):
+    monkeypatch.setenv("GLEANRL_SECRET", "x" * 32)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    answer = bytearray()
+
+    def learner():
+        with listener.accept()[0] as connection:
+            connection.sendall(b"gleanrl1" + bytes(32))
+            answer.extend(connection.recv(100))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asking = threading.Thread(target=learner)
+        asking.start()
+        assert command_line(["node", f"127.0.0.1:{listener.getsockname()[1]}"]) == 1
+        asking.join(SOON)
+    assert int.from_bytes(answer[32:36], sys.byteorder) == 3
+
+
+def test_a_secret_that_is_too_short_is_refused(monkeypatch):
+    monkeypatch.setenv("GLEANRL_SECRET", "short")
+    with pytest.raises(ConfigError, match="openssl rand"):
+        collect("mp")
+
+
+def test_an_unknown_launcher_is_an_error_that_names_those_there_are():
+    with pytest.raises(ConfigError, match="'mp', 'submitit', .*'torchrun', 'manual'"):
+        collect("slurm")
+
+
+def test_the_address_for_others_is_that_of_the_way_out_where_the_name_is_of_the_loopback():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no network")
+        expected = probe.getsockname()[0]
+    assert outward("localhost") == expected
+    assert not outward().startswith("127.")

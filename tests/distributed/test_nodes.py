@@ -1,0 +1,538 @@
+"""DistributedCollector over local nodes: the inline data, exact weights, named failures."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections import defaultdict
+
+import pytest
+import rig
+import torch
+from tensordict import LazyStackedTensorDict
+from tensordict.nn import TensorDictModule
+
+from gleanrl import (
+    ClosedError,
+    Collector,
+    CollectorTimeout,
+    ConfigError,
+    DistributedCollector,
+    DistributedDataCollector,
+    DistributedSyncCollector,
+    GymEnv,
+    LazyTensorStorage,
+    MultiSyncCollector,
+    ReplayBuffer,
+    WorkerDied,
+    WorkerError,
+)
+from gleanrl.engine.backends.process import zygote
+from gleanrl.weight_update import DistributedWeightSyncScheme, WeightSyncScheme
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm():
+    """Have the zygote and all that torch opens once per process up."""
+    zygote()
+    nodes(rig.counting()).shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _tidy(_warm):
+    with rig.nothing_left_behind():
+        yield
+
+
+def nodes(*envs, policy=None, per_node=8, sync=False, **options):
+    frames = per_node * len(envs) if sync else per_node
+    options.setdefault("tcp_port", 0)
+    return DistributedCollector(
+        list(envs), policy, frames_per_batch=frames, sync=sync, launcher="mp", **options
+    )
+
+
+def encoded(width=1000):
+    return TensorDictModule(
+        rig.Encoded(width), in_keys=["observation"], out_keys=["action", "seen"]
+    )
+
+
+def rows(batch):
+    """Return (number, steps) of every frame's next observation."""
+    return [tuple(map(int, row)) for row in batch["next", "observation"].flatten(0, -2).tolist()]
+
+
+def until_error(collector):
+    """Iterate for good; return what was delivered and the error."""
+    delivered = []
+    try:
+        with rig.in_time():
+            for batch in collector:
+                delivered += rows(batch)
+    except Exception as err:
+        return delivered, err
+    raise AssertionError("nothing was raised")
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+def logits_policy():
+    torch.manual_seed(0)
+    from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+
+    net = TensorDictModule(torch.nn.Linear(4, 2), in_keys=["observation"], out_keys=["logits"])
+    draw = ProbabilisticTensorDictModule(
+        in_keys=["logits"],
+        out_keys=["action"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    return ProbabilisticTensorDictSequential(net, draw)
+
+
+SHAPES = {
+    "stacked": {},
+    "in time": {"cat_results": -1},
+    "large rows apart": {"cat_results": 0, "per_node": 8192},
+    "one after another": {"frames_per_batch": [24, 40], "cat_results": -1},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nodes_give_what_inline_workers_give(shape):
+    options = {"num_envs": 4, "total_frames": -1, **SHAPES[shape]}
+    per_node = options.pop("per_node", 32)
+    options.setdefault("frames_per_batch", 2 * per_node)
+    envs = ["CartPole-v1"] * 2
+
+    def collect(make, **more):
+        torch.manual_seed(1)
+        policy = logits_policy()
+        with make(envs, policy, track_policy_version=True, **options, **more) as collector:
+            assert collector.set_seed(3) == 10
+            for batch, _ in zip(collector, range(4), strict=False):
+                yield batch
+                with torch.no_grad():
+                    for weight in policy.parameters():
+                        weight.add_(0.1)
+                collector.update_policy_weights_()
+
+    here = collect(MultiSyncCollector, backend="inline")
+    there = collect(DistributedCollector, sync=True, launcher="mp", tcp_port=0)
+    for number, (one, other) in enumerate(zip(here, there, strict=True)):
+        assert set(one.keys(True, True)) == set(other.keys(True, True))
+        assert one.names == other.names
+        for key in one.keys(True, True):
+            assert torch.equal(one[key], other[key]), key
+        assert set(other["policy_version"].flatten().tolist()) == {number}
+
+
+def test_asynchronous_nodes_lose_and_repeat_nothing():
+    last = defaultdict(int)
+    with nodes(rig.counting(0), rig.counting(1), rig.counting(2), total_frames=8 * 30) as collector:
+        for batch in collector:
+            for number, step in rows(batch):
+                assert step == last[number] + 1
+                last[number] = step
+        assert sum(last.values()) == 8 * 30
+        assert list(collector) == []
+        assert collector.stats()["completed"] is True
+
+
+def growing():
+    from torchrl.testing.mocking_classes import EnvWithDynamicSpec
+
+    return EnvWithDynamicSpec(max_count=4)
+
+
+def test_ragged_data_beside_data_with_a_layout():
+    with nodes(growing, lambda: GymEnv("CartPole-v1"), total_frames=160) as collector:
+        ragged = [isinstance(batch, LazyStackedTensorDict) for batch in collector]
+    assert 0 < sum(ragged) < len(ragged) == 20
+
+
+def test_a_replay_buffer_of_the_learner_is_filled_in_the_background():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=16)
+    with nodes(
+        rig.counting(0), rig.counting(1), replay_buffer=buffer, total_frames=400
+    ) as collector:
+        collector.start()
+        with rig.in_time():
+            collector._background.join(5.0)
+        assert len(buffer) == 400
+        assert buffer.sample()["next", "observation"].shape == (16, 2)
+
+
+def test_endless_seeds_and_states():
+    with nodes(rig.counting(0), rig.counting(1), policy=encoded(), sync=True) as collector:
+        assert collector.total_frames == float("inf")
+        assert collector.set_seed(5) == 6
+        collector.next()
+        state = collector.state_dict()
+        assert state["frames"] == 16
+    policy = encoded()
+    policy.module.set(7.0)
+    with nodes(rig.counting(0), rig.counting(1), policy=policy, sync=True) as other:
+        other.load_state_dict(state)
+        assert other.stats()["frames"] == 16
+        assert set(other.next()["seen"].flatten().tolist()) == {0.0}
+        with pytest.raises(ConfigError, match="1 workers, here are 2"):
+            other.load_state_dict({k: v for k, v in state.items() if k != "worker1"})
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_every_frame_has_the_weights_its_version_says(sync):
+    policy = encoded(100_000)
+    versions = defaultdict(list)
+    with nodes(
+        rig.counting(0), rig.counting(1), policy=policy, sync=sync, track_policy_version=True
+    ) as collector:
+        for number in range(1, 40):
+            batch = collector.next()
+            seen = batch["seen"].flatten(0, -2)
+            expected = batch["policy_version"].reshape(-1, 1).float()
+            assert torch.equal(seen, expected.expand_as(seen))
+            versions[int(batch["next", "observation"].flatten(0, -2)[0, 0])] += expected.tolist()
+            if sync:
+                assert set(expected.flatten().tolist()) == {collector.policy_version}
+            for _ in range(1 + (number % 5 == 0)):  # what nobody has taken yet is overtaken
+                policy.module.set(collector.policy_version + 1.0)
+                collector.update_policy_weights_()
+    for of_one in versions.values():
+        assert of_one == sorted(of_one)
+        assert of_one[-1] != [0.0]
+
+
+def test_weights_of_one_node_and_of_a_scheme():
+    policy = encoded()
+    scheme = WeightSyncScheme.from_backend("distributed")
+    assert isinstance(scheme, DistributedWeightSyncScheme)
+    with nodes(
+        rig.counting(0),
+        rig.counting(1),
+        policy=policy,
+        sync=True,
+        weight_sync_schemes={"policy": scheme},
+    ) as collector:
+        policy.module.set(3.0)
+        collector.update_policy_weights_(worker_ids=[1])
+        seen = collector.next()["seen"]
+        assert set(seen[0].flatten().tolist()) == {0.0}
+        assert set(seen[1].flatten().tolist()) == {3.0}
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_weights_are_sent_after_each_batch(sync):
+    policy = encoded()
+    with nodes(
+        rig.counting(0), rig.counting(1), policy=policy, sync=sync, update_after_each_batch=True
+    ) as collector:
+        for number in range(1, 9 if sync else 60):
+            batch = collector.next()
+            newest = batch["seen"].max().item()
+            assert newest <= number - 1
+            if sync:
+                assert newest == number - 1
+            policy.module.set(float(number))
+    assert newest >= 3
+
+
+def test_no_node_waits_longer_for_weights_than_the_interval():
+    policy = encoded()
+    with DistributedSyncCollector(
+        [rig.counting(0), rig.counting(1)],
+        policy,
+        frames_per_batch=16,
+        update_interval=3,
+        launcher="mp",
+        tcp_port=0,
+    ) as collector:
+        found = []
+        for number in range(1, 9):
+            found.append(collector.next()["seen"].max().item())
+            policy.module.set(float(number))
+    assert found == [0, 0, 0, 3, 3, 3, 6, 6]
+
+
+# -- what runs on a node ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", ["sync", "async"])
+def test_nodes_with_workers_of_their_own(inner):
+    policy = encoded()
+    with nodes(
+        rig.counting(0),
+        rig.counting(1),
+        policy=policy,
+        collector_class=inner,
+        num_workers_per_collector=2,
+        sync=True,
+        per_node=16,
+    ) as collector:
+        first = collector.next()
+        assert first.shape == ((2, 2, 8) if inner == "sync" else (2, 16))
+        policy.module.set(4.0)
+        collector.update_policy_weights_()
+        for _ in range(10):
+            batch = collector.next()
+        assert set(batch["seen"].flatten().tolist()) == {4.0}
+
+
+def test_arguments_for_single_nodes():
+    with nodes(
+        rig.counting(0),
+        rig.counting(1),
+        collector_kwargs=[{"max_frames_per_traj": 3}, {"max_frames_per_traj": 4}],
+        sync=True,
+        per_node=12,
+    ) as collector:
+        batch = collector.next()
+        counts = batch["next", "truncated"].sum((1, 2)).tolist()
+        assert counts == [4, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_workers_per_collector": 2}, "num_workers_per_collector"),
+        ({"collector_class": "several"}, "collector_class"),
+        ({"backend": "carrier pigeon"}, "backend"),
+        ({"backend": "nccl"}, "GPU"),
+        ({"backend": "mpi"}, "mpi"),
+        ({"backend": "ucc"}, "ucc"),
+        ({"collector_kwargs": {"num_envs": 2}, "num_envs": 3}, "say it once"),
+        ({"collector_kwargs": {"total_frames": 2}}, "to the collector itself"),
+        ({"collector_kwargs": [{}, {}, {}]}, "3 entries for 2"),
+        ({"device": ["cpu"]}, "1 entries for 2"),
+        ({"update_after_each_batch": True}, "policy"),
+        ({"max_weight_update_interval": 0}, "max_weight_update_interval"),
+        ({"on_failure": "continue", "sync": True}, "sync=False"),
+        ({"tcp_port": "a"}, "tcp_port"),
+        ({"heartbeat": 0}, "heartbeat"),
+        ({"launcher": "pigeon"}, "launcher"),
+    ],
+)
+def test_contradictions_are_found_before_anything_is_started(options, says):
+    before = rig.workers()
+    given = {"frames_per_batch": 8, "launcher": "mp", "tcp_port": 0, **options}
+    with pytest.raises(ConfigError, match=says):
+        DistributedCollector([rig.counting(0), rig.counting(1)], **given)
+    assert rig.workers() == before
+
+
+# -- ports and strangers ---------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"{port}.*tcp_port"):
+            nodes(rig.counting(), tcp_port=port)
+        monkeypatch.setenv("TCP_PORT", str(port))
+        with pytest.warns(UserWarning, match=f"{port} is taken"):
+            nodes(rig.counting(), tcp_port=None).shutdown()
+
+
+def test_strangers_are_refused_and_disturb_nobody(monkeypatch):
+    from gleanrl.engine.backends import network
+
+    met = []
+    accept = network.NetworkBackend._accept
+
+    def accept_among_strangers(self, timeout):
+        if not met:
+            for greeting in (b"GET / HTTP/1.0\r\n\r\n", b"\x80" * 100, b""):
+                stranger = socket.create_connection(self.address)
+                stranger.sendall(greeting)
+                stranger.shutdown(socket.SHUT_WR)
+                met.append(stranger)
+        return accept(self, timeout)
+
+    monkeypatch.setattr(network.NetworkBackend, "_accept", accept_among_strangers)
+    with nodes(rig.counting(0), rig.counting(1)) as collector:
+        assert collector.next() is not None
+    assert len(met) == 3
+    for stranger in met:
+        assert len(stranger.recv(1000)) <= 40  # the greeting, no secret, no pickle
+        stranger.close()
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("fault", [rig.kill, rig.leave])
+def test_a_node_that_dies_is_named_and_what_it_delivered_stays(fault, sync):
+    how = "was killed by signal 9" if fault is rig.kill else "exited with code 3"
+    collector = nodes(rig.counting(0), rig.counting(1, fault=fault), sync=sync)
+    delivered, error = until_error(collector)
+    assert isinstance(error, WorkerDied)
+    assert error.worker == 1
+    assert "worker 1 on node 127.0.0.1" in str(error)
+    assert how in str(error)
+    assert [row for row in delivered if row[0] == 1] == [(1, step) for step in range(1, 9)]
+    with pytest.raises(ClosedError):
+        collector.next()
+
+
+@pytest.mark.parametrize("where", ["build", "reset", "step"])
+def test_what_an_environment_raises_is_its_own_class(where):
+    with rig.in_time(), pytest.raises(ArithmeticError, match="worker 1 raised") as caught:  # noqa: PT012
+        until = nodes(rig.counting(0), rig.counting(1, fault=rig.fail, where=where))
+        raise until_error(until)[1]
+    assert isinstance(caught.value, WorkerError)
+    assert "in the simulator" in str(caught.value)
+
+
+def test_a_rollout_that_takes_too_long():
+    _, error = until_error(nodes(rig.counting(0), rig.counting(1, fault=rig.hang), timeout=1.0))
+    assert isinstance(error, CollectorTimeout)
+    assert "workers [1]" in str(error)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_node_that_stands_still_is_given_up(sync):
+    # SIGSTOP: its kernel goes on answering, its process shows no sign of life.
+    collector = nodes(rig.counting(0), rig.counting(1), sync=sync, heartbeat=1.0)
+    collector.next()
+    os.kill(collector.map_fn("env.pid")[1], signal.SIGSTOP)
+    _, error = until_error(collector)
+    assert isinstance(error, WorkerDied)
+    assert error.worker == 1
+    assert "no sign of life" in str(error)
+
+
+def test_a_learner_that_was_away_for_long_finds_its_nodes_alive():
+    collector = nodes(rig.counting(0), rig.counting(1), heartbeat=0.5)
+    with collector:
+        collector.next()
+        rig.await_end([os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1.5")])  # learning
+        for _ in range(6):
+            collector.next()
+
+
+def test_collection_goes_on_without_a_lost_node():
+    collector = nodes(
+        rig.counting(0, pause=0.001),
+        rig.counting(1, fault=rig.kill),
+        policy=encoded(),
+        total_frames=8 * 20,
+        on_failure="continue",
+    )
+    delivered = []
+    lost = "goes on without it.*killed by signal 9"
+    with collector, pytest.warns(UserWarning, match=lost):  # noqa: PT031
+        for batch in collector:
+            delivered += rows(batch)
+            collector.update_policy_weights_()
+        assert collector.stats()["workers_alive"] == 1
+    assert len(delivered) == 8 * 20
+    assert sorted(set(delivered)) == sorted(delivered)
+
+
+def test_when_the_last_node_is_lost_that_is_raised():
+    collector = nodes(rig.counting(1, fault=rig.kill), on_failure="continue")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        delivered, error = until_error(collector)
+    assert isinstance(error, WorkerDied)
+    assert len(delivered) == 8
+
+
+@pytest.mark.parametrize("command", ["update_policy_weights_", "state_dict", "shutdown"])
+def test_commands_after_a_death(command):
+    collector = nodes(rig.counting(0), rig.counting(1), policy=encoded(4), sync=True)
+    collector.next()
+    dead = collector.map_fn("env.pid")[1]
+    os.kill(dead, signal.SIGKILL)
+    rig.await_end([dead])
+    with rig.in_time():
+        if command == "shutdown":
+            collector.shutdown(raise_on_error=False)
+            return
+        with pytest.raises(WorkerDied, match="worker 1 .* was killed by signal 9"):
+            getattr(collector, command)()
+        collector.shutdown()
+
+
+SCRIPT = """
+    import os, signal, sys
+    sys.path.insert(0, {rig!r})
+    import rig
+    from gleanrl import DistributedCollector
+
+    collector = DistributedCollector(
+        [rig.counting(0), rig.counting(1)], frames_per_batch=8, launcher="mp", tcp_port=0
+    )
+    collector.next()
+    print(*collector.map_fn("env.pid"), flush=True)
+    {end}
+"""
+ENDS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "fell through": "pass",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nodes_end_with_their_learner(end):
+    script = textwrap.dedent(SCRIPT).format(rig=os.path.dirname(rig.__file__), end=ENDS[end])
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    rig.await_end(pids)
+
+
+def test_the_old_name_is_the_same_class():
+    assert DistributedDataCollector is DistributedCollector
+
+
+def test_collector_itself_is_the_front_door():
+    with Collector(
+        rig.counting(0),
+        backend="distributed",
+        num_collectors=2,
+        sync=True,
+        frames_per_batch=16,
+        backend_options={"tcp_port": 0, "process_group_backend": "gloo"},
+    ) as collector:
+        assert isinstance(collector, DistributedCollector)
+        assert collector.next().shape == (2, 8)
+    with pytest.raises(ConfigError, match="gloo"):
+        Collector(
+            rig.counting(0),
+            backend="distributed",
+            frames_per_batch=8,
+            backend_options={"process_group_backend": "pigeon"},
+        )
+
+
+def test_a_forked_child_of_the_learner_leaves_the_nodes_alone():
+    with nodes(rig.counting(0), rig.counting(1), sync=True) as collector:
+        collector.next()
+        child = os.fork()
+        if child == 0:
+            try:
+                collector.next()
+            except ClosedError:
+                collector.shutdown()
+                os._exit(7)
+            finally:
+                os._exit(8)
+        watched = os.pidfd_open(child)
+        with rig.in_time():
+            select.select([watched], [], [], rig.LIMIT)
+        os.close(watched)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert collector.next().shape == (2, 8)

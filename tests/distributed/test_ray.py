@@ -1,0 +1,327 @@
+"""Collectors over a real local Ray: the inline data, exact weights, deaths that are named."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import defaultdict
+
+import pytest
+import rig
+import torch
+from tensordict.nn import TensorDictModule
+
+from gleanrl import (
+    ClosedError,
+    CollectorTimeout,
+    ConfigError,
+    LazyTensorStorage,
+    MultiSyncCollector,
+    RayCollector,
+    ReplayBuffer,
+    WorkerDied,
+    WorkerError,
+)
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray():
+    ray.init(
+        num_cpus=4,
+        object_store_memory=200 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(envs, policy=None, **options):
+        made.append(RayCollector(envs, policy, **options))
+        return made[-1]
+
+    yield build
+    while made:
+        collector = made.pop()
+        collector.shutdown(raise_on_error=False)
+        assert collector.remote_collectors == []
+
+
+def collect(collector, batches):
+    for _ in range(batches):
+        collector.next()
+
+
+def encoded():
+    return TensorDictModule(rig.Encoded(2000), ["observation"], ["action", "seen"])
+
+
+class Law(torch.nn.Module):
+    """Draws actions, and keeps what its weight is."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, observation):
+        logits = observation[..., :2] + self.weight[:2]
+        action = torch.distributions.Categorical(logits=logits).sample()
+        return action, self.weight.detach()[2].expand(*observation.shape[:-1], 1)
+
+
+# -- one seed, one set of data ---------------------------------------------------------------------
+
+
+def test_actors_give_what_inline_workers_give_through_updates_and_restores(make):
+    options = {
+        "frames_per_batch": 96,
+        "num_envs": 3,
+        "max_frames_per_traj": 30,
+        "track_policy_version": True,
+    }
+    policies = [TensorDictModule(Law(), ["observation"], ["action", "seen"]) for _ in range(2)]
+    remote = make(["CartPole-v1"] * 2, policies[0], sync=True, **options)
+    local = MultiSyncCollector(
+        ["CartPole-v1"] * 2, policies[1], backend="inline", num_threads=1, **options
+    )
+    assert remote.set_seed(11) == local.set_seed(11) == 11 + 5
+    ended = False
+    for number in range(20):
+        one, other = remote.next(), local.next()
+        assert one.shape == other.shape == (2, 3, 16)
+        assert one.names == other.names
+        assert set(one.keys(True, True)) == set(other.keys(True, True))
+        assert (one == other).all()
+        assert one["policy_version"].eq(number).all()
+        assert one["seen"].eq(number).all()
+        ended |= bool(one["next", "done"].any())
+        for collector, policy in zip((remote, local), policies, strict=True):
+            with torch.no_grad():
+                policy.module.weight[2] = number + 1
+            collector.update_policy_weights_()
+    assert ended
+    state = remote.state_dict()
+    assert state["worker1"]["policy_state_dict"]["module.weight"][2] == 20
+    local.load_state_dict(state)
+    remote.load_state_dict(state)
+    assert (remote.next() == local.next()).all()
+    local.shutdown()
+
+    stats = remote.stats("both")
+    assert stats["workers_alive"] == 2
+    assert stats["worker_1/frames"] == 21 * 48
+    assert remote.get_distant_attr("policy_version") == [20, 20]
+    assert len(remote.cascade_execute("policy.module.weight.tolist")) == 2
+    kept = remote.next()
+    copy = kept.clone()
+    for _ in range(4):
+        remote.next()
+    assert (kept == copy).all()
+    remote.shutdown()
+    remote.shutdown()
+    assert (kept == copy).all()
+    with pytest.raises(ClosedError, match="shut down"):
+        remote.next()
+
+
+def test_rollouts_without_a_layout_and_weights_through_a_cascade(make):
+    """An actor with a collector over two processes: three levels."""
+    policy = encoded()
+    collector = make(
+        [rig.counting(3)],
+        policy,
+        sync=True,
+        collector_class="sync",
+        num_workers_per_collector=2,
+        frames_per_batch=16,
+    )
+    for number in range(4):
+        batch = collector.next()
+        assert batch.shape == (1, 2, 8)
+        assert batch["observation"][..., 0].eq(3).all()
+        assert batch["seen"].eq(number).all()
+        policy.module.set(number + 1)
+        collector.update_policy_weights_()
+
+
+# -- asynchronous ----------------------------------------------------------------------------------
+
+
+def test_asynchronous_rollouts_have_the_weights_of_their_version_and_none_is_lost(make):
+    policy, last, versions = encoded(), defaultdict(int), defaultdict(int)
+    collector = make(
+        [rig.counting(number) for number in range(2)],
+        policy,
+        frames_per_batch=40,
+        track_policy_version=True,
+        on_failure="continue",
+    )
+    pids = collector.cascade_execute("env.pid")
+    for number in range(80):
+        batch = collector.next()
+        worker = int(batch["observation"][0, 0])
+        steps = batch["next", "observation"][:, 1].long().tolist()
+        assert steps == list(range(last[worker] + 1, last[worker] + 41))
+        last[worker] = steps[-1]
+        (version,) = batch["policy_version"].unique().tolist()
+        assert batch["seen"].eq(version).all()
+        assert version >= versions[worker]
+        versions[worker] = version
+        policy.module.set(number + 1)
+        collector.update_policy_weights_()
+        policy.module.set(-1)  # the learner goes on; actors never see this
+    assert min(last.values()) >= 400
+    # Every rollout that begins after an update is made with it; of each actor two were under way.
+    found = defaultdict(list)
+    while min(len(found[worker]) for worker in range(2)) < 5:
+        batch = collector.next()
+        found[int(batch["observation"][0, 0])].append(int(batch["policy_version"][0]))
+    assert all(version == 80 for versions in found.values() for version in versions[2:])
+    ray.kill(collector.remote_collectors[1])
+    with pytest.warns(UserWarning, match=r"goes on without it: worker 1 .*ray\.kill"):
+        collect(collector, 20)
+    assert collector.stats()["workers_alive"] == 1
+    policy.module.set(81)
+    collector.update_policy_weights_()
+    collect(collector, 3)
+    assert collector.next()["seen"].eq(81).all()
+    ray.kill(collector.remote_collectors[0])
+    with (
+        rig.in_time(10.0),
+        pytest.warns(UserWarning, match="worker 0"),
+        pytest.raises(WorkerDied, match=r"worker \d .*ray\.kill"),
+    ):
+        collect(collector, 1000)
+    with rig.in_time(10.0):
+        collector.shutdown()
+        rig.await_end(pids)
+
+
+def test_a_replay_buffer_is_filled_in_the_background(make):
+    rb = ReplayBuffer(storage=LazyTensorStorage(100_000))
+    collector = make([rig.counting(0)], frames_per_batch=50, replay_buffer=rb)
+    collector.start()
+    filled = threading.Event()
+    collector.set_post_collect_hook(lambda batch: len(rb) >= 1000 and filled.set())
+    assert filled.wait(30.0)
+    for _ in range(2):
+        with collector.pause():
+            steps = rb[:]["next", "observation"][:, 1].tolist()
+            assert steps == list(range(1, len(steps) + 1))
+            assert len(steps) == collector.stats()["frames"]
+        filled.clear()
+        assert filled.wait(30.0)
+    collector.async_shutdown()
+    assert ray.is_initialized()
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def test_what_raises_at_construction_names_the_worker(make):
+    with rig.in_time(30.0), pytest.raises(ArithmeticError, match="worker 0 raised") as error:
+        make([rig.counting(0, fault=rig.fail, where="reset")], frames_per_batch=8)
+    assert isinstance(error.value, WorkerError)
+    assert "in fail" in str(error.value)
+
+
+def test_what_raises_in_a_step_names_the_worker(make):
+    collector = make([rig.counting(0, fault=rig.fail, at=20)], frames_per_batch=8, sync=True)
+    collect(collector, 2)
+    with pytest.raises(ArithmeticError, match="worker 0 raised ArithmeticError") as error:
+        collector.next()
+    assert isinstance(error.value, WorkerError)
+    assert "in fail" in str(error.value)
+
+
+def test_an_actor_whose_process_ends_is_named(make):
+    collector = make([rig.counting(0, fault=rig.leave, at=20)], frames_per_batch=8, sync=True)
+    collect(collector, 2)
+    with rig.in_time(10.0), pytest.raises(WorkerDied, match="worker 0 .a Ray actor.") as death:
+        collector.next()
+    assert death.value.worker == 0
+
+
+def test_an_actor_that_hangs_is_named_when_time_is_up_and_killed(make):
+    collector = make(
+        [rig.counting(0, fault=rig.hang_quietly, at=20)],
+        frames_per_batch=8,
+        sync=True,
+        timeout=1.0,
+    )
+    pids = collector.cascade_execute("env.pid")
+    collect(collector, 2)
+    with rig.in_time(10.0):
+        with pytest.raises(CollectorTimeout, match=r"\[0\]"):
+            collector.next()
+        collector.shutdown(1.0, raise_on_error=False)
+        rig.await_end(pids)
+
+
+def test_what_cannot_be_sent_is_named(make):
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"create_env_fn captures lock"):
+        make([lambda: lock], frames_per_batch=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_collectors": 3}, "num_collectors"),
+        ({"remote_configs": [{}]}, "remote_configs"),
+        ({"remote_configs": {"max_restarts": 3}}, "max_restarts"),
+        ({"num_workers_per_collector": 2}, "num_workers_per_collector"),
+        ({"collector_kwargs": {"total_frames": 3}}, "total_frames"),
+        ({"sync": 1}, "sync"),
+    ],
+)
+def test_arguments_that_contradict_each_other(make, options, match):
+    with pytest.raises(ConfigError, match=match):
+        make(["CartPole-v1"] * 2, frames_per_batch=8, **options)
+
+
+def test_actors_can_be_added_before_anything_was_asked(make):
+    collector = make(
+        rig.counting(0),
+        num_collectors=1,
+        frames_per_batch=12,
+        sync=True,
+        remote_configs={"num_cpus": 0.5},
+    )
+    collector.add_collectors([rig.counting(1)], remote_configs={"num_cpus": 0})
+    assert collector.num_collectors == len(collector.remote_collectors) == 2
+    assert collector.next()["observation"][..., 0].eq(torch.tensor([[0], [1]])).all()
+    with pytest.raises(RuntimeError, match="before the first batch"):
+        collector.add_collectors([rig.counting(2)])
+
+
+SCRIPT = """
+    import ray
+    from gleanrl import RayCollector
+
+    config = dict(num_cpus=2, object_store_memory=10**8, include_dashboard=False,
+                  log_to_driver=False, logging_level="ERROR")
+    collector = RayCollector(["CartPole-v1"], frames_per_batch=8, ray_init_config=config)
+    assert ray.is_initialized()
+    assert collector.next().shape == (8,)
+    print("done")
+"""
+
+
+def test_a_collector_starts_ray_and_a_script_that_just_ends_is_quiet():
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(SCRIPT)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.stdout.strip() == "done", done.stderr
+    assert "Traceback" not in done.stderr
