@@ -143,6 +143,7 @@ class SyncGather:
             begun.deadline = None if timeout is None else time.monotonic() + timeout
         try:
             self._ask(begun, budget.random)
+            self._slots.prepare(begun.slot)  # workers are at it, and nobody waits for this
             reports = self._finish(begun, timeout)
         except Exception as err:
             self._begun = None

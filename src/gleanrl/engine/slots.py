@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError
 from gleanrl.core.keys import TIME
-from gleanrl.core.protocols import Backend
+from gleanrl.core.protocols import Array, Backend
 from gleanrl.memory.arena import Arena, Views
 from gleanrl.memory.slab import Order
 from gleanrl.memory.trees import tensordict_over
@@ -31,6 +31,10 @@ class Slots(Protocol):
 
     def windows(self, slot: int) -> Sequence[m.WindowRef]:
         """Return where each worker writes its part of ``slot``."""
+        ...
+
+    def prepare(self, slot: int) -> None:
+        """Do what can be done for `hand_over` before the rollouts are there."""
         ...
 
     def release(self, slot: int) -> None:
@@ -80,6 +84,7 @@ class SlabSlots:
         self._trim = trim and arena.slab.order is not Order.STACKED
         self._cat_dim = cat_dim
         self._kept: TensorDictBase | None = None
+        self._prepared: tuple[int, Array, list[TensorDict]] | None = None
         self.copies = 0
         self.nbytes = arena.nbytes
         self._shapes = arena.slab.batch_shapes
@@ -100,6 +105,11 @@ class SlabSlots:
         """Return where each worker writes its part of ``slot``."""
         return self._windows[slot]
 
+    def prepare(self, slot: int) -> None:
+        """Make the tensors of a batch while workers write it: they stand still afterwards."""
+        base, groups = self._arena.view(slot)
+        self._prepared = slot, base, self._parts(groups)
+
     def release(self, slot: int) -> None:
         """Give back a slot that was not handed over."""
         if not self._same_memory:
@@ -109,22 +119,34 @@ class SlabSlots:
         """Return the batch in ``slot``: a view of it, or a copy if no other slot is free."""
         if self._same_memory:
             if self._kept is None:
-                self._kept = self._batch(self._arena.lease(slot), reports)
+                self._kept = self._batch(self._leased(slot), reports)
             return self._kept
         if self._arena.has_free():
-            return self._batch(self._arena.lease(slot), reports)
+            return self._batch(self._leased(slot), reports)
         self.copies += 1
-        batch = self._batch(self._arena.copy(slot), reports)
+        self._prepared = None
+        batch = self._batch(self._parts(self._arena.copy(slot)), reports)
         self._arena.release(slot)
         return batch
 
-    def _batch(self, groups: Sequence[Views], reports: Sequence[m.Report]) -> TensorDictBase:
-        steps = self._arena.slab.steps
-        short = self._trim and any(r.steps < t for r, t in zip(reports, steps, strict=True))
-        parts = [
+    def _leased(self, slot: int) -> list[TensorDict]:
+        if self._prepared is None or self._prepared[0] != slot:
+            self.prepare(slot)
+        assert self._prepared is not None
+        _, base, parts = self._prepared
+        self._prepared = None  # only who gets them may keep them alive
+        self._arena.lease(slot, base)
+        return parts
+
+    def _parts(self, groups: Sequence[Views]) -> list[TensorDict]:
+        return [
             tensordict_over(views, shape, self._names)
             for views, shape in zip(groups, self._shapes, strict=True)
         ]
+
+    def _batch(self, parts: list[TensorDict], reports: Sequence[m.Report]) -> TensorDictBase:
+        steps = self._arena.slab.steps
+        short = self._trim and any(r.steps < t for r, t in zip(reports, steps, strict=True))
         if short:
             parts = self._trimmed(parts, reports)
         batch = parts[0]
@@ -175,6 +197,9 @@ class PayloadSlots:
     def windows(self, slot: int) -> Sequence[m.WindowRef]:
         """Return how many steps each worker takes."""
         return self._windows
+
+    def prepare(self, slot: int) -> None:
+        """Nothing is known before payloads have come."""
 
     def release(self, slot: int) -> None:
         """Nothing to give back."""

@@ -105,15 +105,21 @@ class Arena:
             window = self._windows[place] = map_window(self._map(), reference)
         return window
 
-    def lease(self, slot: int) -> list[Views]:
-        """Hand ``slot`` out as fresh tensors; it returns when all of them are gone.
+    def view(self, slot: int) -> tuple[Array, list[Views]]:
+        """Return fresh tensors over ``slot``, and the array that all of them keep alive.
+
+        They may be made while the slot is still written; `lease` makes them somebody's.
 
         Returns:
-            One set of fields per group of the slab: one, unless workers are kept apart.
+            The array, and one set of fields per group of the slab: one, unless workers are kept
+            apart.
         """
         base = np.frombuffer(self._map(), np.uint8, self.slab.nbytes, self._start(slot))
+        return base, self._views(base)
+
+    def lease(self, slot: int, base: Array) -> None:
+        """Hand out what `view` returned; ``slot`` returns when all of the tensors are gone."""
         weakref.finalize(base, self._returned.append, slot).atexit = False
-        return self._views(base)
 
     def copy(self, slot: int) -> list[Views]:
         """Copy ``slot`` into ordinary memory; the slot stays acquired."""
