@@ -536,3 +536,54 @@ def test_a_forked_child_of_the_learner_leaves_the_nodes_alone():
         os.close(watched)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert collector.next().shape == (2, 8)
+
+
+@pytest.mark.parametrize(("count", "steps"), [(2, 2), (4, 1), (3, 5)])
+def test_tiny_rollouts_do_not_touch_their_neighbours(count, steps):
+    envs = [rig.counting(number + 1) for number in range(count)]
+    with nodes(*envs, per_node=steps, sync=True) as collector:
+        for number in range(6):
+            batch = collector.next()
+            first = number * steps + 1
+            assert rows(batch) == [
+                (node + 1, step) for node in range(count) for step in range(first, first + steps)
+            ]
+
+
+def test_updates_that_nobody_takes_cost_no_memory_and_the_last_one_counts():
+    policy = encoded(1_000_000)
+    with nodes(
+        rig.counting(0), rig.counting(1), policy=policy, sync=True, track_policy_version=True
+    ) as collector:
+        for number in range(1, 101):
+            policy.module.set(float(number))
+            collector.update_policy_weights_()
+        (board,) = collector._engine.backend._boards
+        assert sum(map(len, board._moving.values())) <= 2
+        assert len(board._free) <= 2
+        assert collector.state_dict()["worker1"]["worker"]["policy_version"] == 100
+        batch = collector.next()
+        assert set(batch["seen"].flatten().tolist()) == {100.0}
+        assert set(batch["policy_version"].flatten().tolist()) == {100}
+
+
+def test_updates_after_each_batch_go_on_without_a_lost_node():
+    policy = encoded()
+    collector = nodes(
+        rig.counting(0),
+        rig.counting(1),
+        policy=policy,
+        on_failure="continue",
+        update_after_each_batch=True,
+    )
+    with collector, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while (batch := collector.next()) is not None:
+            number = rows(batch)[0][0]
+            break
+        dead = collector.map_fn("env.pid")[number]
+        os.kill(dead, signal.SIGKILL)
+        rig.await_end([dead])
+        for _ in range(30):
+            last = collector.next()
+        assert rows(last)[0][0] == 1 - number

@@ -37,6 +37,8 @@ class WindowRef:
     blocks: tuple[Block, ...]
     arena: int = 0
     """Which of the learner's arenas it is of; a worker writes into one."""
+    alone: bool = False
+    """Whether nobody else has a part of the same slab: what lies between its blocks is free."""
 
 
 @dataclass(frozen=True, slots=True)

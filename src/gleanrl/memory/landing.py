@@ -72,6 +72,8 @@ def _memory_of(window: RolloutWindow, reference: WindowRef) -> torch.Tensor:
 
 
 def _in_one_piece(reference: WindowRef, plan: WindowRef) -> bool:
+    if not reference.alone:  # what is padding here may be rows of others there
+        return False
     start = reference.blocks[0].offset
     return all(
         Block(b.field, b.offset - start, b.env_stride, b.time_stride) == p

@@ -110,7 +110,7 @@ class Slab:
             for block in self._blocks[worker]
         )
         envs, steps = self.layouts[worker].num_envs, self.steps[worker]
-        return WindowRef(slot, worker, envs, steps, blocks, arena)
+        return WindowRef(slot, worker, envs, steps, blocks, arena, len(self.layouts) == 1)
 
 
 def packed(reference: WindowRef) -> tuple[WindowRef, int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
+import sys
 from collections import deque
 
 _HEADER = struct.Struct("=Q")
@@ -116,6 +118,16 @@ class Channel:
         while not (frames := self.read()):
             self._readable.poll()
         return frames
+
+    def hang_up(self) -> None:
+        """End the connection for both sides; the next to read is told."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def be_patient(self) -> None:
+        """Let the other side take its time: on TCP only its host has to show signs of life."""
+        if sys.platform == "linux" and self._socket.family != socket.AF_UNIX:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
     def close(self) -> None:
         """Close the socket."""

@@ -144,8 +144,9 @@ def keep_alive(sock: socket.socket, patience: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * patience))
-        every = max(1, int(patience / 4))
+        longest = int(min(1000 * patience, 2**31 - 1))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, longest)
+        every = int(min(max(1.0, patience / 4), 32767))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

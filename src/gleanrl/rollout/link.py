@@ -102,8 +102,12 @@ class Link:
 
     def answer(self, reply: m.Reply) -> None:
         """Send a reply."""
-        if not self.leaving:
-            self.send(frame_of(reply))
+        if self.leaving:
+            return
+        if isinstance(reply, m.Rolled) and reply.report.payload is not None:
+            # It may be more than the connection holds, and the learner may be away for long.
+            self._channel.be_patient()
+        self.send(frame_of(reply))
 
     def leave(self, reason: str) -> None:
         """Tell the learner that this node ends; have it do so after the step it is in."""

@@ -2,7 +2,8 @@
 
 torch.distributed is used without its global state: a learner may have a default group of its own
 for other ends. The two sides find each other through messages on the connection, so that no
-further port is fixed or open to strangers; gloo listens on the connection's own interface.
+further port is fixed. gloo listens on a port of its own, on the connection's interface only, and
+does not ask who connects there: between hosts, a firewall has to keep strangers out.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Pair:
             store: Shared with the other side.
             rank: `LEARNER` or `NODE`.
             address: This side's address on the network between the two.
-            patience: Seconds a transfer may stand still.
+            patience: Seconds a transfer may take once somebody waits for it.
         """
         self._peer = 1 - rank
         self._device = torch.device("cuda" if kind == "nccl" else "cpu")

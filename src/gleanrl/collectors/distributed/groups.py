@@ -28,6 +28,7 @@ from gleanrl.weights.version import PolicyVersion
 _NOT_ARGUMENTS = ("self", "__class__")
 _PORT = 10003
 _MOST_PORTS = 100
+_SHORTEST_BEAT = 0.1
 Device = torch.device | str | int | None
 Devices = Device | Sequence[Device]
 
@@ -203,7 +204,8 @@ class DistributedCollector(NodesCollector):
         super().__init__(pre_collect_hook, post_collect_hook)
         functions = self._read_nodes(given)
         check_kind(backend)
-        seconds("heartbeat", heartbeat)
+        if seconds("heartbeat", heartbeat) < _SHORTEST_BEAT:
+            raise ConfigError(f"heartbeat ({heartbeat}) must be at least {_SHORTEST_BEAT} seconds")
         self._check(given)
         self._read(given)
         threads = workers.Threads(torch.get_num_threads(), self.num_workers)
@@ -278,7 +280,7 @@ def free_port(given: int | str | None, host: str) -> int:
     wanted = given if given is not None else os.environ.get("TCP_PORT", _PORT)
     try:
         port = int(wanted)
-    except ValueError:
+    except (TypeError, ValueError):
         port = -1
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"tcp_port ({wanted!r}) must be a port number")

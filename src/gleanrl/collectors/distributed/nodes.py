@@ -164,6 +164,9 @@ class NodesCollector(LaunchedCollector):
     # -- weights ---------------------------------------------------------------------------------
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
+        if self._due and self._tolerant:
+            self._engine.check()  # who was lost meanwhile needs no weights
+            self._due &= set(self._engine.dispatcher.alive)
         if self._due and self._models.given is not None:  # it has learned from the last one now
             everybody = len(self._due) == self.num_workers
             self.update_policy_weights_(worker_ids=None if everybody else sorted(self._due))

@@ -131,14 +131,12 @@ class NetworkBackend:
                 raise CollectorTimeout(
                     f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
                 )
+            self._check_started(missing)
             sock = self._accept(min(left, _LOOK))
-            if sock is None:
-                self._check_started(missing)
-                continue
-            index = self._admit(sock)
-            if index in missing:
+            index = None if sock is None else self._admit(sock, min(left, _INTRODUCTION))
+            if sock is not None and index in missing:
                 joined[index] = self._welcome(self._remote(index, sock), blobs[index])
-            else:
+            elif sock is not None:
                 sock.close()
         self._nodes.extend(joined[worker] for worker in range(len(blobs)))
         self._listener.close()
@@ -154,14 +152,16 @@ class NetworkBackend:
         except TimeoutError:
             return None
 
-    def _admit(self, sock: socket.socket) -> int | None:
+    def _admit(self, sock: socket.socket, timeout: float) -> int | None:
         """Return which node ``sock`` leads to, ``None`` if to a stranger."""
         try:
-            return admit(sock, self._secret, _INTRODUCTION, self._patience)
+            return admit(sock, self._secret, timeout, self._patience)
         except HandshakeError:
             return None
 
     def _check_started(self, missing: Sequence[int]) -> None:
+        for fd, events in self._poller.poll(0):  # of nodes that have joined: are they still there?
+            self._serve(self._by_fd[fd], events)
         for worker in missing:
             fate = self._launcher.fate(worker, 0.0)
             if fate is not None:
@@ -173,8 +173,14 @@ class NetworkBackend:
 
     def _remote(self, index: int, sock: socket.socket) -> RemoteNode:
         """Take over the connection of a node that was let in."""
-        keep_alive(sock, self._patience)
-        return RemoteNode(index, sock, self._open_window)
+        try:
+            keep_alive(sock, self._patience)
+            return RemoteNode(index, sock, self._open_window)
+        except OSError as err:
+            sock.close()
+            error = WorkerDied(f"worker {index} was gone as soon as it had joined ({err})")
+            error.worker = index
+            raise error from None
 
     def _welcome(self, node: RemoteNode, factory: bytes) -> RemoteNode:
         self._by_fd[node.channel.fileno()] = node
@@ -184,6 +190,7 @@ class NetworkBackend:
             node.connect(self._kind, self._patience)
         except (EOFError, OSError, RuntimeError) as err:
             raise self._died(node, str(err)) from None
+        self._frames.extend((node, frame) for frame in node.early)
         return node
 
     def _boot(self, index: int, factory: bytes) -> Boot:
@@ -210,7 +217,7 @@ class NetworkBackend:
         node = self._nodes[worker]
         if node.channel.fileno() < 0:
             raise self._died(node, "is gone")
-        if isinstance(command, m.Collect):
+        if not isinstance(command, m.Load | m.Bind | m.Close):
             for board in self._boards:
                 board.catch_up(node)
         node.post(ticket, command)
@@ -313,7 +320,10 @@ class NetworkBackend:
             node.listen()
             node.close()
             # Rollouts it had announced cannot be fetched any more.
-            self._frames = deque(each for each in self._frames if each[0] is not node)
+            for _ in range(len(self._frames)):  # one by one: others may be put there meanwhile
+                each = self._frames.popleft()
+                if each[0] is not node:
+                    self._frames.append(each)
         for board in self._boards:
             board.forget(node)
         fate = node.leaving or self._launcher.fate(node.index, 2.0 if known else 0.0) or how

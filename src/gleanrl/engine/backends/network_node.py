@@ -58,6 +58,8 @@ class RemoteNode:
         self._writer = CommandWriter()
         self._open_window = open_window
         self._keys: dict[str, bytes] = {}
+        self.early: list[bytes] = []
+        """Replies that came while it joined."""
         self._pair: Pair | None = None
         self._landings: dict[int, Landing] = {}
         self._arriving: dict[int, _Arrival] = {}
@@ -84,7 +86,7 @@ class RemoteNode:
         self._pair = Pair(kind, store, LEARNER, self._here, patience)
 
     def _key(self, key: str, deadline: float) -> bytes:
-        """Read until the node has told ``key``; nothing else comes but signs of life."""
+        """Read until the node has told ``key``; what else comes is kept for later."""
         readable = select.poll()
         readable.register(self.channel, select.POLLIN)
         while key not in self._keys:
@@ -96,6 +98,10 @@ class RemoteNode:
                 if frame[:1] == link.KEY:
                     name, value = link.read_key(frame)
                     self._keys[name] = value
+                elif frame[:1] == link.LEAVE:
+                    self.leaving = frame[1:].decode()
+                elif frame[:1] != link.BEAT:
+                    self.early.append(frame)
         return self._keys[key]
 
     # -- messages --------------------------------------------------------------------------------
@@ -107,9 +113,13 @@ class RemoteNode:
 
     def post(self, ticket: int, command: m.Command) -> None:
         """Send ``command`` as far as the connection takes it."""
-        if isinstance(command, m.Collect):
-            self._arriving[ticket] = self._expect(command.window)
-        self.put(self._writer.write(ticket, command))
+        try:
+            if isinstance(command, m.Collect):
+                self._arriving[ticket] = self._expect(command.window)
+            self.put(self._writer.write(ticket, command))
+        except BaseException:  # an interrupt: the two sides may expect different rollouts now
+            self.channel.hang_up()
+            raise
 
     def put(self, frame: bytes) -> None:
         """Send ``frame`` as far as the connection takes it; any thread may."""

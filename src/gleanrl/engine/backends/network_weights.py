@@ -24,10 +24,10 @@ class _Publication:
 class NetworkBoard:
     """The weights of one model, published to all nodes.
 
-    A node that is at work gets the next weights while it works, and takes them over when its next
-    rollout begins; until it has done so it is sent no others, and then the newest. So a learner
-    that updates more often than a node collects costs that node's link no more than one transfer
-    per rollout. A node that stands still gets every publication at once.
+    A node gets the next weights whatever it does, and takes them over when its next command begins;
+    until it has done so it is sent no others, and then the newest. What it is asked to do is done
+    with what had been published by then: before a command the newest are sent. So a learner that
+    updates more often than a node collects costs that node's link two transfers per rollout.
     """
 
     def __init__(self, ref: BoardRef, nodes: Sequence[RemoteNode]) -> None:
@@ -60,14 +60,14 @@ class NetworkBoard:
         for node in self._nodes:
             if node.channel.fileno() < 0:
                 continue
-            if node.busy and self._moving.get(node.index):
+            if self._moving.get(node.index):
                 self._behind.add(node.index)
             else:
                 self._send(node)
 
     def catch_up(self, node: RemoteNode) -> None:
-        """Before ``node`` is given work: one that stands still gets the newest now."""
-        if node.index in self._behind and not node.busy:
+        """Send the newest now: before a command that is to be carried out with it."""
+        if node.index in self._behind:
             self._send(node)
 
     def taken(self, node: RemoteNode) -> None:
