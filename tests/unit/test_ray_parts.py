@@ -12,8 +12,9 @@ from gleanrl import ConfigError, RayCollector, RayWeightSyncScheme, WeightSyncSc
 from gleanrl.core import messages as m
 from gleanrl.core.errors import WeightsError
 from gleanrl.core.layout import Field, Layout
-from gleanrl.engine.backends.ray_data import Landing, RayBoard, ToldByte
+from gleanrl.engine.backends.ray_data import Landing, RayBoard
 from gleanrl.engine.backends.ray_session import Session, check_options
+from gleanrl.engine.backends.told import ToldByte
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.slab import Order, Slab
 from gleanrl.rollout.actor import ActorBoot, Arrivals, Blocks, RayWorker

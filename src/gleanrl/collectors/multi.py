@@ -28,7 +28,8 @@ from gleanrl.engine.interruptor import Interruptor
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 
-_NOT_ARGUMENTS = ("self", "__class__")
+NOT_ARGUMENTS = ("self", "__class__")
+"""What `locals` of a constructor holds besides its arguments."""
 Device = torch.device | str | int | None
 Devices = Device | Sequence[Device]
 
@@ -209,7 +210,7 @@ class MultiCollector(LaunchedCollector):
             WorkerDied: a worker's process ended while starting.
             CollectorTimeout: workers did not come up in time.
         """
-        given = SimpleNamespace(**{k: v for k, v in locals().items() if k not in _NOT_ARGUMENTS})
+        given = SimpleNamespace(**{k: v for k, v in locals().items() if k not in NOT_ARGUMENTS})
         super().__init__(pre_collect_hook, post_collect_hook)
         warn_updater(weight_updater)
         functions = workers.env_functions(create_env_fn, num_workers)

@@ -16,6 +16,7 @@ from tensordict.nn import InteractionType
 from gleanrl.collectors import workers
 from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.distributed.nodes import NodesCollector, with_defaults
+from gleanrl.collectors.multi import NOT_ARGUMENTS, Devices
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import InfoKeys, seconds, whole
 from gleanrl.engine.backends.network import NetworkBackend
@@ -25,12 +26,9 @@ from gleanrl.rollout.pair import check_kind
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 
-_NOT_ARGUMENTS = ("self", "__class__")
 _PORT = 10003
 _MOST_PORTS = 100
 _SHORTEST_BEAT = 0.1
-Device = torch.device | str | int | None
-Devices = Device | Sequence[Device]
 
 
 class DistributedCollector(NodesCollector):
@@ -199,7 +197,7 @@ class DistributedCollector(NodesCollector):
             WorkerDied: a node ended while starting.
             CollectorTimeout: nodes did not come up in time.
         """
-        given = with_defaults(**{k: v for k, v in locals().items() if k not in _NOT_ARGUMENTS})
+        given = with_defaults(**{k: v for k, v in locals().items() if k not in NOT_ARGUMENTS})
         serve_elsewhere(launcher, start_timeout)
         super().__init__(pre_collect_hook, post_collect_hook)
         functions = self._read_nodes(given)

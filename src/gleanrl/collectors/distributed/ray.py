@@ -14,16 +14,13 @@ from tensordict.nn import InteractionType
 from gleanrl.collectors import workers
 from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.distributed.nodes import NodesCollector, with_defaults
+from gleanrl.collectors.multi import NOT_ARGUMENTS, Devices
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import InfoKeys, whole
 from gleanrl.engine.backends.ray import RayBackend
 from gleanrl.engine.backends.ray_session import check_options, require_ray, session
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
-
-_NOT_ARGUMENTS = ("self", "__class__")
-Device = torch.device | str | int | None
-Devices = Device | Sequence[Device]
 
 
 class RayCollector(NodesCollector):
@@ -195,7 +192,7 @@ class RayCollector(NodesCollector):
             WorkerDied: an actor died while starting.
             CollectorTimeout: actors did not come up in time.
         """
-        given = with_defaults(**{k: v for k, v in locals().items() if k not in _NOT_ARGUMENTS})
+        given = with_defaults(**{k: v for k, v in locals().items() if k not in NOT_ARGUMENTS})
         require_ray()
         super().__init__(pre_collect_hook, post_collect_hook)
         given.create_env_fn = _functions(create_env_fn, num_collectors)

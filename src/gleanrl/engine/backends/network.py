@@ -23,6 +23,7 @@ from gleanrl.engine.backends.network_node import RemoteNode
 from gleanrl.engine.backends.network_weights import NetworkBoard
 from gleanrl.engine.backends.pickling import pickled
 from gleanrl.engine.backends.process import reply_in
+from gleanrl.engine.backends.told import ToldByte
 from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.rollout import link
 from gleanrl.rollout.handshake import HandshakeError, Invitation, admit, keep_alive, new_secret
@@ -88,7 +89,7 @@ class NetworkBackend:
         self._frames: deque[tuple[RemoteNode, bytes]] = deque()
         self._boards: list[NetworkBoard] = []
         self._closed = False
-        self.stop_byte = RemoteStop(self._nodes)
+        self.stop_byte = ToldByte(self._tell_stop)
         self._host = host or launcher.address()
         try:
             self._listener = socket.create_server((self._host, port), backlog=1024)
@@ -222,6 +223,11 @@ class NetworkBackend:
                 board.catch_up(node)
         node.post(ticket, command)
         self._watch(node)
+
+    def _tell_stop(self, value: int) -> None:
+        for node in self._nodes:
+            if node.channel.fileno() >= 0:
+                node.put(link.STOP + bytes([value]))
 
     def _watch(self, node: RemoteNode) -> None:
         pending = select.EPOLLOUT if node.channel.pending else 0
@@ -357,25 +363,3 @@ class NetworkBackend:
 def _keep_for_ever(held: object) -> None:
     """Never let ``held`` be destroyed: the threads of its process groups are another process's."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
-
-
-class RemoteStop:
-    """The byte that running rollouts look at, on every node."""
-
-    def __init__(self, nodes: Sequence[RemoteNode]) -> None:
-        """Tell ``nodes``."""
-        self._nodes = nodes
-        self._value = 0
-
-    def __getitem__(self, index: int) -> int:
-        """Return the byte."""
-        return self._value
-
-    def __setitem__(self, index: int, value: int) -> None:
-        """Tell the nodes, if it has changed."""
-        if bool(value) == bool(self._value):
-            return
-        self._value = int(value)
-        for node in self._nodes:
-            if node.channel.fileno() >= 0:
-                node.put(link.STOP + bytes([self._value]))

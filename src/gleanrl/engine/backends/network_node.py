@@ -106,11 +106,6 @@ class RemoteNode:
 
     # -- messages --------------------------------------------------------------------------------
 
-    @property
-    def busy(self) -> bool:
-        """Whether it has been asked for a rollout that has not come yet."""
-        return bool(self._arriving)
-
     def post(self, ticket: int, command: m.Command) -> None:
         """Send ``command`` as far as the connection takes it."""
         try:

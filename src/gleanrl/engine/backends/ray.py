@@ -19,8 +19,9 @@ from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import Array, SourceFactory
 from gleanrl.engine.backends.pickling import pickled
 from gleanrl.engine.backends.process import reply_in
-from gleanrl.engine.backends.ray_data import Landing, RayBoard, ToldByte
+from gleanrl.engine.backends.ray_data import Landing, RayBoard
 from gleanrl.engine.backends.ray_session import check_room, require_ray, session
+from gleanrl.engine.backends.told import ToldByte
 from gleanrl.rollout.actor import GROUPS, ActorBoot, Answer, RayWorker
 from gleanrl.rollout.wire import CommandWriter, head_of
 from gleanrl.rollout.worker import OpenWindow

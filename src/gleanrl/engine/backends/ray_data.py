@@ -1,8 +1,7 @@
-"""What passes between the learner and Ray actors: rollouts, weights, and one byte."""
+"""What passes between the learner and Ray actors: rollouts and weights."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,25 +32,6 @@ class Landing:
         """Copy a rollout, which came as uint8 ``[nbytes]``."""
         for rows, part in self._parts:
             np.copyto(rows, block[part].reshape(rows.shape))
-
-
-class ToldByte:
-    """A byte that tells somebody when it changes."""
-
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        """Begin with zero; ``tell`` is called with every new value."""
-        self._value = 0
-        self._tell = tell
-        self._lock = threading.Lock()
-
-    def __getitem__(self, index: int, /) -> int:
-        return self._value
-
-    def __setitem__(self, index: int, value: int, /) -> None:
-        with self._lock:
-            if value != self._value:
-                self._value = value
-                self._tell(value)
 
 
 class RayBoard:
