@@ -1,7 +1,8 @@
 """Rollouts that arrive as bytes, and where they belong in the learner's memory.
 
 A rollout travels as the block that `packed` lays out, in as few pieces as allow the bulk of it to
-be received where it belongs. Both sides work the pieces out from the window's reference.
+be received where it belongs. Both sides work the pieces out from the window's reference. The mark
+ends the last piece: where pieces arrive in order, a rollout is whole when its mark is there.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from gleanrl.core.messages import Block, WindowRef
+from gleanrl.core.protocols import Array
 from gleanrl.memory.arena import window_over
-from gleanrl.memory.slab import packed
+from gleanrl.memory.slab import MARK, packed
 from gleanrl.memory.window import RolloutWindow
 
 _LARGE = 1 << 18
@@ -45,7 +48,8 @@ class Landing:
         """Per piece, uint8 memory to receive it into."""
         if _in_one_piece(reference, plan):
             start = reference.blocks[0].offset
-            self.pieces = [memory[start : start + nbytes]]
+            whole = memory[start : start + nbytes]
+            self.pieces, self._mark = [whole], mark_of(whole)
             return
         aside = torch.empty(nbytes, dtype=torch.uint8)
         apart = window_over(aside, plan)
@@ -58,11 +62,23 @@ class Landing:
             else:
                 self._copied.append((window.tensor(key), apart.tensor(key)))
         self.pieces = [direct.get(a, aside[a:b]) for a, b in pieces_of(reference)]
+        self._mark = mark_of(aside)
+
+    @property
+    def mark(self) -> int:
+        """The mark of the rollout that has arrived last."""
+        return int(self._mark[0])
 
     def settle(self) -> None:
         """Put what was not received there where it belongs."""
         for target, source in self._copied:
             target.copy_(source)
+
+
+def mark_of(block: torch.Tensor) -> Array:
+    """Return the mark at the end of a packed block, int64 ``[1]``."""
+    mark: Array = block[-MARK:][:8].numpy().view(np.int64)
+    return mark
 
 
 def _memory_of(window: RolloutWindow, reference: WindowRef) -> torch.Tensor:

@@ -3,7 +3,9 @@
 A slab holds every field of one batch, environment-major and in the order of the delivered batch,
 so that handing it over makes views and copies nothing:
 
-    slab = [field 0][field 1] ...     (64-byte aligned)
+    slab = [field 0][field 1] ... [mark]     (64-byte aligned)
+
+The mark is no data: whoever brings a rollout from elsewhere may say there that it is whole.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from gleanrl.core.layout import Field, Layout
 from gleanrl.core.messages import Block, WindowRef
 
 _ALIGN = 64
+MARK = 64
+"""Bytes behind the last field."""
 
 
 class Order(enum.Enum):
@@ -73,7 +77,7 @@ class Slab:
         for field in layouts[0].fields:
             for group in range(groups):
                 size = self._lay(group, field, size)
-        self.nbytes = max(_page_aligned(size), mmap.PAGESIZE)
+        self.nbytes = _page_aligned(size + MARK)
 
     def _lay(self, group: int, field: Field, start: int) -> int:
         """Place one field of the workers in ``group``; return where the next may begin."""
@@ -116,14 +120,14 @@ class Slab:
 def packed(reference: WindowRef) -> tuple[WindowRef, int]:
     """Return the same window in memory of its own, beginning at byte 0, and how large that is.
 
-    A slab of one worker is laid out like that.
+    A slab of one worker is laid out like that; its mark is the last `MARK` bytes.
     """
     blocks, place = [], 0
     for block in reference.blocks:
         row = block.field.nbytes
         blocks.append(Block(block.field, place, reference.steps * row, row))
         place += -(-reference.envs * reference.steps * row // _ALIGN) * _ALIGN
-    return replace(reference, blocks=tuple(blocks)), place
+    return replace(reference, blocks=tuple(blocks)), place + MARK
 
 
 def _page_aligned(nbytes: int) -> int:

@@ -43,6 +43,10 @@ class Inbox:
         self._queued = Queued()
         self._arrived = threading.Condition()
 
+    def __bool__(self) -> bool:
+        """Return whether there is anything to do."""
+        return bool(self._queued)
+
     def put(self, ticket: int, command: m.Command) -> None:
         """Queue ``command``; safe in any thread."""
         with self._arrived:

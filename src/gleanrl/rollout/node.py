@@ -15,8 +15,9 @@ import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
+from gleanrl.core.protocols import Array
 from gleanrl.memory.arena import window_over
-from gleanrl.memory.landing import pieces_of
+from gleanrl.memory.landing import mark_of, pieces_of
 from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.channel import Channel
@@ -139,13 +140,24 @@ def run_node(
     channel.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """Memory of a rollout that is to be sent."""
+
+    window: RolloutWindow
+    pieces: Sequence[torch.Tensor]
+    """In which it is sent."""
+    mark: Array
+    """Ends the last one; says which rollout it is."""
+
+
 class _Node:
     """The worker of one node."""
 
     def __init__(self, link: Link, pair: Pair, index: int, factory: bytes) -> None:
         self._link, self._pair, self._index, self._factory = link, pair, index, factory
-        self._blocks: dict[int, tuple[RolloutWindow, list[torch.Tensor]]] = {}
-        """Per slot of the learner's: memory of our own, and the pieces in which it is sent."""
+        self._blocks: dict[int, _Outgoing] = {}
+        """Per slot of the learner's."""
         self._sending: dict[int, list[Transfer]] = {}
         self._due: m.WindowRef | None = None
         """Of the rollout that is being carried out."""
@@ -171,15 +183,16 @@ class _Node:
         if not reference.blocks:  # of a source whose rollouts lie elsewhere
             return RolloutWindow({}, reference.envs, reference.steps)
         self._finish(reference.slot)
-        return self._block(reference)[0]
+        return self._block(reference).window
 
-    def _block(self, reference: m.WindowRef) -> tuple[RolloutWindow, list[torch.Tensor]]:
+    def _block(self, reference: m.WindowRef) -> _Outgoing:
         found = self._blocks.get(reference.slot)
         if found is None:
             plan, nbytes = packed(reference)
             block = torch.zeros(nbytes, dtype=torch.uint8)
             pieces = [block[start:end] for start, end in pieces_of(reference)]
-            found = self._blocks[reference.slot] = window_over(block, plan), pieces
+            found = _Outgoing(window_over(block, plan), pieces, mark_of(block))
+            self._blocks[reference.slot] = found
         return found
 
     def _finish(self, slot: int) -> None:
@@ -194,13 +207,18 @@ class _Node:
             for slot in list(self._sending):  # what was announced is delivered
                 self._finish(slot)
             self._link.finish()  # the learner goes away when it has this answer
-        self._link.answer(reply)
         due, self._due = self._due, None
         if due is not None:
             # Also after a failure: the learner has been expecting the rollout since it asked.
-            pieces = self._block(due)[1]
+            outgoing = self._block(due)
             self._finish(due.slot)
-            self._sending[due.slot] = [self._pair.send(piece, ROLLOUT_TAG) for piece in pieces]
+            outgoing.mark[0] = reply.ticket
+            self._sending[due.slot] = [
+                self._pair.send(piece, ROLLOUT_TAG) for piece in outgoing.pieces
+            ]
+            if not self._link.inbox:  # nothing else to do: announce it when it is on the way
+                self._finish(due.slot)
+        self._link.answer(reply)
 
 
 class Weights:

@@ -120,14 +120,23 @@ class Transfer:
         """Note where it goes; ``moving`` is kept alive meanwhile."""
         self._work, self._moving, self._wanted = work, moving, wanted
 
+    @property
+    def over(self) -> bool:
+        """Whether it is known to have ended; of one received by gloo nobody knows."""
+        return self._work is None or bool(self._work.is_completed())
+
     def finish(self) -> None:
-        """Wait for the end of it.
+        """Wait for the end of it; once over, do nothing.
 
         Raises:
             RuntimeError: the other side is gone, or stood still for too long; the pair is of no
                 use any more.
         """
-        self._work.wait()
+        # Taken first: waiting again, after an interrupt, for what has come would never end.
+        work, self._work = self._work, None
+        if work is None:
+            return
+        work.wait()
         if self._wanted is not None:
             self._wanted.copy_(self._moving)
 

@@ -29,6 +29,7 @@ from gleanrl.rollout import link
 from gleanrl.rollout.handshake import HandshakeError, Invitation, admit, keep_alive, new_secret
 from gleanrl.rollout.node import Boot, NodeBoot
 from gleanrl.rollout.pair import check_kind
+from gleanrl.rollout.wire import head_of
 from gleanrl.rollout.worker import OpenWindow
 from gleanrl.weights.flat import plan_flat
 
@@ -38,6 +39,12 @@ _LOOK = 0.5
 """Seconds between two looks at what became of nodes that have not joined yet."""
 _GRACE = 1.0
 """Seconds within which a node that was told to end has to be gone."""
+_IN_FLIGHT = 1.0
+"""Seconds that what a node had sent may take to arrive once its connection has ended."""
+_SAID = 2.0
+"""Seconds within which a launcher has heard how a process ended that is gone."""
+_NAPS = 50e-6, 1e-3
+"""Seconds between two looks at whether an announced rollout is here: at first, in the end."""
 
 
 class NetworkBackend:
@@ -240,17 +247,33 @@ class NetworkBackend:
             CollectorTimeout: none came within ``timeout`` seconds.
             WorkerDied: a node's process ended, or it showed no sign of life for too long.
         """
-        if not self._frames:
-            self._await(timeout)
-        node, frame = self._frames[0]
+        place = self._whole()
+        if place is None:
+            place = self._await(timeout)
+        node, frame = self._frames[place]
         reply = reply_in(frame)
         try:
             node.land(reply.ticket)
         except RuntimeError as err:
-            self._frames.popleft()
+            del self._frames[place]
             raise self._died(node, f"was lost in the middle of a rollout ({err})") from None
-        self._frames.popleft()  # now: an interrupt while it was being read must not lose it
+        del self._frames[place]  # now: an interrupt while it was being read must not lose it
         return reply
+
+    def _whole(self) -> int | None:
+        """Return the place of the first reply that is here with all that belongs to it."""
+        waiting: set[RemoteNode] = set()  # whose next reply is not: what follows has to wait, too
+        for place in range(len(self._frames)):
+            node, frame = self._frames[place]
+            if node not in waiting:
+                if node.is_here(head_of(frame)[0]):
+                    return place
+                waiting.add(node)
+        return None
+
+    def _owed(self, node: RemoteNode) -> bool:
+        """Whether something ``node`` has announced is still to be handed over."""
+        return any(each is node for each, _ in self._frames)
 
     def sound(self) -> bool:
         """Return False: `receive` also has to see how long nodes have been silent."""
@@ -261,19 +284,24 @@ class NetworkBackend:
         with contextlib.suppress(ValueError):  # closed meanwhile
             self._poller.poll(timeout)
 
-    def _await(self, timeout: float | None) -> None:
+    def _await(self, timeout: float | None) -> int:
         deadline = None if timeout is None else time.monotonic() + timeout
         left: float | None = 0.0  # first what is there: the learner may have been away for long
-        while not self._frames:
+        nap, longest = _NAPS
+        while True:
             for fd, events in self._poller.poll(left):
                 self._turn_to(fd, events)
-            if self._frames:
-                return
+            place = self._whole()
+            if place is not None:
+                return place
             now = time.monotonic()
             if deadline is not None and now >= deadline:
                 raise CollectorTimeout(f"no node replied within {timeout} s")
             limit = self._next_silence(now)
             left = limit if deadline is None else min(limit, deadline - now)
+            if self._frames:  # announced but not here, and nobody tells when it is
+                time.sleep(nap)
+                nap, left = min(2 * nap, longest), 0.0
 
     def _next_silence(self, now: float) -> float:
         """Return the seconds until some node has been silent for too long.
@@ -283,7 +311,7 @@ class NetworkBackend:
         """
         left = self._patience
         for node in list(self._by_fd.values()):
-            if node.leaving is not None:
+            if node.leaving is not None and not self._owed(node):
                 raise self._died(node, node.leaving)
             quiet = now - node.heard
             if quiet >= self._patience:
@@ -291,6 +319,7 @@ class NetworkBackend:
                     node,
                     f"showed no sign of life for {quiet:.0f} s: its host or the network is down, "
                     "or its process stands still",
+                    known=0.0,
                 )
             left = min(left, self._patience - quiet)
         return left
@@ -304,6 +333,8 @@ class NetworkBackend:
             try:
                 frames = node.channel.read()
             except (EOFError, OSError) as err:
+                if self._owed(node) and node.in_flight(_IN_FLIGHT):
+                    return  # what it had sent comes first; this is told again till then
                 raise self._died(node, f"closed its connection ({err})") from None
             node.heard = time.monotonic()
             for frame in frames:
@@ -318,9 +349,11 @@ class NetworkBackend:
         if node.channel.fileno() >= 0:
             self._watch(node)
 
-    def _died(self, node: RemoteNode, how: str) -> WorkerDied:
-        known = node.channel.fileno() >= 0
-        if known:
+    def _died(self, node: RemoteNode, how: str, known: float = _SAID) -> WorkerDied:
+        """Take leave of ``node``; its launcher may know more within ``known`` seconds."""
+        if node.channel.fileno() < 0:
+            known = 0.0
+        else:
             self._poller.unregister(node.channel.fileno())
             self._by_fd.pop(node.channel.fileno(), None)
             node.listen()
@@ -332,7 +365,7 @@ class NetworkBackend:
                     self._frames.append(each)
         for board in self._boards:
             board.forget(node)
-        fate = node.leaving or self._launcher.fate(node.index, 2.0 if known else 0.0) or how
+        fate = node.leaving or self._launcher.fate(node.index, known) or how
         error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
         error.worker = node.index
         return error

@@ -7,13 +7,12 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout
+from gleanrl.engine.backends.arrival import Arrival
 from gleanrl.memory.landing import Landing
 from gleanrl.rollout import link
 from gleanrl.rollout.channel import Channel
@@ -21,24 +20,6 @@ from gleanrl.rollout.node import BOARD_TAG, ROLLOUT_TAG
 from gleanrl.rollout.pair import LEARNER, ConnectionStore, Pair, Transfer
 from gleanrl.rollout.wire import CommandWriter
 from gleanrl.rollout.worker import OpenWindow
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """A rollout that is due."""
-
-    landing: Landing | None = None
-    transfers: Sequence[Transfer] = ()
-    error: RuntimeError | None = None
-
-    def finish(self) -> None:
-        """Wait until it is in its window."""
-        if self.error is not None:
-            raise self.error
-        for transfer in self.transfers:
-            transfer.finish()
-        if self.landing is not None:
-            self.landing.settle()
 
 
 class RemoteNode:
@@ -54,6 +35,8 @@ class RemoteNode:
         """When it last gave a sign of life."""
         self.leaving: str | None = None
         """Why it has said that it ends, if it has."""
+        self._ended: float | None = None
+        """When its connection was seen to have ended."""
         self._sending = threading.Lock()
         self._writer = CommandWriter()
         self._open_window = open_window
@@ -62,7 +45,7 @@ class RemoteNode:
         """Replies that came while it joined."""
         self._pair: Pair | None = None
         self._landings: dict[int, Landing] = {}
-        self._arriving: dict[int, _Arrival] = {}
+        self._arriving: dict[int, Arrival] = {}
         """Rollouts that are due, by ticket."""
 
     # -- joining ---------------------------------------------------------------------------------
@@ -110,7 +93,7 @@ class RemoteNode:
         """Send ``command`` as far as the connection takes it."""
         try:
             if isinstance(command, m.Collect):
-                self._arriving[ticket] = self._expect(command.window)
+                self._arriving[ticket] = self._expect(ticket, command.window)
             self.put(self._writer.write(ticket, command))
         except BaseException:  # an interrupt: the two sides may expect different rollouts now
             self.channel.hang_up()
@@ -126,6 +109,12 @@ class RemoteNode:
         with self._sending, contextlib.suppress(OSError):
             self.channel.flush()
 
+    def in_flight(self, seconds: float) -> bool:
+        """Note that the connection has ended; tell whether that is less than ``seconds`` ago."""
+        now = time.monotonic()
+        self._ended = self._ended or now
+        return now - self._ended < seconds
+
     def listen(self) -> None:
         """Look whether the node has said that it ends, in what nobody has read yet."""
         with contextlib.suppress(EOFError, OSError):
@@ -136,10 +125,10 @@ class RemoteNode:
 
     # -- data ------------------------------------------------------------------------------------
 
-    def _expect(self, reference: m.WindowRef) -> _Arrival:
+    def _expect(self, ticket: int, reference: m.WindowRef) -> Arrival:
         """Have a rollout arrive, whatever this process does meanwhile."""
         if not reference.blocks:  # it will travel with the reply
-            return _Arrival()
+            return Arrival(ticket)
         landing = self._landings.get(reference.slot)
         if landing is None:
             landing = Landing(self._open_window(reference), reference)
@@ -147,9 +136,14 @@ class RemoteNode:
         assert self._pair is not None
         try:
             transfers = [self._pair.receive(piece, ROLLOUT_TAG) for piece in landing.pieces]
-        except RuntimeError as err:  # raised if a reply should come all the same
-            return _Arrival(error=err)
-        return _Arrival(landing, transfers)
+        except RuntimeError as err:
+            return Arrival.impossible(err)
+        return Arrival(ticket, landing, transfers)
+
+    def is_here(self, ticket: int) -> bool:
+        """Whether `land` would not have to wait."""
+        arrival = self._arriving.get(ticket)
+        return arrival is None or arrival.here
 
     def land(self, ticket: int) -> None:
         """If ``ticket`` is that of a rollout, see to it that it is in its window.

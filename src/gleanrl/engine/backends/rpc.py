@@ -266,6 +266,10 @@ class RpcNode(RemoteNode):
             self._windows[ticket] = command.window
         self.mail.send(self.index + 1, self._writer.write(ticket, command))
 
+    def is_here(self, ticket: int) -> bool:
+        """Return True: rollouts travel with their reply."""
+        return True
+
     def land(self, ticket: int) -> None:
         """If ``ticket`` is that of a rollout, copy it into its window."""
         data, reference = self.arrived.get(ticket), self._windows.get(ticket)
