@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-ARGUMENTS = {"ppo.py": ["--frames", "4096"], "dqn.py": ["--frames", "3000"]}
+ARGUMENTS = {
+    "ppo.py": ["--frames", "4096"],
+    "dqn.py": ["--frames", "3000"],
+    "appo.py": ["--frames", "10240"],
+}
 
 
 @pytest.mark.slow
