@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,8 @@ from gleanrl.rollout.node import run_node
 
 _PATIENCE = 60.0
 """Seconds the store may take to answer."""
+_LOOK = 0.05
+"""Seconds between two looks into it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +135,15 @@ class TorchrunLauncher:
 
     def fate(self, node: int, timeout: float) -> str | None:
         """Return what rank ``node + 1`` said when it failed."""
-        key = self._job.end_key(node)
+        key, deadline = self._job.end_key(node), time.monotonic() + timeout
         store = self._connected()
         try:
-            store.wait([key], timedelta(seconds=max(timeout, 0.001)))
-        except RuntimeError:  # no news, or no store any more
+            # Not `wait`, which prints a warning when its time is up.
+            while not store.check([key]):
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(_LOOK)
+        except RuntimeError:  # there is no store any more
             return None
         return f"(rank {node + 1}) failed: {store.get(key).decode()}"
 
