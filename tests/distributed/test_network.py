@@ -1,15 +1,18 @@
 """Two hosts with a cable between them, made of network namespaces: what happens when it is cut."""
 
+import ctypes
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import rig
 
 from gleanrl import CollectorTimeout, DistributedCollector, RPCCollector, WorkerDied
+from gleanrl.engine.backends.zygote import NODE, Zygote
 from gleanrl.rollout.node import Going
 from gleanrl.rollout.serve import Surroundings
 
@@ -18,13 +21,14 @@ NUMBER = os.getpid() % (1 << 14)
 HERE, THERE = (f"10.213.{NUMBER >> 6}.{4 * (NUMBER & 63) + end}" for end in (1, 2))
 KIND = RPCCollector if os.environ.get("GLEANRL_TEST_RPC") else DistributedCollector
 BEAT = 2.0
+CLONE_NEWNET = 0x40000000
 
 
 def ip(*words):
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=10)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def host():
     """Make a second host; return its name. The cable's end on this one is called ``{name}-a``."""
     name = f"gl{os.getpid() % 100_000}"
@@ -34,7 +38,6 @@ def host():
         ip("link", "add", f"{name}-a", "type", "veth", "peer", "name", f"{name}-b")
         ip("link", "set", f"{name}-b", "netns", name)
         ip("addr", "add", f"{HERE}/30", "dev", f"{name}-a")
-        ip("link", "set", f"{name}-a", "up")
         ip("-n", name, "addr", "add", f"{THERE}/30", "dev", f"{name}-b")
         ip("-n", name, "link", "set", f"{name}-b", "up")
         if ip("-n", name, "link", "set", "lo", "up").returncode:
@@ -45,25 +48,33 @@ def host():
         ip("netns", "del", name)
 
 
+def zygote_on(host):
+    """Start a zygote on that host. A thread is on one host, and what it starts is there too."""
+
+    def start():
+        with open(f"/run/netns/{host}") as there:
+            assert ctypes.CDLL(None).setns(there.fileno(), CLONE_NEWNET) == 0
+        return Zygote()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(start).result()
+
+
 class Elsewhere:
     """Starts nodes on the second host."""
 
     def __init__(self, host):
-        self.host, self.processes = host, {}
+        self.zygote, self.nodes = zygote_on(host), []
 
     def address(self):
         return HERE
 
     def launch(self, invitations):
         for invitation in invitations:
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", self.host, sys.executable, "-c",
-                 "from gleanrl.rollout.node import main; main(0)"],
-                stdin=subprocess.PIPE,
-            )  # fmt: skip
-            with process.stdin as told:
+            with open(os.memfd_create("invitation"), "w+b") as told:
                 told.write(pickle.dumps(Going(invitation, Surroundings.here())))
-            self.processes[invitation.node] = process
+                told.seek(0)
+                self.nodes.append(self.zygote.fork([told.fileno()], 60.0, NODE))
 
     def fate(self, node, timeout):
         return None  # nobody here hears of processes of another host
@@ -71,14 +82,26 @@ class Elsewhere:
     def stop(self, timeout):
         """Do nothing: a node of another host has to end by itself."""
 
+    def ends(self, seconds):
+        """Return the exit codes of the nodes, which have so long for it."""
+        return [self.zygote.exit_status(node, seconds) for node in self.nodes]
 
-@pytest.fixture
-def elsewhere(host):
+
+@pytest.fixture(scope="module")
+def there(host):
+    """The means to start nodes there, which take seconds to come up."""
     launcher = Elsewhere(host)
     yield launcher
-    for process in launcher.processes.values():
-        process.kill()
-        process.wait()
+    launcher.zygote.close()
+
+
+@pytest.fixture
+def elsewhere(there, host):
+    ip("link", "set", f"{host}-a", "up")
+    yield there
+    for node in there.nodes:
+        there.zygote.kill(node)
+    there.nodes.clear()
 
 
 def collect(launcher, **options):
@@ -98,8 +121,8 @@ def test_nodes_on_another_host(elsewhere):
         for batch in collector:
             assert batch.shape == (8,)
             collector.update_policy_weights_()
-    for process in elsewhere.processes.values():
-        assert process.wait(4 * rig.LIMIT) == 0  # a busy machine takes torch apart for seconds
+    # A busy machine takes torch apart for seconds.
+    assert elsewhere.ends(4 * rig.LIMIT) == [0, 0]
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -111,8 +134,7 @@ def test_a_cable_that_is_cut(elsewhere, host, sync):
         for _ in collector:
             pass
     # Nobody tells the nodes either: they find that their learner is gone.
-    for process in elsewhere.processes.values():
-        assert process.wait(BEAT + 5) == 1
+    assert elsewhere.ends(BEAT + 5) == [1, 1]
     with pytest.raises(Exception, match="shut down|no sign|connection"):
         collector.update_policy_weights_()
 

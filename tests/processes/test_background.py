@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import rig
@@ -458,48 +459,60 @@ SCRIPT = """
 """
 
 
-def script(kind, how):
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), KINDS[kind].__name__, how],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+@contextmanager
+def scripts(kinds, how):
+    """Start one for each kind, side by side: most of their time is that of imports."""
+    started = {
+        kind: subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(SCRIPT), KINDS[kind].__name__, how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for kind in kinds
+    }
+    try:
+        yield started.items()
+    finally:
+        for process in started.values():
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.slow
-@every_kind
-def test_a_script_that_just_ends(kind):
-    process = script(kind, "end")
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (0, "ready\n", "")
+def test_a_script_that_just_ends():
+    with scripts(KINDS, "end") as started:
+        for kind, process in started:
+            out, err = process.communicate(timeout=60)
+            assert (process.returncode, out, err) == (0, "ready\n", ""), kind
 
 
 @pytest.mark.slow
-@every_kind
-def test_ctrl_c_ends_everything(kind):
-    process = script(kind, "wait")
-    assert process.stdout.readline() == "ready\n"
-    inside = rig.workers(process.pid)
-    assert len(inside) == (0 if kind == "inline" else 2)
-    os.killpg(process.pid, signal.SIGINT)
-    with rig.in_time():
-        _, err = process.communicate(timeout=60)
-    assert err.strip().endswith("KeyboardInterrupt")
-    assert err.count("Traceback") == 1
-    rig.await_end(inside)
+def test_ctrl_c_ends_everything():
+    with scripts(KINDS, "wait") as started:
+        for kind, process in started:
+            assert process.stdout.readline() == "ready\n"
+            inside = rig.workers(process.pid)
+            assert len(inside) == (0 if kind == "inline" else 2)
+            os.killpg(process.pid, signal.SIGINT)
+            with rig.in_time():
+                _, err = process.communicate(timeout=60)
+            assert err.strip().endswith("KeyboardInterrupt"), kind
+            assert err.count("Traceback") == 1, kind
+            rig.await_end(inside)
 
 
 @pytest.mark.slow
-@several
-def test_a_killed_learner_takes_its_workers_along(kind):
-    process = script(kind, "wait")
-    assert process.stdout.readline() == "ready\n"
-    inside = rig.workers(process.pid)
-    process.kill()
-    process.communicate(timeout=60)
-    rig.await_end(inside)
+def test_a_killed_learner_takes_its_workers_along():
+    with scripts(MULTI, "wait") as started:
+        for _, process in started:
+            assert process.stdout.readline() == "ready\n"
+            inside = rig.workers(process.pid)
+            assert len(inside) == 2
+            process.kill()
+            process.communicate(timeout=60)
+            rig.await_end(inside)
 
 
 PONG = """

@@ -429,8 +429,9 @@ def test_what_reset_and_set_seed_discard_is_counted(kind, how):
         else:
             collector.reset([True, False] if how == "some" else None)
         delivered = collector.stats()["frames"]
-        for _ in range(6):
-            batch = collector.next()
+        batches = 0
+        while batches < 6 or len(after) < 2:  # a worker that gets no processor is late
+            batch, batches = collector.next(), batches + 1
             for rollout in batch.reshape(-1, 8).unbind(0):
                 number = int(rollout["next", "observation"][0, 0])
                 if number not in after:
@@ -439,10 +440,9 @@ def test_what_reset_and_set_seed_discard_is_counted(kind, how):
                         new |= set(rollout["collector", "traj_ids"].tolist())
                         assert rollout["next", "done"][:, 0].tolist().index(True) == 4
         gap = sum(first - before.last[number] - 1 for number, first in after.items())
-        assert len(after) == 2
         assert collector.stats()["frames_discarded"] == gap
         assert (gap > 0) == (kind == "async")
-        assert collector.stats()["frames"] == delivered + 6 * batch.numel()
+        assert collector.stats()["frames"] == delivered + batches * batch.numel()
         assert not old & new
 
 

@@ -228,6 +228,16 @@ def test_files_in_the_working_directory_do_not_shadow_modules(tmp_path):
     assert said.split() == ["True"]
 
 
+def test_pandas_is_imported_once_and_starts_no_thread():
+    pytest.importorskip("pandas")
+    engine = make()
+    assert answers(engine)  # it is up
+    own = Path(f"/proc/{process.zygote()._process.pid}")
+    assert "pandas/_libs" in (own / "maps").read_text()
+    assert len(list((own / "task").iterdir())) == 1
+    engine.close(5.0)
+
+
 def test_a_connection_that_breaks_is_a_death(zygote, connection):
     os.kill(zygote._process.pid, signal.SIGSTOP)
     with pytest.raises(CollectorTimeout):

@@ -119,14 +119,19 @@ def plain(policy, env, window, kind=RANDOM, steps=None, ends=None, states=(), in
     }
 
 
+def seed(number):
+    """Seed the one generator used here; `torch.manual_seed` notes where it was called, slowly."""
+    torch.default_generator.manual_seed(number)
+
+
 def same(policy, env, kind=RANDOM, reference=None, **kwargs):
     """Assert that outputs and the random stream equal those of the plain call, bit for bit."""
     ours = make(policy, env, exploration=kind)
     window, carry = windows(env, ours)
-    torch.manual_seed(3)
+    seed(3)
     expected = plain(reference or policy, env, window, kind, **kwargs)
     state = torch.get_rng_state()
-    torch.manual_seed(3)
+    seed(3)
     run(ours, window, carry, kind, ends=kwargs.get("ends"))
     for field in ours.outputs:
         got = window.tensor(field.key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ OBS, ACTION, REWARD = ("observation",), ("action",), ("reward",)
 DONE, TERMINATED, TRUNCATED = ("done",), ("terminated",), ("truncated",)
 TRAJ, STEPS = ("collector", "traj_ids"), ("step_count",)
 GO = bytearray(1)
+# What the processes of Gymnasium's asynchronous environments would each import by themselves.
+multiprocessing.set_forkserver_preload(["gleanrl", "hypothesis"])
 
 
 class Clock(gym.Env):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies_rig import DETERMINISTIC, MEAN, MODE, RANDOM, layout, same
+from policies_rig import DETERMINISTIC, MEAN, MODE, RANDOM, layout, same, seed
 from tensordict.nn import (
     AddStateIndependentNormalScale,
     CompositeDistribution,
@@ -27,7 +27,7 @@ FLOATS = ((3,), torch.float32)
 
 
 def net(outs, *, ins=4, cells=8, kind=nn.Tanh):
-    torch.manual_seed(0)
+    seed(0)
     return nn.Sequential(
         nn.Linear(ins, cells), kind(), nn.Linear(cells, cells), kind(), nn.Linear(cells, outs)
     )

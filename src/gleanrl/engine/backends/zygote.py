@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import importlib.util
 import os
 import select
 import signal
@@ -45,6 +46,8 @@ from gleanrl.engine.backends.zygote import main
 main(int(sys.argv[1]))
 """
 _PR_SET_PDEATHSIG = 1
+_ARROW = "JE_ARROW_MALLOC_CONF"
+"""Whether pyarrow, which pandas imports, starts a thread; no fork may find one here."""
 _ask: socket.socket | None = None
 """In a worker: where it may ask for a zygote of its own."""
 
@@ -229,6 +232,7 @@ def main(fd: int) -> None:
 
     os.set_inheritable(fd, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _import_pandas()
     code = 1
     try:
         _Zygote(socket.socket(fileno=fd), {WORKER: serve.main, NODE: node.main}).run()
@@ -238,6 +242,22 @@ def main(fd: int) -> None:
     finally:
         # At once: the learner waits for this, and taking torch apart takes a second.
         os._exit(code)
+
+
+def _import_pandas() -> None:
+    """Import pandas where there is one.
+
+    The first call of a `TensorDictModule` does so. Each worker by itself would take half a second
+    and tens of megabytes for it.
+    """
+    if importlib.util.find_spec("pandas") is None:
+        return
+    given = _ARROW in os.environ
+    os.environ.setdefault(_ARROW, "background_thread:false")
+    with contextlib.suppress(Exception):  # a broken one is for whoever asks for it to name
+        importlib.import_module("pandas")
+    if not given:
+        del os.environ[_ARROW]
 
 
 class _Zygote:
