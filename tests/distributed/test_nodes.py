@@ -445,7 +445,7 @@ def test_when_the_last_node_is_lost_that_is_raised():
         warnings.simplefilter("ignore")
         delivered, error = until_error(collector)
     assert isinstance(error, WorkerDied)
-    assert len(delivered) == 8
+    assert len(delivered) in (0, 8)  # what has not left a node when it is killed goes with it
 
 
 @pytest.mark.parametrize("command", ["update_policy_weights_", "state_dict", "shutdown"])
