@@ -128,7 +128,7 @@ class LaunchedCollector(RemoteCollector):
         kwargs = workers.env_kwargs(given.create_env_kwargs, count)
         makers = workers.per_worker("policy_factory", given.policy_factory, count)
         # Drawn from torch's generator: a seeded script has seeded workers.
-        stream = int(torch.randint(1 << 62, ()))
+        self._stream = stream = int(torch.randint(1 << 62, ()))
         parts = [
             WorkerParts(functions[worker], kwargs[worker], makers[worker], stream + worker)
             for worker in range(count)

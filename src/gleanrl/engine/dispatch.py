@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ class Ticket:
     reply: m.Reply | None = None
     arrived: int = 0
     """The reply's place among all replies."""
+    lost: WorkerDied | CollectorTimeout | None = None
+    """Why no reply will come, if the worker was lost before."""
 
 
 class Dispatcher:
@@ -162,8 +165,8 @@ class Dispatcher:
             CollectorTimeout: no reply within ``timeout`` seconds.
         """
         while ticket.reply is None:
-            if ticket.worker in self._lost:
-                raise self._lost[ticket.worker]
+            if ticket.lost is not None:
+                raise ticket.lost
             left = self._left(ticket, timeout)
             if not self.wait(left) and left is not None and ticket.reply is None:
                 raise self._unanswered(ticket, timeout)
@@ -172,6 +175,39 @@ class Dispatcher:
         if isinstance(ticket.reply, m.Done):
             return ticket.reply.value
         raise GleanError(f"worker {ticket.worker} answered {ticket.command} with {ticket.reply!r}")
+
+    def post_each(self, commands: Mapping[int, m.Command]) -> dict[int, Ticket]:
+        """Post one command per worker; where losses are tolerated, lost workers are left out.
+
+        Raises:
+            WorkerDied: a worker's process has ended, and losses are not tolerated.
+            CollectorTimeout: likewise of one that missed a deadline.
+        """
+        tickets = {}
+        for worker, command in commands.items():
+            try:
+                tickets[worker] = self.post(worker, command)
+            except (WorkerDied, CollectorTimeout):
+                if not self.intact:
+                    raise
+        return tickets
+
+    def settle_each(
+        self, tickets: Mapping[int, Ticket], timeout: float | None
+    ) -> tuple[dict[int, Any], list[Exception]]:
+        """Wait for all replies; return the values by worker, and what went wrong.
+
+        Where losses are tolerated, workers that are lost meanwhile have no value.
+        """
+        values: dict[int, Any] = {}
+        errors: list[Exception] = []
+        for worker, ticket in tickets.items():
+            try:
+                values[worker] = self.settle(ticket, timeout)
+            except Exception as err:
+                if ticket.lost is None or not self.intact:
+                    errors.append(err)
+        return values, errors
 
     def _left(self, ticket: Ticket, timeout: float | None) -> float | None:
         worker = ticket.worker
@@ -231,8 +267,10 @@ class Dispatcher:
         if worker is not None:
             new = worker not in self._lost
             self._lost.setdefault(worker, error)
+            self._occupied.pop(worker, None)
+            for ticket in [t for t in self._open.values() if t.worker == worker]:
+                ticket.lost = error
+                self.forget(ticket)
             if new and self.intact:
                 warnings.warn(f"collection goes on without it: {error}", UserWarning, stacklevel=2)
-            for ticket in [t for t in self._open.values() if t.worker == worker]:
-                self.forget(ticket)
         return error

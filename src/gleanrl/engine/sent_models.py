@@ -126,14 +126,15 @@ class SentModels:
         number = self._version.number + 1 if version is None else version
         some = workers is not None and len(workers) < self._engine.workers
         if some or not self._published(given, number):
-            # All of them, unless losses are tolerated.
-            self._send(given, self._engine.dispatcher.alive if workers is None else workers, number)
+            self._send(given, range(self._engine.workers) if workers is None else workers, number)
         if version is None:
             self._version.increment_version()
 
     def _send(self, given: Mapping[str, Any], workers: Sequence[int], number: int) -> None:
         """Send a message to each of ``workers``; answers to earlier ones are taken in first."""
         self._engine.check()
+        # All of them, unless losses are tolerated.
+        workers = [worker for worker in workers if worker in self._engine.dispatcher.alive]
         applied = {name: w for name, w in given.items() if self._scheme(name).applies}
         per_worker = [self._weights_for(worker, applied) for worker in workers]
         for models in per_worker:
@@ -227,7 +228,7 @@ class SentModels:
         """
         if name not in self._shapes:
             ask = m.Call("describe_weights", (name,))
-            self._shapes[name] = self._engine.request(0, ask)
+            self._shapes[name] = self._engine.ask(ask)
         return self._shapes[name]
 
     def _scheme(self, name: str) -> WeightSyncScheme:
