@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +25,7 @@ from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 
 _PORT = 10003
+_PORTS = 1 << 16
 _MOST_PORTS = 100
 _SHORTEST_BEAT = 0.1
 
@@ -209,7 +208,7 @@ class DistributedCollector(NodesCollector):
         threads = workers.Threads(torch.get_num_threads(), self.num_workers)
         self._threads = weakref.finalize(self, threads.restore)
         started = make_launcher(launcher, slurm_kwargs)
-        port = free_port(tcp_port, host or started.address())
+        ports = ports_to_try(tcp_port)
         self._launch(
             given,
             functions,
@@ -218,7 +217,7 @@ class DistributedCollector(NodesCollector):
                 started,
                 kind=backend,
                 host=host,
-                port=port,
+                ports=ports,
                 threads=whole("num_sub_threads", num_sub_threads, least=1),
                 patience=heartbeat,
                 start_timeout=start_timeout,
@@ -269,29 +268,19 @@ class DistributedSyncCollector(DistributedCollector):
         )
 
 
-def free_port(given: int | str | None, host: str) -> int:
-    """Return the port to listen on: the one that was asked for, or the next that is free.
+def ports_to_try(given: int | str | None) -> Sequence[int]:
+    """Return the port that was asked for; else that in the environment, and those after it.
 
     Raises:
-        ConfigError: no port number; or it is taken, and was asked for as an argument.
+        ConfigError: no port number.
     """
     wanted = given if given is not None else os.environ.get("TCP_PORT", _PORT)
     try:
         port = int(wanted)
     except (TypeError, ValueError):
         port = -1
-    if not 0 <= port < 1 << 16:
+    if not 0 <= port < _PORTS:
         raise ConfigError(f"tcp_port ({wanted!r}) must be a port number")
-    if given is not None:
-        return port
-    for candidate in range(port, min(port + _MOST_PORTS, 1 << 16)):
-        try:
-            socket.create_server((host, candidate)).close()
-        except OSError:
-            continue
-        if candidate != port:
-            warnings.warn(
-                f"port {port} is taken; nodes connect to {candidate} instead", UserWarning, 3
-            )
-        return candidate
-    raise ConfigError(f"no port from {port} to {candidate} is free on {host}; pass tcp_port=")
+    if given is not None or port == 0:
+        return (port,)
+    return range(port, min(port + _MOST_PORTS, _PORTS))

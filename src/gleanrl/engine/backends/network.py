@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied
+from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory
+from gleanrl.engine.backends.admission import Admission, listen
 from gleanrl.engine.backends.network_node import RemoteNode
 from gleanrl.engine.backends.network_weights import NetworkBoard
 from gleanrl.engine.backends.pickling import pickled
@@ -26,14 +27,12 @@ from gleanrl.engine.backends.process import reply_in
 from gleanrl.engine.backends.told import ToldByte
 from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.rollout import link
-from gleanrl.rollout.handshake import HandshakeError, Invitation, admit, keep_alive, new_secret
+from gleanrl.rollout.handshake import Invitation, keep_alive, new_secret
 from gleanrl.rollout.node import Boot, NodeBoot
 from gleanrl.rollout.pair import check_kind
 from gleanrl.rollout.worker import OpenWindow
 from gleanrl.weights.flat import plan_flat
 
-_INTRODUCTION = 2.0
-"""Seconds a stranger on the port may take to show that it is a node."""
 _LOOK = 0.5
 """Seconds between two looks at what became of nodes that have not joined yet."""
 _GRACE = 1.0
@@ -58,7 +57,7 @@ class NetworkBackend:
         *,
         kind: str = "gloo",
         host: str | None = None,
-        port: int = 0,
+        ports: Sequence[int] = (0,),
         threads: int = 1,
         patience: float = 60.0,
         start_timeout: float = 120.0,
@@ -70,7 +69,7 @@ class NetworkBackend:
             launcher: Starts the nodes.
             kind: Of process group.
             host: Address to listen on, and that nodes are told; the launcher's choice by default.
-            port: To listen on; any by default.
+            ports: To listen on the first of these that is free; any by default.
             threads: torch threads of each node.
             patience: Seconds without a sign of life after which a node counts as dead.
             start_timeout: Seconds all nodes together may take to join.
@@ -91,20 +90,12 @@ class NetworkBackend:
         self._closed = False
         self.stop_byte = ToldByte(self._tell_stop)
         self._host = host or launcher.address()
-        try:
-            self._listener = socket.create_server((self._host, port), backlog=1024)
-        except OSError as err:
-            raise ConfigError(
-                f"cannot listen for nodes on {self._host}:{port} ({err}); choose another tcp_port "
-                "or interface, or leave them out"
-            ) from err
-        self._poller = select.epoll()
-
-    @property
-    def address(self) -> tuple[str, int]:
+        listener = listen(self._host, ports)
+        host, port = listener.getsockname()[:2]
+        self.address = str(host), int(port)
         """Where nodes connect to."""
-        host, port = self._listener.getsockname()[:2]
-        return str(host), int(port)
+        self._admission = Admission(listener, self._secret, patience)
+        self._poller = select.epoll()
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -133,32 +124,17 @@ class NetworkBackend:
                     f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
                 )
             self._check_started(missing)
-            sock = self._accept(min(left, _LOOK))
-            index = None if sock is None else self._admit(sock, min(left, _INTRODUCTION))
-            if sock is not None and index in missing:
-                joined[index] = self._welcome(self._remote(index, sock), blobs[index])
-            elif sock is not None:
-                sock.close()
+            for index, sock in self._admission.wait(min(left, _LOOK)):
+                if index in missing and index not in joined:
+                    joined[index] = self._welcome(self._remote(index, sock), blobs[index])
+                else:
+                    sock.close()
         self._nodes.extend(joined[worker] for worker in range(len(blobs)))
-        self._listener.close()
+        self._admission.close()
         self._gather_all()
 
     def _gather_all(self) -> None:
         """Do what needs all nodes."""
-
-    def _accept(self, timeout: float) -> socket.socket | None:
-        self._listener.settimeout(timeout)
-        try:
-            return self._listener.accept()[0]
-        except TimeoutError:
-            return None
-
-    def _admit(self, sock: socket.socket, timeout: float) -> int | None:
-        """Return which node ``sock`` leads to, ``None`` if to a stranger."""
-        try:
-            return admit(sock, self._secret, timeout, self._patience)
-        except HandshakeError:
-            return None
 
     def _check_started(self, missing: Sequence[int]) -> None:
         for fd, events in self._poller.poll(0):  # of nodes that have joined: are they still there?
@@ -355,7 +331,7 @@ class NetworkBackend:
             _keep_for_ever((self, nodes))
         for node in nodes:
             node.close(drop=not foreign)
-        self._listener.close()
+        self._admission.close()
         self._launcher.stop(min(timeout, _GRACE))
         self._poller.close()
 
