@@ -46,6 +46,9 @@ class WorkerParts:
 class LaunchedCollector(RemoteCollector):
     """The steps of the constructor; ``given`` holds its arguments by name."""
 
+    _replaces = False
+    """Whether lost workers are replaced."""
+
     def _check(self, given: SimpleNamespace) -> None:
         """Find contradictions before anything is built."""
         checks.check_multi(given)
@@ -211,6 +214,7 @@ class LaunchedCollector(RemoteCollector):
             schemes=given.weight_sync_schemes,
             version=self._version,
             devices=self.policy_device,
+            keep=self._replaces,
         )
         self.weight_updater = given.weight_updater
 

@@ -12,8 +12,8 @@ from gleanrl.collectors import checks
 from gleanrl.collectors.running import PATIENCE, RunningCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
+from gleanrl.engine.replacing import reseeded
 from gleanrl.engine.sent_models import SentModels
-from gleanrl.rollout.streams import renewed
 
 
 class RemoteCollector(RunningCollector):
@@ -254,16 +254,6 @@ class RemoteCollector(RunningCollector):
     def _abandon(self) -> None:
         # Whoever interrupted, or waits for the error, does not wait for a worker that hangs.
         self.shutdown(PATIENCE, raise_on_error=False)
-
-
-def reseeded(seed: m.Seed, life: int) -> m.Seed:
-    """Return the seed of a worker that was lost ``life`` times since it would have got ``seed``."""
-    stream = renewed(seed.seed if seed.stream is None else seed.stream, life)
-    return m.Seed(stream % _SEEDS, seed.static, stream)
-
-
-_SEEDS = 1 << 31
-"""Seeds that every kind of environment takes."""
 
 
 def _of_lost(newest: Mapping[str, Any], life: int) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Engine:
             factories: One per worker.
             start_timeout: Seconds all workers together may take to come up.
         """
-        self._arenas: list[Arena] = []
+        self._arenas: Sequence[Arena] = []
         self._gather: Gather | None = None
         self._workers = len(factories)
         self._closed = False
@@ -123,9 +123,8 @@ class Engine:
         ]
 
     def use(self, gather: Gather, arenas: Sequence[Arena]) -> None:
-        """Collect with ``gather`` into ``arenas``; call once, before `collect`."""
-        self._gather = gather
-        self._arenas = list(arenas)
+        """Collect with ``gather`` into ``arenas``, which it may exchange; call once, first."""
+        self._gather, self._arenas = gather, arenas
 
     def _open_window(self, reference: m.WindowRef) -> RolloutWindow:
         if not reference.blocks:  # a source without fixed layout writes no window
@@ -357,6 +356,8 @@ class Engine:
     def _close(self, timeout: float, close_env: bool, raise_on_error: bool) -> None:
         errors: list[BaseException] = []
         deadline = time.monotonic() + timeout
+        self.dispatcher.replacing = None
+        self.dispatcher.joining.clear()
         tickets: dict[int | None, Ticket] = {}
         for worker in self.dispatcher.alive if close_env else ():
             try:

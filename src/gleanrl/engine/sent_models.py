@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class SentModels:
         schemes: Mapping[str, WeightSyncScheme] | None,
         version: PolicyVersion | None,
         devices: Sequence[torch.device | None],
+        keep: bool = False,
     ) -> None:
         """Remember the learner's policy, and set up its board.
 
@@ -58,6 +60,7 @@ class SentModels:
             schemes: Per model id; shared memory where nothing is said.
             version: The counter to show, if versions are tracked.
             devices: Per worker, where its policy is.
+            keep: Keep what was sent by message, for workers that take the place of others.
         """
         self._engine = engine
         self._policy = policy
@@ -66,6 +69,8 @@ class SentModels:
         self._version = version if version is not None else PolicyVersion()
         self._devices = list(devices)
         self._serial = 0
+        self._kept = dict.fromkeys(range(engine.workers), m.Snapshot(0, {})) if keep else {}
+        """Per worker, the weights that were last sent to it by message, if they are kept."""
         self._shapes: dict[str, Shapes] = {}
         self._dtypes: dict[str, dict[str, torch.dtype]] = {}
         self._boards: dict[str, Board] = {}
@@ -133,20 +138,31 @@ class SentModels:
     def _send(self, given: Mapping[str, Any], workers: Sequence[int], number: int) -> None:
         """Send a message to each of ``workers``; answers to earlier ones are taken in first."""
         self._engine.check()
-        # All of them, unless losses are tolerated.
-        workers = [worker for worker in workers if worker in self._engine.dispatcher.alive]
         applied = {name: w for name, w in given.items() if self._scheme(name).applies}
         per_worker = [self._weights_for(worker, applied) for worker in workers]
         for models in per_worker:
             for name, weights in models.items():
                 self._check(name, weights)
         self._serial += 1
-        self._engine.post(
-            {
-                worker: m.Load(m.Snapshot(number, models, self._serial))
-                for worker, models in zip(workers, per_worker, strict=True)
-            }
-        )
+        alive = self._engine.dispatcher.alive  # all of them, unless losses are tolerated
+        loads = {
+            worker: self._load(worker, number, models)
+            for worker, models in zip(workers, per_worker, strict=True)
+        }
+        self._engine.post({worker: load for worker, load in loads.items() if worker in alive})
+
+    def _load(self, worker: int, number: int, models: Mapping[str, Weights]) -> m.Load:
+        """Return the message that has ``worker`` load ``models``, which are kept if need be."""
+        if worker in self._kept:
+            models_then = {**self._kept[worker].models, **models}
+            self._kept[worker] = m.Snapshot(number, models_then, self._serial)
+        return m.Load(m.Snapshot(number, models, self._serial))
+
+    def catch_up(self, worker: int) -> list[m.Command]:
+        """Return what gives a worker that takes the place of ``worker`` the newest weights."""
+        kept = self._kept[worker]
+        bound = [m.Bind(name, board.ref) for name, board in self._boards.items()]
+        return [*bound, m.Load(kept)] if kept.serial else [*bound]
 
     def _published(self, given: Mapping[str, Any], number: int) -> bool:
         """Publish through a board if that can be done."""
@@ -175,6 +191,10 @@ class SentModels:
             tensors = [torch.as_tensor(weights[entry]) for entry in names]
         self._serial += 1
         board.publish(tensors, number, self._serial)
+        for worker, kept in self._kept.items():  # what the board has is newer
+            if name in kept.models:
+                models = {n: w for n, w in kept.models.items() if n != name}
+                self._kept[worker] = replace(kept, models=models)
         return True
 
     def _fits(self, board: Board, tracked: TrackedModule, tensors: list[torch.Tensor]) -> bool:
@@ -289,7 +309,7 @@ class SentModels:
         loads: dict[int, m.Command] = {}
         for worker, (state, number) in states.items():
             models = {_POLICY: cloned(weights_of(state))} if state else {}
-            loads[worker] = m.Load(m.Snapshot(number, models, self._serial))
+            loads[worker] = self._load(worker, number, models)
         self._engine.request_each(loads)
 
 

@@ -108,18 +108,13 @@ class NetworkBackend:
             CollectorTimeout: not all had joined in time.
         """
         blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
-        host, port = self.address
-        self._launcher.launch(
-            [
-                Invitation(host, port, n, self._secret, self._start_timeout)
-                for n in range(len(blobs))
-            ]
-        )
+        self._launcher.launch([self._invitation(node) for node in range(len(blobs))])
         joined: dict[int, RemoteNode] = {}
         deadline = time.monotonic() + self._start_timeout
         while missing := [worker for worker in range(len(blobs)) if worker not in joined]:
             left = deadline - time.monotonic()
             if left <= 0:
+                host, port = self.address
                 raise CollectorTimeout(
                     f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
                 )
@@ -130,11 +125,14 @@ class NetworkBackend:
                 else:
                     sock.close()
         self._nodes.extend(joined[worker] for worker in range(len(blobs)))
-        self._admission.close()
-        self._gather_all()
+        self._all_in(blobs)
 
-    def _gather_all(self) -> None:
-        """Do what needs all nodes."""
+    def _invitation(self, node: int) -> Invitation:
+        return Invitation(*self.address, node, self._secret, self._start_timeout)
+
+    def _all_in(self, factories: Sequence[bytes]) -> None:
+        """Do what can be done once all nodes have joined."""
+        self._admission.close()
 
     def _check_started(self, missing: Sequence[int]) -> None:
         for fd, events in self._poller.poll(0):  # of nodes that have joined: are they still there?
@@ -163,16 +161,19 @@ class NetworkBackend:
         self._by_fd[node.channel.fileno()] = node
         self._poller.register(node.channel.fileno(), select.EPOLLIN)
         try:
-            node.channel.send(pickle.dumps(self._boot(node.index, factory)))
-            node.connect(self._kind, self._patience)
+            self._greet(node, factory)
         except (EOFError, OSError, RuntimeError) as err:
             raise self._died(node, str(err)) from None
         self._frames.extend((node, frame) for frame in node.early)
         return node
 
-    def _boot(self, index: int, factory: bytes) -> Boot:
-        """Return what node ``index`` is told to be."""
-        return NodeBoot(self._threads, self._kind, tuple(sys.path), factory)
+    def _greet(self, node: RemoteNode, factory: bytes, life: int = 0) -> None:
+        node.channel.send(pickle.dumps(self._boot(node.index, factory, life)))
+        node.connect(self._kind, self._patience)
+
+    def _boot(self, index: int, factory: bytes, life: int) -> Boot:
+        """Return what node ``index`` is told to be, which was lost ``life`` times."""
+        return NodeBoot(self._threads, self._kind, tuple(sys.path), factory, life)
 
     def board(self, weights: Mapping[str, torch.Tensor]) -> NetworkBoard:
         """Prepare to send weights like these to all nodes."""
@@ -198,6 +199,8 @@ class NetworkBackend:
             for board in self._boards:
                 board.catch_up(node)
         node.post(ticket, command)
+        if isinstance(command, m.Bind):
+            self._boards[command.board.offset].include(node)
         self._watch(node)
 
     def _tell_stop(self, value: int) -> None:
@@ -296,7 +299,15 @@ class NetworkBackend:
 
     def _died(self, node: RemoteNode, how: str) -> WorkerDied:
         known = node.channel.fileno() >= 0
-        if known:
+        self._drop(node)
+        fate = node.leaving or self._launcher.fate(node.index, 2.0 if known else 0.0) or how
+        error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
+        error.worker = node.index
+        return error
+
+    def _drop(self, node: RemoteNode) -> None:
+        """Hang up on ``node`` and forget what it has to do with. Idempotent."""
+        if node.channel.fileno() >= 0:
             self._poller.unregister(node.channel.fileno())
             self._by_fd.pop(node.channel.fileno(), None)
             node.listen()
@@ -308,10 +319,6 @@ class NetworkBackend:
                     self._frames.append(each)
         for board in self._boards:
             board.forget(node)
-        fate = node.leaving or self._launcher.fate(node.index, 2.0 if known else 0.0) or how
-        error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
-        error.worker = node.index
-        return error
 
     def open(self, payload: m.Payload) -> Any:
         """Return the rollout, which travelled with the reply."""

@@ -126,15 +126,16 @@ class RPCBackend(NetworkBackend):
         )
         super().start(factories)
 
-    def _boot(self, index: int, factory: bytes) -> RpcBoot:
+    def _boot(self, index: int, factory: bytes, life: int) -> RpcBoot:
         world = self._world
         if self._devices is not None:
             own = {**self._options, "devices": list(self._devices[index] or [])}
             world = replace(world, options=own)
         return RpcBoot(self._threads, tuple(sys.path), factory, world)
 
-    def _gather_all(self) -> None:
+    def _all_in(self, factories: Sequence[bytes]) -> None:
         """Enter the world; a node that goes away meanwhile is noticed."""
+        super()._all_in(factories)
         timeout = self._world.timeout(LEARNER)
         post = Post(self._world, LEARNER, timeout, self._take, self._note_lost)
         self._post = post
