@@ -92,6 +92,21 @@ def test_everything_can_be_asked_of_the_nodes_that_are_left():
         assert seen == {1}
 
 
+@pytest.mark.filterwarnings("ignore:collection goes on without it")
+def test_batches_of_a_lost_node_may_be_kept():
+    held = []
+    with nodes(rig.counting(0), rig.counting(1), on_failure="continue") as collector:
+        while len(held) < 3:
+            batch = collector.next()
+            if number_in(batch) == 1:
+                held.append(batch)
+        kill(collector, 1)
+        copies = [batch.clone() for batch in held]
+        for _ in range(12):
+            collector.next()
+        assert all((one == other).all() for one, other in zip(held, copies, strict=True))
+
+
 def random_steps(batch):
     return batch["action"].flatten().tolist()
 
@@ -366,6 +381,44 @@ def test_a_replacement_that_does_not_join_in_time_is_lost_too():
                 collector.next()
             told += [str(each.message) for each in caught]
         assert "had not joined within 0.2 s" in told[-1]
+
+
+@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
+def test_a_node_that_hangs_is_replaced_and_ended():
+    with relaunching(
+        rig.counting(0), rig.counting(1, fault=rig.hold_the_lock), timeout=0.5, max_relaunches=1
+    ) as collector:
+        of_one = []
+        while len(of_one) < 2:  # every life hangs in its second rollout
+            batch = collector.next()
+            if number_in(batch) == 1:
+                of_one.append(batch["next", "observation"][:, 1].tolist())
+        assert of_one == [list(range(1, 9))] * 2
+        while len(collector._engine.dispatcher.alive) == 2:
+            collector.next()
+
+
+@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
+def test_a_node_with_workers_of_its_own_is_replaced():
+    ids = set()
+    with relaunching(
+        rig.counting(0),
+        rig.counting(1),
+        collector_class="sync",
+        num_workers_per_collector=2,
+        per_node=20,
+    ) as collector:
+        for _ in range(6):
+            ids |= ids_in(collector.next())
+        pid = collector._engine.backend._launcher._pids[1]
+        os.kill(pid, signal.SIGKILL)
+        lives = collector._engine.lives[1]
+        while collector._engine.lives[1] == lives:
+            ids |= ids_in(collector.next())
+        fresh = [collector.next() for _ in range(8)]
+        of_one = [b for b in fresh if int(b["next", "observation"][0, 0, 0]) == 1]
+        assert of_one
+        assert not ids & set().union(*map(ids_in, of_one))
 
 
 def test_strangers_and_nodes_too_many_are_turned_away_while_all_are_there():

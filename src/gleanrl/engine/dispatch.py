@@ -80,6 +80,10 @@ class Dispatcher:
         """Workers that were not lost."""
         return [worker for worker in range(self.workers) if worker not in self._lost]
 
+    def has(self, worker: int) -> bool:
+        """Tell whether ``worker`` was not lost."""
+        return worker not in self._lost
+
     @property
     def lost(self) -> list[WorkerDied | CollectorTimeout]:
         """What workers were lost to, first lost first."""

@@ -132,6 +132,8 @@ class AsyncGather:
 
     def _begin(self, worker: int, budget: Budget) -> bool:
         """Ask ``worker`` for a rollout; return ``False`` if it was lost."""
+        if not self._dispatcher.has(worker):  # and some of its slots with it
+            return False
         slots = self._slots[worker]
         slot = slots.acquire()
         window, random = slots.windows(slot)[0], budget.random

@@ -139,7 +139,8 @@ class SentModels:
         """Send a message to each of ``workers``; answers to earlier ones are taken in first."""
         self._engine.check()
         applied = {name: w for name, w in given.items() if self._scheme(name).applies}
-        per_worker = [self._weights_for(worker, applied) for worker in workers]
+        copies: dict[str, Weights] = {}
+        per_worker = [self._weights_for(worker, applied, copies) for worker in workers]
         for models in per_worker:
             for name, weights in models.items():
                 self._check(name, weights)
@@ -214,14 +215,19 @@ class SentModels:
         check_values(repr(name), weights, self._dtypes.get(name, {}))
         check_shapes(repr(name), self.shapes(name), weights)
 
-    def _weights_for(self, worker: int, given: Mapping[str, Any]) -> dict[str, Weights]:
+    def _weights_for(
+        self, worker: int, given: Mapping[str, Any], copies: dict[str, Weights]
+    ) -> dict[str, Weights]:
+        """Return what one worker is sent; ``copies`` holds what all of them are."""
         models = {}
         for name, source in given.items():
             if isinstance(source, Mapping) and _by_worker(source):
-                if worker not in source:
-                    continue
-                source = source[worker]
-            models[name] = cloned(self._read(name, source))
+                if worker in source:
+                    models[name] = cloned(self._read(name, source[worker]))
+                continue
+            if name not in copies:
+                copies[name] = cloned(self._read(name, source))
+            models[name] = copies[name]
         return {name: weights for name, weights in models.items() if weights}
 
     def _read(self, name: str, source: Any) -> Weights:

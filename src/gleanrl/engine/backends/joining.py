@@ -134,10 +134,13 @@ class Joining:
                     return
                 wanted = list(self._wanted.items())
             for index, each in wanted:
-                if each.deadline is None:
-                    self._launch(index, each)
-                else:
-                    self._look_after(index, each)
+                try:
+                    if each.deadline is None:
+                        self._launch(index, each)
+                    else:
+                        self._look_after(index, each)
+                except Exception as err:  # whatever a scheduler says
+                    self._fail(index, each, f"could not be started ({err})")
             for index, sock in [] if self._closing else self._admission.wait(_LOOK):
                 self._let_in(index, sock)
 
@@ -145,10 +148,9 @@ class Joining:
         wanted.deadline = time.monotonic() + self._timeout
         try:
             self._launcher.launch([self._invitation(index)])
-        except Exception as err:  # whatever a scheduler says
-            self._fail(index, wanted, f"could not be started ({err})")
-        if self._closing:  # it may have been started after everybody else was ended
-            self._launcher.stop(0.0)
+        finally:
+            if self._closing:  # it may have been started after everybody else was ended
+                self._launcher.stop(0.0)
 
     def _look_after(self, index: int, wanted: _Wanted) -> None:
         assert wanted.deadline is not None
