@@ -25,6 +25,7 @@ from gleanrl import (
 )
 from gleanrl.engine.backends.process import zygote
 from gleanrl.engine.launchers.local import LocalLauncher
+from gleanrl.engine.launchers.manual import ManualLauncher
 from gleanrl.rollout.handshake import Invitation, join
 
 
@@ -431,6 +432,21 @@ def test_strangers_and_nodes_too_many_are_turned_away_while_all_are_there():
         for stranger in strangers:
             assert len(stranger.recv(1000)) == 40
             stranger.close()
+
+
+def test_somebody_is_asked_to_start_a_node_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("GLEANRL_SECRET", raising=False)
+    told = []
+    launcher = ManualLauncher(told.append)
+    invited = [Invitation("127.0.0.1", 1, node, b"x" * 32) for node in range(2)]
+    launcher.launch(invited)
+    launcher.launch(invited[1:])
+    (again,) = [line for line in told[1].splitlines() if "python -m" in line]
+    assert again in told[0]
+    assert again.endswith("--node 1")
+    launcher.stop(0.0)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(

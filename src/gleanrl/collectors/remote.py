@@ -149,7 +149,8 @@ class RemoteCollector(RunningCollector):
     def _restored(self, worker: int, entry: Mapping[str, Any], strict: bool) -> m.Command:
         """Return what has ``worker`` go on from ``entry``, or begin afresh if that is lost."""
         if entry.get("lost"):
-            return reseeded(m.Seed(self._stream + worker), int(entry["life"]))
+            life = max(int(entry["life"]), self._engine.lives[worker])
+            return reseeded(m.Seed(self._stream + worker), life)
         return m.SetState({**entry["worker"], "env": entry.get("env_state_dict", {})}, strict)
 
     def _number_lives(self, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -157,8 +158,10 @@ class RemoteCollector(RunningCollector):
         engine = self._engine
         alive = engine.dispatcher.alive
         for worker, entry in enumerate(entries):
-            unborn = bool(entry.get("lost")) and worker not in alive
-            engine.lives[worker] = int(entry.get("life", 0)) - unborn
+            life = int(entry.get("life", 0))
+            if entry.get("lost"):  # it begins a life, which must not be one that is over
+                life = max(life - (worker not in alive), engine.lives[worker])
+            engine.lives[worker] = life
         engine.request_each({worker: engine.place(worker) for worker in alive})
 
     def stats(self, workers: str = "aggregate") -> dict[str, int | float | bool]:

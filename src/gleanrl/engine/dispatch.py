@@ -169,9 +169,7 @@ class Dispatcher:
         elif isinstance(reply, m.Ready) and worker in self.joining:
             failure = self._welcome(reply)
         if failure is not None:
-            error = WorkerDied(f"the replacement of worker {worker} failed: {failure}")
-            error.worker = worker
-            self._lose(worker, error)
+            self._lose(worker, _failed(worker, failure))
         self.raise_lost()
 
     def _welcome(self, reply: m.Ready) -> Exception | None:
@@ -188,6 +186,9 @@ class Dispatcher:
             return None
         except Exception as err:
             return err
+        except BaseException:  # an interrupt: half brought up to date it is of no use
+            self._lose(worker, _failed(worker, "it was interrupted"))
+            raise
         warnings.warn(
             f"worker {worker} was replaced and takes part again", UserWarning, stacklevel=2
         )
@@ -348,3 +349,9 @@ class Dispatcher:
                     f"collection goes on without it{more}: {error}", UserWarning, stacklevel=2
                 )
         return error
+
+
+def _failed(worker: int, why: object) -> WorkerDied:
+    error = WorkerDied(f"the replacement of worker {worker} failed: {why}")
+    error.worker = worker
+    return error
