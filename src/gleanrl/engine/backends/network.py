@@ -199,8 +199,6 @@ class NetworkBackend:
             for board in self._boards:
                 board.catch_up(node)
         node.post(ticket, command)
-        if isinstance(command, m.Bind):
-            self._boards[command.board.offset].include(node)
         self._watch(node)
 
     def _tell_stop(self, value: int) -> None:

@@ -7,6 +7,7 @@ import select
 import time
 from collections.abc import Sequence
 
+from gleanrl.core import messages as m
 from gleanrl.core.errors import WorkerDied
 from gleanrl.engine.backends.joining import Joining
 from gleanrl.engine.backends.network import NetworkBackend
@@ -53,6 +54,18 @@ class ReplacingBackend(NetworkBackend):
         assert self._joining is not None
         self._drop(self._nodes[worker])
         self._joining.want(worker, life)
+
+    def send(self, worker: int, ticket: int, command: m.Command) -> None:
+        """Post ``command``; a node that takes the place of another gets the newest with `Bind`.
+
+        Raises:
+            ClosedError: after `stop`.
+            WorkerDied: `receive` has said already that the node is gone.
+        """
+        super().send(worker, ticket, command)
+        if isinstance(command, m.Bind):
+            self._boards[command.board.offset].include(self._nodes[worker])
+            self._watch(self._nodes[worker])
 
     def _turn_to(self, fd: int, events: int) -> None:
         if self._joining is not None and fd == self._joining.bell:
