@@ -1,5 +1,6 @@
 """Nodes that are lost: what goes on without them, and with those that take their place."""
 
+import gc
 import os
 import signal
 import socket
@@ -363,6 +364,23 @@ def test_shutting_down_while_a_replacement_joins(tmp_path, how):
     assert time.monotonic() - begin < 2 * rig.LIMIT
     if how == "half in":
         sock.close()
+    assert threading.active_count() <= threads
+
+
+@pytest.mark.filterwarnings("ignore:.*without it")
+def test_a_collector_nobody_has_any_more_ends_also_after_a_loss():
+    launcher = Stuck()
+    threads = threading.active_count()
+    collector = relaunching(rig.counting(0), rig.counting(1), launcher=launcher)
+    collector.next()
+    kill(collector, 1)
+    while not launcher.begun.is_set():
+        collector.next()
+    collector.set_seed(1)
+    pids = [collector.map_fn("env.pid")[0], launcher.stuck[0].pid]
+    del collector
+    gc.collect()
+    rig.await_end(pids)
     assert threading.active_count() <= threads
 
 

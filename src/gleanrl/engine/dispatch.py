@@ -143,11 +143,11 @@ class Dispatcher:
         if isinstance(reply, m.Begun):
             self._occupied[reply.worker] = reply.ticket
             return None
+        if self._occupied.get(reply.worker) == reply.ticket:
+            del self._occupied[reply.worker]
         if reply.ticket == 0 or reply.ticket in self._setting_up:
             self._bring_up(reply)
             return None
-        if self._occupied.get(reply.worker) == reply.ticket:
-            del self._occupied[reply.worker]
         ticket = self._open.pop(reply.ticket, None)
         if ticket is not None:
             self._arrivals += 1
@@ -256,9 +256,10 @@ class Dispatcher:
         for worker, command in commands.items():
             try:
                 tickets[worker] = self.post(worker, command)
-            except (WorkerDied, CollectorTimeout):
+            except (WorkerDied, CollectorTimeout) as err:
                 if not self.intact:
                     raise
+                _let_frames_go(err)
         return tickets
 
     def settle_each(
@@ -276,6 +277,8 @@ class Dispatcher:
             except Exception as err:
                 if ticket.lost is None or not self.intact:
                     errors.append(err)
+                else:
+                    _let_frames_go(err)
         return values, errors
 
     def _left(self, ticket: Ticket, timeout: float | None) -> float | None:
@@ -345,6 +348,7 @@ class Dispatcher:
                 self.forget(ticket)
             more = self.replacing.replace(worker) if new and self.replacing is not None else ""
             if new and self.intact:
+                _let_frames_go(error)
                 warnings.warn(
                     f"collection goes on without it{more}: {error}", UserWarning, stacklevel=2
                 )
@@ -355,3 +359,8 @@ def _failed(worker: int, why: object) -> WorkerDied:
     error = WorkerDied(f"the replacement of worker {worker} failed: {why}")
     error.worker = worker
     return error
+
+
+def _let_frames_go(error: BaseException) -> None:
+    """Have an error that is kept but not raised keep no frames, and with them nothing alive."""
+    error.__traceback__ = error.__context__ = None
