@@ -9,6 +9,7 @@ import sys
 import textwrap
 import warnings
 from collections import defaultdict
+from contextlib import suppress
 
 import pytest
 import rig
@@ -342,27 +343,32 @@ def test_a_port_that_is_taken(monkeypatch):
             nodes(rig.counting(), tcp_port=None).shutdown()
 
 
-def test_strangers_are_refused_and_disturb_nobody(monkeypatch):
-    from gleanrl.engine.backends import network
+def test_strangers_are_refused_and_delay_nobody(monkeypatch):
+    from gleanrl.engine.backends import admission
 
     met = []
-    accept = network.NetworkBackend._accept
+    wait = admission.Admission.wait
 
-    def accept_among_strangers(self, timeout):
+    def wait_among_strangers(self, timeout):
         if not met:
-            for greeting in (b"GET / HTTP/1.0\r\n\r\n", b"\x80" * 100, b""):
-                stranger = socket.create_connection(self.address)
-                stranger.sendall(greeting)
-                stranger.shutdown(socket.SHUT_WR)
+            where = self._listener.getsockname()
+            for greeting in (b"GET / HTTP/1.0\r\n\r\n", b"\x80" * 100, b"", *[None] * 100):
+                stranger = socket.create_connection(where)
                 met.append(stranger)
-        return accept(self, timeout)
+                if greeting is not None:  # else: says nothing for as long as it is let
+                    stranger.sendall(greeting)
+                    stranger.shutdown(socket.SHUT_WR)
+        return wait(self, timeout)
 
-    monkeypatch.setattr(network.NetworkBackend, "_accept", accept_among_strangers)
-    with nodes(rig.counting(0), rig.counting(1)) as collector:
+    monkeypatch.setattr(admission.Admission, "wait", wait_among_strangers)
+    with rig.in_time(20):  # one by one it would be 200 s
+        collector = nodes(rig.counting(0), rig.counting(1))
+    with collector:
         assert collector.next() is not None
-    assert len(met) == 3
+    assert len(met) == 103
     for stranger in met:
-        assert len(stranger.recv(1000)) <= 40  # the greeting, no secret, no pickle
+        with suppress(ConnectionResetError):
+            assert len(stranger.recv(1000)) <= 40  # the greeting, no secret, no pickle
         stranger.close()
 
 

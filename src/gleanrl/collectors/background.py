@@ -117,7 +117,8 @@ class BackgroundCollector(BaseCollector):
                 if ready:
                     self._collect(feed)
                     return True
-                if self._engine.idle and not held:
+                more = feed and self._budget.wants_more  # all who were asked may have been lost
+                if self._engine.idle and not (held or more):
                     return False
         except BaseException as err:
             if self._ending and isinstance(err, ClosedError):  # a rollout was cut short by that

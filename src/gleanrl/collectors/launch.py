@@ -46,6 +46,9 @@ class WorkerParts:
 class LaunchedCollector(RemoteCollector):
     """The steps of the constructor; ``given`` holds its arguments by name."""
 
+    _replaces = False
+    """Whether lost workers are replaced."""
+
     def _check(self, given: SimpleNamespace) -> None:
         """Find contradictions before anything is built."""
         checks.check_multi(given)
@@ -128,7 +131,7 @@ class LaunchedCollector(RemoteCollector):
         kwargs = workers.env_kwargs(given.create_env_kwargs, count)
         makers = workers.per_worker("policy_factory", given.policy_factory, count)
         # Drawn from torch's generator: a seeded script has seeded workers.
-        stream = int(torch.randint(1 << 62, ()))
+        self._stream = stream = int(torch.randint(1 << 62, ()))
         parts = [
             WorkerParts(functions[worker], kwargs[worker], makers[worker], stream + worker)
             for worker in range(count)
@@ -211,6 +214,7 @@ class LaunchedCollector(RemoteCollector):
             schemes=given.weight_sync_schemes,
             version=self._version,
             devices=self.policy_device,
+            keep=self._replaces,
         )
         self.weight_updater = given.weight_updater
 

@@ -41,8 +41,7 @@ class NestedFactory:
     def __call__(self, worker: int) -> NestedSource:
         """Build the collector and serve it."""
         streams = Streams()
-        if self.stream is not None:
-            streams.seed(self.stream)
+        streams.begin(self.stream)
         with preserved(), streams.active():  # those of workers of its own come from these
             collector = self.collector_class(self.create_env_fn, self.policy, **self.kwargs)
         if isinstance(collector, BaseCollector):

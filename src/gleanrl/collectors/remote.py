@@ -12,6 +12,7 @@ from gleanrl.collectors import checks
 from gleanrl.collectors.running import PATIENCE, RunningCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
+from gleanrl.engine.replacing import reseeded
 from gleanrl.engine.sent_models import SentModels
 
 
@@ -23,6 +24,8 @@ class RemoteCollector(RunningCollector):
     _threads: Any
     _sizes: Sequence[int]
     _sync: bool
+    _stream: int
+    """What the random streams of the workers were made from."""
 
     @contextmanager
     def _threads_back(self) -> Iterator[None]:
@@ -81,19 +84,32 @@ class RemoteCollector(RunningCollector):
         """Return ``worker0``, ``worker1``, …, each with its policy and environment, and counters.
 
         Waits for rollouts that are under way; they are delivered as if nothing had been asked.
+        Where losses are tolerated, the entry of a lost worker says so (``"lost"``) and holds the
+        policy of the worker that has the newest: whoever loads it starts there with fresh
+        environments, random streams and trajectory ids.
         """
-        with self._engine.turn(None):
-            states = self._engine.request_all(m.GetState())
-            policies = self._engine.request_all(m.Call("policy_state"))
-        found: dict[str, Any] = {}
-        for worker, (state, policy) in enumerate(zip(states, policies, strict=True)):
-            env = state.pop("env")
-            found[f"worker{worker}"] = {
-                "policy_state_dict": policy,
-                "env_state_dict": env,
-                "worker": state,
-            }
-        return {**found, "frames": self._budget.delivered, "iter": self._batches}
+        engine = self._engine
+        with engine.turn(None):
+            states = engine.request_all(m.GetState())
+            policies = engine.request_all(m.Call("policy_state"))
+            lives = list(engine.lives)
+        asked = zip(states, policies, lives, strict=True)
+        found: dict[int, dict[str, Any]] = {}
+        for worker, (state, policy, life) in enumerate(asked):
+            if state is not None and policy is not None:
+                found[worker] = {
+                    "policy_state_dict": policy,
+                    "env_state_dict": state.pop("env"),
+                    "worker": state,
+                    "life": life,
+                }
+        if not found:
+            raise engine.dispatcher.lost[0]
+        newest = max(found.values(), key=lambda entry: entry["worker"]["policy_version"])
+        for worker, life in enumerate(lives):
+            found.setdefault(worker, _of_lost(newest, life + 1))
+        entries = {f"worker{worker}": found[worker] for worker in range(self.num_workers)}
+        return {**entries, "frames": self._budget.delivered, "iter": self._batches}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restore what `state_dict` returned; environments restart on fresh resets.
@@ -112,22 +128,41 @@ class RemoteCollector(RunningCollector):
         missing = [name for name in (*names, "frames", "iter") if name not in state_dict]
         if strict and missing:
             raise KeyError(f"state_dict lacks {missing}; load with strict=False to do without")
-        policies, states = {}, {}
+        policies: dict[int, tuple[Mapping[str, Any], int]] = {}
+        states: dict[int, m.Command] = {}
         for worker, name in enumerate(names):
             entry = state_dict[name]
-            state = {**entry["worker"], "env": entry.get("env_state_dict", {})}
-            version = int(state["policy_version"])
+            version = int(entry["worker"]["policy_version"])
             policies[worker] = (entry.get("policy_state_dict") or {}, version)
-            states[worker] = m.SetState(state, strict)
+            states[worker] = self._restored(worker, entry, strict)
         with self._engine.turn(None):
             frames = int(state_dict.get("frames", self._budget.delivered))
             batches = int(state_dict.get("iter", self._batches))
             self._models.check_restore(state for state, _ in policies.values())
-            self._restart(dict(states))
+            self._number_lives([state_dict[name] for name in names])
+            self._restart(states)
             self._models.restore(policies)
             self._models.continue_from(max(version for _, version in policies.values()))
             self._budget.continue_from(frames)
             self._batches = batches
+
+    def _restored(self, worker: int, entry: Mapping[str, Any], strict: bool) -> m.Command:
+        """Return what has ``worker`` go on from ``entry``, or begin afresh if that is lost."""
+        if entry.get("lost"):
+            life = max(int(entry["life"]), self._engine.lives[worker])
+            return reseeded(m.Seed(self._stream + worker), life)
+        return m.SetState({**entry["worker"], "env": entry.get("env_state_dict", {})}, strict)
+
+    def _number_lives(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Go on counting lives from a state, and with them trajectory ids."""
+        engine = self._engine
+        alive = engine.dispatcher.alive
+        for worker, entry in enumerate(entries):
+            life = int(entry.get("life", 0))
+            if entry.get("lost"):  # it begins a life, which must not be one that is over
+                life = max(life - (worker not in alive), engine.lives[worker])
+            engine.lives[worker] = life
+        engine.request_each({worker: engine.place(worker) for worker in alive})
 
     def stats(self, workers: str = "aggregate") -> dict[str, int | float | bool]:
         """Return a flat dictionary of scalars; costs no round trip.
@@ -161,12 +196,12 @@ class RemoteCollector(RunningCollector):
         """Resolve a path such as ``"env.transform[0]"`` and call it in every worker.
 
         Returns:
-            One result per worker.
+            One result per worker, ``None`` for one that was lost (where that is tolerated).
         """
         return self._engine.request_all(m.Call(attr_path, args, kwargs))
 
     def get_distant_attr(self, attr: str) -> list[Any]:
-        """Return what a path such as ``"policy.module"`` names, one entry per worker."""
+        """Return what a path names, one entry per worker (``None`` if it was lost)."""
         return self._engine.request_all(m.Get(attr))
 
     def map_fn(
@@ -176,6 +211,8 @@ class RemoteCollector(RunningCollector):
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
         """Call ``method`` once in every worker, each with its own arguments.
+
+        One that was lost (where that is tolerated) answers ``None``.
 
         Args:
             method: A path such as ``"env.set_attr"``.
@@ -193,7 +230,7 @@ class RemoteCollector(RunningCollector):
             raise ConfigError(f"map_fn needs one entry per worker: there are {count} of them")
         calls = {w: m.Call(method, tuple(args[w]), dict(kwargs[w])) for w in range(count)}
         values = self._engine.request_each(dict(calls))
-        return [values[worker] for worker in range(count)]
+        return [values.get(worker) for worker in range(count)]
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -220,3 +257,14 @@ class RemoteCollector(RunningCollector):
     def _abandon(self) -> None:
         # Whoever interrupted, or waits for the error, does not wait for a worker that hangs.
         self.shutdown(PATIENCE, raise_on_error=False)
+
+
+def _of_lost(newest: Mapping[str, Any], life: int) -> dict[str, Any]:
+    """Return the entry of a worker that was lost: the policy of another, and its next life."""
+    return {
+        "policy_state_dict": newest["policy_state_dict"],
+        "env_state_dict": {},
+        "worker": {"policy_version": newest["worker"]["policy_version"]},
+        "life": life,
+        "lost": True,
+    }

@@ -174,14 +174,21 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
             >>> collector.shutdown()
         """
         seed = checks.read_seed(seed)
-        commands: dict[int, m.Command] = {}
+        commands = self._seeds(seed, static_seed)
+        last = self._restart(dict(commands))
+        # Of a worker that was lost nobody hears it: it is the last one of as many environments.
+        end = seed if static_seed else seed + self._engine.num_envs - 1
+        return int(last.get(len(commands) - 1, end))
+
+    def _seeds(self, seed: int, static: bool) -> dict[int, m.Seed]:
+        """Return what each worker is seeded with."""
+        commands = {}
         base = seed
         for worker, envs in enumerate(self._engine.envs):
             # Streams differ from worker to worker, whatever the environments are seeded with.
-            commands[worker] = m.Seed(seed if static_seed else base, static_seed, base)
+            commands[worker] = m.Seed(seed if static else base, static, base)
             base += envs
-        last = self._restart(commands)
-        return int(last[len(commands) - 1])
+        return commands
 
     def _restart(self, commands: dict[int, m.Command]) -> dict[int, Any]:
         """Carry out commands that begin new trajectories; what was under way is discarded."""
@@ -259,7 +266,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
     @property
     def env(self) -> Any:
         """The environment, as it was given or made."""
-        return self._engine.request(0, m.Get("env"))
+        return self._engine.ask(m.Get("env"))
 
     @property
     def policy(self) -> Any:
@@ -303,7 +310,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
         Raises:
             AttributeError: it has none of that name.
         """
-        return self._engine.request(0, m.Get(f"policy.{attr}"))
+        return self._engine.ask(m.Get(f"policy.{attr}"))
 
     def getattr_env(self, attr: str) -> Any:
         """Return an attribute of the environment; of the first worker's, if there are several.
@@ -311,7 +318,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
         Raises:
             AttributeError: it has none of that name.
         """
-        return self._engine.request(0, m.Get(f"env.{attr}"))
+        return self._engine.ask(m.Get(f"env.{attr}"))
 
     def getattr_rb(self, attr: str) -> Any:
         """Return an attribute of the replay buffer."""
@@ -324,11 +331,11 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
             AttributeError: an attribute is missing.
             ValueError: arguments for something that is not callable.
         """
-        return self._engine.request(0, m.Call(attr_path, args, kwargs))
+        return self._engine.ask(m.Call(attr_path, args, kwargs))
 
     def get_distant_attr(self, attr: str) -> Any:
         """Return what a path such as ``"policy.module"`` names."""
-        return self._engine.request(0, m.Get(attr))
+        return self._engine.ask(m.Get(attr))
 
     def _call_method(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         target = self.get_distant_attr(method)

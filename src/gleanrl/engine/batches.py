@@ -76,32 +76,44 @@ def gather_all(
     engine.use(gather, arenas)
 
 
-def gather_first(engine: Engine, steps: Sequence[int], options: BatchOptions) -> None:
+def gather_first(engine: Engine, steps: Sequence[int], options: BatchOptions) -> AsyncGather:
     """Have ``engine`` make batches of one rollout each, of whichever worker is first.
 
     Raises:
         ConfigError: more memory than there is.
     """
-    slots: list[Slots] = []
     arenas: list[Arena] = []
-    for layout, count in zip(engine.layouts, steps, strict=True):
+    numbers: dict[int, int] = {}
+
+    def make_slots(worker: int) -> Slots:
+        layout, count = engine.layouts[worker], steps[worker]
         if layout is None:
-            slots.append(PayloadSlots(engine.backend, [count], 0, stacked=False))
-        else:
-            slab = Slab([layout], [count], Order.TIME)
-            slots.append(_slots(engine, slab, _ASYNC_SLOTS, options, 0, arenas))
-    engine.use(AsyncGather(engine.dispatcher, slots, engine.sizes(steps)), arenas)
+            return PayloadSlots(engine.backend, [count], 0, stacked=False)
+        slab = Slab([layout], [count], Order.TIME)
+        number = numbers.setdefault(worker, len(arenas))
+        return _slots(engine, slab, _ASYNC_SLOTS, options, 0, arenas, number)
+
+    gather = AsyncGather(engine.dispatcher, make_slots, engine.sizes(steps))
+    engine.use(gather, arenas)
+    return gather
 
 
 def _slots(
-    engine: Engine, slab: Slab, count: int, options: BatchOptions, dim: int, arenas: list[Arena]
+    engine: Engine,
+    slab: Slab,
+    count: int,
+    options: BatchOptions,
+    dim: int,
+    arenas: list[Arena],
+    number: int = 0,
 ) -> Slots:
+    """Return slots of an arena, which takes its place among ``arenas``."""
     shared = engine.backend.memory
     if shared is not None:
         reserved = sum(arena.nbytes for arena in arenas)
         check_memory(reserved + slab.nbytes * count, f"{count} batches of {slab.nbytes:,} bytes")
-    arena = Arena(slab, count, shared, number=len(arenas))
-    arenas.append(arena)
+    arena = Arena(slab, count, shared, number)
+    arenas[number : number + 1] = [arena]
     return SlabSlots(
         arena,
         count,

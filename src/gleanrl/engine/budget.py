@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from gleanrl.core.messages import Report
 from gleanrl.core.options import FrameBudget
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one worker has delivered."""
+
+    frames: int = 0
+    rollouts: int = 0
+    policy_version: int = 0
+
+    def add(self, report: Report) -> None:
+        """Count one rollout."""
+        self.frames += report.frames
+        self.rollouts += 1
+        self.policy_version = report.policy_version
 
 
 class Budget:

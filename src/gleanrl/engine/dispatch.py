@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, GleanError, WorkerDied
@@ -26,6 +27,27 @@ class Ticket:
     reply: m.Reply | None = None
     arrived: int = 0
     """The reply's place among all replies."""
+    lost: WorkerDied | CollectorTimeout | None = None
+    """Why no reply will come, if the worker was lost before."""
+
+
+class Replacing(Protocol):
+    """Has lost workers replaced."""
+
+    def replace(self, worker: int) -> str:
+        """Have a replacement started, if there is to be one; return what a warning says of it.
+
+        Never waits. The worker is `Dispatcher.joining` from then on.
+        """
+        ...
+
+    def welcome(self, reply: m.Ready) -> Sequence[m.Command]:
+        """Return what brings a replacement up to date, before anything else is asked of it.
+
+        Raises:
+            GleanError: it cannot take the place of the one that was lost.
+        """
+        ...
 
 
 class Dispatcher:
@@ -36,6 +58,12 @@ class Dispatcher:
         self._backend = backend
         self.tolerant = False
         """Whether collection goes on with the others when workers are lost."""
+        self.replacing: Replacing | None = None
+        """Whoever replaces lost workers."""
+        self.joining: set[int] = set()
+        """Lost workers whose replacement is expected."""
+        self._setting_up: set[int] = set()
+        """Tickets of what brings replacements up to date."""
         self.workers = workers
         self._open: dict[int, Ticket] = {}
         self._watched: set[int] = set()
@@ -52,6 +80,10 @@ class Dispatcher:
         """Workers that were not lost."""
         return [worker for worker in range(self.workers) if worker not in self._lost]
 
+    def has(self, worker: int) -> bool:
+        """Tell whether ``worker`` was not lost."""
+        return worker not in self._lost
+
     @property
     def lost(self) -> list[WorkerDied | CollectorTimeout]:
         """What workers were lost to, first lost first."""
@@ -60,7 +92,8 @@ class Dispatcher:
     @property
     def intact(self) -> bool:
         """Whether collection can go on: no worker was lost, or losses are tolerated."""
-        return not self._lost or (self.tolerant and len(self._lost) < self.workers)
+        some = len(self._lost) < self.workers or bool(self.joining)
+        return not self._lost or (self.tolerant and some)
 
     def post(self, worker: int, command: m.Command, *, watch: bool = False) -> Ticket:
         """Send ``command``; never waits.
@@ -112,6 +145,9 @@ class Dispatcher:
             return None
         if self._occupied.get(reply.worker) == reply.ticket:
             del self._occupied[reply.worker]
+        if reply.ticket == 0 or reply.ticket in self._setting_up:
+            self._bring_up(reply)
+            return None
         ticket = self._open.pop(reply.ticket, None)
         if ticket is not None:
             self._arrivals += 1
@@ -121,6 +157,42 @@ class Dispatcher:
             if isinstance(reply, m.Failed):
                 raise reply.error
         return ticket
+
+    def _bring_up(self, reply: m.Reply) -> None:
+        """Take a replacement in once it is up; if anything about it fails, it is lost again."""
+        worker = reply.worker
+        self._open.pop(reply.ticket, None)
+        self._setting_up.discard(reply.ticket)
+        failure: BaseException | None = None
+        if isinstance(reply, m.Failed):
+            failure = reply.error
+        elif isinstance(reply, m.Ready) and worker in self.joining:
+            failure = self._welcome(reply)
+        if failure is not None:
+            self._lose(worker, _failed(worker, failure))
+        self.raise_lost()
+
+    def _welcome(self, reply: m.Ready) -> Exception | None:
+        """Bring a replacement up to date; return why it cannot be one."""
+        worker = reply.worker
+        assert self.replacing is not None
+        try:
+            commands = self.replacing.welcome(reply)
+            self.joining.discard(worker)
+            del self._lost[worker]
+            for command in commands:
+                self._setting_up.add(self.post(worker, command).number)
+        except (WorkerDied, CollectorTimeout):  # it is noted already
+            return None
+        except Exception as err:
+            return err
+        except BaseException:  # an interrupt: half brought up to date it is of no use
+            self._lose(worker, _failed(worker, "it was interrupted"))
+            raise
+        warnings.warn(
+            f"worker {worker} was replaced and takes part again", UserWarning, stacklevel=2
+        )
+        return None
 
     def take_in(self) -> None:
         """Take in what has come, without waiting; deaths are noted, for `raise_lost` to raise."""
@@ -162,8 +234,8 @@ class Dispatcher:
             CollectorTimeout: no reply within ``timeout`` seconds.
         """
         while ticket.reply is None:
-            if ticket.worker in self._lost:
-                raise self._lost[ticket.worker]
+            if ticket.lost is not None:
+                raise ticket.lost
             left = self._left(ticket, timeout)
             if not self.wait(left) and left is not None and ticket.reply is None:
                 raise self._unanswered(ticket, timeout)
@@ -172,6 +244,42 @@ class Dispatcher:
         if isinstance(ticket.reply, m.Done):
             return ticket.reply.value
         raise GleanError(f"worker {ticket.worker} answered {ticket.command} with {ticket.reply!r}")
+
+    def post_each(self, commands: Mapping[int, m.Command]) -> dict[int, Ticket]:
+        """Post one command per worker; where losses are tolerated, lost workers are left out.
+
+        Raises:
+            WorkerDied: a worker's process has ended, and losses are not tolerated.
+            CollectorTimeout: likewise of one that missed a deadline.
+        """
+        tickets = {}
+        for worker, command in commands.items():
+            try:
+                tickets[worker] = self.post(worker, command)
+            except (WorkerDied, CollectorTimeout) as err:
+                if not self.intact:
+                    raise
+                _let_frames_go(err)
+        return tickets
+
+    def settle_each(
+        self, tickets: Mapping[int, Ticket], timeout: float | None
+    ) -> tuple[dict[int, Any], list[Exception]]:
+        """Wait for all replies; return the values by worker, and what went wrong.
+
+        Where losses are tolerated, workers that are lost meanwhile have no value.
+        """
+        values: dict[int, Any] = {}
+        errors: list[Exception] = []
+        for worker, ticket in tickets.items():
+            try:
+                values[worker] = self.settle(ticket, timeout)
+            except Exception as err:
+                if ticket.lost is None or not self.intact:
+                    errors.append(err)
+                else:
+                    _let_frames_go(err)
+        return values, errors
 
     def _left(self, ticket: Ticket, timeout: float | None) -> float | None:
         worker = ticket.worker
@@ -200,7 +308,7 @@ class Dispatcher:
             self.pump(_NOTICE if timeout is None else timeout)
         except CollectorTimeout:
             if timeout is None:
-                waiting = sorted({ticket.worker for ticket in self._open.values()})
+                waiting = sorted({t.worker for t in self._open.values()} | self.joining)
                 warnings.warn(
                     f"still waiting for workers {waiting}, which live but have not replied for "
                     f"{_NOTICE:.0f} s; timeout= bounds how long a rollout may take",
@@ -214,6 +322,7 @@ class Dispatcher:
         """Ignore the ticket's reply when it comes."""
         self._open.pop(ticket.number, None)
         self._watched.discard(ticket.number)
+        self._setting_up.discard(ticket.number)
 
     def ended(self, worker: int | None) -> None:
         """Note that ``worker`` ended because it was asked to: it was not lost."""
@@ -229,10 +338,29 @@ class Dispatcher:
 
     def _lose(self, worker: int | None, error: Any) -> Any:
         if worker is not None:
-            new = worker not in self._lost
-            self._lost.setdefault(worker, error)
-            if new and self.intact:
-                warnings.warn(f"collection goes on without it: {error}", UserWarning, stacklevel=2)
+            new = worker not in self._lost or worker in self.joining
+            if new:
+                self._lost[worker] = error
+            self.joining.discard(worker)
+            self._occupied.pop(worker, None)
             for ticket in [t for t in self._open.values() if t.worker == worker]:
+                ticket.lost = error
                 self.forget(ticket)
+            more = self.replacing.replace(worker) if new and self.replacing is not None else ""
+            if new and self.intact:
+                _let_frames_go(error)
+                warnings.warn(
+                    f"collection goes on without it{more}: {error}", UserWarning, stacklevel=2
+                )
         return error
+
+
+def _failed(worker: int, why: object) -> WorkerDied:
+    error = WorkerDied(f"the replacement of worker {worker} failed: {why}")
+    error.worker = worker
+    return error
+
+
+def _let_frames_go(error: BaseException) -> None:
+    """Have an error that is kept but not raised keep no frames, and with them nothing alive."""
+    error.__traceback__ = error.__context__ = None

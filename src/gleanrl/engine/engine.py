@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -15,29 +15,16 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, WorkerDied
 from gleanrl.core.layout import Layout
 from gleanrl.core.protocols import Backend, SourceFactory
-from gleanrl.engine.budget import Budget
+from gleanrl.engine.budget import Budget, Tally
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 from gleanrl.engine.gather import Gather, Rollouts
 from gleanrl.engine.turns import Turn, Turns
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.window import RolloutWindow
 
+_EPISODES = 1 << 32
+"""Trajectories that each environment of a worker may begin in one of the worker's lives."""
 MakeBackend = Callable[[Callable[[m.WindowRef], RolloutWindow]], Backend]
-
-
-@dataclass(slots=True)
-class Tally:
-    """What one worker has delivered."""
-
-    frames: int = 0
-    rollouts: int = 0
-    policy_version: int = 0
-
-    def add(self, report: m.Report) -> None:
-        """Count one rollout."""
-        self.frames += report.frames
-        self.rollouts += 1
-        self.policy_version = report.policy_version
 
 
 class Engine:
@@ -57,7 +44,7 @@ class Engine:
             factories: One per worker.
             start_timeout: Seconds all workers together may take to come up.
         """
-        self._arenas: list[Arena] = []
+        self._arenas: Sequence[Arena] = []
         self._gather: Gather | None = None
         self._workers = len(factories)
         self._closed = False
@@ -70,6 +57,8 @@ class Engine:
         """Frames that were stepped but not delivered."""
         self.tallies = [Tally() for _ in factories]
         """Per worker, what it has delivered."""
+        self.lives = [0] * self._workers
+        """Per worker how often it was lost before: its life now; if it is lost, its next one."""
         self.backend = make_backend(self._open_window)
         self.dispatcher = Dispatcher(self.backend, self._workers)
         try:
@@ -111,10 +100,12 @@ class Engine:
         ]
 
     def _place(self) -> None:
-        base = 0
-        for worker, envs in enumerate(self.envs):
-            self.request(worker, m.Place(base, self.num_envs))
-            base += envs
+        self.request_each({worker: self.place(worker) for worker in range(self._workers)})
+
+    def place(self, worker: int) -> m.Place:
+        """Return what numbers the environments of ``worker``, in the life it is in."""
+        base, stride = sum(self.envs[:worker]), self.num_envs
+        return m.Place(base + self.lives[worker] * _EPISODES * stride, stride)
 
     def steps_for(self, frames: Sequence[int]) -> tuple[int, ...]:
         """Return, per worker, the steps of rollouts that are to hold ``frames[w]`` frames."""
@@ -132,9 +123,8 @@ class Engine:
         ]
 
     def use(self, gather: Gather, arenas: Sequence[Arena]) -> None:
-        """Collect with ``gather`` into ``arenas``; call once, before `collect`."""
-        self._gather = gather
-        self._arenas = list(arenas)
+        """Collect with ``gather`` into ``arenas``, which it may exchange; call once, first."""
+        self._gather, self._arenas = gather, arenas
 
     def _open_window(self, reference: m.WindowRef) -> RolloutWindow:
         if not reference.blocks:  # a source without fixed layout writes no window
@@ -207,9 +197,22 @@ class Engine:
         return self.request_each({worker: command}, timeout)[worker]
 
     def request_all(self, command: m.Command, timeout: float | None = 60.0) -> list[Any]:
-        """Carry out a control command on every worker at once; values in worker order."""
+        """Carry out a control command on every worker at once; values in worker order.
+
+        Where losses are tolerated, that of a lost worker is ``None``.
+        """
         values = self.request_each(dict.fromkeys(range(self._workers), command), timeout)
-        return [values[worker] for worker in range(self._workers)]
+        return [values.get(worker) for worker in range(self._workers)]
+
+    def ask(self, command: m.Command) -> Any:
+        """Carry out a control command on the first worker that was not lost; return its value."""
+        while True:
+            alive = self.dispatcher.alive
+            values = self.request_each({alive[0] if alive else 0: command})
+            if values:
+                return next(iter(values.values()))
+            if not alive:
+                raise self.dispatcher.lost[0]
 
     def request_each(
         self,
@@ -218,6 +221,8 @@ class Engine:
         discard: Budget | None = None,
     ) -> dict[int, Any]:
         """Carry out one command per worker, all at once; return their values by worker.
+
+        Where losses are tolerated, workers that are lost have none.
 
         Args:
             commands: By worker.
@@ -233,16 +238,11 @@ class Engine:
             reading = all(isinstance(c, m.GetState | m.Get) for c in commands.values())
             if not (self._closed and reading):
                 self._check_usable()
-            tickets = {w: self.dispatcher.post(w, command) for w, command in commands.items()}
-            values: dict[int, Any] = {}
-            errors: list[BaseException] = []
-            for worker, ticket in tickets.items():
-                try:
-                    values[worker] = self.dispatcher.settle(ticket, timeout)
-                except Exception as err:
-                    errors.append(err)
+            tickets = self.dispatcher.post_each(commands)
+            values, errors = self.dispatcher.settle_each(tickets, timeout)
             if discard is not None and self._gather is not None:
-                since = {worker: ticket.arrived for worker, ticket in tickets.items()}
+                answered = {w: t.arrived for w, t in tickets.items() if t.lost is None}
+                since = {worker: answered.get(worker, sys.maxsize) for worker in commands}
                 self.discarded += self._gather.discard(since, discard)
             if errors:
                 raise errors[0]
@@ -356,6 +356,8 @@ class Engine:
     def _close(self, timeout: float, close_env: bool, raise_on_error: bool) -> None:
         errors: list[BaseException] = []
         deadline = time.monotonic() + timeout
+        self.dispatcher.replacing = None
+        self.dispatcher.joining.clear()
         tickets: dict[int | None, Ticket] = {}
         for worker in self.dispatcher.alive if close_env else ():
             try:

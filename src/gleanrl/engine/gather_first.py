@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from tensordict import TensorDictBase
 
@@ -19,23 +20,28 @@ _DEPTH = 2
 """Rollouts an asynchronous worker has ahead of it, so that it never waits for the learner."""
 
 
+_Asked: TypeAlias = tuple[Ticket, Slots, int]
+"""A rollout that is due, and the slot it belongs into."""
+
+
 class AsyncGather:
     """A batch is complete when any worker has delivered its rollout."""
 
     def __init__(
-        self, dispatcher: Dispatcher, slots: Sequence[Slots], frames: Sequence[int]
+        self, dispatcher: Dispatcher, make_slots: Callable[[int], Slots], frames: Sequence[int]
     ) -> None:
         """Gather from whoever is first.
 
         Args:
             dispatcher: Speaks to the workers.
-            slots: Per worker, those of its rollouts.
+            make_slots: Makes those of a worker's rollouts.
             frames: Per worker, what it is asked for.
         """
         self._dispatcher = dispatcher
-        self._slots = slots
+        self._make_slots = make_slots
         self._frames = tuple(frames)
-        self._queues: list[deque[tuple[Ticket, int]]] = [deque() for _ in slots]
+        self._slots = [make_slots(worker) for worker in range(len(frames))]
+        self._queues: list[deque[_Asked]] = [deque() for _ in frames]
 
     @property
     def copies(self) -> int:
@@ -59,8 +65,7 @@ class AsyncGather:
         """
         if feed and self._dispatcher.intact:
             self._feed_all(budget)
-            if self.idle:  # whatever the budget says, who asks for a batch gets one
-                self._begin(0, budget)
+            self._begin_one(budget)
         if timeout is not None:
             self._catch_up(timeout)
         while (first := self._first()) is None:
@@ -68,9 +73,10 @@ class AsyncGather:
             self._let_go(budget)
             if feed and self.idle:  # whoever had been asked was lost
                 self._feed_all(budget)
+                self._begin_one(budget)
             self._wait(timeout)
-        worker, asked, slots = first.worker, self._frames[first.worker], self._slots[first.worker]
-        _, slot = self._queues[worker].popleft()
+        worker, asked = first.worker, self._frames[first.worker]
+        _, slots, slot = self._queues[worker].popleft()
         if not isinstance(first.reply, m.Rolled):
             slots.release(slot)
             budget.cancel(asked)
@@ -100,7 +106,20 @@ class AsyncGather:
         """Whether no rollout is under way."""
         return not any(self._queues)
 
+    def renew(self, worker: int) -> None:
+        """Have a replacement write elsewhere: the lost ``worker`` may still be writing."""
+        fresh = self._make_slots(worker)
+        fresh.copies = self._slots[worker].copies
+        self._slots[worker] = fresh
+
+    def _begin_one(self, budget: Budget) -> None:
+        """Begin a rollout if none is under way: whatever the budget says, who asks gets one."""
+        alive = iter(self._dispatcher.alive)
+        while self.idle and (worker := next(alive, None)) is not None:
+            self._begin(worker, budget)
+
     def _feed_all(self, budget: Budget) -> None:
+        self._let_go(budget)
         for depth in range(1, _DEPTH + 1):  # in turn: a short budget is shared out
             for worker in range(len(self._slots)):
                 self._feed(worker, budget, depth)
@@ -113,6 +132,8 @@ class AsyncGather:
 
     def _begin(self, worker: int, budget: Budget) -> bool:
         """Ask ``worker`` for a rollout; return ``False`` if it was lost."""
+        if not self._dispatcher.has(worker):  # and some of its slots with it
+            return False
         slots = self._slots[worker]
         slot = slots.acquire()
         window, random = slots.windows(slot)[0], budget.random
@@ -122,14 +143,13 @@ class AsyncGather:
             slots.release(slot)
             return False  # raised when the rollouts that did arrive have been delivered
         budget.dispatch(self._frames[worker])
-        self._queues[worker].append((ticket, slot))
+        self._queues[worker].append((ticket, slots, slot))
         return True
 
     def _let_go(self, budget: Budget) -> None:
         """Expect nothing more of lost workers; others may make what they owe."""
-        alive = self._dispatcher.alive
         for worker, queue in enumerate(self._queues):
-            while queue and worker not in alive:
+            while queue and queue[0][0].lost is not None:
                 queue.popleft()  # its slot is not used again: the worker may still write into it
                 budget.cancel(self._frames[worker])
 
@@ -178,8 +198,8 @@ class AsyncGather:
         for worker, mark in since.items():
             queue = self._queues[worker]
             while queue and queue[0][0].reply is not None and queue[0][0].arrived < mark:
-                ticket, slot = queue.popleft()
-                self._slots[worker].release(slot)
+                ticket, slots, slot = queue.popleft()
+                slots.release(slot)
                 budget.cancel(self._frames[worker])
                 if isinstance(ticket.reply, m.Rolled):
                     frames += ticket.reply.report.frames

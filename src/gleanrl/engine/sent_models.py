@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class SentModels:
         schemes: Mapping[str, WeightSyncScheme] | None,
         version: PolicyVersion | None,
         devices: Sequence[torch.device | None],
+        keep: bool = False,
     ) -> None:
         """Remember the learner's policy, and set up its board.
 
@@ -58,6 +60,7 @@ class SentModels:
             schemes: Per model id; shared memory where nothing is said.
             version: The counter to show, if versions are tracked.
             devices: Per worker, where its policy is.
+            keep: Keep what was sent by message, for workers that take the place of others.
         """
         self._engine = engine
         self._policy = policy
@@ -66,6 +69,8 @@ class SentModels:
         self._version = version if version is not None else PolicyVersion()
         self._devices = list(devices)
         self._serial = 0
+        self._kept = dict.fromkeys(range(engine.workers), m.Snapshot(0, {})) if keep else {}
+        """Per worker, the weights that were last sent to it by message, if they are kept."""
         self._shapes: dict[str, Shapes] = {}
         self._dtypes: dict[str, dict[str, torch.dtype]] = {}
         self._boards: dict[str, Board] = {}
@@ -126,8 +131,7 @@ class SentModels:
         number = self._version.number + 1 if version is None else version
         some = workers is not None and len(workers) < self._engine.workers
         if some or not self._published(given, number):
-            # All of them, unless losses are tolerated.
-            self._send(given, self._engine.dispatcher.alive if workers is None else workers, number)
+            self._send(given, range(self._engine.workers) if workers is None else workers, number)
         if version is None:
             self._version.increment_version()
 
@@ -135,17 +139,31 @@ class SentModels:
         """Send a message to each of ``workers``; answers to earlier ones are taken in first."""
         self._engine.check()
         applied = {name: w for name, w in given.items() if self._scheme(name).applies}
-        per_worker = [self._weights_for(worker, applied) for worker in workers]
+        copies: dict[str, Weights] = {}
+        per_worker = [self._weights_for(worker, applied, copies) for worker in workers]
         for models in per_worker:
             for name, weights in models.items():
                 self._check(name, weights)
         self._serial += 1
-        self._engine.post(
-            {
-                worker: m.Load(m.Snapshot(number, models, self._serial))
-                for worker, models in zip(workers, per_worker, strict=True)
-            }
-        )
+        alive = self._engine.dispatcher.alive  # all of them, unless losses are tolerated
+        loads = {
+            worker: self._load(worker, number, models)
+            for worker, models in zip(workers, per_worker, strict=True)
+        }
+        self._engine.post({worker: load for worker, load in loads.items() if worker in alive})
+
+    def _load(self, worker: int, number: int, models: Mapping[str, Weights]) -> m.Load:
+        """Return the message that has ``worker`` load ``models``, which are kept if need be."""
+        if worker in self._kept:
+            models_then = {**self._kept[worker].models, **models}
+            self._kept[worker] = m.Snapshot(number, models_then, self._serial)
+        return m.Load(m.Snapshot(number, models, self._serial))
+
+    def catch_up(self, worker: int) -> list[m.Command]:
+        """Return what gives a worker that takes the place of ``worker`` the newest weights."""
+        kept = self._kept[worker]
+        bound = [m.Bind(name, board.ref) for name, board in self._boards.items()]
+        return [*bound, m.Load(kept)] if kept.serial else [*bound]
 
     def _published(self, given: Mapping[str, Any], number: int) -> bool:
         """Publish through a board if that can be done."""
@@ -174,6 +192,10 @@ class SentModels:
             tensors = [torch.as_tensor(weights[entry]) for entry in names]
         self._serial += 1
         board.publish(tensors, number, self._serial)
+        for worker, kept in self._kept.items():  # what the board has is newer
+            if name in kept.models:
+                models = {n: w for n, w in kept.models.items() if n != name}
+                self._kept[worker] = replace(kept, models=models)
         return True
 
     def _fits(self, board: Board, tracked: TrackedModule, tensors: list[torch.Tensor]) -> bool:
@@ -193,14 +215,19 @@ class SentModels:
         check_values(repr(name), weights, self._dtypes.get(name, {}))
         check_shapes(repr(name), self.shapes(name), weights)
 
-    def _weights_for(self, worker: int, given: Mapping[str, Any]) -> dict[str, Weights]:
+    def _weights_for(
+        self, worker: int, given: Mapping[str, Any], copies: dict[str, Weights]
+    ) -> dict[str, Weights]:
+        """Return what one worker is sent; ``copies`` holds what all of them are."""
         models = {}
         for name, source in given.items():
             if isinstance(source, Mapping) and _by_worker(source):
-                if worker not in source:
-                    continue
-                source = source[worker]
-            models[name] = cloned(self._read(name, source))
+                if worker in source:
+                    models[name] = cloned(self._read(name, source[worker]))
+                continue
+            if name not in copies:
+                copies[name] = cloned(self._read(name, source))
+            models[name] = copies[name]
         return {name: weights for name, weights in models.items() if weights}
 
     def _read(self, name: str, source: Any) -> Weights:
@@ -227,7 +254,7 @@ class SentModels:
         """
         if name not in self._shapes:
             ask = m.Call("describe_weights", (name,))
-            self._shapes[name] = self._engine.request(0, ask)
+            self._shapes[name] = self._engine.ask(ask)
         return self._shapes[name]
 
     def _scheme(self, name: str) -> WeightSyncScheme:
@@ -288,7 +315,7 @@ class SentModels:
         loads: dict[int, m.Command] = {}
         for worker, (state, number) in states.items():
             models = {_POLICY: cloned(weights_of(state))} if state else {}
-            loads[worker] = m.Load(m.Snapshot(number, models, self._serial))
+            loads[worker] = self._load(worker, number, models)
         self._engine.request_each(loads)
 
 

@@ -57,8 +57,7 @@ class SourceBuilder:
             ConfigError: options the environment cannot honour.
         """
         streams = Streams()
-        if self.rollout.stream is not None:
-            streams.seed(self.rollout.stream)
+        streams.begin(self.rollout.stream)
         with preserved(), streams.active():
             made = make_env(self.env)
             try:

@@ -27,6 +27,7 @@ from gleanrl.rollout.leaving import Leaving
 from gleanrl.rollout.link import Link, key_frame, weights_frame
 from gleanrl.rollout.pair import NODE, ConnectionStore, Pair, Transfer
 from gleanrl.rollout.serve import Surroundings, settle
+from gleanrl.rollout.streams import enter_life
 from gleanrl.rollout.worker import Worker
 from gleanrl.weights.flat import FlatReader
 
@@ -81,6 +82,8 @@ class NodeBoot:
     """Where the learner imports from."""
     factory: bytes
     """A pickled `SourceFactory`."""
+    life: int = 0
+    """How often this worker was lost before."""
 
     def serve(self, connection: Link, node: int, address: str) -> None:
         """Serve the learner until it says `Close`."""
@@ -88,6 +91,7 @@ class NodeBoot:
         def tell(key: str, value: bytes) -> None:
             connection.send(key_frame(key, value))
 
+        enter_life(self.life)
         pair = Pair(self.kind, ConnectionStore(tell, connection.key), NODE, address, _FOR_EVER)
         _Node(connection, pair, node, self.factory).run()
 

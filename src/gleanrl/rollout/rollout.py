@@ -82,8 +82,7 @@ class Served:
         self.env = inner
         self.policy = user_policy
         self.streams = Streams()
-        if options.stream is not None:
-            self.streams.seed(options.stream)
+        self.streams.begin(options.stream)
         self.policy_version = 0
         self.torn = False
         """Whether something failed half-way: environments and counters no longer agree."""

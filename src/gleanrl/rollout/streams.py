@@ -10,8 +10,22 @@ from typing import Any
 import numpy as np
 import torch
 
+_life = 0
 _legacy: Any = np.random
 """The swap functions are public but missing from numpy's type stubs."""
+
+
+def renewed(seed: int, life: int) -> int:
+    """Return what the streams of a worker that was lost ``life`` times are made from."""
+    if life == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, life]).generate_state(1, np.uint64)[0] >> 2)
+
+
+def enter_life(life: int) -> None:
+    """Say how often the worker that this process is was lost before."""
+    global _life
+    _life = life
 
 
 class Streams:
@@ -24,6 +38,14 @@ class Streams:
     def __init__(self) -> None:
         """Use the global streams until seeded."""
         self._own: _State | None = None
+
+    def begin(self, seed: int | None) -> None:
+        """Make the streams a source begins with: no life of a worker repeats an earlier one.
+
+        Without a ``seed``, use the global ones.
+        """
+        if seed is not None:
+            self.seed(renewed(seed, _life))
 
     def seed(self, seed: int) -> None:
         """Make streams of our own, a function of ``seed`` only."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,18 +14,22 @@ from tensordict.nn import InteractionType
 
 from gleanrl.collectors import workers
 from gleanrl.collectors.base import PostHook, PreHook
+from gleanrl.collectors.checks import read_seed
 from gleanrl.collectors.distributed.nodes import NodesCollector, with_defaults
 from gleanrl.collectors.multi import NOT_ARGUMENTS, Devices
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import InfoKeys, seconds, whole
 from gleanrl.engine.backends.network import NetworkBackend
-from gleanrl.engine.launchers import make_launcher, serve_elsewhere
+from gleanrl.engine.backends.network_replacing import ReplacingBackend
+from gleanrl.engine.launchers import check_replaces, make_launcher, serve_elsewhere
 from gleanrl.engine.launchers.launcher import Launcher
+from gleanrl.engine.replacing import Replacements
 from gleanrl.rollout.pair import check_kind
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 
 _PORT = 10003
+_PORTS = 1 << 16
 _MOST_PORTS = 100
 _SHORTEST_BEAT = 0.1
 
@@ -49,6 +52,11 @@ class DistributedCollector(NodesCollector):
         ...     [tuple(batch.shape) for batch in collector]
         [(2, 32), (2, 32)]
     """
+
+    _can_replace = True
+    """Whether nodes can be let in later on."""
+    _most: int
+    _replacements: Replacements | None = None
 
     def __init__(
         self,
@@ -109,6 +117,7 @@ class DistributedCollector(NodesCollector):
         start_timeout: float = 120.0,
         heartbeat: float = 60.0,
         on_failure: str = "raise",
+        max_relaunches: int = 3,
         host: str | None = None,
     ) -> None:
         """Have the nodes started; each builds its environments and resets them once.
@@ -185,9 +194,13 @@ class DistributedCollector(NodesCollector):
                 and then to build their environments.
             heartbeat: Seconds without a sign of life after which a node, or for a node its
                 learner, counts as dead.
-            on_failure: ``"raise"``, or ``"continue"``: go on with the other nodes when one is lost,
-                with a warning; what it had not delivered is collected by the others. For
-                ``sync=False``.
+            on_failure: What to do when a node is lost: ``"raise"``; ``"continue"``: warn and go on
+                with the others, which collect what it had not delivered; or ``"relaunch"``: do
+                that, and have the launcher start another in its place, which takes part as soon
+                as it is up. The last two are for ``sync=False``; ``"torchrun"`` and
+                ``"submitit_delayed"`` cannot start nodes again.
+            max_relaunches: Replacements of each node, those that fail included; after as many,
+                it is gone on without the node.
             host: Address of this machine to listen on, which nodes can reach; the launcher's
                 choice by default (the loopback interface for ``"mp"``).
 
@@ -198,6 +211,8 @@ class DistributedCollector(NodesCollector):
             CollectorTimeout: nodes did not come up in time.
         """
         given = with_defaults(**{k: v for k, v in locals().items() if k not in NOT_ARGUMENTS})
+        if on_failure == "relaunch":
+            check_replaces(launcher)
         serve_elsewhere(launcher, start_timeout)
         super().__init__(pre_collect_hook, post_collect_hook)
         functions = self._read_nodes(given)
@@ -209,7 +224,7 @@ class DistributedCollector(NodesCollector):
         threads = workers.Threads(torch.get_num_threads(), self.num_workers)
         self._threads = weakref.finalize(self, threads.restore)
         started = make_launcher(launcher, slurm_kwargs)
-        port = free_port(tcp_port, host or started.address())
+        ports = ports_to_try(tcp_port)
         self._launch(
             given,
             functions,
@@ -218,7 +233,7 @@ class DistributedCollector(NodesCollector):
                 started,
                 kind=backend,
                 host=host,
-                port=port,
+                ports=ports,
                 threads=whole("num_sub_threads", num_sub_threads, least=1),
                 patience=heartbeat,
                 start_timeout=start_timeout,
@@ -227,7 +242,45 @@ class DistributedCollector(NodesCollector):
 
     def _make_backend(self, *args: Any, **kwargs: Any) -> NetworkBackend:
         """Return what starts the nodes and carries messages and data."""
-        return NetworkBackend(*args, **kwargs)
+        return (ReplacingBackend if self._replaces else NetworkBackend)(*args, **kwargs)
+
+    def _read_failure(self, given: SimpleNamespace) -> None:
+        self._most = whole("max_relaunches", given.max_relaunches, least=0)
+        self._replaces = self._can_replace and given.on_failure == "relaunch" and not self._sync
+        if not self._replaces:
+            super()._read_failure(given)
+            return
+        self._tolerant = True
+
+    def _begin(self, given: SimpleNamespace) -> None:
+        super()._begin(given)
+        backend = self._engine.backend
+        if isinstance(backend, ReplacingBackend):
+            assert self._first is not None
+            self._replacements = Replacements(
+                self._engine, backend, self._models, self._first.renew, self._most
+            )
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed environments, action spaces and random streams, and reset all environments.
+
+        See `BaseCollector.set_seed`. Nodes that take the place of lost ones get seeds that follow
+        from these, which no node before had.
+        """
+        with self._engine.turn(None):
+            if self._replacements is not None:
+                self._replacements.seeds = self._seeds(read_seed(seed), static_seed)
+            return super().set_seed(seed, static_seed)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what `state_dict` returned; environments restart on fresh resets.
+
+        See `MultiCollector.load_state_dict`.
+        """
+        with self._engine.turn(None):
+            super().load_state_dict(state_dict, strict)
+            if self._replacements is not None:  # streams are those of the state now
+                self._replacements.seeds = {}
 
 
 class DistributedSyncCollector(DistributedCollector):
@@ -269,29 +322,19 @@ class DistributedSyncCollector(DistributedCollector):
         )
 
 
-def free_port(given: int | str | None, host: str) -> int:
-    """Return the port to listen on: the one that was asked for, or the next that is free.
+def ports_to_try(given: int | str | None) -> Sequence[int]:
+    """Return the port that was asked for; else that in the environment, and those after it.
 
     Raises:
-        ConfigError: no port number; or it is taken, and was asked for as an argument.
+        ConfigError: no port number.
     """
     wanted = given if given is not None else os.environ.get("TCP_PORT", _PORT)
     try:
         port = int(wanted)
     except (TypeError, ValueError):
         port = -1
-    if not 0 <= port < 1 << 16:
+    if not 0 <= port < _PORTS:
         raise ConfigError(f"tcp_port ({wanted!r}) must be a port number")
-    if given is not None:
-        return port
-    for candidate in range(port, min(port + _MOST_PORTS, 1 << 16)):
-        try:
-            socket.create_server((host, candidate)).close()
-        except OSError:
-            continue
-        if candidate != port:
-            warnings.warn(
-                f"port {port} is taken; nodes connect to {candidate} instead", UserWarning, 3
-            )
-        return candidate
-    raise ConfigError(f"no port from {port} to {candidate} is free on {host}; pass tcp_port=")
+    if given is not None or port == 0:
+        return (port,)
+    return range(port, min(port + _MOST_PORTS, _PORTS))

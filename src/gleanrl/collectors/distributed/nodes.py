@@ -19,6 +19,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import whole
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.batches import BatchOptions, gather_all, gather_first
+from gleanrl.engine.gather_first import AsyncGather
 
 KINDS: Mapping[str, Any] = {
     "single": Collector,
@@ -66,6 +67,8 @@ class NodesCollector(LaunchedCollector):
     _update_after: bool
     _interval: int | None
     _tolerant: bool
+    _first: AsyncGather | None = None
+    """What gathers, with ``sync=False``."""
 
     # -- arguments -------------------------------------------------------------------------------
 
@@ -93,7 +96,7 @@ class NodesCollector(LaunchedCollector):
         dealt = workers.per_worker("collector_kwargs", given.collector_kwargs, self.num_workers)
         self._kwargs = [_checked(kwargs, given) for kwargs in dealt]
         self._update_after = _flag("update_after_each_batch", given.update_after_each_batch)
-        self._tolerant = _tolerant(given.on_failure, self._sync)
+        self._read_failure(given)
         self._interval = _interval(given.max_weight_update_interval)
         if self._update_after and given.policy is None:
             raise ConfigError(
@@ -103,6 +106,27 @@ class NodesCollector(LaunchedCollector):
         self._waiting = dict.fromkeys(range(self.num_workers), 0)
         self._due: set[int] = set()
         return functions
+
+    def _read_failure(self, given: SimpleNamespace) -> None:
+        """Read what is to be done when a node is lost.
+
+        Raises:
+            ConfigError: no way to go on, or none for this collector.
+        """
+        what = given.on_failure
+        if what not in ("raise", "continue", "relaunch"):
+            raise ConfigError(f"on_failure ({what!r}) must be 'raise', 'continue' or 'relaunch'")
+        if what != "raise" and self._sync:
+            raise ConfigError(
+                f"on_failure={what!r} needs sync=False: a batch of sync=True has a part of every "
+                "node"
+            )
+        if what == "relaunch":
+            raise ConfigError(
+                f"on_failure='relaunch' is for DistributedCollector: {type(self).__name__} cannot "
+                "let single nodes in later; use 'continue'"
+            )
+        self._tolerant = what == "continue"
 
     def _factory(self, given: SimpleNamespace, worker: int, own: WorkerParts) -> SourceFactory:
         kwargs = self._kwargs[worker]
@@ -152,7 +176,7 @@ class NodesCollector(LaunchedCollector):
         self._engine.dispatcher.tolerant = self._tolerant
         if not self._sync:
             self._options = BatchOptions(device=self.storing_device, single=True)
-            gather_first(self._engine, self._steps, self._options)
+            self._first = gather_first(self._engine, self._steps, self._options)
             return
         self._options = BatchOptions(
             stacked=self._cat is None,
@@ -220,16 +244,6 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} ({value!r}) must be True or False")
     return value
-
-
-def _tolerant(on_failure: Any, sync: bool) -> bool:
-    if on_failure not in ("raise", "continue"):
-        raise ConfigError(f"on_failure ({on_failure!r}) must be 'raise' or 'continue'")
-    if on_failure == "continue" and sync:
-        raise ConfigError(
-            "on_failure='continue' needs sync=False: a batch of sync=True has a part of every node"
-        )
-    return bool(on_failure == "continue")
 
 
 def _interval(value: Any) -> int | None:

@@ -35,6 +35,8 @@ class RPCCollector(DistributedCollector):
         [(2, 32), (2, 32)]
     """
 
+    _can_replace = False
+
     def __init__(
         self,
         create_env_fn: Any,

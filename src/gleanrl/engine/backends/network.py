@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied
+from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory
+from gleanrl.engine.backends.admission import Admission, listen
 from gleanrl.engine.backends.network_node import RemoteNode
 from gleanrl.engine.backends.network_weights import NetworkBoard
 from gleanrl.engine.backends.pickling import pickled
@@ -26,15 +27,13 @@ from gleanrl.engine.backends.process import reply_in
 from gleanrl.engine.backends.told import ToldByte
 from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.rollout import link
-from gleanrl.rollout.handshake import HandshakeError, Invitation, admit, keep_alive, new_secret
+from gleanrl.rollout.handshake import Invitation, keep_alive, new_secret
 from gleanrl.rollout.node import Boot, NodeBoot
 from gleanrl.rollout.pair import check_kind
 from gleanrl.rollout.wire import head_of
 from gleanrl.rollout.worker import OpenWindow
 from gleanrl.weights.flat import plan_flat
 
-_INTRODUCTION = 2.0
-"""Seconds a stranger on the port may take to show that it is a node."""
 _LOOK = 0.5
 """Seconds between two looks at what became of nodes that have not joined yet."""
 _GRACE = 1.0
@@ -65,7 +64,7 @@ class NetworkBackend:
         *,
         kind: str = "gloo",
         host: str | None = None,
-        port: int = 0,
+        ports: Sequence[int] = (0,),
         threads: int = 1,
         patience: float = 60.0,
         start_timeout: float = 120.0,
@@ -77,7 +76,7 @@ class NetworkBackend:
             launcher: Starts the nodes.
             kind: Of process group.
             host: Address to listen on, and that nodes are told; the launcher's choice by default.
-            port: To listen on; any by default.
+            ports: To listen on the first of these that is free; any by default.
             threads: torch threads of each node.
             patience: Seconds without a sign of life after which a node counts as dead.
             start_timeout: Seconds all nodes together may take to join.
@@ -98,20 +97,12 @@ class NetworkBackend:
         self._closed = False
         self.stop_byte = ToldByte(self._tell_stop)
         self._host = host or launcher.address()
-        try:
-            self._listener = socket.create_server((self._host, port), backlog=1024)
-        except OSError as err:
-            raise ConfigError(
-                f"cannot listen for nodes on {self._host}:{port} ({err}); choose another tcp_port "
-                "or interface, or leave them out"
-            ) from err
-        self._poller = select.epoll()
-
-    @property
-    def address(self) -> tuple[str, int]:
+        listener = listen(self._host, ports)
+        host, port = listener.getsockname()[:2]
+        self.address = str(host), int(port)
         """Where nodes connect to."""
-        host, port = self._listener.getsockname()[:2]
-        return str(host), int(port)
+        self._admission = Admission(listener, self._secret, patience)
+        self._poller = select.epoll()
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -124,48 +115,31 @@ class NetworkBackend:
             CollectorTimeout: not all had joined in time.
         """
         blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
-        host, port = self.address
-        self._launcher.launch(
-            [
-                Invitation(host, port, n, self._secret, self._start_timeout)
-                for n in range(len(blobs))
-            ]
-        )
+        self._launcher.launch([self._invitation(node) for node in range(len(blobs))])
         joined: dict[int, RemoteNode] = {}
         deadline = time.monotonic() + self._start_timeout
         while missing := [worker for worker in range(len(blobs)) if worker not in joined]:
             left = deadline - time.monotonic()
             if left <= 0:
+                host, port = self.address
                 raise CollectorTimeout(
                     f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
                 )
             self._check_started(missing)
-            sock = self._accept(min(left, _LOOK))
-            index = None if sock is None else self._admit(sock, min(left, _INTRODUCTION))
-            if sock is not None and index in missing:
-                joined[index] = self._welcome(self._remote(index, sock), blobs[index])
-            elif sock is not None:
-                sock.close()
+            for index, sock in self._admission.wait(min(left, _LOOK)):
+                if index in missing and index not in joined:
+                    joined[index] = self._welcome(self._remote(index, sock), blobs[index])
+                else:
+                    sock.close()
         self._nodes.extend(joined[worker] for worker in range(len(blobs)))
-        self._listener.close()
-        self._gather_all()
+        self._all_in(blobs)
 
-    def _gather_all(self) -> None:
-        """Do what needs all nodes."""
+    def _invitation(self, node: int) -> Invitation:
+        return Invitation(*self.address, node, self._secret, self._start_timeout)
 
-    def _accept(self, timeout: float) -> socket.socket | None:
-        self._listener.settimeout(timeout)
-        try:
-            return self._listener.accept()[0]
-        except TimeoutError:
-            return None
-
-    def _admit(self, sock: socket.socket, timeout: float) -> int | None:
-        """Return which node ``sock`` leads to, ``None`` if to a stranger."""
-        try:
-            return admit(sock, self._secret, timeout, self._patience)
-        except HandshakeError:
-            return None
+    def _all_in(self, factories: Sequence[bytes]) -> None:
+        """Do what can be done once all nodes have joined."""
+        self._admission.close()
 
     def _check_started(self, missing: Sequence[int]) -> None:
         for fd, events in self._poller.poll(0):  # of nodes that have joined: are they still there?
@@ -194,16 +168,19 @@ class NetworkBackend:
         self._by_fd[node.channel.fileno()] = node
         self._poller.register(node.channel.fileno(), select.EPOLLIN)
         try:
-            node.channel.send(pickle.dumps(self._boot(node.index, factory)))
-            node.connect(self._kind, self._patience)
+            self._greet(node, factory)
         except (EOFError, OSError, RuntimeError) as err:
             raise self._died(node, str(err)) from None
         self._frames.extend((node, frame) for frame in node.early)
         return node
 
-    def _boot(self, index: int, factory: bytes) -> Boot:
-        """Return what node ``index`` is told to be."""
-        return NodeBoot(self._threads, self._kind, tuple(sys.path), factory)
+    def _greet(self, node: RemoteNode, factory: bytes, life: int = 0) -> None:
+        node.channel.send(pickle.dumps(self._boot(node.index, factory, life)))
+        node.connect(self._kind, self._patience)
+
+    def _boot(self, index: int, factory: bytes, life: int) -> Boot:
+        """Return what node ``index`` is told to be, which was lost ``life`` times."""
+        return NodeBoot(self._threads, self._kind, tuple(sys.path), factory, life)
 
     def board(self, weights: Mapping[str, torch.Tensor]) -> NetworkBoard:
         """Prepare to send weights like these to all nodes."""
@@ -353,7 +330,15 @@ class NetworkBackend:
         """Take leave of ``node``; its launcher may know more within ``known`` seconds."""
         if node.channel.fileno() < 0:
             known = 0.0
-        else:
+        self._drop(node)
+        fate = node.leaving or self._launcher.fate(node.index, known) or how
+        error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
+        error.worker = node.index
+        return error
+
+    def _drop(self, node: RemoteNode) -> None:
+        """Hang up on ``node`` and forget what it has to do with. Idempotent."""
+        if node.channel.fileno() >= 0:
             self._poller.unregister(node.channel.fileno())
             self._by_fd.pop(node.channel.fileno(), None)
             node.listen()
@@ -365,10 +350,6 @@ class NetworkBackend:
                     self._frames.append(each)
         for board in self._boards:
             board.forget(node)
-        fate = node.leaving or self._launcher.fate(node.index, known) or how
-        error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
-        error.worker = node.index
-        return error
 
     def open(self, payload: m.Payload) -> Any:
         """Return the rollout, which travelled with the reply."""
@@ -388,7 +369,7 @@ class NetworkBackend:
             _keep_for_ever((self, nodes))
         for node in nodes:
             node.close(drop=not foreign)
-        self._listener.close()
+        self._admission.close()
         self._launcher.stop(min(timeout, _GRACE))
         self._poller.close()
 

@@ -44,6 +44,8 @@ class NetworkBoard:
         self._moving: dict[int, list[_Publication]] = {}
         """Per node what it has not taken yet, oldest first."""
         self._behind: set[int] = set()
+        self._absent: set[int] = set()
+        """Nodes that are lost, or take the place of those and do not know of this board yet."""
 
     def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
         """Copy ``tensors``, in the order of ``ref``, and send them; waits for nobody.
@@ -58,11 +60,18 @@ class NetworkBoard:
         if older is not None:
             self._recycle(older)
         for node in self._nodes:
-            if node.channel.fileno() < 0:
+            if node.channel.fileno() < 0 or node.index in self._absent:
                 continue
             if self._moving.get(node.index):
                 self._behind.add(node.index)
             else:
+                self._send(node)
+
+    def include(self, node: RemoteNode) -> None:
+        """Publish to ``node`` as well, which has been told of this board, from the newest on."""
+        if node.index in self._absent:
+            self._absent.discard(node.index)
+            if self._newest is not None:
                 self._send(node)
 
     def catch_up(self, node: RemoteNode) -> None:
@@ -80,6 +89,7 @@ class NetworkBoard:
 
     def forget(self, node: RemoteNode) -> None:
         """Expect nothing more of ``node``."""
+        self._absent.add(node.index)
         self._behind.discard(node.index)
         for publication in self._moving.pop(node.index, []):
             # What the transfer was reading from is not used again: nobody knows when it lets go.

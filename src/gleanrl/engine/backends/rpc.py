@@ -58,7 +58,7 @@ class RPCBackend(NetworkBackend):
         options: Mapping[str, Any] | None = None,
         devices: Sequence[Sequence[Any] | None] | None = None,
         host: str | None = None,
-        port: int = 0,
+        ports: Sequence[int] = (0,),
         threads: int = 1,
         patience: float = 60.0,
         start_timeout: float = 120.0,
@@ -71,7 +71,7 @@ class RPCBackend(NetworkBackend):
             options: For `TensorPipeRpcBackendOptions`, in every process.
             devices: Per node, the CUDA devices whose tensors its RPCs may carry.
             host: Address to listen on, and that nodes are told; the launcher's choice by default.
-            port: To listen on; any by default.
+            ports: To listen on the first of these that is free; any by default.
             threads: torch threads of each node.
             patience: Seconds without a sign of life after which a node counts as dead, and that
                 any RPC may take.
@@ -86,7 +86,7 @@ class RPCBackend(NetworkBackend):
             open_window,
             launcher,
             host=host,
-            port=port,
+            ports=ports,
             threads=threads,
             patience=patience,
             start_timeout=start_timeout,
@@ -126,15 +126,16 @@ class RPCBackend(NetworkBackend):
         )
         super().start(factories)
 
-    def _boot(self, index: int, factory: bytes) -> RpcBoot:
+    def _boot(self, index: int, factory: bytes, life: int) -> RpcBoot:
         world = self._world
         if self._devices is not None:
             own = {**self._options, "devices": list(self._devices[index] or [])}
             world = replace(world, options=own)
         return RpcBoot(self._threads, tuple(sys.path), factory, world)
 
-    def _gather_all(self) -> None:
+    def _all_in(self, factories: Sequence[bytes]) -> None:
         """Enter the world; a node that goes away meanwhile is noticed."""
+        super()._all_in(factories)
         timeout = self._world.timeout(LEARNER)
         post = Post(self._world, LEARNER, timeout, self._take, self._note_lost)
         self._post = post

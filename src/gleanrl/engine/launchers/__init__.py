@@ -40,6 +40,23 @@ def make_launcher(name: str | Launcher, slurm_kwargs: Mapping[str, Any] | None) 
     return _LAUNCHERS[name]()
 
 
+def check_replaces(launcher: str | Launcher) -> None:
+    """Check that ``launcher`` can start nodes one by one later on.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    for name, kind, why in (
+        ("torchrun", TorchrunLauncher, "torchrun starts all ranks at once and ends with any"),
+        ("submitit_delayed", DelayedLauncher, "its jobs were all submitted beforehand"),
+    ):
+        if launcher == name or isinstance(launcher, kind):
+            raise ConfigError(
+                f"on_failure='relaunch' with launcher={name!r}: it cannot start a node again, "
+                f"{why}; use 'continue', or another launcher"
+            )
+
+
 def serve_elsewhere(name: str | Launcher, patience: float) -> None:
     """Be a node instead, in a process that was started as one.
 

@@ -94,13 +94,13 @@ class Jobs:
             self._folder = private_folder(self._parent)
         return self._folder
 
-    def submit(self, functions: Sequence[Callable[[], Any]]) -> None:
-        """Have every function called in a job of its own.
+    def submit(self, functions: Sequence[Callable[[], Any]]) -> int:
+        """Have every function called in a job of its own; return the index of the first.
 
         Raises:
             ConfigError: the scheduler does not take them.
         """
-        folder = self.open()
+        folder, first = self.open(), len(self._jobs)
         try:
             executor = self._submitit.AutoExecutor(folder=folder, cluster=self.cluster)
             executor.update_parameters(**self._conf)
@@ -113,6 +113,7 @@ class Jobs:
         for job in self._jobs:
             with contextlib.suppress(OSError):  # the folder keeps others out already
                 job.paths.submitted_pickle.chmod(0o600)
+        return first
 
     # -- what became of them ---------------------------------------------------------------------
 

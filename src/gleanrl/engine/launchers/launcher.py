@@ -16,7 +16,11 @@ class Launcher(Protocol):
         ...
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
-        """Have one node started per invitation; does not wait for them."""
+        """Have one node started per invitation; does not wait for them.
+
+        Called once for all of them; and with ``on_failure="relaunch"`` again for each that takes
+        the place of a lost one, in a thread of its own.
+        """
         ...
 
     def fate(self, node: int, timeout: float) -> str | None:

@@ -39,6 +39,9 @@ class LocalLauncher:
                 told.write(going)
                 told.seek(0)
                 pid = self._zygote.fork([told.fileno()], _FORK_TIMEOUT, NODE)
+            before = self._pids.get(invitation.node)
+            if before is not None:  # it was given up, which it need not have noticed
+                self._zygote.kill(before)
             self._pids[invitation.node] = pid
 
     def fate(self, node: int, timeout: float) -> str | None:

@@ -27,7 +27,7 @@ class ManualLauncher:
         """Say nothing yet.
 
         Args:
-            tell: Given the text that has the commands, once; by default standard error is.
+            tell: Given the text that has the commands; by default standard error is.
         """
         self._tell = tell
         self._file: Path | None = None
@@ -42,11 +42,12 @@ class ManualLauncher:
         if SECRET in os.environ:
             before, where = "", f"with the {SECRET} of this process in its environment"
         else:
-            self._file = private_folder(Path(_FOLDER).expanduser()) / "secret"
-            with open(
-                os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb"
-            ) as out:
-                out.write(first.secret)
+            if self._file is None:  # else: some take the place of others
+                self._file = private_folder(Path(_FOLDER).expanduser()) / "secret"
+                with open(
+                    os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb"
+                ) as out:
+                    out.write(first.secret)
             before = f"{SECRET}=$(cat {self._file}) "
             where = "where this file can be read"
         place = f"{first.host}:{first.port}"

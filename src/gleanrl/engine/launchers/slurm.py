@@ -32,6 +32,8 @@ class SubmititLauncher:
             ConfigError: submitit is not installed, or a parameter cannot be.
         """
         self._jobs = Jobs(slurm_kwargs, "slurm_kwargs")
+        self._latest: dict[int, int] = {}
+        """The job of each node; those before it were of nodes that are lost."""
 
     def address(self) -> str:
         """Return this machine's address on the network of the nodes."""
@@ -39,11 +41,13 @@ class SubmititLauncher:
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
         """Submit one job per invitation."""
-        self._jobs.submit([functools.partial(_serve, each) for each in invitations])
+        first = self._jobs.submit([functools.partial(_serve, each) for each in invitations])
+        self._latest.update({each.node: first + n for n, each in enumerate(invitations)})
 
     def fate(self, node: int, timeout: float) -> str | None:
         """Return what became of the job of ``node``: its id, its state, where its log is."""
-        return self._jobs.outcome(node, timeout)
+        job = self._latest.get(node)
+        return None if job is None else self._jobs.outcome(job, timeout)
 
     def stop(self, timeout: float) -> None:
         """Let jobs end that were asked to, cancel the rest."""

@@ -1,0 +1,225 @@
+"""Nodes that take the place of lost ones: started and let in while everybody else works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gleanrl.core.errors import WorkerDied
+from gleanrl.engine.backends.admission import Admission
+from gleanrl.engine.backends.network_node import RemoteNode
+from gleanrl.engine.launchers.launcher import Launcher
+from gleanrl.rollout import link
+from gleanrl.rollout.handshake import Invitation
+from gleanrl.rollout.wire import head_of
+
+_LOOK = 0.5
+"""Seconds between two looks at what became of nodes that have not joined yet."""
+_NEWS = 2.0
+"""Seconds to wait for the news of how a node ended that is gone."""
+Greet = Callable[[RemoteNode, int], None]
+"""Tells a node that was let in, of the given life, what to be; makes its process group."""
+
+
+@dataclass(eq=False, slots=True)
+class _Wanted:
+    """A node that has to be replaced."""
+
+    life: int
+    deadline: float | None = None
+    """Until then it has to have joined, or once it has, to be up; ``None`` before it is started."""
+    node: RemoteNode | None = None
+    """Its connection, once it was let in."""
+
+
+class Joining:
+    """Has nodes started again, lets them in and waits until they are up, in threads of its own.
+
+    The learner is told through `bell`, which is readable while `pop` has something for it.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        admission: Admission,
+        take: Callable[[int, socket.socket], RemoteNode],
+        greet: Greet,
+        invitation: Callable[[int], Invitation],
+        timeout: float,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            launcher: Starts nodes.
+            admission: Lets them in; used by nobody else from now on.
+            take: Makes a node of a connection.
+            greet: See `Greet`.
+            invitation: Invites a node.
+            timeout: Seconds a node may take to join, and again until it is up.
+        """
+        self._launcher, self._admission = launcher, admission
+        self._take, self._greet, self._invitation = take, greet, invitation
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._wanted: dict[int, _Wanted] = {}
+        self._threads: set[threading.Thread] = set()
+        self._porter: threading.Thread | None = None
+        self._closing = False
+        self._done: deque[RemoteNode | WorkerDied] = deque()
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+
+    # -- for the learner -------------------------------------------------------------------------
+
+    def want(self, index: int, life: int) -> None:
+        """Have node ``index`` started again."""
+        with self._lock:
+            self._wanted[index] = _Wanted(life)
+            if self._porter is None:
+                self._porter = self._start(self._mind)
+        self._admission.interrupt()
+
+    def pop(self) -> RemoteNode | WorkerDied | None:
+        """Return a node that is up, or why one is not; ``None`` if there is no news."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.bell)
+            return self._done.popleft()
+        return None
+
+    def stop(self, timeout: float) -> None:
+        """Let nobody in any more and hang up on who is joining. Idempotent.
+
+        Threads that are not through by then end by themselves.
+        """
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            wanted = list(self._wanted.values())
+            threads = list(self._threads)
+        self._admission.interrupt()
+        for each in wanted:
+            if each.node is not None:
+                each.node.channel.hang_up()
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for result in self._done:
+            if isinstance(result, RemoteNode):
+                result.close()
+        self._done.clear()
+        os.close(self.bell)  # nobody rings any more
+
+    # -- the porter ------------------------------------------------------------------------------
+
+    def _start(self, target: Callable[..., None], *args: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args, name="gleanrl joining", daemon=True)
+        self._threads = {each for each in self._threads if each.is_alive() or not each.ident}
+        self._threads.add(thread)
+        thread.start()
+        return thread
+
+    def _mind(self) -> None:
+        """Start who is wanted and let them in, until nobody is wanted any more."""
+        while True:
+            with self._lock:
+                if self._closing or not self._wanted:
+                    self._porter = None
+                    return
+                wanted = list(self._wanted.items())
+            for index, each in wanted:
+                try:
+                    if each.deadline is None:
+                        self._launch(index, each)
+                    else:
+                        self._look_after(index, each)
+                except Exception as err:  # whatever a scheduler says
+                    self._fail(index, each, f"could not be started ({err})")
+            for index, sock in [] if self._closing else self._admission.wait(_LOOK):
+                self._let_in(index, sock)
+
+    def _launch(self, index: int, wanted: _Wanted) -> None:
+        wanted.deadline = time.monotonic() + self._timeout
+        try:
+            self._launcher.launch([self._invitation(index)])
+        finally:
+            if self._closing:  # it may have been started after everybody else was ended
+                self._launcher.stop(0.0)
+
+    def _look_after(self, index: int, wanted: _Wanted) -> None:
+        assert wanted.deadline is not None
+        fate = self._launcher.fate(index, 0.0) if wanted.node is None else None
+        if fate is not None:
+            self._fail(index, wanted, f"{fate} before it joined; what it printed last tells why")
+        elif time.monotonic() > wanted.deadline:
+            done = "joined" if wanted.node is None else "built its environments"
+            self._fail(index, wanted, f"had not {done} within {self._timeout} s")
+
+    def _let_in(self, index: int, sock: socket.socket) -> None:
+        with self._lock:
+            wanted = self._wanted.get(index)
+            if wanted is None or wanted.node is not None or self._closing:
+                sock.close()
+                return
+            try:
+                node = wanted.node = self._take(index, sock)
+            except WorkerDied:  # gone already; there may be another
+                return
+            wanted.deadline = time.monotonic() + self._timeout
+            self._start(self._bring_up, index, wanted, node)
+
+    # -- one thread per node that was let in -----------------------------------------------------
+
+    def _bring_up(self, index: int, wanted: _Wanted, node: RemoteNode) -> None:
+        try:
+            self._greet(node, wanted.life)
+            _await_start(node)
+        except Exception as err:
+            fate = node.leaving or self._launcher.fate(index, _NEWS)
+            self._fail(index, wanted, fate or f"was lost while it joined ({err})")
+            node.close()
+            return
+        with self._lock:
+            if self._wanted.get(index) is wanted and not self._closing:
+                del self._wanted[index]
+                self._tell(node)
+                return
+        node.close()
+
+    def _fail(self, index: int, wanted: _Wanted, how: str) -> None:
+        with self._lock:
+            if self._wanted.get(index) is not wanted or self._closing:
+                return
+            del self._wanted[index]
+            if wanted.node is not None:
+                wanted.node.channel.hang_up()
+            error = WorkerDied(f"the replacement of worker {index} {how}")
+            error.worker = index
+            self._tell(error)
+
+    def _tell(self, result: RemoteNode | WorkerDied) -> None:
+        self._done.append(result)
+        os.eventfd_write(self.bell, 1)
+
+
+def _await_start(node: RemoteNode) -> None:
+    """Wait until ``node`` has said that it is up, or why it is not; keep what it said.
+
+    Raises:
+        EOFError: it is gone.
+    """
+    readable = select.poll()
+    readable.register(node.channel, select.POLLIN)
+    while not any(head_of(frame)[0] == 0 for frame in node.early):
+        readable.poll()
+        for frame in node.channel.read():
+            if frame[:1] == link.LEAVE:
+                node.leaving = frame[1:].decode()
+            elif frame[:1] != link.BEAT:
+                node.early.append(frame)

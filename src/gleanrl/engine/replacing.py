@@ -1,0 +1,100 @@
+"""Those who take the place of lost workers: how many there may be, and what they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from gleanrl.core import messages as m
+from gleanrl.core.errors import GleanError
+from gleanrl.engine.engine import Engine
+from gleanrl.engine.sent_models import SentModels
+from gleanrl.rollout.streams import renewed
+
+_SEEDS = 1 << 31
+"""Seeds that every kind of environment takes."""
+
+
+class Starts(Protocol):
+    """A backend that can have the process of a worker started anew."""
+
+    def replace(self, worker: int, life: int) -> None:
+        """Let go of ``worker`` and have another started in its place, without waiting.
+
+        Once it is up, `receive` returns its `Ready`; if it does not get that far, `receive` raises
+        `WorkerDied` with its number.
+
+        Args:
+            worker: Its number.
+            life: How many were lost before the new one.
+        """
+        ...
+
+
+class Replacements:
+    """Replaces lost workers; see `engine.dispatch.Replacing`.
+
+    A replacement is a worker of its own: nothing of what the lost one had in it is left. It gets
+    the newest weights, and random streams and trajectory ids that no life before has used, both a
+    function of the seed, the worker and the number of lives.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        backend: Starts,
+        models: SentModels,
+        renew: Callable[[int], None],
+        most: int,
+    ) -> None:
+        """Replace workers of ``engine`` from now on, and those that are lost already.
+
+        Args:
+            engine: Whose workers.
+            backend: Its backend.
+            models: Knows the newest weights.
+            renew: Gives a worker new memory to write into.
+            most: Replacements per worker.
+        """
+        self._engine, self._backend, self._models, self._renew = engine, backend, models, renew
+        self._most = most
+        self._started = [0] * engine.workers
+        self.seeds: Mapping[int, m.Seed] = {}
+        """What workers were seeded with, since they were started or a state was loaded."""
+        engine.dispatcher.replacing = self
+        for worker in set(range(engine.workers)) - set(engine.dispatcher.alive):
+            self.replace(worker)
+
+    def replace(self, worker: int) -> str:
+        """Have a replacement started unless there were enough; return what is to be said of it."""
+        if self._started[worker] == self._most:
+            return f", for good (max_relaunches={self._most})"
+        self._started[worker] += 1
+        self._backend.replace(worker, self._engine.lives[worker] + 1)
+        self._engine.dispatcher.joining.add(worker)
+        return f" until replacement {self._started[worker]} of {self._most} has joined"
+
+    def welcome(self, reply: m.Ready) -> Sequence[m.Command]:
+        """Return what brings a replacement up to date.
+
+        Raises:
+            GleanError: its steps do not look like those of the one that was lost.
+        """
+        engine, worker = self._engine, reply.worker
+        if reply.layout != engine.layouts[worker]:
+            raise GleanError(
+                f"its steps are {reply.layout}, those of the lost one were {engine.layouts[worker]}"
+            )
+        engine.lives[worker] += 1
+        self._renew(worker)
+        # What binds boards comes first: with any other command it looks at them.
+        commands = [*self._models.catch_up(worker), engine.place(worker)]
+        if worker in self.seeds:
+            commands.append(reseeded(self.seeds[worker], engine.lives[worker]))
+        return commands
+
+
+def reseeded(seed: m.Seed, life: int) -> m.Seed:
+    """Return the seed of a worker that was lost ``life`` times since it would have got ``seed``."""
+    stream = renewed(seed.seed if seed.stream is None else seed.stream, life)
+    return m.Seed(stream % _SEEDS, seed.static, stream)

@@ -1,0 +1,522 @@
+"""Nodes that are lost: what goes on without them, and with those that take their place."""
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+
+import pytest
+import rig
+import torch
+from tensordict.nn import TensorDictModule
+
+from gleanrl import (
+    ConfigError,
+    DistributedCollector,
+    LazyTensorStorage,
+    ReplayBuffer,
+    RPCCollector,
+    WorkerDied,
+)
+from gleanrl.engine.backends.process import zygote
+from gleanrl.engine.launchers.local import LocalLauncher
+from gleanrl.engine.launchers.manual import ManualLauncher
+from gleanrl.rollout.handshake import Invitation, join
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm():
+    """Have the zygote and all that torch opens once per process up."""
+    zygote()
+    nodes(rig.counting()).shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _tidy(_warm):
+    with rig.nothing_left_behind():
+        yield
+
+
+def nodes(*envs, policy=None, per_node=8, **options):
+    options = {"tcp_port": 0, "launcher": "mp", **options}
+    return DistributedCollector(list(envs), policy, frames_per_batch=per_node, **options)
+
+
+def encoded(width=10):
+    return TensorDictModule(
+        rig.Encoded(width), in_keys=["observation"], out_keys=["action", "seen"]
+    )
+
+
+def number_in(batch):
+    return int(batch["next", "observation"][0, 0])
+
+
+def ids_in(batch):
+    return set(batch["collector", "traj_ids"].flatten().tolist())
+
+
+def kill(collector, worker):
+    """Kill a node and wait until it has ended."""
+    pid = collector.map_fn("env.pid")[worker]
+    os.kill(pid, signal.SIGKILL)
+    rig.await_end([pid])
+
+
+# -- without them ----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:collection goes on without it")
+def test_everything_can_be_asked_of_the_nodes_that_are_left():
+    policy = encoded()
+    with nodes(rig.counting(0), rig.counting(1), policy=policy, on_failure="continue") as collector:
+        collector.next()
+        policy.module.set(1.0)
+        collector.update_policy_weights_()
+        kill(collector, 0)
+        assert collector.getattr_env("number") == 1
+        assert collector.get_distant_attr("env.number") == [None, 1]
+        assert collector.map_fn("env.get_wrapper_attr", [("number",)] * 2) == [None, 1]
+        assert collector.set_seed(5) == 6
+        assert collector.set_seed(5, static_seed=True) == 5
+        collector.reset()
+        collector.update_policy_weights_(worker_ids=[0, 1])
+        assert collector.stats("per_worker")["worker_0/alive"] is False
+        state = collector.state_dict()
+        collector.load_state_dict(state)
+        seen = {number_in(collector.next()) for _ in range(6)}
+        assert seen == {1}
+
+
+@pytest.mark.filterwarnings("ignore:collection goes on without it")
+def test_batches_of_a_lost_node_may_be_kept():
+    held = []
+    with nodes(rig.counting(0), rig.counting(1), on_failure="continue") as collector:
+        while len(held) < 3:
+            batch = collector.next()
+            if number_in(batch) == 1:
+                held.append(batch)
+        kill(collector, 1)
+        copies = [batch.clone() for batch in held]
+        for _ in range(12):
+            collector.next()
+        assert all((one == other).all() for one, other in zip(held, copies, strict=True))
+
+
+def random_steps(batch):
+    return batch["action"].flatten().tolist()
+
+
+@pytest.mark.filterwarnings("ignore:collection goes on without it")
+def test_a_state_after_a_loss_loads_into_whole_collectors():
+    def make():
+        torch.manual_seed(0)
+        return nodes(rig.counting(0), rig.counting(1), per_node=40, on_failure="continue")
+
+    used, drawn = set(), []
+    with make() as collector:
+        for _ in range(8):
+            batch = collector.next()
+            used |= ids_in(batch)
+            if number_in(batch) == 1:
+                drawn.append(random_steps(batch))
+        kill(collector, 1)
+        for _ in range(4):
+            used |= ids_in(collector.next())
+        state = collector.state_dict()
+    assert state["worker1"]["lost"] is True
+    again = []
+    for _ in range(2):
+        with make() as collector:
+            collector.load_state_dict(state)
+            assert collector.stats()["frames"] == state["frames"]
+            begun = [batch for batch in (collector.next() for _ in range(10))]
+            first = next(batch for batch in begun if number_in(batch) == 1)
+            assert not used & set().union(*map(ids_in, begun))
+            again.append(random_steps(first))
+    assert again[0] == again[1]
+    assert again[0] not in drawn
+
+
+# -- with those that take their place --------------------------------------------------------------
+
+
+def relaunching(*envs, **options):
+    return nodes(*envs, on_failure="relaunch", **options)
+
+
+def until_back(collector, worker, seen=None):
+    """Collect until a rollout of a replacement of ``worker`` is delivered; return that."""
+    lives = collector._engine.lives[worker]
+    with rig.in_time(4 * rig.LIMIT):
+        while True:
+            batch = collector.next()
+            if seen is not None:
+                seen.append(batch)
+            if collector._engine.lives[worker] > lives and number_in(batch) == worker:
+                return batch
+
+
+LOST = "goes on without it until replacement 1 of 3 has joined: worker 1 .*killed by signal 9"
+
+
+def test_a_replacement_takes_part_with_the_newest_weights_and_ids_of_its_own():
+    policy = encoded()
+    seen = []
+    with relaunching(
+        rig.counting(0),
+        rig.counting(1),
+        policy=policy,
+        per_node=40,
+        track_policy_version=True,
+        total_frames=-1,
+    ) as collector:
+        assert collector.set_seed(7) == 8
+        for number in range(1, 9):
+            seen.append(collector.next())
+            policy.module.set(float(number))
+            collector.update_policy_weights_()
+        kill(collector, 1)
+        with pytest.warns(UserWarning, match=LOST):
+            collector._engine.check()
+        with pytest.warns(UserWarning, match="worker 1 was replaced and takes part again"):
+            first = until_back(collector, 1, seen)
+        assert set(first["seen"].flatten().tolist()) == {8.0}
+        assert set(first["policy_version"].flatten().tolist()) == {8}
+        assert first["is_init"][0].item() if "is_init" in first.keys() else True
+        policy.module.set(9.0)
+        collector.update_policy_weights_(worker_ids=[1])
+        for _ in range(12):
+            seen.append(collector.next())
+        last = {number_in(batch): batch for batch in seen[-8:]}
+        assert set(last[1]["seen"].flatten().tolist()) == {9.0}
+        assert collector.stats()["workers_alive"] == 2
+        assert collector.stats()["frames"] == 40 * len(seen)
+    # Nothing twice: steps of an environment go on, or begin anew where it is another's.
+    steps = [int(row) for b in seen if number_in(b) == 1 for row in b["next", "observation"][:, 1]]
+    begins = [i for i, step in enumerate(steps) if step == 1]
+    assert len(begins) == 2
+    for start, end in zip(begins, [*begins[1:], len(steps)], strict=True):
+        assert steps[start:end] == list(range(1, end - start + 1))
+    # An id is that of one trajectory: of 5 steps, and of one life.
+    ids = torch.cat([b["collector", "traj_ids"].flatten() for b in seen])
+    assert torch.unique(ids, return_counts=True)[1].max() <= 5
+    assert {int(i) % 2 for i in ids} == {0, 1}
+
+
+@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
+@pytest.mark.parametrize("seeded", [True, False])
+def test_streams_of_a_replacement_follow_from_the_seed_and_repeat_nothing(seeded):
+    def actions():
+        torch.manual_seed(1)
+        with relaunching(rig.counting(0), rig.counting(1), per_node=60) as collector:
+            if seeded:
+                collector.set_seed(3)
+            found = []
+            while len(found) < 2:
+                batch = collector.next()
+                if number_in(batch) == 1:
+                    found.append(random_steps(batch))
+            kill(collector, 1)
+            return [*found, random_steps(until_back(collector, 1))]
+
+    one, other = actions(), actions()
+    assert one == other
+    assert one[2] not in one[:2]
+
+
+@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
+def test_weights_sent_by_message_and_models_with_extra_state_reach_a_replacement():
+    policy = encoded()
+    with relaunching(rig.counting(0), rig.counting(1), policy=policy) as collector:
+        policy.module.set(2.0)
+        collector.update_policy_weights_()
+        policy.module.set(5.0)
+        collector.update_policy_weights_(worker_ids=[1])
+        collector.increment_version()
+        kill(collector, 1)
+        assert set(until_back(collector, 1)["seen"].flatten().tolist()) == {5.0}
+        kill(collector, 0)
+        collector._engine.check()
+        policy.module.set(6.0)
+        collector.update_policy_weights_()  # while it is away
+        assert set(until_back(collector, 0)["seen"].flatten().tolist()) == {6.0}
+        assert collector.stats("per_worker")["worker_0/policy_version"] == 4
+        collector.set_seed(1)
+        collector.load_state_dict(collector.state_dict())
+        assert {number_in(collector.next()) for _ in range(20)} == {0, 1}
+
+
+def deadly(path):
+    """Build an environment only once; kill whoever tries again."""
+    if path.exists():
+        rig.kill()
+    path.touch()
+    return rig.Count(1)
+
+
+@pytest.mark.parametrize("where", ["build", "raise"])
+def test_replacements_that_fail_are_given_up(tmp_path, where):
+    def make():
+        if where == "raise" and (tmp_path / "made").exists():
+            rig.fail()
+        return deadly(tmp_path / "made")
+
+    with relaunching(rig.counting(0), make, max_relaunches=2) as collector:
+        collector.next()
+        kill(collector, 1)
+        with warnings.catch_warnings(record=True) as caught, rig.in_time(4 * rig.LIMIT):
+            warnings.simplefilter("always")
+            while len(caught) < 3:
+                assert number_in(collector.next()) in (0, 1)
+        told = [str(each.message) for each in caught]
+        assert [text.partition(":")[0] for text in told] == [
+            "collection goes on without it until replacement 1 of 2 has joined",
+            "collection goes on without it until replacement 2 of 2 has joined",
+            "collection goes on without it, for good (max_relaunches=2)",
+        ]
+        assert "worker 1" in told[-1]
+        assert ("in the simulator" if where == "raise" else "signal 9") in told[-1]
+        assert {number_in(collector.next()) for _ in range(6)} == {0}
+        assert collector.get_distant_attr("env.number") == [0, None]
+
+
+@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
+def test_the_only_node_is_waited_for_also_in_the_background(tmp_path):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
+    with relaunching(rig.counting(0), replay_buffer=buffer, total_frames=8 * 60) as collector:
+        collector.start()
+        kill(collector, 0)
+        with rig.in_time(4 * rig.LIMIT):
+            collector._background.join(4 * rig.LIMIT)
+        assert len(buffer) == 8 * 60
+    with relaunching(rig.counting(0), max_relaunches=1) as collector:
+        collector.next()
+        kill(collector, 0)
+        until_back(collector, 0)
+        kill(collector, 0)
+        with pytest.raises(WorkerDied, match="signal 9"), rig.in_time():
+            list(collector)
+
+
+class Stuck:
+    """Lets the first node of each index start; of others, a process that does not join."""
+
+    def __init__(self):
+        self.inner, self.stuck, self.begun = LocalLauncher(), [], threading.Event()
+
+    def address(self):
+        return self.inner.address()
+
+    def launch(self, invitations):
+        if len(invitations) > 1:
+            self.inner.launch(invitations)
+            return
+        self.stuck.append(subprocess.Popen(["sleep", "100"]))
+        self.begun.set()
+
+    def fate(self, node, timeout):
+        return None if self.stuck and node == 1 else self.inner.fate(node, timeout)
+
+    def stop(self, timeout):
+        self.inner.stop(timeout)
+        for process in self.stuck:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.filterwarnings("ignore:.*without it")
+@pytest.mark.parametrize("how", ["launched", "half in", "building"])
+def test_shutting_down_while_a_replacement_joins(tmp_path, how):
+    def make():
+        if how == "building" and (tmp_path / "made").exists():
+            (tmp_path / "again").touch()
+            rig.hang_quietly()
+        (tmp_path / "made").touch()
+        return rig.Count(1)
+
+    launcher = "mp" if how == "building" else Stuck()
+    threads = threading.active_count()
+    with relaunching(rig.counting(0), make, launcher=launcher) as collector:
+        collector.next()
+        kill(collector, 1)
+        with rig.in_time(4 * rig.LIMIT):
+            for _ in range(20):  # nobody waits for it
+                collector.next()
+            if how == "building":
+                while not (tmp_path / "again").exists():
+                    collector.next()
+            else:
+                launcher.begun.wait()
+        if how == "half in":  # it has shown the secret, and says no more
+            backend = collector._engine.backend
+            guest = Invitation(*backend.address, 1, backend._secret)
+            sock, _ = join(guest, 5.0)
+            assert sock.recv(10)
+            assert number_in(collector.next()) == 0
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 2 * rig.LIMIT
+    if how == "half in":
+        sock.close()
+    assert threading.active_count() <= threads
+
+
+@pytest.mark.filterwarnings("ignore:.*without it")
+def test_a_collector_nobody_has_any_more_ends_also_after_a_loss():
+    launcher = Stuck()
+    threads = threading.active_count()
+    collector = relaunching(rig.counting(0), rig.counting(1), launcher=launcher)
+    collector.next()
+    kill(collector, 1)
+    while not launcher.begun.is_set():
+        collector.next()
+    collector.set_seed(1)
+    pids = [collector.map_fn("env.pid")[0], launcher.stuck[0].pid]
+    del collector
+    gc.collect()
+    rig.await_end(pids)
+    assert threading.active_count() <= threads
+
+
+@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
+def test_a_replacement_that_does_not_join_in_time_is_lost_too():
+    launcher = Stuck()
+    with relaunching(
+        rig.counting(0), rig.counting(1), launcher=launcher, start_timeout=10.0, max_relaunches=1
+    ) as collector:
+        collector._engine.backend._joining._timeout = 0.2
+        collector.next()
+        kill(collector, 1)
+        told = []
+        while not any("for good" in text for text in told):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                collector.next()
+            told += [str(each.message) for each in caught]
+        assert "had not joined within 0.2 s" in told[-1]
+
+
+@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
+def test_a_node_that_hangs_is_replaced_and_ended():
+    with relaunching(
+        rig.counting(0), rig.counting(1, fault=rig.hold_the_lock), timeout=0.5, max_relaunches=1
+    ) as collector:
+        of_one = []
+        while len(of_one) < 2:  # every life hangs in its second rollout
+            batch = collector.next()
+            if number_in(batch) == 1:
+                of_one.append(batch["next", "observation"][:, 1].tolist())
+        assert of_one == [list(range(1, 9))] * 2
+        while len(collector._engine.dispatcher.alive) == 2:
+            collector.next()
+
+
+@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
+def test_a_node_with_workers_of_its_own_is_replaced():
+    ids = set()
+    with relaunching(
+        rig.counting(0),
+        rig.counting(1),
+        collector_class="sync",
+        num_workers_per_collector=2,
+        per_node=20,
+    ) as collector:
+        for _ in range(6):
+            ids |= ids_in(collector.next())
+        pid = collector._engine.backend._launcher._pids[1]
+        os.kill(pid, signal.SIGKILL)
+        lives = collector._engine.lives[1]
+        while collector._engine.lives[1] == lives:
+            ids |= ids_in(collector.next())
+        fresh = [collector.next() for _ in range(8)]
+        of_one = [b for b in fresh if int(b["next", "observation"][0, 0, 0]) == 1]
+        assert of_one
+        assert not ids & set().union(*map(ids_in, of_one))
+
+
+def test_strangers_and_nodes_too_many_are_turned_away_while_all_are_there():
+    with relaunching(rig.counting(0), rig.counting(1)) as collector:
+        strangers = [socket.create_connection(collector._engine.backend.address) for _ in "123"]
+        kill(collector, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert until_back(collector, 1) is not None
+        for stranger in strangers:
+            assert len(stranger.recv(1000)) == 40
+            stranger.close()
+
+
+def test_somebody_is_asked_to_start_a_node_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("GLEANRL_SECRET", raising=False)
+    told = []
+    launcher = ManualLauncher(told.append)
+    invited = [Invitation("127.0.0.1", 1, node, b"x" * 32) for node in range(2)]
+    launcher.launch(invited)
+    launcher.launch(invited[1:])
+    (again,) = [line for line in told[1].splitlines() if "python -m" in line]
+    assert again in told[0]
+    assert again.endswith("--node 1")
+    launcher.stop(0.0)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        (DistributedCollector, {"sync": True}, "sync=False"),
+        (DistributedCollector, {"launcher": "torchrun"}, "torchrun.*cannot start a node again"),
+        (DistributedCollector, {"launcher": "submitit_delayed"}, "cannot start a node again"),
+        (DistributedCollector, {"max_relaunches": -1}, "max_relaunches"),
+        (RPCCollector, {}, "RPCCollector.*'continue'"),
+    ],
+)
+def test_what_cannot_replace_nodes_says_so(kind, options, says):
+    given = {"launcher": "mp", "tcp_port": 0, "on_failure": "relaunch", **options}
+    with pytest.raises(ConfigError, match=says):
+        kind([rig.counting(0)] * 2, frames_per_batch=8, **given)
+
+
+SCRIPT = """
+    import os, signal, sys
+    sys.path.insert(0, {rig!r})
+    import rig
+    from gleanrl import DistributedCollector
+
+    def make():
+        if os.path.exists({path!r} + "/made"):
+            with open({path!r} + "/again", "w") as out:
+                out.write(str(os.getpid()))
+            os.rename({path!r} + "/again", {path!r} + "/pid")
+            rig.hang_quietly()
+        open({path!r} + "/made", "w").close()
+        return rig.Count(1)
+
+    collector = DistributedCollector(
+        [rig.counting(0), make], frames_per_batch=8, launcher="mp", tcp_port=0,
+        on_failure="relaunch",
+    )
+    collector.next()
+    pids = collector.map_fn("env.pid")
+    os.kill(pids[1], signal.SIGKILL)
+    while not os.path.exists({path!r} + "/pid"):
+        collector.next()
+    print(pids[0], open({path!r} + "/pid").read(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_replacement_that_is_joining_ends_with_a_learner_that_is_killed(tmp_path):
+    script = textwrap.dedent(SCRIPT).format(rig=os.path.dirname(rig.__file__), path=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    rig.await_end(pids)
