@@ -22,6 +22,7 @@ def all_cases() -> list[Case]:
     """Return every case, in the order in which they run."""
     return [
         *(delivered(kind, name) for kind in ("async", "sync") for name in SIZES),
+        *(collected(name) for name in SIZES),
         cartpole(),
         *(torchrl(kind) for kind in ("async", "sync")),
         *(delivered_by_rpc(kind, name) for kind in ("async", "sync") for name in SIZES),
@@ -57,6 +58,22 @@ def delivered(kind: str, name: str) -> Case:
         grouped(lambda: Bytes(nodes(kind, still(WORKERS, size), None, frames), size)),
         [Reference("bare send and recv", grouped(lambda: raw.Sends(2 * size * steps)), 0.8)],
         check=check.real_bytes,
+        turn=turn,
+    )
+
+
+def collected(name: str) -> Case:
+    """The same, held against processes that have to make what they send, too."""
+    size, steps = SIZES[name]
+    return Case(
+        f"collected-{name}-async",
+        f"no-op environment, {name} per rollout, 2 nodes, async; bytes per second",
+        grouped(lambda: Bytes(nodes("async", still(WORKERS, size), None, steps), size)),
+        [
+            Reference(
+                "in-process collectors and bare send", grouped(lambda: raw.Collected(size, steps))
+            )
+        ],
         turn=turn,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import socket
@@ -12,6 +13,7 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.harness import Fields
+from benchmarks.multi.envs import still
 
 
 class Group:
@@ -82,16 +84,58 @@ def _send(rank: int, size: int) -> None:
         dist.send(buffer, 0)
 
 
+class Collected:
+    """Like `Sends`, but each process collects what it sends: the least that nodes have to do."""
+
+    def __init__(self, size: int, steps: int) -> None:
+        """Receive rollouts of ``steps`` steps with observations of ``size`` bytes."""
+        self._group = Group(functools.partial(_collect, steps=steps), size)
+        self._buffers = [torch.zeros(steps, size, dtype=torch.uint8) for _ in range(2)]
+        self._turn = 0
+
+    def collect_batch(self) -> int:
+        """Return the number of bytes."""
+        self._turn = 1 - self._turn
+        for buffer in self._buffers:
+            dist.recv(buffer, 1 + self._turn)
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    def fields(self) -> Fields:
+        return {}
+
+    def close(self) -> None:
+        self._group.close()
+
+
+def _collect(rank: int, size: int, steps: int) -> None:
+    from gleanrl.collectors import Collector
+
+    env = still(rank, size)[rank - 1]
+    for batch in Collector(env, None, frames_per_batch=steps, total_frames=-1):
+        dist.send(batch["observation"], 0)
+        dist.send(batch["next", "observation"], 0)
+
+
 class Broadcasts:
     """This process broadcasts ``size`` bytes; the others say when they have them."""
 
-    def __init__(self, size: int) -> None:
-        self._group = Group(_hear, size)
+    def __init__(self, size: int, copied: bool = False) -> None:
+        """Broadcast ``size`` bytes.
+
+        Args:
+            size: Of the weights.
+            copied: From a copy, so that training can go on meanwhile, and into other memory, so
+                that nobody acts with weights that are half there.
+        """
+        self._group = Group(functools.partial(_hear, copied=copied), size)
         self._buffer = torch.ones(size, dtype=torch.uint8)
+        self._weights = self._buffer.clone() if copied else None
         self._answer = torch.zeros(1)
 
     def once(self) -> None:
         """Broadcast, and wait for both answers."""
+        if self._weights is not None:
+            self._buffer.copy_(self._weights)
         dist.broadcast(self._buffer, 0)
         for rank in (1, 2):
             dist.recv(self._answer, rank)
@@ -100,8 +144,11 @@ class Broadcasts:
         self._group.close()
 
 
-def _hear(rank: int, size: int) -> None:
+def _hear(rank: int, size: int, copied: bool) -> None:
     buffer, answer = torch.zeros(size, dtype=torch.uint8), torch.zeros(1)
+    weights = buffer.clone() if copied else None
     while True:
         dist.broadcast(buffer, 0)
+        if weights is not None:
+            weights.copy_(buffer)
         dist.send(answer, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.distributed import raw
@@ -23,34 +23,47 @@ def sending(rounds: int, seconds: float, tick: Tick) -> list[Figure]:
     for name, size in SIZES.items():
         policy: Any = ballast_policy(size)
         ours = nodes("sync", still(2, 16), policy, 2)
-        broadcasts = raw.Broadcasts(size)
 
         def update(ours: Any = ours, policy: Any = policy) -> None:
             ours.collector.update_policy_weights_()
             ours.collect_batch()
 
+        acts = {"update and batch": update, "batch alone": ours.collect_batch}
         try:
-            times: dict[str, list[float]] = {"update": [], "batch": [], "broadcast": []}
-            for _ in range(rounds):
-                policy.module.train_step()
-                times["update"].append(_median(update, seconds))
-                times["batch"].append(_median(ours.collect_batch, seconds / 4))
-                times["broadcast"].append(_median(broadcasts.once, seconds))
-            over = [
-                (u - b) / c
-                for u, b, c in zip(times["update"], times["batch"], times["broadcast"], strict=True)
-            ]
+            policy.module.train_step()
+            bare = _beside(acts, size, False, rounds, seconds)
+            copied = _beside(acts, size, True, rounds, seconds)
         finally:
             ours.close()
-            broadcasts.close()
+        figures += [Figure(f"{name}: {what}", "ms", times) for what, times in bare.items()]
         figures += [
-            Figure(f"{name}: update and batch", "ms", times["update"]),
-            Figure(f"{name}: batch alone", "ms", times["batch"]),
-            Figure(f"{name}: bare broadcast", "ms", times["broadcast"]),
-            Figure(f"{name}: update / broadcast", "x", over, LIMIT),
+            Figure(f"{name}: broadcast of a copy, copied", "ms", copied["broadcast"]),
+            Figure(f"{name}: update / broadcast", "x", _ratios(bare), LIMIT),
+            Figure(f"{name}: update / broadcast with copies", "x", _ratios(copied)),
         ]
         tick(f"weights {name}")
     return figures
+
+
+def _beside(
+    acts: Mapping[str, Callable[[], Any]], size: int, copied: bool, rounds: int, seconds: float
+) -> dict[str, list[float]]:
+    """Time ``acts`` and broadcasts in turn."""
+    broadcasts = raw.Broadcasts(size, copied)
+    try:
+        told = {**acts, "broadcast": broadcasts.once}
+        times: dict[str, list[float]] = {what: [] for what in told}
+        for _ in range(rounds):
+            for what, act in told.items():
+                times[what].append(_median(act, seconds))
+        return times
+    finally:
+        broadcasts.close()
+
+
+def _ratios(times: Mapping[str, list[float]]) -> list[float]:
+    columns = (times["update and batch"], times["batch alone"], times["broadcast"])
+    return [(u - b) / c for u, b, c in zip(*columns, strict=True)]
 
 
 def _median(act: Callable[[], Any], seconds: float) -> float:
