@@ -47,7 +47,7 @@ class Lender:
     def __init__(self, capacity: Callable[[], int]) -> None:
         """Lend a part of the ``capacity`` bytes, a function that is called when it matters."""
         self._capacity = capacity
-        self._limit: int | None = None
+        self._limit = 0
         self._loans: weakref.WeakSet[Loan] = weakref.WeakSet()
         self._writable: list[range] = []
         self._whole: dict[tuple[int, int, int], bool] = {}
@@ -56,7 +56,7 @@ class Lender:
         """Return ``block``, writable; ``None`` if it has to be copied into its window."""
         if block.nbytes < _LENT_FROM or not self._is_whole(reference):
             return None
-        if self._limit is None:
+        if not self._limit:
             self._limit = self._capacity() // _SHARE
         if sum(loan.nbytes for loan in self._loans) + block.nbytes > self._limit:
             return None
