@@ -1,8 +1,9 @@
 """Ray: ``python -m benchmarks.ray [--only CASE ...] [--rounds N] [--seconds S]``.
 
 Two kinds of cases. ``object-*``: a source that does nothing, so that what remains is the transport;
-against a bare actor that returns as many bytes, and `ray.get`. ``cartpole-*``: frames per second,
-against TorchRL's RayCollector and RLlib's EnvRunnerGroup.
+against a bare actor that returns as many bytes (of one array that never changes, and read-only for
+who gets them), and `ray.get`. ``cartpole-*``: frames per second, against TorchRL's RayCollector and
+RLlib's EnvRunnerGroup.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from benchmarks.__main__ import THREADS
 
 ENVS, STEPS, ACTORS = 16, 64, 2
 SIZES = {"100KB": 100 * 2**10, "1MB": 2**20, "16MB": 2**24, "64MB": 2**26}
-KINDS = ("sync", "async")
+KINDS = ("sync", "async", "stack")
 OVERHEAD = 1.2
 """What a batch may cost, in units of `ray.get` of as many bytes."""
 
@@ -62,13 +63,13 @@ class OurObjects:
         from gleanrl.engine.engine import Engine
 
         actors = 1 if kind == "sync" else ACTORS
-        options = [{"num_cpus": 1}] * actors
+        options = [{"num_cpus": 0}] * actors
         self._engine = Engine(
             lambda windows: RayBackend(windows, options=options),
             [functools.partial(Idle, size)] * actors,
         )
-        gather = gather_all if kind == "sync" else gather_first
-        gather(self._engine, [1] * actors, BatchOptions())
+        gather = gather_first if kind == "async" else gather_all
+        gather(self._engine, [1] * actors, BatchOptions(stacked=kind == "stack"))
         self._budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
         self._batch: Any = None
 
@@ -82,6 +83,30 @@ class OurObjects:
     def close(self) -> None:
         self._batch = None
         self._engine.close(5.0)
+
+
+class RawStack:
+    """Two bare actors whose arrays are copied into one, as who learns from both has to."""
+
+    def __init__(self, size: int) -> None:
+        import numpy as np
+
+        self._one = [RawObjects(size, "sync") for _ in range(ACTORS)]
+        self._whole = np.empty((ACTORS, size), np.uint8)
+
+    def collect_batch(self) -> int:
+        for one in self._one:
+            one.ask()
+        for row, one in zip(self._whole, self._one, strict=True):
+            row[:] = one.take()
+        return ACTORS
+
+    def fields(self) -> Mapping[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        for one in self._one:
+            one.close()
 
 
 class RawObjects:
@@ -100,7 +125,7 @@ class RawObjects:
                 return self._array
 
         actors = 1 if kind == "sync" else ACTORS
-        made: Any = ray.remote(num_cpus=1)(Bare)
+        made: Any = ray.remote(num_cpus=0)(Bare)
         self._ray: Any = ray
         self._actors = [made.remote(size) for _ in range(actors)]
         self._copy = np.empty(size, np.uint8) if copy else None
@@ -108,10 +133,19 @@ class RawObjects:
         self._under_way: dict[Any, Any] = {}
         self._value: Any = None
 
+    def ask(self) -> None:
+        """Ask every actor for as many arrays as are to be under way."""
+        for actor in self._actors * self._depth:
+            self._under_way[actor.get.remote()] = actor
+
+    def take(self) -> Any:
+        """Wait for an array, of whichever actor."""
+        self.collect_batch()
+        return self._value
+
     def collect_batch(self) -> int:
         if not self._under_way:
-            for actor in self._actors * self._depth:
-                self._under_way[actor.get.remote()] = actor
+            self.ask()
         ready, _ = self._ray.wait(list(self._under_way), num_returns=1)
         self._value = self._ray.get(ready[0])
         if self._copy is not None:
@@ -135,6 +169,13 @@ def objects(kind: str, name: str) -> Any:
     from benchmarks.harness import Case, Reference
 
     size = SIZES[name]
+    if kind == "stack":
+        return Case(
+            f"object-{name}-stack",
+            f"batches of {ACTORS} x {name}, one of each actor, stacked; arrays per second",
+            lambda: OurObjects(size, kind),
+            [Reference("ray.get and stack", lambda: RawStack(size), 1 / OVERHEAD)],
+        )
     what = "one actor, one at a time" if kind == "sync" else f"{ACTORS} actors, two ahead of each"
     return Case(
         f"object-{name}-{kind}",
@@ -276,11 +317,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
     everything = [
-        *(
-            (f"object-{n}-{k}", lambda k=k, n=n: objects(k, n))
-            for n in SIZES
-            for k in ("sync", "async")
-        ),
+        *((f"object-{n}-{k}", lambda k=k, n=n: objects(k, n)) for n in SIZES for k in KINDS),
         *((f"cartpole-{k}", lambda k=k: cartpole(k)) for k in ("sync", "async")),
     ]
     chosen = [

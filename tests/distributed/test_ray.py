@@ -5,6 +5,8 @@ import sys
 import textwrap
 import threading
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import rig
@@ -26,8 +28,31 @@ from gleanrl import (
 ray = pytest.importorskip("ray")
 
 
+SCRIPT = """
+    import ray
+    from gleanrl import RayCollector
+
+    config = dict(num_cpus=2, object_store_memory=10**8, include_dashboard=False,
+                  log_to_driver=False, logging_level="ERROR")
+    collector = RayCollector(["CartPole-v1"], frames_per_batch=8, ray_init_config=config)
+    assert ray.is_initialized()
+    assert collector.next().shape == (8,)
+    print("done")
+"""
+
+
+@pytest.fixture(scope="module")
+def script():
+    """A process that begins with the first test, to be looked at by the last."""
+    command = [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(SCRIPT)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as started:
+        yield started
+        started.kill()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _ray():
+def _ray(script):
     ray.init(
         num_cpus=4,
         object_store_memory=200 * 2**20,
@@ -37,6 +62,49 @@ def _ray():
     )
     yield
     ray.shutdown()
+
+
+def faulty(fault, **options):
+    return RayCollector(
+        [rig.counting(0, fault=fault, at=20)],
+        frames_per_batch=8,
+        sync=True,
+        remote_configs={"num_cpus": 0},
+        **options,
+    )
+
+
+ALONE = {
+    "fails at reset": lambda: RayCollector(
+        [rig.counting(0, fault=rig.fail, where="reset")],
+        frames_per_batch=8,
+        remote_configs={"num_cpus": 0},
+    ),
+    "fails": lambda: faulty(rig.fail),
+    "leaves": lambda: faulty(rig.leave),
+    "hangs": lambda: faulty(rig.hang_quietly, timeout=1.0),
+    "fills a buffer": lambda: RayCollector(
+        [rig.counting(0)],
+        frames_per_batch=50,
+        replay_buffer=ReplayBuffer(storage=LazyTensorStorage(100_000)),
+        remote_configs={"num_cpus": 0},
+    ),
+    "large": lambda: RayCollector(
+        [rig.Wide], frames_per_batch=100, sync=True, remote_configs={"num_cpus": 0}
+    ),
+}
+"""Collectors of one actor each. Starting one leaves a core idle: they are started together."""
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with ThreadPoolExecutor(len(ALONE)) as pool:
+        made = {name: pool.submit(build) for name, build in ALONE.items()}
+    yield made
+    for future in made.values():
+        if future.exception() is None:
+            future.result().shutdown(raise_on_error=False)
+            assert future.result().remote_collectors == []
 
 
 @pytest.fixture
@@ -79,6 +147,16 @@ class Law(torch.nn.Module):
 # -- one seed, one set of data ---------------------------------------------------------------------
 
 
+def two_of_which_one_was_added(make, policy, options):
+    own = {"num_cpus": 0.5}
+    collector = make(
+        "CartPole-v1", policy, sync=True, num_collectors=1, remote_configs=own, **options
+    )
+    collector.add_collectors(["CartPole-v1"], remote_configs={"num_cpus": 0})
+    assert collector.num_collectors == len(collector.remote_collectors) == 2
+    return collector
+
+
 def test_actors_give_what_inline_workers_give_through_updates_and_restores(make):
     options = {
         "frames_per_batch": 96,
@@ -87,11 +165,13 @@ def test_actors_give_what_inline_workers_give_through_updates_and_restores(make)
         "track_policy_version": True,
     }
     policies = [TensorDictModule(Law(), ["observation"], ["action", "seen"]) for _ in range(2)]
-    remote = make(["CartPole-v1"] * 2, policies[0], sync=True, **options)
+    remote = two_of_which_one_was_added(make, policies[0], options)
     local = MultiSyncCollector(
         ["CartPole-v1"] * 2, policies[1], backend="inline", num_threads=1, **options
     )
     assert remote.set_seed(11) == local.set_seed(11) == 11 + 5
+    with pytest.raises(RuntimeError, match="before the first batch"):
+        remote.add_collectors(["CartPole-v1"])
     ended = False
     for number in range(20):
         one, other = remote.next(), local.next()
@@ -121,8 +201,7 @@ def test_actors_give_what_inline_workers_give_through_updates_and_restores(make)
     assert len(remote.cascade_execute("policy.module.weight.tolist")) == 2
     kept = remote.next()
     copy = kept.clone()
-    for _ in range(4):
-        remote.next()
+    collect(remote, 4)
     assert (kept == copy).all()
     remote.shutdown()
     remote.shutdown()
@@ -149,6 +228,31 @@ def test_rollouts_without_a_layout_and_weights_through_a_cascade(make):
         assert batch["seen"].eq(number).all()
         policy.module.set(number + 1)
         collector.update_policy_weights_()
+
+
+def in_the_store(tensor):
+    """Whether a tensor lies in Ray's object store."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, _, end = line.split(maxsplit=1)[0].partition("-")
+        if int(first, 16) <= tensor.data_ptr() < int(end, 16):
+            return "plasma" in line
+    raise LookupError(tensor.data_ptr())
+
+
+def test_large_rollouts_of_one_actor_are_the_users_where_they_lie(alone):
+    collector = alone["large"].result()
+    kept = []
+    for number in range(25):
+        kept.append(collector.next())
+        kept[-1]["observation"].fill_(number)  # batches are the user's
+    steps = torch.cat([batch["next", "observation"][0, :, 1] for batch in kept])
+    assert steps.eq(torch.arange(1.0, 2501.0)[:, None]).all()
+    lent = [in_the_store(batch["observation"]) for batch in kept]
+    assert 10 <= sum(lent) <= 16  # a quarter of it, and what it does not hold is copied
+    collector.shutdown()
+    for number, batch in enumerate(kept):
+        assert batch["observation"].eq(number).all()
+        batch["observation"].fill_(0)
 
 
 # -- asynchronous ----------------------------------------------------------------------------------
@@ -203,9 +307,9 @@ def test_asynchronous_rollouts_have_the_weights_of_their_version_and_none_is_los
         rig.await_end(pids)
 
 
-def test_a_replay_buffer_is_filled_in_the_background(make):
-    rb = ReplayBuffer(storage=LazyTensorStorage(100_000))
-    collector = make([rig.counting(0)], frames_per_batch=50, replay_buffer=rb)
+def test_a_replay_buffer_is_filled_in_the_background(alone):
+    collector = alone["fills a buffer"].result()
+    rb = collector.replay_buffer
     collector.start()
     filled = threading.Event()
     collector.set_post_collect_hook(lambda batch: len(rb) >= 1000 and filled.set())
@@ -224,15 +328,15 @@ def test_a_replay_buffer_is_filled_in_the_background(make):
 # -- faults ----------------------------------------------------------------------------------------
 
 
-def test_what_raises_at_construction_names_the_worker(make):
-    with rig.in_time(30.0), pytest.raises(ArithmeticError, match="worker 0 raised") as error:
-        make([rig.counting(0, fault=rig.fail, where="reset")], frames_per_batch=8)
+def test_what_raises_at_construction_names_the_worker(alone):
+    with pytest.raises(ArithmeticError, match="worker 0 raised") as error:
+        alone["fails at reset"].result()
     assert isinstance(error.value, WorkerError)
     assert "in fail" in str(error.value)
 
 
-def test_what_raises_in_a_step_names_the_worker(make):
-    collector = make([rig.counting(0, fault=rig.fail, at=20)], frames_per_batch=8, sync=True)
+def test_what_raises_in_a_step_names_the_worker(alone):
+    collector = alone["fails"].result()
     collect(collector, 2)
     with pytest.raises(ArithmeticError, match="worker 0 raised ArithmeticError") as error:
         collector.next()
@@ -240,21 +344,16 @@ def test_what_raises_in_a_step_names_the_worker(make):
     assert "in fail" in str(error.value)
 
 
-def test_an_actor_whose_process_ends_is_named(make):
-    collector = make([rig.counting(0, fault=rig.leave, at=20)], frames_per_batch=8, sync=True)
+def test_an_actor_whose_process_ends_is_named(alone):
+    collector = alone["leaves"].result()
     collect(collector, 2)
     with rig.in_time(10.0), pytest.raises(WorkerDied, match="worker 0 .a Ray actor.") as death:
         collector.next()
     assert death.value.worker == 0
 
 
-def test_an_actor_that_hangs_is_named_when_time_is_up_and_killed(make):
-    collector = make(
-        [rig.counting(0, fault=rig.hang_quietly, at=20)],
-        frames_per_batch=8,
-        sync=True,
-        timeout=1.0,
-    )
+def test_an_actor_that_hangs_is_named_when_time_is_up_and_killed(alone):
+    collector = alone["hangs"].result()
     pids = collector.cascade_execute("env.pid")
     collect(collector, 2)
     with rig.in_time(10.0):
@@ -286,41 +385,7 @@ def test_arguments_that_contradict_each_other(make, options, match):
         make(["CartPole-v1"] * 2, frames_per_batch=8, **options)
 
 
-def test_actors_can_be_added_before_anything_was_asked(make):
-    collector = make(
-        rig.counting(0),
-        num_collectors=1,
-        frames_per_batch=12,
-        sync=True,
-        remote_configs={"num_cpus": 0.5},
-    )
-    collector.add_collectors([rig.counting(1)], remote_configs={"num_cpus": 0})
-    assert collector.num_collectors == len(collector.remote_collectors) == 2
-    assert collector.next()["observation"][..., 0].eq(torch.tensor([[0], [1]])).all()
-    with pytest.raises(RuntimeError, match="before the first batch"):
-        collector.add_collectors([rig.counting(2)])
-
-
-SCRIPT = """
-    import ray
-    from gleanrl import RayCollector
-
-    config = dict(num_cpus=2, object_store_memory=10**8, include_dashboard=False,
-                  log_to_driver=False, logging_level="ERROR")
-    collector = RayCollector(["CartPole-v1"], frames_per_batch=8, ray_init_config=config)
-    assert ray.is_initialized()
-    assert collector.next().shape == (8,)
-    print("done")
-"""
-
-
-def test_a_collector_starts_ray_and_a_script_that_just_ends_is_quiet():
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(SCRIPT)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.stdout.strip() == "done", done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_collector_starts_ray_and_a_script_that_just_ends_is_quiet(script):
+    out, err = script.communicate(timeout=90)
+    assert out.strip() == "done", err
+    assert "Traceback" not in err

@@ -116,6 +116,15 @@ class Count(gym.Env):
         return torch.get_num_threads()
 
 
+class Wide(Count):
+    """The same with observations of 16 KB: each number a thousand times."""
+
+    observation_space = gym.spaces.Box(0, 1e6, (2, 1000), np.float64)
+
+    def _observe(self, where):
+        return np.repeat(super()._observe(where)[:, None], 1000, 1)
+
+
 def counting(number=0, **options):
     """Return a function that makes a `Count`."""
     return functools.partial(Count, number, **options)

@@ -1,10 +1,13 @@
 """The parts of Ray collectors that need no Ray."""
 
 import gc
+import mmap
 import sys
+import tempfile
 import types
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 
@@ -12,12 +15,13 @@ from gleanrl import ConfigError, RayCollector, RayWeightSyncScheme, WeightSyncSc
 from gleanrl.core import messages as m
 from gleanrl.core.errors import WeightsError
 from gleanrl.core.layout import Field, Layout
-from gleanrl.engine.backends.ray_data import Landing, RayBoard
+from gleanrl.engine.backends.ray_data import Landing, Lender, RayBoard
 from gleanrl.engine.backends.ray_session import Session, check_options
 from gleanrl.engine.backends.told import ToldByte
+from gleanrl.engine.slots import SlabSlots
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.slab import Order, Slab
-from gleanrl.rollout.actor import ActorBoot, Arrivals, Blocks, RayWorker
+from gleanrl.rollout.actor import COLLECTED, ActorBoot, Arrivals, Blocks, RayWorker
 from gleanrl.rollout.wire import CommandWriter, read_reply
 from gleanrl.testing import StampedSource
 from gleanrl.weights.flat import plan_flat
@@ -84,6 +88,52 @@ def test_a_block_is_used_again_only_when_what_was_sent_is_gone():
     assert blocks.made == 2
 
 
+LARGE = Layout((2,), (Field(("observation",), (1 << 16,), torch.uint8), *FIELDS[1:]))
+
+
+def large(arena):
+    """A rollout that came in memory of its own, which numpy calls read-only."""
+    sent, block = Blocks().take(arena.reference(0, 0))
+    sent.tensor(("observation",)).copy_(torch.arange(2 * 4 << 16).view(2, 4, -1) % 251)
+    block.flags.writeable = False
+    return block
+
+
+def test_a_large_rollout_is_handed_out_where_it_lies_until_a_part_of_the_store_is_lent():
+    arena = Arena(Slab([LARGE], [4], Order.TIME), 2)
+    slots, lender = SlabSlots(arena, 2, None), Lender(lambda: 9 << 20)
+    blocks = [large(arena) for _ in range(5)]
+    windows = [slots.windows(0)[0]] * 5
+    lent = [lender.lend(window, block) for window, block in zip(windows, blocks, strict=True)]
+    assert [block is not None for block in lent] == [True] * 4 + [False]
+    batch = slots.hand_over(slots.acquire(), [m.Report(4, 8, 0, block=lent.pop(0))])
+    assert batch["observation"].data_ptr() == blocks[0].ctypes.data
+    assert batch["observation"][1, 0].eq(torch.arange(4 << 16, 5 << 16) % 251).all()
+    batch["observation"][0] = 7  # batches are the user's
+    assert blocks[0][0] == 7
+    assert lender.lend(windows[4], blocks[4]) is None
+    part = batch["observation"][1]
+    del batch
+    assert lender.lend(windows[4], blocks[4]) is None
+    del part
+    assert lender.lend(windows[4], blocks[4]) is not None
+
+
+def test_what_is_small_or_a_part_of_a_batch_or_may_not_be_written_is_copied():
+    block = large(Arena(Slab([LARGE], [4], Order.TIME), 1))
+    for slab in (Slab([LARGE] * 2, [4] * 2), Slab([LAYOUT], [4], Order.TIME)):
+        arena = Arena(slab, 1)
+        own = block if slab.layouts[0] is LARGE else Blocks().take(arena.reference(0, 0))[1]
+        assert Lender(lambda: 1 << 30).lend(arena.reference(0, 0), own) is None
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(block.nbytes))
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), block.nbytes, prot=mmap.PROT_READ)
+        reference = Arena(Slab([LARGE], [4], Order.TIME), 1).reference(0, 0)
+        assert Lender(lambda: 1 << 30).lend(reference, np.frombuffer(mapped, np.uint8)) is None
+    assert Lender(lambda: 1 << 30).lend(reference, block) is not None
+
+
 def test_a_byte_tells_only_changes():
     told = []
     byte = ToldByte(told.append)
@@ -145,20 +195,35 @@ def ask(writer, number, command=None):
 def test_a_step_does_what_is_next_whatever_it_came_with():
     actor, ready = serving(StampedSource)
     assert ready[0] == 0
-    assert read_reply(ready[1]).layout is not None
+    assert read_reply(ready[2]).layout is not None
     writer = CommandWriter()
-    window = Arena(Slab([read_reply(ready[1]).layout], [4], Order.TIME), 1).reference(0, 0)
+    window = Arena(Slab([read_reply(ready[2]).layout], [4], Order.TIME), 1).reference(0, 0)
     collects = [writer.write(ticket, m.Collect(window)) for ticket in (1, 2)]
     actor.post(2, ask(writer, 3))  # overtakes rollouts, not what was sent before it
     assert actor.step(1, collects[1]) is None
-    place, frame, block = actor.step(0, collects[0])
-    assert (place, read_reply(frame).ticket, block) == (1, 3, None)
+    place, turns, frame, block = actor.step(0, collects[0])
+    assert (place, turns, read_reply(frame).ticket, block) == (1, 3, 3, None)
     actor.begun(3)  # returns
     answers = [actor.step(0, None) for _ in range(2)]
-    assert [place for place, _, _ in answers] == [2, 3]
-    assert [read_reply(frame).ticket for _, frame, _ in answers] == [1, 2]
-    assert all(block is not None for _, _, block in answers)
+    assert [place for place, _, _, _ in answers] == [2, 3]
+    assert all(read_reply(frame).ticket == COLLECTED for _, _, frame, _ in answers)
+    assert all(block is not None for _, _, _, block in answers)
     assert actor.step(0, None) is None
+
+
+def test_a_rollout_like_the_one_before_is_asked_for_without_arguments():
+    actor, ready = serving(StampedSource)
+    writer = CommandWriter()
+    window = Arena(Slab([read_reply(ready[2]).layout], [4], Order.TIME), 1).reference(0, 0)
+    actor.step(0, writer.write(1, m.Collect(window)))
+    actor.step(1, writer.write(2, m.Collect(window, random=True)))
+    actor.post(2, ask(writer, 3))
+    _, turns, frame, _ = actor.again()  # has it queued: questions overtake rollouts
+    assert (turns, read_reply(frame).ticket) == (3, 3)
+    place, _, frame, block = actor.step(0, None)
+    assert (place, read_reply(frame).ticket) == (4, COLLECTED)
+    assert read_reply(frame).report.steps == 4
+    assert block is not None
 
 
 def test_a_command_that_cannot_be_loaded_is_answered_and_the_next_is_carried_out():
@@ -166,13 +231,13 @@ def test_a_command_that_cannot_be_loaded_is_answered_and_the_next_is_carried_out
     writer = CommandWriter()
     actor.post(0, ask(writer, 1)[:-20])
     actor.post(1, ask(writer, 2))
-    failed, done = (read_reply(actor.step(0, None)[1]) for _ in range(2))
+    failed, done = (read_reply(actor.step(0, None)[2]) for _ in range(2))
     assert "cannot be loaded" in failed.error.message
     assert (done.ticket, done.value) == (2, 2)
 
 
 def test_what_raises_in_the_worker_travels_and_what_ends_it_is_told(capsys):
-    _, (_, frame, _) = serving(Raises)
+    _, (_, _, frame, _) = serving(Raises)
     failed = read_reply(frame)
     assert (failed.worker, failed.ticket, failed.error.kind) == (1, 0, "LookupError")
     actor, _ = serving(Quits)

@@ -183,6 +183,9 @@ class Report:
     discarded: int = 0
     """Frames stepped that could not be delivered (0 but for bounded spill overflow)."""
     payload: Payload | None = None
+    block: Any = None
+    """The rollout, if the backend leaves it where it arrived instead of in the window: a writable
+    uint8 array, laid out like a slab of this worker alone. Set in the learner's process only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,8 @@ class SlabSlots:
 
     The memory rule: a batch is handed out as a view of its slot, unless that would leave no slot to
     write the next one into. Then it is copied into ordinary memory and its slot used again: nobody
-    waits for the user to let go, and what the user holds never changes.
+    waits for the user to let go, and what the user holds never changes. A rollout that the backend
+    has left elsewhere is handed out there.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class SlabSlots:
         self._trim = trim and arena.slab.order is not Order.STACKED
         self._cat_dim = cat_dim
         self._kept: TensorDictBase | None = None
+        self._elsewhere = False
+        """Whether the last batch did not lie in its slot."""
         self._prepared: tuple[int, Array, list[TensorDict]] | None = None
         self.copies = 0
         self.nbytes = arena.nbytes
@@ -107,6 +110,8 @@ class SlabSlots:
 
     def prepare(self, slot: int) -> None:
         """Make the tensors of a batch while workers write it: they stand still afterwards."""
+        if self._elsewhere:  # most likely the next one will be, too
+            return
         base, groups = self._arena.view(slot)
         self._prepared = slot, base, self._parts(groups)
 
@@ -116,11 +121,17 @@ class SlabSlots:
             self._arena.release(slot)
 
     def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
-        """Return the batch in ``slot``: a view of it, or a copy if no other slot is free."""
+        """Return the batch in ``slot``: a view, or a copy if no other slot is free."""
         if self._same_memory:
             if self._kept is None:
                 self._kept = self._batch(self._leased(slot), reports)
             return self._kept
+        block = reports[0].block if reports else None
+        if block is not None:
+            self._prepared, self._elsewhere = None, True
+            batch = self._batch(self._parts(self._arena.elsewhere(block)), reports)
+            self._arena.release(slot)
+            return batch
         if self._arena.has_free():
             return self._batch(self._leased(slot), reports)
         self.copies += 1
@@ -131,6 +142,7 @@ class SlabSlots:
 
     def _leased(self, slot: int) -> list[TensorDict]:
         if self._prepared is None or self._prepared[0] != slot:
+            self._elsewhere = False
             self.prepare(slot)
         assert self._prepared is not None
         _, base, parts = self._prepared

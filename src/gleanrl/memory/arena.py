@@ -126,6 +126,10 @@ class Arena:
         base = np.frombuffer(self._map(), np.uint8, self.slab.nbytes, self._start(slot)).copy()
         return self._views(base)
 
+    def elsewhere(self, block: Array) -> list[Views]:
+        """Return tensors over ``block``, uint8, which is laid out like one of these slabs."""
+        return self._views(block)
+
     def _views(self, base: Array) -> list[Views]:
         # Every field gets a storage of its own: saving or copying one tensor takes only its bytes.
         # All of them keep ``base`` alive, and with it the lease.

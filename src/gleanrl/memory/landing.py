@@ -26,7 +26,7 @@ _LARGE = 1 << 18
 def pieces_of(reference: WindowRef) -> list[tuple[int, int]]:
     """Return first and last byte (exclusive) of every piece of the packed block."""
     plan, nbytes = packed(reference)
-    if _in_one_piece(reference, plan):
+    if in_one_piece(reference, plan):
         return [(0, nbytes)]
     cuts = {0, nbytes}
     for block, place in zip(reference.blocks, plan.blocks, strict=True):
@@ -46,7 +46,7 @@ class Landing:
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.pieces: Sequence[torch.Tensor]
         """Per piece, uint8 memory to receive it into."""
-        if _in_one_piece(reference, plan):
+        if in_one_piece(reference, plan):
             start = reference.blocks[0].offset
             whole = memory[start : start + nbytes]
             self.pieces, self._mark = [whole], mark_of(whole)
@@ -87,7 +87,8 @@ def _memory_of(window: RolloutWindow, reference: WindowRef) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _in_one_piece(reference: WindowRef, plan: WindowRef) -> bool:
+def in_one_piece(reference: WindowRef, plan: WindowRef) -> bool:
+    """Tell whether the window lies in a slab of its own, which is laid out like ``plan``."""
     if not reference.alone:  # what is padding here may be rows of others there
         return False
     start = reference.blocks[0].offset

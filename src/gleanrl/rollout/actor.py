@@ -27,8 +27,11 @@ from gleanrl.rollout.wire import CommandReader, head_of
 from gleanrl.rollout.worker import Worker
 from gleanrl.weights.flat import FlatBuffer
 
-Answer: TypeAlias = "tuple[int, bytes, Array | None]"
-"""The reply's place among all of this worker's, its frame, and the rollout it is about."""
+Answer: TypeAlias = "tuple[int, int, bytes, Array | None]"
+"""The reply's place among all of this worker's, the turns taken in when it was made, its frame, and
+the rollout it is about."""
+COLLECTED = -1
+"""The ticket of whatever answers a `Collect`: which one is told by the order of the replies."""
 _PATIENCE = 0.05
 """Seconds a step waits for a command that other calls were overtaken by."""
 
@@ -48,6 +51,7 @@ class ActorBoot:
 GROUPS: Mapping[str, str] = {
     "serve": "work",
     "step": "work",
+    "again": "work",
     "post": "control",
     "stop": "control",
     "publish": "control",
@@ -64,6 +68,8 @@ class RayWorker:
     carries out one command: the next in line, which need not be the one it came with. Commands
     that overtake rollouts come in through `post`. Calls may begin in another order than they were
     made in, so those whose order matters carry a number, their turn, and are taken in by it.
+    Arguments cost Ray more than everything that is done here: rollouts like the one before are
+    asked for without, by `again`.
     """
 
     def __init__(self, boot: ActorBoot) -> None:
@@ -102,6 +108,13 @@ class RayWorker:
         answer: Answer | None = self._guarded(desk.step)
         return answer
 
+    def again(self) -> Answer | None:
+        """Take in another `Collect` like the last that was not random; else the same as `step`."""
+        desk = self._desk
+        assert desk is not None
+        answer: Answer | None = self._guarded(desk.again)
+        return answer
+
     def post(self, turn: int, frame: bytes) -> None:
         """Take in the command in ``frame``; a `step` that runs later carries it out."""
         self._inbox.take(turn, lambda: self._inbox.put(frame))
@@ -138,7 +151,8 @@ class Arrivals:
 
     def __init__(self) -> None:
         """Start with turn 0."""
-        self._turn = 0
+        self.turn = 0
+        """The next one: as many were taken in."""
         self._early: dict[int, Callable[[], None]] = {}
         self._frames: list[bytes] = []
         self._arrived = threading.Condition(threading.RLock())
@@ -147,8 +161,8 @@ class Arrivals:
         """Call ``act`` as soon as everything before ``turn`` was done."""
         with self._arrived:
             self._early[turn] = act
-            while (following := self._early.pop(self._turn, None)) is not None:
-                self._turn += 1
+            while (following := self._early.pop(self.turn, None)) is not None:
+                self.turn += 1
                 following()
 
     def put(self, frame: bytes) -> None:
@@ -212,6 +226,7 @@ class Desk:
         self._block: Array | None = None
         self._place = 0
         self._worker: Worker | None = None
+        self._usual: m.Collect | None = None
 
     def open(self) -> Answer:
         """Build the worker here."""
@@ -226,6 +241,16 @@ class Desk:
     def step(self) -> Answer | None:
         """Carry out the next command, if one has arrived."""
         self._take_in(0.0 if self._queued or self._refused else _PATIENCE)
+        return self._next()
+
+    def again(self) -> Answer | None:
+        """Add a rollout like the last, and carry out the next command."""
+        self._take_in(0.0)
+        assert self._usual is not None
+        self._queued.put(COLLECTED, self._usual)
+        return self._next()
+
+    def _next(self) -> Answer | None:
         if self._refused:
             return self._answer(self._refused.popleft())
         if not self._queued:
@@ -240,10 +265,15 @@ class Desk:
         for frame in self._inbox.frames(wait):
             ticket, _ = head_of(frame)
             try:
-                self._queued.put(ticket, self._reader.read(frame))
+                command = self._reader.read(frame)
             except Exception as err:  # whatever the user's objects do when unpickled
                 self._begun.reach(ticket)
                 self._refused.append(m.Failed(self._boot.worker, ticket, unreadable(err)))
+                continue
+            if isinstance(command, m.Collect):
+                ticket = COLLECTED
+                self._usual = self._usual if command.random else command
+            self._queued.put(ticket, command)
 
     def _open(self, reference: m.WindowRef) -> RolloutWindow:
         self._block = None
@@ -257,7 +287,7 @@ class Desk:
         if isinstance(reply, m.Rolled) and reply.report.payload is None:
             block, self._block = self._block, None
         place, self._place = self._place, self._place + 1
-        return place, frame_of(reply), block
+        return place, self._inbox.turn, frame_of(reply), block
 
 
 class Blocks:

@@ -28,8 +28,10 @@ class RayCollector(NodesCollector):
 
     One actor per entry of ``create_env_fn``, each with a copy of the policy; it serves like a
     worker of a `MultiCollector`. With ``sync=True`` a batch is a stack of one rollout of every
-    actor, otherwise the rollout of whichever was first. A rollout is one object in Ray's store,
-    copied once into memory of this process; weights are one object per update for all actors.
+    actor, otherwise the rollout of whichever was first. A rollout is one object in Ray's store. One
+    of 256 KB or more that makes a whole batch is handed out where it lies, as memory of yours to
+    read and write, for as long as a quarter of the store suffices; others are copied once into
+    memory of this process. Weights are one object per update for all actors.
 
     If this process is not connected to Ray, the collector starts it, or connects to the cluster
     that ``ray_init_config={"address": ...}`` names, and disconnects when it is shut down. Needs
@@ -249,6 +251,9 @@ class RayCollector(NodesCollector):
         remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Start over with more actors, before anything was asked of those there are.
+
+        Later is not possible: trajectory ids are interleaved over all environments, frames shared
+        out over all actors.
 
         Args:
             create_env_fn: What the new actors collect from: a list, or one for all.

@@ -19,11 +19,16 @@ from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import Array, SourceFactory
 from gleanrl.engine.backends.pickling import pickled
 from gleanrl.engine.backends.process import reply_in
-from gleanrl.engine.backends.ray_data import Landing, RayBoard
-from gleanrl.engine.backends.ray_session import check_room, require_ray, session
+from gleanrl.engine.backends.ray_data import Landing, Lender, RayBoard
+from gleanrl.engine.backends.ray_session import (
+    check_room,
+    require_ray,
+    session,
+    store_capacity,
+)
 from gleanrl.engine.backends.told import ToldByte
-from gleanrl.rollout.actor import GROUPS, ActorBoot, Answer, RayWorker
-from gleanrl.rollout.wire import CommandWriter, head_of
+from gleanrl.rollout.actor import COLLECTED, GROUPS, ActorBoot, Answer, RayWorker
+from gleanrl.rollout.wire import CommandWriter
 from gleanrl.rollout.worker import OpenWindow
 from gleanrl.weights.flat import plan_flat
 
@@ -37,9 +42,17 @@ class _Actor:
     writer: CommandWriter = field(default_factory=CommandWriter)
     turns: int = 0
     """Calls made whose order matters."""
-    place: int = 0
-    """Replies taken in."""
-    early: dict[int, m.Reply] = field(default_factory=dict)
+    heeded: int = 0
+    """How many of those the actor has taken in, as far as is known."""
+    usual: bool = False
+    """Whether it was told what most rollouts are like: those that are not random."""
+    collects: dict[int, int] = field(default_factory=dict)
+    """By number: tickets of the rollouts under way."""
+    asked: int = 0
+    """Rollouts asked for."""
+    done: tuple[int, int] = (0, 0)
+    """Replies taken in, and the number of the next rollout: one, so that they change at once."""
+    early: dict[int, Answer] = field(default_factory=dict)
     """Replies that came before others which were made earlier, by place."""
     beginnings: dict[int, Any] = field(default_factory=dict)
     """By ticket: what is resolved when the worker turns to that command."""
@@ -60,7 +73,7 @@ class _Expected:
 
 
 class RayBackend:
-    """One actor per worker. Rollouts are single objects, copied once into the learner's memory.
+    """One actor per worker. Rollouts are single objects, handed out where they are or copied once.
 
     Commands and replies are frames, as between processes. Replies are the objects that actor calls
     return: waiting for them is `ray.wait`, and an actor that dies fails the ones that are missing.
@@ -97,6 +110,7 @@ class RayBackend:
         self._expected: dict[Any, _Expected] = {}
         self._replies: deque[m.Reply | WorkerDied] = deque()
         self._landings: dict[tuple[int, int, int], Landing] = {}
+        self._lender = Lender(store_capacity)
         self._boards = 0
         self.stop_byte = ToldByte(self._tell_stop)
         """The byte that running rollouts look at; actors are told when it changes."""
@@ -143,17 +157,25 @@ class RayBackend:
         actor = self._actors[worker]
         if actor.died is not None:
             raise actor.died
-        frame = actor.writer.write(ticket, command)
         if isinstance(command, m.Collect):
-            actor.windows[ticket] = command.window
-            reply = self._call(actor, actor.handle.step, frame)
+            reply = self._ask(actor, ticket, command)
         else:
-            self._call(actor, actor.handle.post, frame)
+            self._call(actor, actor.handle.post, actor.writer.write(ticket, command))
             beginning = actor.handle.begun.remote(ticket)
             actor.beginnings[ticket] = beginning
             self._expected[beginning] = _Expected(actor, "begun", ticket)
             reply = actor.handle.step.remote(0, None)
         self._expected[reply] = _Expected(actor, "reply")
+
+    def _ask(self, actor: _Actor, ticket: int, command: m.Collect) -> Any:
+        actor.windows[ticket] = command.window
+        actor.collects[actor.asked] = ticket
+        actor.asked += 1
+        # What has no arguments has no turn: it may only follow what is known to have arrived.
+        if actor.usual and actor.heeded == actor.turns and not command.random:
+            return actor.handle.again.remote()
+        actor.usual |= not command.random
+        return self._call(actor, actor.handle.step, actor.writer.write(ticket, command))
 
     def _call(self, actor: _Actor, method: Any, *args: Any) -> Any:
         """Call a method that is to be taken in in the order of these calls."""
@@ -255,19 +277,45 @@ class RayBackend:
             again = actor.handle.step.remote(0, None)
             self._expected[again] = _Expected(actor, "reply")
             return
-        place, frame, block = answer
-        if place < actor.place:
+        place, heeded, _, _ = answer
+        actor.heeded = max(actor.heeded, heeded)
+        if place < actor.done[0]:
             return
-        ticket, _ = head_of(frame)
-        if block is not None:
-            self._land(actor.windows[ticket], block)
-        actor.early[place] = reply_in(frame)
-        actor.windows.pop(ticket, None)
-        self._forget_beginning(actor, ticket)
-        while actor.place in actor.early:
-            self._replies.append(actor.early[actor.place])
-            del actor.early[actor.place]
-            actor.place += 1
+        actor.early[place] = answer
+        while actor.done[0] in actor.early:
+            self._deliver(actor, actor.done[0])
+
+    def _deliver(self, actor: _Actor, place: int) -> None:
+        _, _, frame, block = actor.early[place]
+        reply, number = reply_in(frame), actor.done[1]
+        if reply.ticket == COLLECTED:
+            number = min(number for number in actor.collects if number >= actor.done[1])
+            ticket = actor.collects[number]
+            if isinstance(reply, m.Rolled):
+                reply = m.Rolled(reply.worker, ticket, reply.report)
+                if block is not None:
+                    reply = self._landed(actor.windows[ticket], reply, block)
+            else:
+                assert isinstance(reply, m.Failed)
+                reply = m.Failed(reply.worker, ticket, reply.error)
+            self._replies.append(reply)
+            actor.done = place + 1, number + 1
+        else:
+            self._replies.append(reply)
+            actor.done = place + 1, number
+        del actor.early[place]
+        if actor.windows.pop(reply.ticket, None) is not None:
+            actor.collects = {n: t for n, t in actor.collects.items() if t != reply.ticket}
+        self._forget_beginning(actor, reply.ticket)
+
+    def _landed(self, reference: m.WindowRef, reply: m.Rolled, block: Array) -> m.Rolled:
+        lent = self._lender.lend(reference, block)
+        if lent is not None:
+            r = reply.report
+            report = m.Report(r.steps, r.frames, r.policy_version, r.discarded, None, lent)
+            return m.Rolled(reply.worker, reply.ticket, report)
+        self._land(reference, block)
+        return reply
 
     def _land(self, reference: m.WindowRef, block: Array) -> None:
         key = (reference.arena, reference.slot, reference.worker)
@@ -293,10 +341,11 @@ class RayBackend:
                     self._take_reply(actor, self._ray.get(reference))
         for reference in own:
             self._expected.pop(reference, None)
+        for place in sorted(place for place in actor.early if place >= actor.done[0]):
+            self._deliver(actor, place)
+        actor.early.clear()
         actor.beginnings.clear()
         actor.windows.clear()
-        self._replies.extend(actor.early[place] for place in sorted(actor.early))
-        actor.early.clear()
         self._replies.append(actor.died)
 
     def open(self, payload: m.Payload) -> Any:

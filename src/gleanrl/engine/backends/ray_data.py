@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,91 @@ import torch
 
 from gleanrl.core.messages import BoardRef, WindowRef
 from gleanrl.core.protocols import Array
+from gleanrl.memory.landing import in_one_piece
 from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.weights.flat import FlatBuffer, check_fit
+
+_LENT_FROM = 1 << 18
+"""Bytes of a rollout from which on copying costs more than making its tensors when it is there."""
+_SHARE = 4
+"""One part in so many of Ray's store may be in the hands of the user."""
+
+
+class Loan:
+    """A block in Ray's store, as memory that may be written.
+
+    Ray marks what it returns read-only because others might have it, too. A rollout is nobody
+    else's: only the reply refers to it, and that is forgotten when it was taken in.
+    """
+
+    def __init__(self, block: Array) -> None:
+        """Keep ``block`` where it is for as long as this or an array made of it exists."""
+        self._block = block
+        self.nbytes = block.nbytes
+        """Of the store."""
+        plain = block.__array_interface__
+        self.start: int = plain["data"][0]
+        """Its address."""
+        self.__array_interface__ = {**plain, "data": (self.start, False)}
+
+
+class Lender:
+    """Says which rollouts are handed out where they lie in Ray's store."""
+
+    def __init__(self, capacity: Callable[[], int]) -> None:
+        """Lend a part of the ``capacity`` bytes, a function that is called when it matters."""
+        self._capacity = capacity
+        self._limit = 0
+        self._loans: weakref.WeakSet[Loan] = weakref.WeakSet()
+        self._writable: list[range] = []
+        self._whole: dict[tuple[int, int, int], bool] = {}
+
+    def lend(self, reference: WindowRef, block: Array) -> Array | None:
+        """Return ``block``, writable; ``None`` if it has to be copied into its window."""
+        if block.nbytes < _LENT_FROM or not self._is_whole(reference):
+            return None
+        if not self._limit:
+            self._limit = self._capacity() // _SHARE
+        if sum(loan.nbytes for loan in self._loans) + block.nbytes > self._limit:
+            return None
+        loan = Loan(block)
+        if loan.start % 64 or not self._may_be_written(loan):
+            return None
+        self._loans.add(loan)
+        return np.asarray(loan)
+
+    def _is_whole(self, reference: WindowRef) -> bool:
+        """Tell whether a window lies in a slab of its own; worked out once."""
+        key = (reference.arena, reference.slot, reference.worker)
+        whole = self._whole.get(key)
+        if whole is None:
+            whole = self._whole[key] = in_one_piece(reference, packed(reference)[0])
+        return whole
+
+    def _may_be_written(self, loan: Loan) -> bool:
+        """Ask the kernel: a Ray that maps its store read-only would end who writes into it."""
+        first, last = loan.start, loan.start + loan.nbytes - 1
+        for known in self._writable:
+            if first in known and last in known:
+                return True
+        self._writable = writable_memory()
+        return any(first in known and last in known for known in self._writable)
+
+
+def writable_memory() -> list[range]:
+    """Return the addresses that this process may write."""
+    found = []
+    try:
+        lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
+    except OSError:  # where there is no such file everything is copied
+        return []
+    for line in lines:
+        place, mode, _ = line.split(maxsplit=2)
+        if mode.startswith("rw"):
+            first, end = place.split("-")
+            found.append(range(int(first, 16), int(end, 16)))
+    return found
 
 
 class Landing:

@@ -77,6 +77,14 @@ session = Session()
 """That of this process."""
 
 
+def store_capacity() -> int:
+    """Return how many bytes Ray's object store on this machine holds; 0 if that is not known."""
+    ray = require_ray()
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["NodeID"] == here]
+    return int(sum(node["Resources"].get("object_store_memory", 0) for node in nodes))
+
+
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of an actor, one CPU by default.
 
