@@ -210,6 +210,69 @@ def test_a_replacement_takes_part_with_the_newest_weights_and_ids_of_its_own():
     assert {int(i) % 2 for i in ids} == {0, 1}
 
 
+@pytest.mark.parametrize("how", ["continue", "relaunch"])
+def test_shutting_down_tolerates_the_loss_of_the_last_node(how):
+    with nodes(rig.counting(0), on_failure=how) as collector:
+        collector.next()
+        kill(collector, 0)
+
+
+class Interrupted(LocalLauncher):
+    """Whoever waits for the fate of a node for the first time is interrupted."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = 0
+
+    def fate(self, node, timeout):
+        if timeout:
+            self.times += 1
+            if self.times == 1:
+                raise KeyboardInterrupt
+        return super().fate(node, timeout)
+
+
+def collect_for_ever(collector):
+    with rig.in_time():
+        while True:
+            collector.rollout()
+
+
+@pytest.mark.filterwarnings("ignore:.*without it")
+def test_an_interrupt_does_not_lose_the_news_of_a_loss():
+    envs = rig.counting(0), rig.counting(1)
+    with nodes(*envs, on_failure="continue", launcher=Interrupted()) as collector:
+        collector.next()
+        kill(collector, 1)
+        with pytest.raises(KeyboardInterrupt):
+            collect_for_ever(collector)
+        with rig.in_time():
+            while collector.stats()["workers_alive"] == 2:
+                collector.rollout()
+        assert {number_in(collector.rollout()) for _ in range(6)} == {0}
+
+
+@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
+def test_an_interrupt_does_not_lose_a_replacement(monkeypatch):
+    start, interrupted = threading.Thread.start, []
+
+    def start_and_interrupt(thread):
+        start(thread)
+        if thread.name == "gleanrl joining" and not interrupted:
+            interrupted.append(thread)
+            raise KeyboardInterrupt
+
+    with relaunching(rig.counting(0), rig.counting(1)) as collector:
+        collector.next()
+        monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+        kill(collector, 1)
+        with pytest.raises(KeyboardInterrupt):
+            collect_for_ever(collector)
+        until_back(collector, 1)
+        kill(collector, 0)
+        until_back(collector, 0)
+
+
 @pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
 @pytest.mark.parametrize("seeded", [True, False])
 def test_streams_of_a_replacement_follow_from_the_seed_and_repeat_nothing(seeded):
@@ -481,6 +544,12 @@ def test_what_cannot_replace_nodes_says_so(kind, options, says):
     given = {"launcher": "mp", "tcp_port": 0, "on_failure": "relaunch", **options}
     with pytest.raises(ConfigError, match=says):
         kind([rig.counting(0)] * 2, frames_per_batch=8, **given)
+
+
+@pytest.mark.parametrize("how", ["continue", "relaunch"])
+def test_equal_shares_of_trajectories_need_every_node(how):
+    with pytest.raises(ConfigError, match=f"traj_quota='equal'.*on_failure='{how}'"):
+        nodes(rig.counting(0), on_failure=how, trajs_per_batch=2, traj_quota="equal")
 
 
 SCRIPT = """

@@ -379,6 +379,8 @@ class Engine:
         errors += [t.reply.error for t in tickets.values() if isinstance(t.reply, m.Failed)]
         self._closed = True
         self.backend.stop(max(0.5, deadline - time.monotonic()))
+        if self.dispatcher.tolerant:  # now as before
+            errors = [err for err in errors if not isinstance(err, WorkerDied)]
         if errors and raise_on_error:
             raise errors[0]
 

@@ -70,8 +70,9 @@ class Replacements:
         if self._started[worker] == self._most:
             return f", for good (max_relaunches={self._most})"
         self._started[worker] += 1
-        self._backend.replace(worker, self._engine.lives[worker] + 1)
+        # First: an interrupt meanwhile must not have it come unexpected.
         self._engine.dispatcher.joining.add(worker)
+        self._backend.replace(worker, self._engine.lives[worker] + 1)
         return f" until replacement {self._started[worker]} of {self._most} has joined"
 
     def welcome(self, reply: m.Ready) -> Sequence[m.Command]:

@@ -165,7 +165,7 @@ def _introduce(sock: socket.socket, invitation: Invitation, deadline: float) -> 
     except HandshakeError as err:
         raise HandshakeError(
             f"the learner at {where} did not let node {invitation.node} in: the secret is not that "
-            f"of its collector ({err})"
+            f"of its collector, or that was just shut down ({err})"
         ) from err
     told = answer[: _PATIENCE.size]
     expected = _sign(invitation.secret, b"learner", theirs, mine, index, told)

@@ -97,6 +97,7 @@ class NodesCollector(LaunchedCollector):
         self._kwargs = [_checked(kwargs, given) for kwargs in dealt]
         self._update_after = _flag("update_after_each_batch", given.update_after_each_batch)
         self._read_failure(given)
+        _check_quota(given)
         self._interval = _interval(given.max_weight_update_interval)
         if self._update_after and given.policy is None:
             raise ConfigError(
@@ -244,6 +245,15 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} ({value!r}) must be True or False")
     return value
+
+
+def _check_quota(given: SimpleNamespace) -> None:
+    """Refuse to wait for the share of environments that may be gone for good."""
+    if given.on_failure != "raise" and given.traj_quota is not None:
+        raise ConfigError(
+            f"traj_quota={given.traj_quota!r} needs trajectories of every environment, and "
+            f"on_failure={given.on_failure!r} goes on without those of lost nodes: leave one out"
+        )
 
 
 def _interval(value: Any) -> int | None:

@@ -82,7 +82,7 @@ class Joining:
         with self._lock:
             self._wanted[index] = _Wanted(life)
             if self._porter is None:
-                self._porter = self._start(self._mind)
+                self._start(self._mind)
         self._admission.interrupt()
 
     def pop(self) -> RemoteNode | WorkerDied | None:
@@ -127,6 +127,10 @@ class Joining:
 
     def _mind(self) -> None:
         """Start who is wanted and let them in, until nobody is wanted any more."""
+        with self._lock:
+            if self._porter is not None:  # whoever started that one was interrupted
+                return
+            self._porter = threading.current_thread()
         while True:
             with self._lock:
                 if self._closing or not self._wanted:

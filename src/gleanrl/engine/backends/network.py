@@ -330,8 +330,11 @@ class NetworkBackend:
         """Take leave of ``node``; its launcher may know more within ``known`` seconds."""
         if node.channel.fileno() < 0:
             known = 0.0
-        self._drop(node)
+        else:
+            node.listen()
+        # Before it is dropped: an interrupt meanwhile must not lose the news.
         fate = node.leaving or self._launcher.fate(node.index, known) or how
+        self._drop(node)
         error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
         error.worker = node.index
         return error
@@ -341,7 +344,6 @@ class NetworkBackend:
         if node.channel.fileno() >= 0:
             self._poller.unregister(node.channel.fileno())
             self._by_fd.pop(node.channel.fileno(), None)
-            node.listen()
             node.close()
             # Rollouts it had announced cannot be fetched any more.
             for _ in range(len(self._frames)):  # one by one: others may be put there meanwhile
