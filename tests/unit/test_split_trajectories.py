@@ -261,6 +261,17 @@ def drain(assembler, batches):
     return out
 
 
+def test_a_trajectory_that_its_environment_left_is_dropped_and_counted():
+    assembler = WholeTrajectories(1)
+    assembler.belong_to(2)
+    assembler.push(make_batch([[0, 0, 0], [1, 1, 1]], [[False] * 3, [False] * 3]))
+    # A worker was lost: its environment, number 1, goes on with a trajectory far away.
+    assembler.push(make_batch([[0, 0, 2], [1001, 1001, 1003]], [[False, True, False]] * 2))
+    pending = assembler.pending
+    assert (pending.complete, pending.partial, pending.frames) == (2, 2, 9)
+    assert assembler.frames_discarded == 3
+
+
 def test_trajectories_come_whole_in_the_order_in_which_they_ended():
     assembler = WholeTrajectories(2)
     assembler.push(make_batch([[0, 0, 2], [1, 1, 1]], [[False, True, False], [False] * 3]))

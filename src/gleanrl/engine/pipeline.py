@@ -67,8 +67,11 @@ class Pipeline:
             )
 
     def share_out(self, num_envs: int) -> None:
-        """Give environments their quota of each set of trajectories, if they are to have one."""
-        if self._whole is None or not self._equal:
+        """Tell of the environments, and give them their quota of each set of trajectories."""
+        if self._whole is None:
+            return
+        self._whole.belong_to(num_envs)
+        if not self._equal:
             return
         asked = self._whole.num_trajectories
         self._whole.share_out(num_envs)

@@ -190,7 +190,7 @@ class WholeTrajectories:
             raise ConfigError(f"traj_format ({traj_format!r}) must be 'padded' or 'cat'")
         self.num_trajectories = num_trajectories
         self.frames_discarded = 0
-        """Frames dropped by `flush` and `reset` so far."""
+        """Frames dropped by `flush` and `reset` so far, and of trajectories that were left."""
         self._padded = traj_format == "padded"
         self._ids_key, self._mask_key = as_key(ids_key), as_key(mask_key)
         self._chunks: dict[int, TensorDictBase] = {}
@@ -198,8 +198,20 @@ class WholeTrajectories:
         """Frames of each chunk that still belong to a trajectory held."""
         self._next_chunk = 0
         self._running: dict[int, list[_Piece]] = {}
+        self._num_envs = 0
+        self._latest: dict[int, int] = {}
+        """By environment: the trajectory it began last."""
         self._ready: list[deque[list[_Piece]]] = [deque()]
         """One line, or one for every environment; a batch takes equally many from each."""
+
+    def belong_to(self, num_envs: int) -> None:
+        """Say that there are ``num_envs`` environments, which ``id % num_envs`` tells.
+
+        To be called before any batch came. An environment makes one trajectory at a time: one that
+        had not ended when it began another (a worker was lost, and replaced) never will, and is
+        dropped.
+        """
+        self._num_envs = num_envs
 
     def share_out(self, num_envs: int) -> None:
         """Take as many trajectories from each environment, which ``id % num_envs`` tells.
@@ -270,14 +282,24 @@ class WholeTrajectories:
             strict=True,
         )
         for traj, stop, done, when in ends:
-            pieces = self._running.setdefault(traj, [])
-            pieces.append((chunk, start, stop))
+            if traj not in self._running:
+                self._begin(traj)
+            self._running[traj].append((chunk, start, stop))
             start = stop
             if done:
                 finished.append((when, traj, self._running.pop(traj)))
         finished.sort(key=lambda item: item[:2])
         for _, traj, pieces in finished:
             self._ready[traj % len(self._ready)].append(pieces)
+
+    def _begin(self, traj: int) -> None:
+        self._running[traj] = []
+        if self._num_envs:
+            env = traj % self._num_envs
+            left = self._running.pop(self._latest.get(env, _INVALID), None)
+            self._latest[env] = traj
+            if left is not None:
+                self.frames_discarded += self._release([left])
 
     def pop(self) -> TensorDict | None:
         """Return ``num_trajectories`` whole trajectories, or ``None`` if there are not as many.
