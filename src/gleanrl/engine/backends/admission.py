@@ -16,6 +16,8 @@ from gleanrl.rollout.handshake import HandshakeError, Introduction
 
 _INTRODUCTION = 2.0
 """Seconds a stranger on the port may take to show that it is a node."""
+_NAP = 0.05
+"""Seconds in which others may give descriptors back."""
 _MOST = 128
 """Strangers that are listened to at a time; others wait until one of them was let in or left."""
 
@@ -107,7 +109,9 @@ class Admission:
         while len(self._strangers) < _MOST:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # nobody any more
+            except OSError as err:  # nobody any more
+                if err.errno in (errno.EMFILE, errno.ENFILE):
+                    time.sleep(_NAP)  # they go on knocking until there is a descriptor for them
                 break
             try:
                 introduction = Introduction(sock, self._secret, self._patience)

@@ -145,8 +145,12 @@ class Joining:
                         self._look_after(index, each)
                 except Exception as err:  # whatever a scheduler says
                     self._fail(index, each, f"could not be started ({err})")
-            for index, sock in [] if self._closing else self._admission.wait(_LOOK):
-                self._let_in(index, sock)
+            try:
+                for index, sock in [] if self._closing else self._admission.wait(_LOOK):
+                    self._let_in(index, sock)
+            except Exception as err:  # nobody can be let in any more: no thread, no descriptor
+                for index, each in wanted:
+                    self._fail(index, each, f"could not be let in ({err})")
 
     def _launch(self, index: int, wanted: _Wanted) -> None:
         wanted.deadline = time.monotonic() + self._timeout
