@@ -1,5 +1,8 @@
 """Collectors over a real local Ray: the inline data, exact weights, deaths that are named."""
 
+import contextlib
+import gc
+import os
 import subprocess
 import sys
 import textwrap
@@ -249,6 +252,17 @@ def test_large_rollouts_of_one_actor_are_the_users_where_they_lie(alone):
     assert steps.eq(torch.arange(1.0, 2501.0)[:, None]).all()
     lent = [in_the_store(batch["observation"]) for batch in kept]
     assert 10 <= sum(lent) <= 16  # a quarter of it, and what it does not hold is copied
+    del kept[5:]
+    child = os.fork()
+    if not child:  # it lets go of what its parent still holds
+        with contextlib.suppress(BaseException):
+            kept.clear()
+            gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    for _ in range(25):  # Ray would give the memory to one of these
+        collector.next()
+        assert all(batch["observation"].eq(n).all() for n, batch in enumerate(kept))
     collector.shutdown()
     for number, batch in enumerate(kept):
         assert batch["observation"].eq(number).all()

@@ -116,7 +116,10 @@ def test_a_large_rollout_is_handed_out_where_it_lies_until_a_part_of_the_store_i
     del batch
     assert lender.lend(windows[4], blocks[4]) is None
     del part
-    assert lender.lend(windows[4], blocks[4]) is not None
+    assert Lender(lambda: 9 << 20).lend(windows[4], blocks[4]) is not None
+    lent.append(lender.lend(windows[4], blocks[4]))
+    assert lent[-1] is not None
+    assert Lender(lambda: 9 << 20).lend(windows[4], blocks[4]) is None  # one store for all
 
 
 def test_what_is_small_or_a_part_of_a_batch_or_may_not_be_written_is_copied():

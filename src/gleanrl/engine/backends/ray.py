@@ -248,7 +248,11 @@ class RayBackend:
         references = list(self._expected)
         if not references:
             return []
-        found: list[Any] = self._ray.wait(references, num_returns=1, timeout=timeout)[0]
+        try:
+            found: list[Any] = self._ray.wait(references, num_returns=1, timeout=timeout)[0]
+        except OSError as err:
+            why = f"Ray on this machine has ended or cannot be reached ({err})"
+            raise WorkerDied(f"all workers (Ray actors) are lost: {why}") from err
         return found
 
     def _take(self, reference: Any) -> None:
@@ -257,7 +261,7 @@ class RayBackend:
             return
         try:
             value = self._ray.get(reference)
-        except self._ray.exceptions.RayError as err:
+        except (self._ray.exceptions.RayError, OSError) as err:  # the latter if the store is gone
             self._mourn(expected.actor, _reason(err))
             return
         # Nothing is forgotten before it was taken in: an interrupt must not lose a reply. One that
@@ -335,7 +339,7 @@ class RayBackend:
         actor.died = WorkerDied(f"worker {actor.worker} (a Ray actor) died: {why}")
         actor.died.worker = actor.worker
         own = [ref for ref, expected in self._expected.items() if expected.actor is actor]
-        with contextlib.suppress(self._ray.exceptions.RayError):
+        with contextlib.suppress(self._ray.exceptions.RayError, OSError):
             for reference in self._ray.wait(own, num_returns=len(own), timeout=0)[0]:
                 if self._expected[reference].kind == "reply":
                     self._take_reply(actor, self._ray.get(reference))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,20 +37,41 @@ class Loan:
         self._block = block
         self.nbytes = block.nbytes
         """Of the store."""
+        _LOANS.add(self)
         plain = block.__array_interface__
         self.start: int = plain["data"][0]
         """Its address."""
         self.__array_interface__ = {**plain, "data": (self.start, False)}
+
+    def keep(self) -> None:
+        """Keep the block until this process ends, whatever becomes of this."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._block))
+
+
+_LOANS: weakref.WeakSet[Loan] = weakref.WeakSet()
+"""All of this process: they share one store."""
+
+
+def _after_fork() -> None:
+    # A child that let go of a block would tell the store so through its parent's connection, and
+    # the store would give away what the parent still holds. Even the child's end must not do it.
+    for loan in _LOANS:
+        loan.keep()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Lender:
     """Says which rollouts are handed out where they lie in Ray's store."""
 
     def __init__(self, capacity: Callable[[], int]) -> None:
-        """Lend a part of the ``capacity`` bytes, a function that is called when it matters."""
+        """Lend a part of the ``capacity`` bytes, a function that is called when it matters.
+
+        What other collectors of this process have lent counts, too.
+        """
         self._capacity = capacity
         self._limit = 0
-        self._loans: weakref.WeakSet[Loan] = weakref.WeakSet()
         self._writable: list[range] = []
         self._whole: dict[tuple[int, int, int], bool] = {}
 
@@ -58,12 +81,11 @@ class Lender:
             return None
         if not self._limit:
             self._limit = self._capacity() // _SHARE
-        if sum(loan.nbytes for loan in self._loans) + block.nbytes > self._limit:
+        if sum(loan.nbytes for loan in list(_LOANS)) + block.nbytes > self._limit:
             return None
         loan = Loan(block)
         if loan.start % 64 or not self._may_be_written(loan):
             return None
-        self._loans.add(loan)
         return np.asarray(loan)
 
     def _is_whole(self, reference: WindowRef) -> bool:
