@@ -5,8 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -14,7 +12,7 @@ import warnings
 import pytest
 import rig
 import torch
-from tensordict.nn import TensorDictModule
+from node_rig import encoded, nodes, run_learner
 
 from gleanrl import (
     ConfigError,
@@ -24,34 +22,11 @@ from gleanrl import (
     RPCCollector,
     WorkerDied,
 )
-from gleanrl.engine.backends.process import zygote
 from gleanrl.engine.launchers.local import LocalLauncher
 from gleanrl.engine.launchers.manual import ManualLauncher
 from gleanrl.rollout.handshake import Invitation, join
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _warm():
-    """Have the zygote and all that torch opens once per process up."""
-    zygote()
-    nodes(rig.counting()).shutdown()
-
-
-@pytest.fixture(autouse=True)
-def _tidy(_warm):
-    with rig.nothing_left_behind():
-        yield
-
-
-def nodes(*envs, policy=None, per_node=8, **options):
-    options = {"tcp_port": 0, "launcher": "mp", **options}
-    return DistributedCollector(list(envs), policy, frames_per_batch=per_node, **options)
-
-
-def encoded(width=10):
-    return TensorDictModule(
-        rig.Encoded(width), in_keys=["observation"], out_keys=["action", "seen"]
-    )
+pytestmark = pytest.mark.usefixtures("tidy_nodes")
 
 
 def number_in(batch):
@@ -74,7 +49,7 @@ def kill(collector, worker):
 
 @pytest.mark.filterwarnings("ignore:collection goes on without it")
 def test_everything_can_be_asked_of_the_nodes_that_are_left():
-    policy = encoded()
+    policy = encoded(10)
     with nodes(rig.counting(0), rig.counting(1), policy=policy, on_failure="continue") as collector:
         collector.next()
         policy.module.set(1.0)
@@ -169,7 +144,7 @@ LOST = "goes on without it until replacement 1 of 3 has joined: worker 1 .*kille
 
 
 def test_a_replacement_takes_part_with_the_newest_weights_and_ids_of_its_own():
-    policy = encoded()
+    policy = encoded(10)
     seen = []
     with relaunching(
         rig.counting(0),
@@ -300,7 +275,7 @@ def test_streams_of_a_replacement_follow_from_the_seed_and_repeat_nothing(seeded
 
 @pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
 def test_weights_sent_by_message_and_models_with_extra_state_reach_a_replacement():
-    policy = encoded()
+    policy = encoded(10)
     with relaunching(rig.counting(0), rig.counting(1), policy=policy) as collector:
         policy.module.set(2.0)
         collector.update_policy_weights_()
@@ -588,10 +563,4 @@ SCRIPT = """
 
 
 def test_a_replacement_that_is_joining_ends_with_a_learner_that_is_killed(tmp_path):
-    script = textwrap.dedent(SCRIPT).format(rig=os.path.dirname(rig.__file__), path=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
-    pids = [int(word) for word in done.stdout.split()]
-    assert len(pids) == 2, done.stderr
-    rig.await_end(pids)
+    run_learner(SCRIPT, path=str(tmp_path))

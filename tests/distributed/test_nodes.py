@@ -4,9 +4,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import warnings
 from collections import defaultdict
 from contextlib import suppress
@@ -14,6 +11,7 @@ from contextlib import suppress
 import pytest
 import rig
 import torch
+from node_rig import encoded, nodes, run_learner
 from tensordict import LazyStackedTensorDict
 from tensordict.nn import TensorDictModule
 
@@ -32,35 +30,9 @@ from gleanrl import (
     WorkerDied,
     WorkerError,
 )
-from gleanrl.engine.backends.process import zygote
 from gleanrl.weight_update import DistributedWeightSyncScheme, WeightSyncScheme
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _warm():
-    """Have the zygote and all that torch opens once per process up."""
-    zygote()
-    nodes(rig.counting()).shutdown()
-
-
-@pytest.fixture(autouse=True)
-def _tidy(_warm):
-    with rig.nothing_left_behind():
-        yield
-
-
-def nodes(*envs, policy=None, per_node=8, sync=False, **options):
-    frames = per_node * len(envs) if sync else per_node
-    options.setdefault("tcp_port", 0)
-    return DistributedCollector(
-        list(envs), policy, frames_per_batch=frames, sync=sync, launcher="mp", **options
-    )
-
-
-def encoded(width=1000):
-    return TensorDictModule(
-        rig.Encoded(width), in_keys=["observation"], out_keys=["action", "seen"]
-    )
+pytestmark = pytest.mark.usefixtures("tidy_nodes")
 
 
 def rows(batch):
@@ -491,13 +463,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_nodes_end_with_their_learner(end):
-    script = textwrap.dedent(SCRIPT).format(rig=os.path.dirname(rig.__file__), end=ENDS[end])
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
-    pids = [int(word) for word in done.stdout.split()]
-    assert len(pids) == 2, done.stderr
-    rig.await_end(pids)
+    run_learner(SCRIPT, end=ENDS[end])
 
 
 def test_the_old_name_is_the_same_class():

@@ -2,14 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from collections import defaultdict
 
 import pytest
 import rig
 import torch
+from node_rig import run_learner
 from tensordict.nn import TensorDictModule
 from torch import distributed as dist
 from torch import nn
@@ -444,13 +442,7 @@ SCRIPT = """
 
 
 def test_a_script_that_forgets_to_shut_down_ends_quietly():
-    script = textwrap.dedent(SCRIPT).format(rig=os.path.dirname(rig.__file__))
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
-    pids = [int(word) for word in done.stdout.split()]
-    assert len(pids) == 2, done.stderr
-    rig.await_end(pids)
+    done = run_learner(SCRIPT)
     assert done.returncode == 0
     assert done.stderr == ""
 

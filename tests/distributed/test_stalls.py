@@ -8,10 +8,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import rig
+from node_rig import nodes
 
-from gleanrl import CollectorTimeout, DistributedCollector, WorkerDied
-from gleanrl.engine.backends.process import zygote
+from gleanrl import CollectorTimeout, WorkerDied
 
+pytestmark = pytest.mark.usefixtures("tidy_nodes")
 SIZE, STEPS = 1 << 22, 4
 """A rollout is larger than what lies between two processes on its way."""
 ROLLOUTS = 6
@@ -46,28 +47,12 @@ class Stops(gym.Env):
         return os.getpid()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _warm():
-    zygote()
-    DistributedCollector(
-        [rig.counting()], frames_per_batch=8, launcher="mp", tcp_port=0
-    ).shutdown()  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _tidy(_warm):
-    with rig.nothing_left_behind():
-        yield
-
-
 def stopping(*others, **options):
     """Return a collector whose first node stops while a rollout of its is on its way."""
     # The first step of a rollout comes right after the one before has begun to be sent, once all
     # memory it uses is there.
     functions = [lambda: Stops(0, at=ROLLOUTS * STEPS + 1), *others]
-    return DistributedCollector(
-        functions, frames_per_batch=STEPS, launcher="mp", tcp_port=0, total_frames=-1, **options
-    )
+    return nodes(*functions, per_node=STEPS, total_frames=-1, **options)
 
 
 class Delivered:
