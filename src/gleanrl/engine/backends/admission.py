@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from gleanrl.core.errors import ConfigError
 from gleanrl.rollout.handshake import HandshakeError, Introduction
 
+LOOK = 0.5
+"""Seconds between two looks at what became of nodes that have not joined yet."""
 _INTRODUCTION = 2.0
 """Seconds a stranger on the port may take to show that it is a node."""
 _NAP = 0.05

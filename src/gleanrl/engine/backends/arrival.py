@@ -17,7 +17,11 @@ class Arrival:
     """
 
     def __init__(
-        self, ticket: int, landing: Landing | None = None, transfers: Sequence[Transfer] = ()
+        self,
+        ticket: int,
+        landing: Landing | None = None,
+        transfers: Sequence[Transfer] = (),
+        error: RuntimeError | None = None,
     ) -> None:
         """Expect a rollout.
 
@@ -25,16 +29,10 @@ class Arrival:
             ticket: What it is the answer to, and its mark.
             landing: Where it arrives; it travels with its reply if there is none.
             transfers: By which it arrives there.
+            error: Why it cannot come, raised if its reply does.
         """
         self._ticket, self._landing, self._transfers = ticket, landing, transfers
-        self._error: RuntimeError | None = None
-
-    @classmethod
-    def impossible(cls, error: RuntimeError) -> Arrival:
-        """Return one that cannot come because of ``error``, raised if its reply comes."""
-        arrival = cls(0)
-        arrival._error = error
-        return arrival
+        self._error = error
 
     @property
     def here(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import threading
 import time
@@ -13,17 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gleanrl.core.errors import WorkerDied
-from gleanrl.engine.backends.admission import Admission
+from gleanrl.engine.backends.admission import LOOK, Admission
 from gleanrl.engine.backends.network_node import RemoteNode
 from gleanrl.engine.launchers.launcher import Launcher
-from gleanrl.rollout import link
 from gleanrl.rollout.handshake import Invitation
-from gleanrl.rollout.wire import head_of
 
-_LOOK = 0.5
-"""Seconds between two looks at what became of nodes that have not joined yet."""
-_NEWS = 2.0
-"""Seconds to wait for the news of how a node ended that is gone."""
 Greet = Callable[[RemoteNode, int], None]
 """Tells a node that was let in, of the given life, what to be; makes its process group."""
 
@@ -70,7 +63,8 @@ class Joining:
         self._lock = threading.Lock()
         self._wanted: dict[int, _Wanted] = {}
         self._threads: set[threading.Thread] = set()
-        self._porter: threading.Thread | None = None
+        self._minded = False
+        """Whether a thread lets nodes in."""
         self._closing = False
         self._done: deque[RemoteNode | WorkerDied] = deque()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
@@ -81,7 +75,7 @@ class Joining:
         """Have node ``index`` started again."""
         with self._lock:
             self._wanted[index] = _Wanted(life)
-            if self._porter is None:
+            if not self._minded:
                 self._start(self._mind)
         self._admission.interrupt()
 
@@ -128,13 +122,13 @@ class Joining:
     def _mind(self) -> None:
         """Start who is wanted and let them in, until nobody is wanted any more."""
         with self._lock:
-            if self._porter is not None:  # whoever started that one was interrupted
+            if self._minded:  # whoever started that thread was interrupted
                 return
-            self._porter = threading.current_thread()
+            self._minded = True
         while True:
             with self._lock:
                 if self._closing or not self._wanted:
-                    self._porter = None
+                    self._minded = False
                     return
                 wanted = list(self._wanted.items())
             for index, each in wanted:
@@ -146,7 +140,7 @@ class Joining:
                 except Exception as err:  # whatever a scheduler says
                     self._fail(index, each, f"could not be started ({err})")
             try:
-                for index, sock in [] if self._closing else self._admission.wait(_LOOK):
+                for index, sock in [] if self._closing else self._admission.wait(LOOK):
                     self._let_in(index, sock)
             except Exception as err:  # nobody can be let in any more: no thread, no descriptor
                 for index, each in wanted:
@@ -187,10 +181,10 @@ class Joining:
     def _bring_up(self, index: int, wanted: _Wanted, node: RemoteNode) -> None:
         try:
             self._greet(node, wanted.life)
-            _await_start(node)
+            node.await_start()
         except Exception as err:
-            fate = node.leaving or self._launcher.fate(index, _NEWS)
-            self._fail(index, wanted, fate or f"was lost while it joined ({err})")
+            how = f"was lost while it joined ({err})"
+            self._fail(index, wanted, node.fate(self._launcher, how))
             node.close()
             return
         with self._lock:
@@ -214,20 +208,3 @@ class Joining:
     def _tell(self, result: RemoteNode | WorkerDied) -> None:
         self._done.append(result)
         os.eventfd_write(self.bell, 1)
-
-
-def _await_start(node: RemoteNode) -> None:
-    """Wait until ``node`` has said that it is up, or why it is not; keep what it said.
-
-    Raises:
-        EOFError: it is gone.
-    """
-    readable = select.poll()
-    readable.register(node.channel, select.POLLIN)
-    while not any(head_of(frame)[0] == 0 for frame in node.early):
-        readable.poll()
-        for frame in node.channel.read():
-            if frame[:1] == link.LEAVE:
-                node.leaving = frame[1:].decode()
-            elif frame[:1] != link.BEAT:
-                node.early.append(frame)

@@ -19,8 +19,8 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory
-from gleanrl.engine.backends.admission import Admission, listen
-from gleanrl.engine.backends.network_node import RemoteNode
+from gleanrl.engine.backends.admission import LOOK, Admission, listen
+from gleanrl.engine.backends.network_node import NEWS, RemoteNode
 from gleanrl.engine.backends.network_weights import NetworkBoard
 from gleanrl.engine.backends.pickling import pickled
 from gleanrl.engine.backends.process import reply_in
@@ -34,14 +34,10 @@ from gleanrl.rollout.wire import head_of
 from gleanrl.rollout.worker import OpenWindow
 from gleanrl.weights.flat import plan_flat
 
-_LOOK = 0.5
-"""Seconds between two looks at what became of nodes that have not joined yet."""
 _GRACE = 1.0
 """Seconds within which a node that was told to end has to be gone."""
 _IN_FLIGHT = 1.0
 """Seconds that what a node had sent may take to arrive once its connection has ended."""
-_SAID = 2.0
-"""Seconds within which a launcher has heard how a process ended that is gone."""
 _NAPS = 50e-6, 1e-3
 """Seconds between two looks at whether an announced rollout is here: at first, in the end."""
 
@@ -126,7 +122,7 @@ class NetworkBackend:
                     f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
                 )
             self._check_started(missing)
-            for index, sock in self._admission.wait(min(left, _LOOK)):
+            for index, sock in self._admission.wait(min(left, LOOK)):
                 if index in missing and index not in joined:
                     joined[index] = self._welcome(self._remote(index, sock), blobs[index])
                 else:
@@ -296,7 +292,7 @@ class NetworkBackend:
                     node,
                     f"showed no sign of life for {quiet:.0f} s: its host or the network is down, "
                     "or its process stands still",
-                    known=0.0,
+                    patience=0.0,
                 )
             left = min(left, self._patience - quiet)
         return left
@@ -326,14 +322,14 @@ class NetworkBackend:
         if node.channel.fileno() >= 0:
             self._watch(node)
 
-    def _died(self, node: RemoteNode, how: str, known: float = _SAID) -> WorkerDied:
-        """Take leave of ``node``; its launcher may know more within ``known`` seconds."""
+    def _died(self, node: RemoteNode, how: str, patience: float = NEWS) -> WorkerDied:
+        """Take leave of ``node``; its launcher may know more within ``patience`` seconds."""
         if node.channel.fileno() < 0:
-            known = 0.0
+            patience = 0.0
         else:
             node.listen()
         # Before it is dropped: an interrupt meanwhile must not lose the news.
-        fate = node.leaving or self._launcher.fate(node.index, known) or how
+        fate = node.fate(self._launcher, how, patience)
         self._drop(node)
         error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
         error.worker = node.index

@@ -13,13 +13,17 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout
 from gleanrl.engine.backends.arrival import Arrival
+from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.memory.landing import Landing
 from gleanrl.rollout import link
 from gleanrl.rollout.channel import Channel
 from gleanrl.rollout.node import BOARD_TAG, ROLLOUT_TAG
 from gleanrl.rollout.pair import LEARNER, ConnectionStore, Pair, Transfer
-from gleanrl.rollout.wire import CommandWriter
+from gleanrl.rollout.wire import CommandWriter, head_of
 from gleanrl.rollout.worker import OpenWindow
+
+NEWS = 2.0
+"""Seconds within which a launcher has heard how a process ended that is gone."""
 
 
 class RemoteNode:
@@ -77,15 +81,33 @@ class RemoteNode:
             if left <= 0:
                 raise CollectorTimeout(f"node {self.index} did not answer in time")
             readable.poll(1000 * left)
-            for frame in self.channel.read():
-                if frame[:1] == link.KEY:
-                    name, value = link.read_key(frame)
-                    self._keys[name] = value
-                elif frame[:1] == link.LEAVE:
-                    self.leaving = frame[1:].decode()
-                elif frame[:1] != link.BEAT:
-                    self.early.append(frame)
+            self._hear_early()
         return self._keys[key]
+
+    def await_start(self) -> None:
+        """Wait until the node has said that it is up, or why it is not; keep what it said.
+
+        It has no deadline of its own: whoever gives the node up hangs up on it.
+
+        Raises:
+            EOFError: it is gone.
+        """
+        readable = select.poll()
+        readable.register(self.channel, select.POLLIN)
+        while not any(head_of(frame)[0] == 0 for frame in self.early):
+            readable.poll()
+            self._hear_early()
+
+    def _hear_early(self) -> None:
+        """Read what has come while the node joins."""
+        for frame in self.channel.read():
+            if frame[:1] == link.KEY:
+                name, value = link.read_key(frame)
+                self._keys[name] = value
+            elif frame[:1] == link.LEAVE:
+                self.leaving = frame[1:].decode()
+            elif frame[:1] != link.BEAT:
+                self.early.append(frame)
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -115,6 +137,16 @@ class RemoteNode:
         self._ended = self._ended or now
         return now - self._ended < seconds
 
+    def fate(self, launcher: Launcher, how: str, patience: float = NEWS) -> str:
+        """Return what became of the node, which is lost.
+
+        Args:
+            launcher: Its launcher, which may know.
+            how: What is said if neither the node nor the launcher has said more.
+            patience: Seconds the launcher may take to hear of it.
+        """
+        return self.leaving or launcher.fate(self.index, patience) or how
+
     def listen(self) -> None:
         """Look whether the node has said that it ends, in what nobody has read yet."""
         with contextlib.suppress(EOFError, OSError):
@@ -137,7 +169,7 @@ class RemoteNode:
         try:
             transfers = [self._pair.receive(piece, ROLLOUT_TAG) for piece in landing.pieces]
         except RuntimeError as err:
-            return Arrival.impossible(err)
+            return Arrival(ticket, error=err)
         return Arrival(ticket, landing, transfers)
 
     def is_here(self, ticket: int) -> bool:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -293,20 +293,13 @@ class RayBackend:
         _, _, frame, block = actor.early[place]
         reply, number = reply_in(frame), actor.done[1]
         if reply.ticket == COLLECTED:
-            number = min(number for number in actor.collects if number >= actor.done[1])
-            ticket = actor.collects[number]
-            if isinstance(reply, m.Rolled):
-                reply = m.Rolled(reply.worker, ticket, reply.report)
-                if block is not None:
-                    reply = self._landed(actor.windows[ticket], reply, block)
-            else:
-                assert isinstance(reply, m.Failed)
-                reply = m.Failed(reply.worker, ticket, reply.error)
-            self._replies.append(reply)
-            actor.done = place + 1, number + 1
-        else:
-            self._replies.append(reply)
-            actor.done = place + 1, number
+            assert isinstance(reply, m.Rolled | m.Failed)
+            collect = min(each for each in actor.collects if each >= number)
+            reply, number = replace(reply, ticket=actor.collects[collect]), collect + 1
+            if isinstance(reply, m.Rolled) and block is not None:
+                reply = self._landed(actor.windows[reply.ticket], reply, block)
+        self._replies.append(reply)
+        actor.done = place + 1, number
         del actor.early[place]
         if actor.windows.pop(reply.ticket, None) is not None:
             actor.collects = {n: t for n, t in actor.collects.items() if t != reply.ticket}
@@ -315,9 +308,7 @@ class RayBackend:
     def _landed(self, reference: m.WindowRef, reply: m.Rolled, block: Array) -> m.Rolled:
         lent = self._lender.lend(reference, block)
         if lent is not None:
-            r = reply.report
-            report = m.Report(r.steps, r.frames, r.policy_version, r.discarded, None, lent)
-            return m.Rolled(reply.worker, reply.ticket, report)
+            return replace(reply, report=replace(reply.report, block=lent))
         self._land(reference, block)
         return reply
 
