@@ -69,6 +69,8 @@ class FillingSource:
             steps = self._layout.steps or steps
             own, batch = self._memory(self._layout, steps)
             report = self._source.collect(own, steps, stop, random)
+            if report.payload is not None:  # it did not fit the layout
+                batch = report.payload.handle
         if report.steps < steps and MASK not in batch.keys(True):
             batch = batch[..., : report.steps]
         self._pipeline(batch, self._hook)
@@ -86,7 +88,7 @@ class FillingSource:
             }
             names = [None] * (len(shape) - 1) + [TIME]
             self._window = window
-            self._batch = tensordict_over(views, shape, names)
+            self._batch = tensordict_over(views, shape, names, layout.groups)
         return self._window, self._batch
 
     def place(self, base: int, stride: int) -> None:

@@ -95,6 +95,9 @@ class RandomActions:
     def finish(self, steps: int) -> None:
         """Do nothing: everything was written."""
 
+    def forget(self) -> None:
+        """Do nothing: nothing is remembered."""
+
     def context(self) -> AbstractContextManager[Any]:
         """Return what a rollout runs in."""
         return torch.no_grad()
