@@ -135,47 +135,45 @@ def make_actor(
         )
         return actor, root
     learnt = learn(policy, adapted, shown.layout, given, exploration, as_written=shown.judges)
-    written = {field.key: field for field in learnt.outputs}
-    after = {next_key(key): written[next_key(key)] for key in learnt.fed}
+    taken_apart = options.fast and call is adapted.call
+    carried = CarriedPolicy(call, learnt if taken_apart else None, shown.layout.batch_shape, device)
+    return actor_of(policy, carried, learnt, shown, away), learnt.after
+
+
+def actor_of(
+    user: Any,
+    policy: CarriedPolicy,
+    learnt: Learnt,
+    shown: Shown,
+    away: torch.device | None = None,
+) -> Actor:
+    """Return what acts by ``policy``, of which one call showed ``learnt``."""
     outputs = learnt.probed.outputs
+    after = {key: outputs[next_key(key)] for key in learnt.states}
+    size, wanted = shown.root.ndim, () if shown.layout is None else shown.layout.actions
     return Actor(
-        user=policy,
-        policy=_carried(call, adapted.call, learnt, shown.layout, device, options),
-        states=tuple(
-            Field(key, after[next_key(key)].shape, after[next_key(key)].dtype)
-            for key in learnt.states
-        ),
+        user=user,
+        policy=policy,
+        states=tuple(Field(key, tuple(v.shape[size:]), v.dtype) for key, v in after.items()),
         fed=learnt.fed,
         needs_is_init=learnt.needs_is_init,
-        silence=_silence(learnt, shown).to(root.device or torch.device("cpu")),
+        silence=_silence(learnt, shown).to(shown.root.device or torch.device("cpu")),
         device=away,
         casts=tuple(
             (field.key, field.dtype)
-            for field in shown.layout.actions
+            for field in wanted
             if not shown.judges and outputs[field.key].dtype is not field.dtype
         ),
-    ), learnt.after
-
-
-def _carried(
-    call: Callable[[Any], Any],
-    original: Callable[[Any], Any],
-    learnt: Learnt,
-    layout: EnvLayout,
-    device: torch.device,
-    options: PolicyOptions,
-) -> CarriedPolicy:
-    taken_apart = options.fast and call is original
-    return CarriedPolicy(call, learnt if taken_apart else None, layout.batch_shape, device)
+    )
 
 
 def _silence(learnt: Learnt, shown: Shown) -> TensorDictBase:
     """Return zeros in place of what the policy wrote beside actions and states."""
-    taken = {*shown.acted, *learnt.rewrites, *map(next_key, learnt.fed)}
+    taken = {*shown.acted, *map(next_key, learnt.fed)}
     silence = TensorDict({}, batch_size=shown.root.batch_size)
-    for key, value in learnt.probed.outputs.items():
-        if key not in taken:
-            silence.set(key, torch.zeros_like(value))
+    for field in learnt.outputs:
+        if field.key not in taken:
+            silence.set(field.key, torch.zeros_like(learnt.probed.outputs[field.key]))
     return silence
 
 

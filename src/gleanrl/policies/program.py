@@ -58,8 +58,8 @@ class ProgramPolicy:
         """Whether the root field ``"is_init"`` (bool ``[P, 1]``) must be in the window."""
         self.parts: Parts | None = None
         """What the rollout begun last is made of."""
+        self.device = device
         self._inference = inference
-        self._device = device
         rows = {field.key for field in env.observations} | {IS_INIT, *learnt.states}
         self._builder = Builder(learnt.probed, env.batch_shape, for_rows=True)
         self._binding = Binding(env, learnt.outputs, learnt.states, rows, device)
@@ -78,6 +78,11 @@ class ProgramPolicy:
         """Read root row ``t``, write the outputs there and the states at root row ``t + 1``."""
         self.reset: Callable[[int, Sequence[int]], None] = self._zero_states
         """Zero the states of the environments that ended at step ``t``."""
+
+    @property
+    def carried(self) -> CarriedPolicy:
+        """The policy on one TensorDict, for environments that work on one, too."""
+        return self._carrier.policy
 
     @property
     def lowered(self) -> int:
@@ -140,7 +145,7 @@ class ProgramPolicy:
         self._carrier.forget()
 
     def _current(self) -> Parts:
-        kind, lower = exploration_type(), self._lower and may_lower(self._device)
+        kind, lower = exploration_type(), self._lower and may_lower(self.device)
         parts = self._known.get((kind, lower))
         if parts is None or parts.watch.changed():
             parts = self._known[kind, lower] = self._builder.build(kind, lower)

@@ -30,12 +30,12 @@ from gleanrl.envs.tensordict_layout import (
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.policies.carried import Actor
 from gleanrl.policies.exploration import complete_exploration
-from gleanrl.policies.make import Shown, acts_at_random, make_actor, make_policy, root_of
+from gleanrl.policies.make import Shown, actor_of, acts_at_random, make_actor, make_policy, root_of
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.cursor import CursorRollout
 from gleanrl.rollout.expected import expect
-from gleanrl.rollout.rollout import Policies, Rollout
+from gleanrl.rollout.rollout import Policies, Rollout, check_can_cut
 from gleanrl.rollout.streams import Streams
 from gleanrl.rollout.tensordict_loop import TensorDictRollout
 
@@ -83,15 +83,15 @@ class SourceBuilder:
         if isinstance(made, GymnasiumEnv) and not self.policy.fast:
             handle = TensorDictHandle(_with_tensordicts(made))
             return self._serve_tensordicts(handle, judges=False)
+        check_can_cut(made, self.rollout)
         first = RolloutWindow.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
         policies = self._policies(made, first)
-        learnt = policies.policy.learnt if isinstance(policies.policy, ProgramPolicy) else None
-        if learnt is not None and not learnt.fits_rows:
+        if isinstance(policies.policy, ProgramPolicy) and not policies.policy.learnt.fits_rows:
             if isinstance(made, GymnasiumEnv):
                 handle = TensorDictHandle(_with_tensordicts(made), root_of(made.layout, first))
-                return self._serve_tensordicts(handle, policies.user, judges=False)
-            _check_rewrites(learnt.rewrites)
+                return self._serve_tensordicts(handle, policies.policy, judges=False)
+            _check_rewrites(policies.policy.learnt.rewrites)
         kind = CursorRollout if isinstance(made, NextStepPool) else Rollout
         return kind(made, first, policies, self._policies, self.rollout)  # type: ignore[arg-type]  # each its own
 
@@ -117,14 +117,20 @@ class SourceBuilder:
     # -- environments with TensorDict methods ------------------------------------------------------
 
     def _serve_tensordicts(
-        self, handle: TensorDictHandle, user: Any = None, *, judges: bool = True
+        self, handle: TensorDictHandle, known: ProgramPolicy | None = None, *, judges: bool = True
     ) -> Source:
+        """Serve the environment of ``handle``; ``known``: a policy that was called already."""
         env, ragged = handle.env, needs_carrier(handle.env, handle.root)
         layout = None if ragged else learn_layout(env, handle.root)
         after: list[TensorDictBase] = []
 
         def act(root: TensorDictBase, own: bool = False) -> Actor:
-            chosen = self._user_policy(own) if own or user is None else user
+            if known is not None and not own:
+                after.append(known.learnt.after)
+                shown = _shown(env, root, layout, judges)
+                away = None if known.device.type == "cpu" else known.device
+                return actor_of(known.inner, known.carried, known.learnt, shown, away)
+            chosen = self._user_policy(own)
             if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
                 after.append(root)
                 return Actor()

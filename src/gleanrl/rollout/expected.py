@@ -77,7 +77,7 @@ def expect(
             stored=stored,
             shown=tuple(key for key in observed if key in roots),
             optional=frozenset(late),
-            ignored=tuple(map(next_key, observed)) if options.compact else (),
+            ignored=tuple(next_key(key) for key in observed if key not in after),
         ),
     )
 

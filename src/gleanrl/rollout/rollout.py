@@ -232,11 +232,7 @@ class Rollout(Served):
             policies: What acts.
             make_policies: How to make the same again.
             options: What the user asked for.
-
-        Raises:
-            ConfigError: ``max_frames_per_traj`` where environments cannot be reset one by one.
         """
-        check_can_cut(env, options)
         self._env = env
         self._make_policies = make_policies
         super().__init__(env, env.inner, policies.user, options)
