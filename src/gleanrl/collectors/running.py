@@ -304,6 +304,15 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
         """Whether the collector was shut down."""
         return self._engine.closed
 
+    def explain(self) -> str:
+        """Say which parts of the environment and the policy are called as they are, and why.
+
+        Every part is either called as it is, or replaced by something faster that is proven to give
+        the same data. With several workers, it is the first one's answer.
+        """
+        text: str = self._engine.ask(m.Call("explain"))
+        return text
+
     def getattr_policy(self, attr: str) -> Any:
         """Return an attribute of the policy that runs; of the first worker's, if there are several.
 

@@ -22,7 +22,7 @@ from gleanrl.core.protocols import Window
 from gleanrl.memory.window import batch_rows
 from gleanrl.policies.exploration import ExplorationType, exploration_type
 from gleanrl.policies.learn import Learnt
-from gleanrl.policies.lower import Builder, Parts, Program
+from gleanrl.policies.lower import Builder, Parts, Program, describe
 from gleanrl.policies.probe import call_on, changes, same_memory
 from gleanrl.policies.structure import may_lower, selects
 
@@ -80,6 +80,16 @@ class CarriedPolicy:
         for stage in self._stages:
             td = stage(td)
         return td
+
+    def explain(self) -> list[str]:
+        """Say what each unit of the policy is run as; reads the exploration type in force."""
+        if self._builder is None:
+            return [
+                "called as it is: fast=False, compiled, data without fixed layout, or outputs "
+                "are selected"
+            ]
+        kind, lower = exploration_type(), may_lower(self._device)
+        return describe(self._builder.build(kind, lower), lower)
 
     def finish(self) -> None:
         """Raise if any step since `begin` was not a number where that is not allowed."""

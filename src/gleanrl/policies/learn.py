@@ -49,6 +49,15 @@ class Learnt:
         return all(unit.declares for unit in self.probed.units)
 
     @property
+    def why_no_rows(self) -> str:
+        """What rows of known entries would lose."""
+        if self.rewrites:
+            return f"the policy changes {', '.join(map(show, self.rewrites))}"
+        if not self.declares:
+            return "the policy does not say all that it writes (out_keys)"
+        return "the policy makes its own first state"
+
+    @property
     def fits_rows(self) -> bool:
         """Whether nothing that was written needs more than rows of known entries."""
         return self.declares and not self.rewrites and set(self.fed) == set(self.states)

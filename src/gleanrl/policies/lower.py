@@ -18,7 +18,7 @@ from gleanrl.policies.calls import tensor_call
 from gleanrl.policies.distributions import Draw, recipe_of
 from gleanrl.policies.exploration import ExplorationType, set_exploration_type
 from gleanrl.policies.probe import Probed, Unit
-from gleanrl.policies.structure import Watch, qualified, units_of, uses
+from gleanrl.policies.structure import Watch, is_plain, qualified, units_of, uses
 from gleanrl.policies.tape import Cell, Check, Tape
 from gleanrl.policies.tensors import is_known, keeps_nothing, lower_tensors
 from gleanrl.policies.values import lower_q_values, picks_actions
@@ -73,6 +73,39 @@ class Parts:
         """The whole policy, if all of it became tensor calls."""
         only = self.parts[0] if len(self.parts) == 1 else None
         return only if isinstance(only, Program) else None
+
+
+def describe(parts: Parts, lower: bool) -> list[str]:
+    """Say for each unit of ``parts`` what became of it; ``lower``: whether that was tried."""
+    lines = []
+    for part in parts.parts:
+        if isinstance(part, Program):
+            lines += [f"{_named(unit)}: tensor calls" for unit in part.units]
+        else:
+            why = _why_kept(part.unit) if lower else "nothing is replaced (fast=False, or hooks on "
+            why += "" if lower else "all modules, autocast or a mode of torch are in force)"
+            lines.append(f"{_named(part.unit)}: called as it is, {why}")
+    return lines
+
+
+def _named(unit: Unit) -> str:
+    module: Any = unit.module
+    inner = getattr(module, "fn", None) if isinstance(module, TensorCall) else None
+    shown = module if inner is None else inner
+    return str(getattr(shown, "__name__", type(shown).__name__))
+
+
+def _why_kept(unit: Unit) -> str:
+    module = unit.module
+    if not isinstance(module, torch.nn.Module):
+        return "it is a function of the user's"
+    if not is_plain(module):
+        return "it has hooks, a forward of its own or is compiled"
+    if not unit.declares:
+        return "it does not say all that it writes (out_keys)"
+    if isinstance(module, TensorDictModule) and isinstance(module.module, torch.nn.Module):
+        return f"it, or {type(module.module).__name__} in it, is not known to be tensor calls only"
+    return "it is not known to be tensor calls only"
 
 
 class Builder:

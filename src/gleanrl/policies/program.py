@@ -15,7 +15,7 @@ from gleanrl.policies.bind import Binding
 from gleanrl.policies.carried import CarriedPolicy, RowCarrier
 from gleanrl.policies.exploration import ExplorationType, exploration_type
 from gleanrl.policies.learn import Learnt
-from gleanrl.policies.lower import Builder, Parts, Program
+from gleanrl.policies.lower import Builder, Parts, Program, describe
 from gleanrl.policies.structure import may_lower
 
 
@@ -143,6 +143,13 @@ class ProgramPolicy:
     def forget(self) -> None:
         """Drop what the policy wrote at earlier steps; all environments begin anew."""
         self._carrier.forget()
+
+    def explain(self) -> list[str]:
+        """Say what each unit of the policy is run as; reads the exploration type in force."""
+        parts = self._current()
+        if parts.program is None:
+            return self._carrier.policy.explain()
+        return describe(parts, lower=True)
 
     def _current(self) -> Parts:
         kind, lower = exploration_type(), self._lower and may_lower(self.device)

@@ -82,7 +82,7 @@ class SourceBuilder:
             return self._serve_tensordicts(made)
         if isinstance(made, GymnasiumEnv) and not self.policy.fast:
             handle = TensorDictHandle(_with_tensordicts(made))
-            return self._serve_tensordicts(handle, judges=False)
+            return self._serve_tensordicts(handle, judges=False, why="fast=False")
         check_can_cut(made, self.rollout)
         first = RolloutWindow.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
@@ -90,7 +90,8 @@ class SourceBuilder:
         if isinstance(policies.policy, ProgramPolicy) and not policies.policy.learnt.fits_rows:
             if isinstance(made, GymnasiumEnv):
                 handle = TensorDictHandle(_with_tensordicts(made), root_of(made.layout, first))
-                return self._serve_tensordicts(handle, policies.policy, judges=False)
+                why = policies.policy.learnt.why_no_rows
+                return self._serve_tensordicts(handle, policies.policy, judges=False, why=why)
             _check_rewrites(policies.policy.learnt.rewrites)
         kind = CursorRollout if isinstance(made, NextStepPool) else Rollout
         return kind(made, first, policies, self._policies, self.rollout)  # type: ignore[arg-type]  # each its own
@@ -117,7 +118,12 @@ class SourceBuilder:
     # -- environments with TensorDict methods ------------------------------------------------------
 
     def _serve_tensordicts(
-        self, handle: TensorDictHandle, known: ProgramPolicy | None = None, *, judges: bool = True
+        self,
+        handle: TensorDictHandle,
+        known: ProgramPolicy | None = None,
+        *,
+        judges: bool = True,
+        why: str = "the environment works on TensorDicts",
     ) -> Source:
         """Serve the environment of ``handle``; ``known``: a policy that was called already."""
         env, ragged = handle.env, needs_carrier(handle.env, handle.root)
@@ -143,7 +149,9 @@ class SourceBuilder:
         actor = act(handle.root.clone())
         self._check_inputs((state.key for state in actor.states), actor.needs_is_init)
         expected = None if layout is None else expect(env, layout, after[0], actor, self.rollout)
-        return TensorDictRollout(handle, actor, self.rollout, expected=expected, make_actor=act)
+        return TensorDictRollout(
+            handle, actor, self.rollout, expected=expected, make_actor=act, why=why
+        )
 
     def _check_inputs(self, states: Iterable[Key], needs_is_init: bool) -> None:
         wanted = [*states, *([IS_INIT] if needs_is_init else [])]

@@ -199,6 +199,13 @@ class Served:
         self._keeper.close()
 
 
+def explanation(loop: str, env: str, policy: Sequence[str]) -> str:
+    """Lay out what `explain` answers."""
+    return "\n".join(
+        [f"loop: {loop}", f"environment: {env}", "policy:", *(f"  {p}" for p in policy)]
+    )
+
+
 def check_can_cut(env: Env | Pool, options: RolloutOptions) -> None:
     """Check that environments can be reset one by one where that is needed.
 
@@ -270,6 +277,18 @@ class Rollout(Served):
                 self._carry_from(window, taken)
             self._plan.finish(window, self.tracker, taken, self.policy_version)
         return Report(taken, taken * window.envs, self.policy_version)
+
+    def explain(self) -> str:
+        """Say which path every part takes, and why."""
+        with self._exploration(), torch.no_grad():
+            parts = self._policy.explain()
+        inner = self._env.inner
+        kind = type(inner[0] if isinstance(inner, list) else inner).__name__
+        return explanation(
+            "rows: each field of a step is written to its place in the batch",
+            f"{self._env.layout.num_envs} x {kind}, stepped by its own methods without TensorDicts",
+            parts,
+        )
 
     def own_policy(self) -> None:
         """Act with a copy of the policy from now on: the learner trains the original meanwhile."""

@@ -44,7 +44,7 @@ from gleanrl.policies.carried import Actor
 from gleanrl.policies.loose import leaves
 from gleanrl.rollout.plan import RolloutPlan, check_options, end_groups
 from gleanrl.rollout.recorder import Recorder, StepFields
-from gleanrl.rollout.rollout import Served
+from gleanrl.rollout.rollout import Served, explanation
 from gleanrl.rollout.tracker import Tracker
 
 
@@ -98,6 +98,7 @@ class TensorDictRollout(Served):
         *,
         expected: Expected | None = None,
         make_actor: MakeActor | None = None,
+        why: str = "the environment works on TensorDicts",
     ) -> None:
         """Collect from the environment of ``handle``, which was reset once.
 
@@ -107,6 +108,7 @@ class TensorDictRollout(Served):
             options: What the user asked for.
             expected: What steps are expected to be; ``None`` if they have no fixed layout.
             make_actor: How to make the actor again, of a copy of the user's policy.
+            why: Why this is the loop that fits.
 
         Raises:
             ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
@@ -115,6 +117,7 @@ class TensorDictRollout(Served):
         env = handle.env
         super().__init__(handle, env, actor.user, options)
         self._handle, self._actor, self._make_actor = handle, actor, make_actor
+        self._why = why
         self._batch = tuple(env.batch_size)
         groups = handle.ends.groups
         self._groups = end_groups(options, groups)
@@ -143,6 +146,20 @@ class TensorDictRollout(Served):
         with preserved():
             self._actor = self._make_actor(self._handle.root.clone(), True)
         self.policy = self._actor.user
+
+    def explain(self) -> str:
+        """Say which path every part takes, and why."""
+        policy = self._actor.policy
+        with set_interaction_type(self.options.exploration), torch.no_grad():
+            parts = ["random actions, drawn by the environment"]
+            parts = parts if policy is None else policy.explain()
+        fixed = "steps go into rows as long as they are what was expected"
+        loop = f"one TensorDict, carried from step to step ({self._why}); "
+        return explanation(
+            loop + (fixed if self._plan else "steps have no fixed layout"),
+            f"{type(self.env).__name__}, called as it is by its TensorDict methods",
+            parts,
+        )
 
     def layout(self) -> Layout | None:
         """Describe one step; ``None`` if rollouts travel as payloads."""
