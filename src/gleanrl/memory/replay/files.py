@@ -7,6 +7,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -23,17 +24,21 @@ _NORESERVE = 0x4000
 
 def nbytes_of(shapes: Shapes) -> int:
     """Return how many bytes tensors of these shapes take one after another."""
-    return sum(aligned(_nbytes(shape, dtype)) for shape, dtype in shapes)
+    return sum(aligned(_nbytes(*shape)) for shape in shapes)
 
 
 def carve(memory: mmap.mmap, shapes: Shapes) -> list[torch.Tensor]:
     """Lay tensors over ``memory``, one after another."""
-    whole, start, tensors = torch.frombuffer(memory, dtype=torch.uint8), 0, []
-    for shape, dtype in shapes:
-        nbytes = _nbytes(shape, dtype)
-        tensors.append(whole[start : start + nbytes].view(dtype).view(shape))
-        start += aligned(nbytes)
-    return tensors
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return [
+        whole[start : start + _nbytes(shape, dtype)].view(dtype).view(shape)
+        for start, (shape, dtype) in zip(starts_of(shapes), shapes, strict=True)
+    ]
+
+
+def starts_of(shapes: Shapes) -> list[int]:
+    """Return where tensors of these shapes begin."""
+    return [0, *accumulate(aligned(_nbytes(*shape)) for shape in shapes)][:-1]
 
 
 def sparse(nbytes: int) -> mmap.mmap:

@@ -69,6 +69,27 @@ class RowLayout:
         ]
         return [*shapes, ((slots * (self.envs or 1),), _LINK.dtype)] if self.once else shapes
 
+    def extents(self, slots: int, spare: range | None = None) -> list[tuple[int, int, int]]:
+        """Return parts of the memory that `shapes` describes.
+
+        Args:
+            slots: Slots of the ring.
+            spare: Which spare places; by default what is needed besides all of them.
+
+        Returns:
+            Number of the tensor, first byte in it, and bytes.
+        """
+        found, frames = [], slots * (self.envs or 1)
+        for number, field in enumerate(self.stored):
+            if spare is None:
+                found.append((number, 0, frames * field.nbytes))
+            elif field.key in self.once:
+                begin = (frames + spare.start) * field.nbytes
+                found.append((number, begin, len(spare) * field.nbytes))
+        if self.once and spare is None:
+            found.append((len(self.stored), 0, frames * _LINK.nbytes))
+        return found
+
     def to_json(self) -> bytes:
         """Describe the layout."""
         fields = [[list(f.key), list(f.shape), str(f.dtype)[6:]] for f in self.fields]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import stat
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,8 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import next_key
+from gleanrl.memory import durable
+from gleanrl.memory.replay.dumps import FOLDER, META, named, new_folder, publish
 from gleanrl.memory.replay.fence import fence
 from gleanrl.memory.replay.once import follow
 from gleanrl.memory.replay.rows import RowLayout, dtype_named
@@ -24,10 +23,8 @@ from gleanrl.memory.replay.writers import RoundRobinWriter
 
 _FORMAT = "gleanrl replay buffer"
 _VERSION = 1
-_META = "meta.json"
 _PART = 1024
 """Slots that are put together at a time for a storage of another size."""
-_FOLDER = re.compile(r"data-[0-9a-f]{32}")
 
 
 def storage_state(storage: Storage, copied: bool = True) -> dict[str, Any]:
@@ -138,17 +135,22 @@ def _by_age(stamps: torch.Tensor) -> Any:
 def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any]) -> None:
     """Write a buffer to the directory ``path``.
 
-    What an earlier call left there stays valid until this one is complete.
+    What an earlier call left there stays valid until this one is complete and on the disk.
 
     Raises:
         ConfigError: the storage is a list of objects.
+        OSError: the disk is full; what an earlier call left there is still there.
     """
     if isinstance(storage, ListStorage):
         raise ConfigError("ListStorage holds any object, and files hold tensors: use state_dict()")
     root = Path(path)
     root.mkdir(parents=True, exist_ok=True)
-    folder = root / f"data-{uuid.uuid4().hex}"
-    folder.mkdir()
+    with new_folder(root) as folder:
+        publish(folder, _write_tensors(folder, storage, sampler))
+
+
+def _write_tensors(folder: Path, storage: Storage, sampler: dict[str, Any]) -> str:
+    """Write all tensors; return the description."""
     state = storage_state(storage, copied=False)
     meta: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "folder": folder.name}
     files: list[dict[str, Any]] = []
@@ -163,12 +165,7 @@ def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any
         files.append(_save(folder, len(files), value))
     meta["sampler"] = {k: v for k, v in sampler.items() if k not in tensors}
     meta |= {"storage": state, "sampler_tensors": list(tensors), "files": files}
-    fresh = root / f"{_META}.{folder.name}"
-    fresh.write_text(json.dumps(meta, indent=1))
-    fresh.replace(root / _META)
-    for old in root.iterdir():
-        if old.name != folder.name and _FOLDER.fullmatch(old.name):
-            shutil.rmtree(old, ignore_errors=True)
+    return json.dumps(meta, indent=1)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -180,11 +177,21 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         ConfigError: there is no such buffer, or its files are not what they are said to be.
     """
     root = Path(path)
+    while True:
+        folder = named(root)
+        try:
+            return _read(root)
+        except ConfigError:
+            if named(root) == folder:  # otherwise another dump replaced this one while it was read
+                raise
+
+
+def _read(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
-        meta = json.loads(_regular(root / _META).read_text())
+        meta = json.loads(_regular(root / META).read_text())
         if meta["format"] != _FORMAT or meta["version"] != _VERSION:
             raise ConfigError(f"{root} holds {meta['format']!r}, version {meta['version']!r}")
-        if not _FOLDER.fullmatch(meta["folder"]) or (root / meta["folder"]).is_symlink():
+        if not FOLDER.fullmatch(meta["folder"]) or (root / meta["folder"]).is_symlink():
             raise ConfigError(f"{root} names {meta['folder']!r} as its data")
         folder = root / meta["folder"]
         found = [_load(folder, number, entry) for number, entry in enumerate(meta["files"])]
@@ -213,7 +220,7 @@ def _check(root: Path, state: dict[str, Any]) -> None:
         _check_links(root, found[-1 - len(once)], state["slots"] * (layout.envs or 1) + most)
         expected += [((most, *field.shape), field.dtype) for field in once]
     if [(tuple(t.shape), t.dtype) for t in found] != expected:
-        raise ConfigError(f"the files in {root} are not of the layout that {_META} describes")
+        raise ConfigError(f"the files in {root} are not of the layout that {META} describes")
     if state["stamps"].dtype != torch.int64 or not 0 <= top <= state["slots"]:
         raise ConfigError(f"{root} holds {top} rows of {state['slots']}")
 
@@ -225,7 +232,7 @@ def _check_links(root: Path, links: torch.Tensor, places: int) -> None:
 
 def _save(folder: Path, number: int, tensor: torch.Tensor) -> dict[str, Any]:
     data = tensor.detach().cpu().contiguous()
-    data.reshape(-1).view(torch.uint8).numpy().tofile(_file(folder, number))
+    durable.write_new(_file(folder, number), data.reshape(-1).view(torch.uint8).numpy())
     return {"shape": list(data.shape), "dtype": str(data.dtype)[6:]}
 
 

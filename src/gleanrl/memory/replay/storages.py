@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
+from gleanrl.memory import durable
 from gleanrl.memory.replay import files
 from gleanrl.memory.replay.files import anonymous, closing, opened, unnamed_file
 from gleanrl.memory.replay.gate import ProcessGate, ThreadGate
@@ -135,7 +136,7 @@ class LazyTensorStorage(Storage):
                 if self._rows is None:
                     layout = RowLayout.from_json(self.ledger.layout())
                     rows = Rows(layout, self.ledger.slots, self._allocate)
-                    self._successors = Successors(rows, self.ledger) if layout.once else None
+                    self._successors = self._link_up(rows) if layout.once else None
                     self._rows = rows  # last: who sees it uses the other as well
         return self._rows
 
@@ -265,9 +266,9 @@ class LazyTensorStorage(Storage):
         rows = self.rows
         if rows is None or self._successors is None:
             return
+        self._successors.grow(max(map(len, kept)))
         for places, saved in zip(rows.spare(), kept, strict=True):
             places[: len(saved)].copy_(saved)
-        self.ledger.spare = max(self.ledger.spare, *map(len, kept))
         self._successors.rebuild()
 
     def _map_ledger(self) -> None:
@@ -282,7 +283,17 @@ class LazyTensorStorage(Storage):
     def _reserve_memory(self, layout: RowLayout, slots: int) -> None:
         self._check_room(layout.nbytes * slots)
         if self._memory is not None:
+            self._memory.clear()
             self._memory.reserve(max(files.nbytes_of(layout.shapes(slots)), mmap.PAGESIZE))
+            self._take_room(layout, slots, None)
+
+    def _take_room(self, layout: RowLayout, slots: int, spare: range | None) -> None:
+        """Take what is mapped from where it comes from; memory is taken when it is touched."""
+
+    def _link_up(self, rows: Rows) -> Successors:
+        return Successors(
+            rows, self.ledger, lambda spare: self._take_room(rows.layout, rows.slots, spare)
+        )
 
     def _check_room(self, nbytes: int) -> None:
         if self.device.type == "cpu":
@@ -351,6 +362,20 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     def _check_room(self, nbytes: int) -> None:
         files.check_disk(nbytes, self.max_size, self.scratch_dir)
+
+    def _take_room(self, layout: RowLayout, slots: int, spare: range | None) -> None:
+        """Take blocks of the disk: one that is full must not end the process later."""
+        assert self._memory is not None
+        starts = files.starts_of(layout.shapes(slots))
+        for number, first, nbytes in layout.extents(slots, spare):
+            try:
+                durable.take_room(self._memory.fd, starts[number] + first, nbytes)
+            except OSError as err:
+                raise OSError(
+                    err.errno,
+                    f"{err.strerror}: {nbytes:,} bytes of a buffer of {self.max_size:,} frames in "
+                    f"{self.scratch_dir}; lower max_size, or give another scratch_dir",
+                ) from err
 
 
 class ListStorage(Storage):
