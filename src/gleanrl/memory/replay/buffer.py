@@ -307,9 +307,15 @@ class ReplayBuffer:
         Raises:
             ConfigError: it is of other rows.
         """
-        with self._lock:
-            self._load(state["storage"], state["sampler"])
-            self.batch_size = state["batch_size"]
+        missing = {"storage", "sampler", "batch_size"} - set(state)
+        size = state.get("batch_size")
+        if missing or not (size is None or (isinstance(size, int) and size > 0)):
+            raise ConfigError(
+                f"this is no state of a replay buffer: missing {sorted(missing) or 'nothing'}, "
+                f"batch_size {size!r}"
+            )
+        self._load(state["storage"], state["sampler"])
+        self.batch_size = size
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write everything to the directory ``path``: raw tensors and JSON, no pickle."""
@@ -322,21 +328,24 @@ class ReplayBuffer:
         Raises:
             ConfigError: ``path`` holds nothing such, or other rows.
         """
-        with self._lock:
-            self._load(*saving.read(path))
+        self._load(*saving.read(path))
 
     def _load(self, storage: dict[str, Any], sampler: dict[str, Any]) -> None:
-        self._forget()
-        if self.limiter is not None:
-            self.limiter.restart(self._storage.ledger)
-        same = storage.get("slots") == self._storage.ledger.slots or not self._storage.ledger.ready
-        saving.load_storage(self._storage, storage)
-        # Places mean nothing in a ring of another size, and with them what samplers know.
-        same = same and storage.get("slots") == self._storage.ledger.slots
-        if sampler and same:
-            self._sampler.load_state_dict(sampler, self._storage)
-        else:
-            self._sampler.restart()
+        """Replace rows and the sampler's state, or change nothing."""
+        with self._lock:
+            saving.check_storage(self._storage, storage)
+            # Places mean nothing in a ring of another size, and with them what samplers know.
+            same = saving.same_places(self._storage, storage)
+            if sampler and same:
+                self._sampler.check_state_dict(sampler, saving.frames_of(storage))
+            saving.load_storage(self._storage, storage)
+            self._forget()
+            if self.limiter is not None:
+                self.limiter.restart(self._storage.ledger)
+            if sampler and same:
+                self._sampler.load_state_dict(sampler, self._storage)
+            else:
+                self._sampler.restart()
 
     def _forget(self) -> None:
         if self._prefetcher is not None:

@@ -337,6 +337,10 @@ class Rows:
             for key in self.layout.once
         ]
 
+    def spare_up_to(self, number: int) -> list[torch.Tensor]:
+        """Return the first spare places."""
+        return [places[:number] for places in self.spare()]
+
     def places(self, key: Key) -> torch.Tensor:
         """Return the frames of what is stored once, and its spare places behind them."""
         return self._places[key]

@@ -18,6 +18,7 @@ from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
 from gleanrl.memory import durable
 from gleanrl.memory.replay import files
+from gleanrl.memory.replay.fence import fence
 from gleanrl.memory.replay.files import anonymous, closing, opened, unnamed_file
 from gleanrl.memory.replay.gate import ProcessGate, ThreadGate
 from gleanrl.memory.replay.handles import Handle
@@ -254,22 +255,41 @@ class LazyTensorStorage(Storage):
         if old is None:
             return
         self._rows, spare = None, before.spare
-        rows = self.initialise(old.layout)
-        for new, tensor in zip(rows.tensors, old.tensors, strict=True):
-            new[: before.top].copy_(tensor[: before.top])
+        self.initialise(old.layout)
         with self.ledger.section():
-            self.ledger.restore(state)
-            self.restore_spare([places[:spare] for places in old.spare()])
+            self.put_back(
+                state, [t[: before.top] for t in old.tensors], old.spare_up_to(spare), True
+            )
 
-    def restore_spare(self, kept: Sequence[torch.Tensor]) -> None:
-        """Put back the spare places of rows that were put back, inside the ledger's section."""
-        rows = self.rows
-        if rows is None or self._successors is None:
-            return
-        self._successors.grow(max(map(len, kept)))
-        for places, saved in zip(rows.spare(), kept, strict=True):
-            places[: len(saved)].copy_(saved)
-        self._successors.rebuild()
+    def put_back(
+        self,
+        state: Mapping[str, Any],
+        stored: Sequence[torch.Tensor],
+        spare: Sequence[torch.Tensor],
+        verbatim: bool = False,
+    ) -> None:
+        """Replace all rows by those of a checked state, which nobody sees before they are whole.
+
+        Inside the ledger's section.
+
+        Args:
+            state: Cursor, counters and stamps.
+            stored: The stored fields of slots from the first on.
+            spare: The spare places from the first on.
+            verbatim: See `Ledger.restore`.
+        """
+        rows, successors = self.rows, self._successors
+        assert rows is not None
+        if successors is not None:
+            successors.grow(max(map(len, spare)))
+        self.ledger.clear_for(state)
+        for to, saved in zip((*rows.tensors, *rows.spare()), (*stored, *spare), strict=True):
+            to[: len(saved)].copy_(saved)
+        fence()
+        if successors is None:
+            self.ledger.restore(state, verbatim)
+        else:
+            self.ledger.restore(state, verbatim, successors.rebuild)
 
     def _map_ledger(self) -> None:
         assert self._words is not None
