@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from typing import Any, TypeAlias
@@ -15,6 +14,7 @@ from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key
 from gleanrl.memory.replay import saving
 from gleanrl.memory.replay.fence import fence
+from gleanrl.memory.replay.forking import Forkable
 from gleanrl.memory.replay.items import single, stack
 from gleanrl.memory.replay.limiter import RateLimiter
 from gleanrl.memory.replay.places import flat_places, shown, stored
@@ -31,7 +31,7 @@ _ATTEMPTS = 4
 _NOTHING: Mapping[str, torch.Tensor] = {}
 
 
-class ReplayBuffer:
+class ReplayBuffer(Forkable):
     """Holds rows of experience and hands out samples of them.
 
     A row is what stands behind the first batch dimension of what is given to `extend`. Samples are
@@ -54,6 +54,7 @@ class ReplayBuffer:
         generator: torch.Generator | None = None,
         dim_extend: int | None = None,
         limiter: RateLimiter | None = None,
+        lock_timeout: float | None = None,
     ) -> None:
         """Put the parts together; nothing is allocated before the first data.
 
@@ -74,6 +75,8 @@ class ReplayBuffer:
             dim_extend: Which dimension of the data for `extend` is time (or rows); for
                 ``[env, time]`` storages 1 by default, else 0.
             limiter: Bounds the samples per insert while a collector is running.
+            lock_timeout: Seconds that any process waits for another one that holds the lock of a
+                shared buffer and makes no progress (it was stopped); 60 by default.
 
         Raises:
             ConfigError: arguments that do not go together.
@@ -92,6 +95,8 @@ class ReplayBuffer:
         self._with_index = isinstance(self._sampler, PrioritizedSampler)
         self._reset_local()
         self._check(batch_size, prefetch)
+        if lock_timeout is not None:
+            self._storage.lock_timeout = lock_timeout
         if shared:
             self.share()
 
@@ -106,12 +111,18 @@ class ReplayBuffer:
             raise ConfigError("pin_memory=True needs an accelerator, and there is none")
 
     def _reset_local(self) -> None:
-        self._lock = threading.RLock()
+        Forkable.__init__(self)
         self._prefetcher = (
             Prefetcher(self._make, self._sampler, self._lock, self._prefetch)
             if self._prefetch
             else None
         )
+
+    def _after_fork(self, consistent: bool) -> None:
+        """Begin to make samples anew in a forked child; and epochs, if one was being drawn from."""
+        if not consistent:
+            self._sampler.restart()
+            self._reset_local()
 
     @property
     def storage(self) -> Storage:
@@ -172,7 +183,8 @@ class ReplayBuffer:
 
         Raises:
             ReplayError: nothing is there to be sampled.
-            CollectorTimeout: `limiter` held this back for its timeout.
+            CollectorTimeout: `limiter` held this back for its timeout, or another process stands
+                still while it holds the lock of this shared buffer.
         """
         size = self.batch_size if batch_size is None else batch_size
         if size is None or size < 1:

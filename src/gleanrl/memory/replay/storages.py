@@ -6,7 +6,6 @@ import copy
 import mmap
 import os
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,13 +27,13 @@ from gleanrl.memory.replay.reservation import Reservation
 from gleanrl.memory.replay.rows import RowLayout, Rows, batch_shape, describe, flatten
 from gleanrl.memory.shared import SharedMemory
 
-_MAKING = threading.RLock()
-
 
 class Storage:
     """Rows and the ledger that says which of them are whole."""
 
     shareable = False
+    lock_timeout = 60.0
+    """See `ReplayBuffer`."""
     compact: bool | Sequence[NestedKey] = False
     """Which observations are stored once; see `LazyTensorStorage`."""
 
@@ -133,7 +132,9 @@ class LazyTensorStorage(Storage):
     def rows(self) -> Rows | None:
         """The tensors, ``None`` while nothing was stored by anybody."""
         if self._rows is None and self.ledger.ready:
-            with _MAKING:  # two threads must not both make tensors: one would write into its own
+            with (
+                self.ledger.section()
+            ):  # two threads must not both make tensors: one would write into its own
                 if self._rows is None:
                     layout = RowLayout.from_json(self.ledger.layout())
                     rows = Rows(layout, self.ledger.slots, self._allocate)
@@ -294,6 +295,7 @@ class LazyTensorStorage(Storage):
     def _map_ledger(self) -> None:
         assert self._words is not None
         assert self._gate is not None
+        self._gate.timeout = self.lock_timeout
         words = np.frombuffer(self._words.map(), np.int64)
         self.ledger = Ledger(self.max_size, self._gate, words)
 
@@ -343,11 +345,9 @@ class LazyTensorStorage(Storage):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        gate = state["_gate"]
         self.__dict__.update(state)
         self._words, self._memory = opened(state["_words"]), opened(state["_memory"])
-        known = ProcessGate.known(gate.identity)
-        self._gate = ProcessGate(gate.open()) if known is None else known
+        self._gate = ProcessGate.of(state["_gate"])
         self._rows = self._successors = None
         self._map_ledger()
 
