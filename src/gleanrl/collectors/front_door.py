@@ -174,9 +174,7 @@ def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _wanted(
-    given: Mapping[str, Any], direct: Callable[..., Any], target: type
-) -> dict[str, Any]:
+def _wanted(given: Mapping[str, Any], direct: Callable[..., Any], target: type) -> dict[str, Any]:
     """Drop what merely repeats a default of `Collector`, where the target has another or none.
 
     Raises:
