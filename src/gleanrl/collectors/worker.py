@@ -300,6 +300,6 @@ def batch_over(window: Window, layout: Layout) -> TensorDictBase:
     """Return ``window`` as a batch over the same memory."""
     shape = (*layout.batch_shape, window.steps)
     views = {
-        field.key: window.tensor(field.key).view(*shape, *field.shape) for field in layout.fields
+        field.key: window.tensor(field.key).view((*shape, *field.shape)) for field in layout.fields
     }
     return tensordict_over(views, shape, [None] * (len(shape) - 1) + [TIME])
