@@ -112,7 +112,7 @@ class ProcessBackend:
             ConfigError: there is not that much memory.
         """
         nbytes = 3 * sum(tensor.nbytes for tensor in weights.values())
-        check_memory(nbytes, "three copies of a model's weights")
+        check_memory(nbytes, "three copies of a model's weights", "use a smaller model")
         return Board(self._control, plan_board(self._control, weights))
 
     def start(self, factories: Sequence[SourceFactory]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
@@ -12,8 +14,8 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key
+from gleanrl.memory.fence import fence
 from gleanrl.memory.replay import saving
-from gleanrl.memory.replay.fence import fence
 from gleanrl.memory.replay.forking import Forkable
 from gleanrl.memory.replay.items import single, stack
 from gleanrl.memory.replay.limiter import RateLimiter
@@ -28,6 +30,8 @@ from gleanrl.memory.replay.writers import RoundRobinWriter, Writer
 
 Transform: TypeAlias = Callable[[Any], Any]
 _ATTEMPTS = 4
+_LOCAL = ("_lock", "_prefetcher")
+"""What every process, and every copy, makes anew."""
 _NOTHING: Mapping[str, torch.Tensor] = {}
 
 
@@ -81,7 +85,7 @@ class ReplayBuffer(Forkable):
         Raises:
             ConfigError: arguments that do not go together.
         """
-        self._storage: Storage = _made(storage, lambda: ListStorage(1000))
+        self._storage = made_storage(storage)
         self._sampler: Sampler = _made(sampler, RandomSampler)
         self._writer: Writer = _made(writer, RoundRobinWriter)
         self._collate = collate_fn
@@ -117,6 +121,24 @@ class ReplayBuffer(Forkable):
             if self._prefetch
             else None
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplayBuffer:
+        """Return a buffer with copies of all rows and of the sampler; it is shared if this one is.
+
+        A ``generator`` is copied with its state.
+        """
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        with self._lock:
+            copy.deepcopy(self._storage, memo)  # first: others know its ledger
+            if self._generator is not None:
+                memo[id(self._generator)] = self._generator.clone_state()
+            with self._rewound():
+                for name, value in vars(self).items():
+                    if name not in _LOCAL:
+                        vars(twin)[name] = copy.deepcopy(value, memo)
+        twin._reset_local()
+        return twin
 
     def _after_fork(self, consistent: bool) -> None:
         """Begin to make samples anew in a forked child; and epochs, if one was being drawn from."""
@@ -304,14 +326,19 @@ class ReplayBuffer(Forkable):
             }
 
     def _sampler_state(self) -> dict[str, Any]:
-        """Return the sampler's state before the samples that were made ahead."""
-        if self._prefetcher is None:
+        with self._rewound():
             return self._sampler.state_dict()
+
+    @contextlib.contextmanager
+    def _rewound(self) -> Iterator[None]:
+        """Have the sampler where it was before the samples that were made ahead."""
         position = self._sampler.position()
-        self._sampler.seek(self._prefetcher.position())
-        state = self._sampler.state_dict()
-        self._sampler.seek(position)
-        return state
+        if self._prefetcher is not None:
+            self._sampler.seek(self._prefetcher.position())
+        try:
+            yield
+        finally:
+            self._sampler.seek(position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put a state back, replacing what is stored.
@@ -445,14 +472,19 @@ class ReplayBuffer(Forkable):
             data.set(name, marks if flag is None else flag | marks)
 
     def __getstate__(self) -> dict[str, Any]:
-        local = ("_lock", "_prefetcher")
-        state = {name: value for name, value in self.__dict__.items() if name not in local}
+        state = {name: value for name, value in self.__dict__.items() if name not in _LOCAL}
         state["_generator"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset_local()
+
+
+def made_storage(storage: Storage | Callable[[], Storage] | None) -> Storage:
+    """Return a storage, from itself or from what makes it; a list of 1000 by default."""
+    found: Storage = _made(storage, lambda: ListStorage(1000))
+    return found
 
 
 def _made(part: Any, default: Callable[[], Any]) -> Any:

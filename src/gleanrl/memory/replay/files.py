@@ -47,20 +47,6 @@ def sparse(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=flags)
 
 
-def check_memory(nbytes: int, frames: int) -> None:
-    """Refuse what is larger than the machine.
-
-    Raises:
-        ConfigError: ``frames`` of ``nbytes`` together are.
-    """
-    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > room:
-        raise ConfigError(
-            f"a buffer of {frames:,} such frames takes {nbytes:,} bytes and this "
-            f"machine has {room:,}: lower max_size, or use LazyMemmapStorage"
-        )
-
-
 def check_disk(nbytes: int, frames: int, directory: str) -> None:
     """Refuse what is larger than what ``directory`` has left.
 

@@ -8,8 +8,8 @@ has copied a whole row. Ledgers lie in shared memory if their rows do.
 Every change is written down first, as absolute values, and the word that makes it valid last.
 Whoever enters next finishes what a process that was killed inside left there.
 
-The order this needs is what x86-64 gives, and elsewhere the lock; `fence` is for a reader's second
-look.
+Writers get the order this needs from the lock. Readers do without it: `fence` keeps what they copy
+between their two looks at the stamps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
-from gleanrl.memory.replay.fence import fence
+from gleanrl.memory.fence import fence
 from gleanrl.memory.replay.gate import Gate
 from gleanrl.memory.replay.reservation import Reservation
 
@@ -72,6 +72,17 @@ class Ledger:
     def words_for(max_slots: int) -> int:
         """Return how many words a ledger of ``max_slots`` rows needs."""
         return _HEADER + 3 * _ENTRIES + 2 * _LOG + _LAYOUT_WORDS + max_slots
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
+        """Return the ledger itself: its storage makes the copy, all others only compare it."""
+        return self
+
+    def take_over(self, other: Ledger) -> None:
+        """Become what ``other`` is, but for what is being written there; both in their sections."""
+        self._all[:] = other._all
+        self.flow[:] = 0
+        for entry in np.flatnonzero(self._table[:, 0]).tolist():
+            self._enact(_REVOKE, Reservation(entry, *map(int, self._table[entry])))
 
     @property
     def ready(self) -> bool:

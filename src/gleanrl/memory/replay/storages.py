@@ -16,8 +16,9 @@ from tensordict import TensorDictBase
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
 from gleanrl.memory import durable
+from gleanrl.memory.available import check_memory
+from gleanrl.memory.fence import fence
 from gleanrl.memory.replay import files
-from gleanrl.memory.replay.fence import fence
 from gleanrl.memory.replay.files import anonymous, closing, opened, unnamed_file
 from gleanrl.memory.replay.gate import ProcessGate, ThreadGate
 from gleanrl.memory.replay.handles import Handle
@@ -50,8 +51,34 @@ class Storage:
         self.max_size = max_size
         self.ndim = ndim
         self.shared = False
-        words = np.zeros(Ledger.words_for(max_size), np.int64)
-        self.ledger = Ledger(max_size, ThreadGate(), words)
+        self.ledger = self._private_ledger()
+
+    def _private_ledger(self) -> Ledger:
+        words = np.zeros(Ledger.words_for(self.max_size), np.int64)
+        return Ledger(self.max_size, ThreadGate(), words)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
+        """Return a storage with copies of all rows; it is shared if this one is."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            vars(twin)[name] = None if name in self._OWN else copy.deepcopy(value, memo)
+        with self.ledger.section():
+            twin._open()
+            memo[id(self.ledger)] = twin.ledger
+            twin._copy_rows(self)
+        return twin
+
+    _OWN: tuple[str, ...] = ("ledger",)
+    """What no two storages have in common."""
+
+    def _open(self) -> None:
+        """Make what `_OWN` names, empty."""
+        self.ledger = self._private_ledger()
+
+    def _copy_rows(self, other: Any) -> None:
+        """Copy all rows of a storage of the same kind, inside its ledger's section."""
+        self.ledger.take_over(other.ledger)
 
     @property
     def envs(self) -> int:
@@ -245,17 +272,22 @@ class LazyTensorStorage(Storage):
             return
         if self.device.type != "cpu":
             raise ConfigError(f"a storage on {self.device} cannot be shared between processes")
+        kept = dict(vars(self))
+        try:
+            self._move()
+        except BaseException:  # the disk is full, for one
+            vars(self).update(kept)
+            raise
+
+    def _move(self) -> None:
         before, old = self.ledger, self.rows
         state = before.snapshot()
-        self._words, self._gate = anonymous(), ProcessGate(SharedMemory().fd)
-        self._words.reserve(8 * Ledger.words_for(self.max_size))
-        self._memory = self._new_file()
         self.shared = True
-        self._map_ledger()
+        self._open()
         self.ledger.flow[:] = before.flow
         if old is None:
             return
-        self._rows, spare = None, before.spare
+        spare = before.spare
         self.initialise(old.layout)
         with self.ledger.section():
             self.put_back(
@@ -292,6 +324,35 @@ class LazyTensorStorage(Storage):
         else:
             self.ledger.restore(state, verbatim, successors.rebuild)
 
+    _OWN = ("ledger", "_rows", "_successors", "_memory", "_words", "_gate")
+
+    def _open(self) -> None:
+        self._rows = self._successors = self._memory = self._words = self._gate = None
+        if self.shared:
+            self._words, self._gate = anonymous(), ProcessGate(SharedMemory().fd)
+            self._words.reserve(8 * Ledger.words_for(self.max_size))
+            self._map_ledger()
+            self._memory = self._new_file()
+        else:
+            self.ledger = self._private_ledger()
+
+    def _copy_rows(self, other: LazyTensorStorage) -> None:
+        old, top, spare = other.rows, other.ledger.top, other.ledger.spare
+        if old is not None:
+            self._reserve_memory(old.layout, old.slots)
+            self._take_room(old.layout, old.slots, range(spare))
+        with self.ledger.section():
+            self.ledger.take_over(other.ledger)
+            new = self.rows
+        if old is None or new is None:
+            return
+        for to, tensor in zip(new.tensors, old.tensors, strict=True):
+            to[:top].copy_(tensor[:top])
+        for to, tensor in zip(new.spare_up_to(spare), old.spare_up_to(spare), strict=True):
+            to.copy_(tensor)
+        if old.layout.once:
+            new.owners[:spare].copy_(old.owners[:spare])
+
     def _map_ledger(self) -> None:
         assert self._words is not None
         assert self._gate is not None
@@ -319,7 +380,8 @@ class LazyTensorStorage(Storage):
 
     def _check_room(self, nbytes: int) -> None:
         if self.device.type == "cpu":
-            files.check_memory(nbytes, self.max_size)
+            what = f"{self.max_size:,} such frames"
+            check_memory(nbytes, what, "lower max_size, or use LazyMemmapStorage", "memory")
 
     def _allocate(
         self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]
@@ -376,6 +438,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.scratch_dir = tempfile.gettempdir() if scratch_dir is None else os.fspath(scratch_dir)
         os.makedirs(self.scratch_dir, exist_ok=True)
         self._memory = self._new_file()
+
+    def _open(self) -> None:
+        super()._open()
+        self._memory = self._memory or self._new_file()
 
     def _new_file(self) -> SharedMemory:
         return closing(SharedMemory(unnamed_file(self.scratch_dir)))
