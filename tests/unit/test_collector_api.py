@@ -554,7 +554,7 @@ def test_models_and_attributes_are_reachable():
             collector.getattr_policy("nothing")
         with pytest.raises(AttributeError, match="not a method"):
             collector.map_fn("policy.in_keys", [()])
-        with pytest.raises(ConfigError, match="one each per call"):
+        with pytest.raises(ConfigError, match="one entry per call"):
             collector.map_fn("policy.module.weight.sum", [()], [{}, {}])
         with pytest.raises(KeyError, match="no model"):
             collector.get_model("critic")
