@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import AddStateIndependentNormalScale, NormalParamExtractor
+from tensordict.nn import AddStateIndependentNormalScale, NormalParamExtractor, biased_softplus
 from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
 from tensordict.nn import TensorDictModule as Mod
@@ -131,10 +131,10 @@ def test_a_setting_of_a_layer(name):
     check(net(make()), put(f"module.1.{setting}", value), differs=batched)
 
 
-def test_a_number_that_is_an_array_changes_in_place():
-    slope = np.array(0.1)
+def test_a_number_that_is_a_tensor_changes_in_place():
+    slope = torch.tensor(0.1)
     policy = net(nn.LeakyReLU(slope))
-    check(policy, lambda p: slope.fill(0.7))
+    check(policy, lambda p: slope.fill_(0.7))
 
 
 @pytest.mark.parametrize("name", ["bias", "min_val"])
@@ -143,7 +143,7 @@ def test_a_setting_of_a_scale_mapping(name):
 
 
 def test_a_scale_mapping_and_its_bound():
-    check(normal(), put("0.module.1.scale_mapping", torch.exp))
+    check(normal(), put("0.module.1.scale_mapping", biased_softplus(3.0)))
     check(normal(), put("0.module.1.scale_lb", 5.0))
     scale = partial(AddStateIndependentNormalScale, 3)
     check(normal(head=scale, out=3), put("0.module.1.scale_lb", 5.0))
@@ -186,25 +186,28 @@ class Deciding(D.Independent):
 LIMIT = [1e6]
 
 
-def test_a_distribution_that_decides_by_its_parameters(monkeypatch):
-    monkeypatch.setitem(LIMIT, 0, 1e6)
-    check(normal(Deciding), lambda p: LIMIT.__setitem__(0, -1e6))
+def test_a_distribution_that_decides_by_its_parameters():
+    try:
+        check(normal(Deciding), lambda p: LIMIT.__setitem__(0, -1e6))
+    finally:
+        LIMIT[0] = 1e6
 
 
-def test_a_method_of_a_distribution_is_patched():
-    def rsample(self, *args):
-        return self.base_dist.loc + 1
-
-    with mock.patch.object(D.Normal, "rsample", D.Normal.rsample):
-        check(normal(Own), lambda p: setattr(Own, "sample", rsample))
-    del Own.sample
-    for kind in (rl.IndependentNormal, rl.TanhNormal):
-        with mock.patch.object(kind, "sample", kind.sample), mock.patch.object(kind, "rsample"):
-            check(normal(kind), lambda p, k=kind: setattr(k, "sample", moved))
-
-
-def moved(self, *args):
-    return torch.zeros_like(self.base_dist.mean) + 0.5
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("owner", [rl.IndependentNormal, rl.TanhNormal, D.Normal, Own])
+def test_a_method_of_a_distribution_is_patched(owner, when):
+    policy = normal(rl.IndependentNormal if owner is D.Normal else owner)
+    patches = mock.patch.object(owner, "rsample", doubling(owner.rsample))
+    others = mock.patch.object(owner, "sample", doubling(owner.sample))
+    if when == "before":
+        with patches, others:
+            check(policy, lambda p: None, differs=False)
+        return
+    try:
+        check(policy, lambda p: (patches.start(), others.start()))
+    finally:
+        patches.stop()
+        others.stop()
 
 
 @pytest.mark.parametrize("turned", ["data", "view", "swapped"])
@@ -322,6 +325,7 @@ def test_a_function_mode_is_in_force():
     check(net(nn.Tanh()), lambda p: None, around=Doubling, differs=False)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
 @pytest.mark.parametrize("wrap", ["spectral_norm", "weight_norm"])
 @pytest.mark.parametrize("style", ["hooks", "parametrizations"])
 def test_weights_that_are_computed(wrap, style):

@@ -302,7 +302,7 @@ def _reader(tensor: torch.Tensor) -> Callable[[], bytes]:
         raise Unwatchable(f"a setting of {tensor.numel()} numbers is too large to watch")
 
     def read() -> bytes:
-        return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
     return read
 
