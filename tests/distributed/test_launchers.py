@@ -500,7 +500,7 @@ def test_the_number_of_a_node_comes_from_what_started_it(monkeypatch):
 
     def learner():
         with listener.accept()[0] as connection:
-            connection.sendall(b"gleanrl1" + bytes(32))
+            connection.sendall(b"gleanrl2" + bytes(32))
             answer.extend(connection.recv(100))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

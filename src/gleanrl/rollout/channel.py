@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 from collections import deque
+from collections.abc import Iterable
 
 _HEADER = struct.Struct("=Q")
 _CHUNK = 1 << 18
@@ -41,8 +42,12 @@ class Channel:
         Raises:
             ConnectionError: the other side is gone.
         """
-        self._out.append(memoryview(_HEADER.pack(len(frame)) + frame))
+        self._out.extend(self._packed(frame))
         self.flush()
+
+    def _packed(self, frame: bytes) -> Iterable[memoryview]:
+        """Return ``frame`` as it travels."""
+        return (memoryview(_HEADER.pack(len(frame)) + frame),)
 
     def flush(self) -> None:
         """Send what waits, as far as it is taken.
@@ -79,6 +84,7 @@ class Channel:
             EOFError: the other side is gone and every frame it sent was returned.
         """
         ended = False
+        frames: list[bytes] = []
         while True:
             try:
                 chunk = self._socket.recv(_CHUNK)
@@ -90,14 +96,15 @@ class Channel:
                 ended = True
                 break
             self._in += chunk
+            frames += self._cut()
             if len(chunk) < _CHUNK:
                 break
-        frames = self._cut()
         if ended and not frames:
             raise EOFError("the other side is gone")
         return frames
 
     def _cut(self) -> list[bytes]:
+        """Take the whole frames out of what has come."""
         frames, start, size = [], 0, _HEADER.size
         while len(self._in) - start >= size:
             (length,) = _HEADER.unpack_from(self._in, start)

@@ -20,12 +20,12 @@ from gleanrl.memory.arena import window_over
 from gleanrl.memory.landing import mark_of, pieces_of
 from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
-from gleanrl.rollout.channel import Channel
 from gleanrl.rollout.handshake import HandshakeError, Invitation, join, keep_alive
 from gleanrl.rollout.inbox import Addressed, work
 from gleanrl.rollout.leaving import Leaving
 from gleanrl.rollout.link import Link, key_frame, weights_frame
 from gleanrl.rollout.pair import NODE, ConnectionStore, Pair, Transfer
+from gleanrl.rollout.sealed import SealedChannel
 from gleanrl.rollout.serve import Surroundings, settle
 from gleanrl.rollout.streams import enter_life
 from gleanrl.rollout.worker import Worker
@@ -121,10 +121,10 @@ def run_node(
         OSError: nobody answers.
         SystemExit: one of ``signals`` came.
     """
-    sock, patience = join(invitation, invitation.patience)
+    sock, keys, patience = join(invitation, invitation.patience)
     keep_alive(sock, patience)
     address = str(sock.getsockname()[0])
-    channel = Channel(sock)
+    channel = SealedChannel(sock, sends=keys.node, receives=keys.learner)
     try:
         first, *others = channel.wait()
     except EOFError:
@@ -132,7 +132,7 @@ def run_node(
             f"the learner at {invitation.host}:{invitation.port} has no place for node "
             f"{invitation.node}: it has joined already, or is one too many"
         ) from None
-    # The other side has shown that it is the learner: from here on its pickles are loaded.
+    # The learner has authenticated, and so is all that comes: its pickles are loaded.
     boot: Boot = pickle.loads(first)
     sys.path.extend(entry for entry in boot.path if entry not in sys.path)
     settle(boot.threads)

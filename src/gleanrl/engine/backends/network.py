@@ -7,7 +7,6 @@ import ctypes
 import os
 import pickle
 import select
-import socket
 import sys
 import time
 from collections import deque
@@ -19,7 +18,7 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory
-from gleanrl.engine.backends.admission import LOOK, Admission, listen
+from gleanrl.engine.backends.admission import LOOK, Admission, Guest, listen
 from gleanrl.engine.backends.network_node import NEWS, RemoteNode
 from gleanrl.engine.backends.network_weights import NetworkBoard
 from gleanrl.engine.backends.pickling import pickled
@@ -30,6 +29,7 @@ from gleanrl.rollout import link
 from gleanrl.rollout.handshake import Invitation, keep_alive, new_secret
 from gleanrl.rollout.node import Boot, NodeBoot
 from gleanrl.rollout.pair import check_kind
+from gleanrl.rollout.sealed import ForgedFrameError
 from gleanrl.rollout.wire import head_of
 from gleanrl.rollout.worker import OpenWindow
 from gleanrl.weights.flat import plan_flat
@@ -52,6 +52,7 @@ class NetworkBackend:
 
     inline = False
     memory = None
+    _node_class = RemoteNode
 
     def __init__(
         self,
@@ -122,11 +123,12 @@ class NetworkBackend:
                     f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
                 )
             self._check_started(missing)
-            for index, sock in self._admission.wait(min(left, LOOK)):
-                if index in missing and index not in joined:
-                    joined[index] = self._welcome(self._remote(index, sock), blobs[index])
+            for guest in self._admission.wait(min(left, LOOK)):
+                if guest.node in missing and guest.node not in joined:
+                    node = self._welcome(self._remote(guest), blobs[guest.node])
+                    joined[guest.node] = node
                 else:
-                    sock.close()
+                    guest.sock.close()
         self._nodes.extend(joined[worker] for worker in range(len(blobs)))
         self._all_in(blobs)
 
@@ -149,15 +151,15 @@ class NetworkBackend:
                 error.worker = worker
                 raise error
 
-    def _remote(self, index: int, sock: socket.socket) -> RemoteNode:
+    def _remote(self, guest: Guest) -> RemoteNode:
         """Take over the connection of a node that was let in."""
         try:
-            keep_alive(sock, self._patience)
-            return RemoteNode(index, sock, self._open_window)
+            keep_alive(guest.sock, self._patience)
+            return self._node_class(guest, self._open_window)
         except OSError as err:
-            sock.close()
-            error = WorkerDied(f"worker {index} was gone as soon as it had joined ({err})")
-            error.worker = index
+            guest.sock.close()
+            error = WorkerDied(f"worker {guest.node} was gone as soon as it had joined ({err})")
+            error.worker = guest.node
             raise error from None
 
     def _welcome(self, node: RemoteNode, factory: bytes) -> RemoteNode:
@@ -305,6 +307,9 @@ class NetworkBackend:
         if events & ~select.EPOLLOUT:
             try:
                 frames = node.channel.read()
+            except ForgedFrameError as err:
+                node.leaving = f"was let go of: {err}"
+                raise self._died(node, node.leaving) from None
             except (EOFError, OSError) as err:
                 if self._owed(node) and node.in_flight(_IN_FLIGHT):
                     return  # what it had sent comes first; this is told again till then
