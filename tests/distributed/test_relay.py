@@ -93,8 +93,8 @@ def test_what_is_repeated_changed_or_made_up_on_the_way_ends_the_connection(sour
             assert collector.next() is not None
         launcher.relays[0].next(source, meddle)
         with rig.in_time(2 * rig.LIMIT), pytest.raises(WorkerDied, match="worker 0") as caught:
-            while True:
-                collector.next()
+            for _ in iter(collector.next, None):
+                pass
         assert launcher.relays[0].done.is_set()
         rig.await_end([pid])
     launcher.relays[0].thread.join(rig.LIMIT)

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import struct
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterable
 
 _HEADER = struct.Struct("=Q")
 _CHUNK = 1 << 18
+_open: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for channel in list(_open):
+        channel.close()
+
+
+# A forked child must not keep the connections of its parent open beyond its parent's end.
+os.register_at_fork(after_in_child=_close_all)
 
 
 class Channel:
@@ -21,6 +33,7 @@ class Channel:
         """Take over ``sock``."""
         sock.setblocking(False)
         self._socket = sock
+        _open.add(self)
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)

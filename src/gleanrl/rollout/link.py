@@ -143,9 +143,13 @@ class Link:
             # A learner goes away as soon as it has the answer to its last command.
             expected = self.leaving or (self._closing and self._over.wait(_LAST))
             if not expected and not self._over.is_set():
-                self._abort(str(err) if isinstance(err, ForgedFrameError) else "the learner is gone")
+                self._abort(
+                    str(err) if isinstance(err, ForgedFrameError) else "the learner is gone"
+                )
         except BaseException as err:  # even SystemExit: it would end this thread and nothing else
-            problem = f"failed while it read from its connection ({type(err).__name__}: {said(err)})"
+            problem = (
+                f"failed while it read from its connection ({type(err).__name__}: {said(err)})"
+            )
             self._tell_problem(problem)
             self._abort(problem, traceback.format_exc())
 

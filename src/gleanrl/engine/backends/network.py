@@ -305,27 +305,35 @@ class NetworkBackend:
     def _serve(self, node: RemoteNode, events: int) -> None:
         # Read first: what a node sent before it ended is whole, and so is what it is about.
         if events & ~select.EPOLLOUT:
-            try:
-                frames = node.channel.read()
-            except ForgedFrameError as err:
-                node.leaving = f"was let go of: {err}"
-                raise self._died(node, node.leaving) from None
-            except (EOFError, OSError) as err:
-                if self._owed(node) and node.in_flight(_IN_FLIGHT):
-                    return  # what it had sent comes first; this is told again till then
-                raise self._died(node, f"closed its connection ({err})") from None
-            node.heard = time.monotonic()
-            for frame in frames:
-                if frame[:1] == link.WEIGHTS:
-                    self._boards[link.read_weights(frame)].taken(node)
-                elif frame[:1] == link.LEAVE:
-                    node.leaving = frame[1:].decode()
-                elif frame[:1] != link.BEAT:
-                    self._frames.append((node, frame))
+            self._hear(node)
         if events & select.EPOLLOUT:
             node.flush()
         if node.channel.fileno() >= 0:
             self._watch(node)
+
+    def _hear(self, node: RemoteNode) -> None:
+        """Take in what ``node`` has sent.
+
+        Raises:
+            WorkerDied: its connection has ended, or is not its alone.
+        """
+        try:
+            frames = node.channel.read()
+        except ForgedFrameError as err:
+            node.leaving = f"was let go of: {err}"
+            raise self._died(node, node.leaving) from None
+        except (EOFError, OSError) as err:
+            if self._owed(node) and node.in_flight(_IN_FLIGHT):
+                return  # what it had sent comes first; this is told again till then
+            raise self._died(node, f"closed its connection ({err})") from None
+        node.heard = time.monotonic()
+        for frame in frames:
+            if frame[:1] == link.WEIGHTS:
+                self._boards[link.read_weights(frame)].taken(node)
+            elif frame[:1] == link.LEAVE:
+                node.leaving = frame[1:].decode()
+            elif frame[:1] != link.BEAT:
+                self._frames.append((node, frame))
 
     def _died(self, node: RemoteNode, how: str, patience: float = NEWS) -> WorkerDied:
         """Take leave of ``node``; its launcher may know more within ``patience`` seconds."""

@@ -45,6 +45,8 @@ _starting = threading.RLock()
 
 def _forget() -> None:
     global _zygote, _starting
+    if _zygote is not None:  # which has to hear of the end of its owner
+        _zygote.close()
     _zygote, _starting = None, threading.RLock()
 
 
