@@ -24,6 +24,7 @@ from gleanrl.engine.backends.network_weights import NetworkBoard
 from gleanrl.engine.backends.pickling import pickled
 from gleanrl.engine.backends.process import reply_in
 from gleanrl.engine.backends.told import ToldByte
+from gleanrl.engine.interrupts import interruptible
 from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.rollout import link
 from gleanrl.rollout.handshake import Invitation, keep_alive, new_secret
@@ -264,7 +265,7 @@ class NetworkBackend:
         left: float | None = 0.0  # first what is there: the learner may have been away for long
         nap, longest = _NAPS
         while True:
-            for fd, events in self._poller.poll(left):
+            for fd, events in interruptible(self._poller.poll, left):
                 self._turn_to(fd, events)
             place = self._whole()
             if place is not None:
@@ -275,7 +276,7 @@ class NetworkBackend:
             limit = self._next_silence(now)
             left = limit if deadline is None else min(limit, deadline - now)
             if self._frames:  # announced but not here, and nobody tells when it is
-                time.sleep(nap)
+                interruptible(time.sleep, nap)
                 nap, left = min(2 * nap, longest), 0.0
 
     def _next_silence(self, now: float) -> float:
@@ -342,7 +343,7 @@ class NetworkBackend:
         else:
             node.listen()
         # Before it is dropped: an interrupt meanwhile must not lose the news.
-        fate = node.fate(self._launcher, how, patience)
+        fate = interruptible(node.fate, self._launcher, how, patience)
         self._drop(node)
         error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
         error.worker = node.index
