@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -106,7 +106,10 @@ def main(fd: int) -> None:
 
 
 def run_node(
-    invitation: Invitation, signals: Sequence[signal.Signals] = (), label: str = ""
+    invitation: Invitation,
+    signals: Sequence[signal.Signals] = (),
+    label: str = "",
+    note: Callable[[str], object] = bool,
 ) -> None:
     """Serve the learner that ``invitation`` is from, until it says so or goes away.
 
@@ -115,6 +118,7 @@ def run_node(
         signals: That make the node end in order, after it has told the learner; only in the main
             thread. Others do what they did before.
         label: Of what this process belongs to, for the learner when a signal came.
+        note: Told why the node leaves then, besides the learner.
 
     Raises:
         HandshakeError: who answers there is not the learner, or does not want this node.
@@ -138,7 +142,7 @@ def run_node(
     settle(boot.threads)
     link = Link(channel, invitation.node, patience)
     link.start(others)
-    with Leaving(link, signals, label) if signals else contextlib.nullcontext():
+    with Leaving(link, signals, label, note) if signals else contextlib.nullcontext():
         boot.serve(link, invitation.node, address)
     link.finish()
     channel.close()

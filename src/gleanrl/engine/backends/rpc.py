@@ -34,6 +34,7 @@ from gleanrl.rollout.rpc_world import (
     check_outside,
     leave,
     open_store,
+    warn_of_strangers,
 )
 from gleanrl.rollout.wire import head_of
 from gleanrl.rollout.worker import OpenWindow
@@ -125,7 +126,9 @@ class RPCBackend(NetworkBackend):
             ConfigError: RPC is initialised in this process already, or the port is taken.
         """
         check_outside()
-        check_interface(socket.gethostbyname(host or launcher.address()))
+        address = socket.gethostbyname(host or launcher.address())
+        check_interface(address)
+        warn_of_strangers(address)
         super().__init__(
             open_window,
             launcher,
