@@ -120,7 +120,7 @@ class LaunchedCollector(RemoteCollector):
                 given.traj_quota,
             ),
             given.postproc,
-            make_sink(given.replay_buffer, extend),
+            make_sink(given.replay_buffer, extend, self._sync and self._cat is None),
             self.storing_device,
             episodes_end=given.reset_at_each_iter,
         )

@@ -62,7 +62,10 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
 
         Raises:
             RuntimeError: the collector collects in the background.
+            ClosedError: it was shut down.
         """
+        if self.closed and self._engine.failure is None:  # also if it has delivered everything
+            raise ClosedError("the collector was shut down; make a new one to collect more")
         while True:
             with self._engine.turn(None):
                 self._check_not_started()

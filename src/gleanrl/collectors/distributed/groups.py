@@ -167,7 +167,7 @@ class DistributedCollector(NodesCollector):
             cat_results: See `MultiSyncCollector`; for ``sync=True``.
             set_truncated: See `Collector`.
             replay_buffer: Anything with ``extend``, here; batches go there and ``None`` is yielded.
-            extend_buffer: ``False`` adds step by step.
+            extend_buffer: ``False`` adds step by step, one element per step and node.
             trust_policy: See `Collector`.
             compile_policy: See `Collector`.
             weight_updater: Retired; see `MultiCollector`.
