@@ -594,5 +594,6 @@ def test_the_first_rollouts_can_be_profiled(tmp_path):
 
 
 def test_a_profile_that_records_nothing_is_refused():
-    with cartpole() as collector, pytest.raises(ConfigError, match="must exceed warmup_rollouts"):
+    refused = pytest.raises(ConfigError, match="must be greater than warmup_rollouts")
+    with cartpole() as collector, refused:
         collector.enable_profile(num_rollouts=1)
