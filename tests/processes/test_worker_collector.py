@@ -206,3 +206,34 @@ def test_states_of_workers_show_the_policy_version():
         collector.load_state_dict(state)
         assert collector.policy_version == 2
         assert collector.state_dict()["worker1"]["policy_version"] == 2
+
+
+@several
+def test_steps_are_added_one_by_one_for_each_worker(kind):
+    rb = ReplayBuffer(storage=ListStorage(1000))
+    with make(kind, replay_buffer=rb, extend_buffer=False) as collector:
+        assert list(collector) == [None] * 4
+    rows = rb.storage.items
+    assert [row.shape for row in rows] == [()] * 64
+    for number in range(2):
+        own = [row["observation"] for row in rows if row["observation"][0] == number]
+        steps = torch.stack(own)[:, 1]
+        assert steps[1:].sub(steps[:-1]).remainder(5).eq(1).all()
+
+
+def test_frames_of_fast_workers_are_stored_where_slow_ones_are_stopped():
+    rb = ReplayBuffer(storage=ListStorage(1000))
+    with MultiSyncCollector(
+        [rig.counting(0), rig.counting(1, pause=0.02)],
+        frames_per_batch=200,
+        preemptive_threshold=0.5,
+        replay_buffer=rb,
+        extend_buffer=False,
+    ) as collector:
+        collector.next()
+        stats = collector.stats()
+    numbers = Counter(int(row["observation"][0]) for row in rb.storage.items)
+    assert numbers[0] == 100
+    assert 0 < numbers[1] < 100
+    assert stats["frames"] == len(rb.storage.items)
+    assert stats["frames_discarded"] == 0

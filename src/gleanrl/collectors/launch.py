@@ -79,6 +79,7 @@ class LaunchedCollector(RemoteCollector):
         """Read what concerns this process."""
         count = self.num_workers
         extend = retired.read_extend_buffer(given.extend_buffer, given.replay_buffer_chunk)
+        self._show(vars(given), extend)
         split, whole_ones = bool(given.split_trajs), given.trajs_per_batch is not None
         shaped = split or whole_ones or given.postproc is not None
         checks.check_buffer(
@@ -120,7 +121,7 @@ class LaunchedCollector(RemoteCollector):
                 given.traj_quota,
             ),
             given.postproc,
-            make_sink(given.replay_buffer, extend),
+            make_sink(given.replay_buffer, extend, self._sync and self._cat is None),
             self.storing_device,
             episodes_end=given.reset_at_each_iter,
         )

@@ -169,7 +169,7 @@ class MultiCollector(LaunchedCollector):
             use_buffers: Accepted for compatibility; memory is always used again.
             replay_buffer: Anything with ``extend``; batches go there and ``None`` is yielded. Into
                 a `ReplayBuffer` of tensors workers write by themselves; it is shared if it was not.
-            extend_buffer: ``False`` adds step by step.
+            extend_buffer: ``False`` adds step by step, one element per step and worker.
             replay_buffer_chunk: Retired.
             local_init_rb: Retired.
             trust_policy: See `Collector`.

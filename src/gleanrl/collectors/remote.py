@@ -11,6 +11,7 @@ import torch
 from gleanrl.collectors import checks
 from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.running import PATIENCE, RunningCollector
+from gleanrl.collectors.settings import WorkerSettings
 from gleanrl.core import messages as m
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
@@ -18,7 +19,7 @@ from gleanrl.engine.replacing import reseeded
 from gleanrl.engine.sent_models import SentModels
 
 
-class RemoteCollector(RunningCollector):
+class RemoteCollector(RunningCollector, WorkerSettings):
     """A `RunningCollector` whose environments and policies are in workers."""
 
     _hooks_here = False

@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.collectors import checks
 from gleanrl.collectors.background import BackgroundCollector
+from gleanrl.collectors.settings import Settings
 from gleanrl.collectors.updating import UpdatingCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError
@@ -27,7 +28,7 @@ PATIENCE = 2.0
 """Seconds environments get to close after a failure, and where nobody called `shutdown`."""
 
 
-class RunningCollector(UpdatingCollector, BackgroundCollector):
+class RunningCollector(UpdatingCollector, BackgroundCollector, Settings):
     """A collector over an engine; subclasses build the parts in their constructor."""
 
     _pipeline: Pipeline
@@ -62,7 +63,10 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
 
         Raises:
             RuntimeError: the collector collects in the background.
+            ClosedError: it was shut down.
         """
+        if self.closed and self._engine.failure is None:  # also if it has delivered everything
+            raise ClosedError("the collector was shut down; make a new one to collect more")
         while True:
             with self._engine.turn(None):
                 self._check_not_started()

@@ -154,7 +154,7 @@ class RayCollector(NodesCollector):
             cat_results: See `MultiSyncCollector`; for ``sync=True``.
             set_truncated: See `Collector`.
             replay_buffer: Anything with ``extend``, here; batches go there and ``None`` is yielded.
-            extend_buffer: ``False`` adds step by step.
+            extend_buffer: ``False`` adds step by step, one element per step and actor.
             use_env_creator: Accepted for compatibility; what builds environments always travels.
             no_cuda_sync: Accepted for compatibility.
             trust_policy: See `Collector`.

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from gleanrl.collectors import workers
 from gleanrl.collectors.distributed.groups import DistributedCollector
+from gleanrl.collectors.legacy import RPCWeightUpdater
 from gleanrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from gleanrl.engine.backends.rpc import RPCBackend
+
+__all__ = ["RPCCollector", "RPCDataCollector", "RPCWeightUpdater"]
 
 _OPTIONS = {"num_worker_threads", "rpc_timeout", "device_maps", "devices"}
 _HIDDEN_OPTIONS = {"_transports", "_channels"}
@@ -86,6 +89,9 @@ class RPCCollector(DistributedCollector):
 
         kwargs.pop("kind")
         return RPCBackend(*args, options=self._tensorpipe, devices=self._visible, **kwargs)
+
+
+RPCDataCollector = RPCCollector
 
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
