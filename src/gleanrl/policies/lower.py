@@ -21,7 +21,7 @@ from gleanrl.policies.structure import qualified, units_of, uses
 from gleanrl.policies.tape import Cell, Check, Tape
 from gleanrl.policies.tensors import is_known, keeps_nothing, lower_tensors, writes_input
 from gleanrl.policies.values import lower_q_values, picks_actions
-from gleanrl.policies.watch import Watch, functions_are_genuine
+from gleanrl.policies.watch import Unwatchable, Watch, functions_are_genuine
 
 _SAFE_MODULE = "torchrl.modules.tensordict_module.probabilistic.SafeProbabilisticModule"
 _TRIALS = 4
@@ -78,11 +78,22 @@ class Builder:
         """Make the program for ``kind``; with ``lower=False`` every unit is called as it is."""
         lower = lower and kind is not None and functions_are_genuine()
         with _quiet(kind, self._device):
-            work = _Work(self._inputs, self._constants, self._batch_shape, kind, self._agreed)
-            for unit in self._units(work.program.watch):
-                if not (lower and work.lower(unit)):
-                    work.keep(unit)
+            try:
+                return self._build(kind, lower)
+            except Unwatchable:
+                work = self._work(kind)
+                work.keep(self._probed.whole)
+                return work.finish()
+
+    def _build(self, kind: ExplorationType | None, lower: bool) -> Program:
+        work = self._work(kind)
+        for unit in self._units(work.program.watch):
+            if not (lower and work.lower(unit)):
+                work.keep(unit)
         return work.finish()
+
+    def _work(self, kind: ExplorationType | None) -> _Work:
+        return _Work(self._inputs, self._constants, self._batch_shape, kind, self._agreed)
 
     def _units(self, watch: Watch) -> Sequence[Unit]:
         """Return the units as they are now; the policy as a whole if it is not what it was."""
