@@ -350,3 +350,11 @@ def test_a_bound_method_as_distribution_changes_with_what_it_reads():
 
     maker = Maker()
     check(normal(maker), lambda p: setattr(maker, "wide", 3.0))
+
+
+@pytest.mark.parametrize("where", ["module", "module.0"])
+def test_a_module_that_holds_more_than_is_compared_is_called_as_it_is(where):
+    policy = Seq(net(nn.Tanh()))
+    policy[0].get_submodule(where).history = list(range(5000))
+    policy.history = list(range(5000))
+    check(policy, put("0.module.0.bias", nn.Parameter(torch.ones(8))))

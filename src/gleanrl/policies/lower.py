@@ -134,12 +134,15 @@ class Builder:
 
     def build(self, kind: ExplorationType | None, lower: bool = True) -> Parts:
         """Take the policy apart for ``kind``; with ``lower=False`` every unit is kept."""
-        watch = Watch()
-        units = self._units(watch)
-        if not lower or kind is None or not functions_are_genuine():
-            return Parts([Kept(unit) for unit in units], watch)
-        with _quiet(kind, self._device):
-            return Parts(self._parts(units, kind, watch), watch)
+        try:
+            watch = Watch()
+            units = self._units(watch)
+            if not lower or kind is None or not functions_are_genuine():
+                return Parts([Kept(unit) for unit in units], watch)
+            with _quiet(kind, self._device):
+                return Parts(self._parts(units, kind, watch), watch)
+        except Exception:  # whatever cannot be understood is called as it is
+            return Parts([Kept(self._probed.whole)], Watch())
 
     def _parts(
         self, units: Sequence[Unit], kind: ExplorationType, watch: Watch
