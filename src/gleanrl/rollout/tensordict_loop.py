@@ -309,7 +309,8 @@ class TensorDictRollout(Served):
         return batch
 
     def _add_flags(self, batch: TensorDictBase) -> None:
-        for silent in self._silent:
+        given = [key[1:] for key in leaves(batch) if key[0] == NEXT]
+        for silent in _silent(self._groups, given):
             prefix = (NEXT, *silent.prefix)
             flags = {name: batch.get((*prefix, name)) for name in silent.present}
             for name, value in silent.derived(flags).items():
@@ -367,6 +368,6 @@ def _silent(groups: Sequence[DoneGroup], given: Sequence[Key]) -> tuple[_Silent,
     for group in groups:
         present = frozenset(key[-1] for key in group.keys() if key in given)
         missing = frozenset(key[-1] for key in group.keys()) - present
-        if missing:
+        if missing and present & {"done", "terminated"}:
             found.append(_Silent(group.prefix, present, missing))
     return tuple(found)
