@@ -285,8 +285,7 @@ class TensorDictRollout(Served):
         # Each its own: lazy stacks set entries in what they hold.
         never = [taken[-1].apply(torch.zeros_like) for _ in range(valid, steps)]
         stack = LazyStackedTensorDict.maybe_dense_stack([*taken, *never], len(self._batch))
-        batch = self._delivered(stack)
-        batch.names = [None] * len(self._batch) + [TIME]
+        batch = _named(self._delivered(stack), len(self._batch))
         ids = np.zeros((self.num_envs, steps), np.int64)
         counts = np.zeros((self.num_envs, steps + 1), np.int64)
         self.tracker.finish(valid, ids, counts)
@@ -361,6 +360,15 @@ class TensorDictRollout(Served):
             handle.root = before.exclude(NEXT).update(handle.root)
         self.tracker.restart(envs)
         self._begin_episodes(range(self.num_envs) if envs is None else envs)
+
+
+def _named(batch: TensorDictBase, dim: int) -> TensorDictBase:
+    """Call dimension ``dim`` of ``batch`` time; nested parts keep names of their own."""
+    if isinstance(batch, LazyStackedTensorDict) and batch.stack_dim == dim:
+        # Setting names would take those of nested parts from every step.
+        return LazyStackedTensorDict.lazy_stack(batch.tensordicts, dim, stack_dim_name=TIME)
+    batch.names = [None] * dim + [TIME]
+    return batch
 
 
 def _silent(groups: Sequence[DoneGroup], given: Sequence[Key]) -> tuple[_Silent, ...]:
