@@ -16,8 +16,10 @@ from gleanrl.envs.tensordict_layout import EndFlags
 _BASES = ("torchrl.envs.common", "gleanrl.envs.base")
 _STOCK = ("step_and_maybe_reset", "_step_and_maybe_reset", "step_mdp")
 """Methods by which an ``EnvBase`` steps and resets in one, or that make a difference to it."""
-_EXTRAS = ("_torchrl_native_autoreset", "_compiled_step_and_maybe_reset", "_post_step_mdp_hooks")
+_EXTRAS = ("_torchrl_native_autoreset", "_compiled_step_and_maybe_reset")
 """Attributes by which TorchRL's ``EnvBase`` does more, if they are set."""
+_AFTER_MDP = "_post_step_mdp_hooks"
+"""What TorchRL's ``EnvBase`` calls between `step_mdp` and `maybe_reset`, if it is set."""
 
 
 def steps_apart(env: Any) -> bool:
@@ -55,6 +57,7 @@ class TensorDictHandle:
         """What the last step led to."""
         self._apart = False
         """Whether stepping and resetting can be taken apart."""
+        self._after_mdp: Callable[..., tuple[TensorDictBase, TensorDictBase]] | None = None
         self._unseen = True
         """Whether `root` is a full reset that was not asked for yet."""
         self._closed = False
@@ -62,6 +65,7 @@ class TensorDictHandle:
     def begin(self) -> None:
         """Look at the environment's methods as they are now; before a rollout."""
         self._apart = steps_apart(self.env)
+        self._after_mdp = getattr(self.env, _AFTER_MDP, None)
 
     def step(
         self, cut: Sequence[int], record: Callable[[TensorDictBase], None]
@@ -86,9 +90,12 @@ class TensorDictHandle:
             root = root.to(env.device)
         finished = env.step(root)
         ended = self._cut(finished, cut)
+        root = env.step_mdp(finished)
+        if self._after_mdp is not None:
+            finished, root = self._after_mdp(finished, root)
         record(finished)
         self.after = finished.get(NEXT)
-        self.root = env.maybe_reset(env.step_mdp(finished))
+        self.root = env.maybe_reset(root)
         return ended
 
     def _step_whole(

@@ -54,6 +54,8 @@ class Learnt:
         """What rows of known entries would lose."""
         if self.rewrites:
             return f"the policy changes {', '.join(map(show, self.rewrites))}"
+        if self.probed.objects:
+            return f"the policy writes {show(self.probed.objects[0])}, which is no tensor"
         if not self.declares:
             return "the policy does not say all that it writes (out_keys)"
         return "the policy makes its own first state"
@@ -61,7 +63,8 @@ class Learnt:
     @property
     def fits_rows(self) -> bool:
         """Whether nothing that was written needs more than rows of known entries."""
-        return self.declares and not self.rewrites and set(self.fed) == set(self.states)
+        known = self.declares and not self.rewrites and not self.probed.objects
+        return known and set(self.fed) == set(self.states)
 
 
 def learn(

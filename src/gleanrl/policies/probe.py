@@ -11,8 +11,8 @@ from tensordict import TensorDictBase, is_leaf_nontensor
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from gleanrl.core.errors import PolicyError, PolicyTypeError
-from gleanrl.core.keys import Key, as_key, as_keys, is_private, show
+from gleanrl.core.errors import PolicyTypeError
+from gleanrl.core.keys import Key, as_key, as_keys, is_private
 from gleanrl.policies.structure import children_of, selects, units_of
 
 
@@ -48,8 +48,18 @@ class Probed:
 
     @property
     def outputs(self) -> dict[Key, torch.Tensor]:
-        """What the policy wrote, without private entries."""
-        return {key: value for key, value in self.whole.writes.items() if not is_private(key)}
+        """The tensors that the policy wrote, without private entries."""
+        return {
+            key: value
+            for key, value in self.whole.writes.items()
+            if isinstance(value, torch.Tensor) and not is_private(key)
+        }
+
+    @property
+    def objects(self) -> list[Key]:
+        """What the policy wrote that is no tensor, without private entries."""
+        writes = self.whole.writes.items()
+        return [k for k, v in writes if not isinstance(v, torch.Tensor) and not is_private(k)]
 
 
 def run_once(policy: Callable[[Any], Any], td: TensorDictBase) -> Probed:
@@ -61,7 +71,6 @@ def run_once(policy: Callable[[Any], Any], td: TensorDictBase) -> Probed:
 
     Raises:
         PolicyTypeError: the policy returned something else than a TensorDict.
-        PolicyError: an entry is no tensor.
     """
     start, batch = _Snapshot(td), td.batch_size
     units, apart = [], True
@@ -76,12 +85,6 @@ def run_once(policy: Callable[[Any], Any], td: TensorDictBase) -> Probed:
     whole = Unit(policy, tuple(start.entries), kept)
     if units[0].module is policy:
         units = [whole]
-    for key, value in kept.items():
-        if not isinstance(value, torch.Tensor) and not is_private(key):
-            raise PolicyError(
-                f"the policy wrote {show(key)} as {type(value).__name__}, which is no tensor; only "
-                "tensors of one shape can be collected, write it under a key that starts with '_'"
-            )
     return Probed(units if apart else [whole], whole, start.values)
 
 

@@ -75,7 +75,7 @@ def expect(
         StepFields(
             layout=plan.layout,
             stored=stored,
-            shown=tuple(key for key in observed if key in roots),
+            shown=tuple(key for key in (*observed, *flags) if key in found),
             optional=frozenset(late),
             ignored=tuple(next_key(key) for key in observed if key not in after),
         ),

@@ -167,7 +167,7 @@ class Recorder:
         """Store what the environment showed, before it steps."""
         self._t += 1
         if self.steps is None and not _write_some(self._before, root, self._t):
-            self.steps = self._read(self._t)
+            self.steps = self._read(self._t, root.device)
         if self.steps is not None:
             self._view = _copied(root, self._shown)
 
@@ -176,8 +176,8 @@ class Recorder:
         if self.steps is None:
             if self._after.write(finished, self._t):
                 return
-            self.steps = self._read(self._t)
-            self._view = _copied(self._row(self._t), self._shown)
+            self.steps = self._read(self._t, finished.device)
+            self._view = _copied(self._row(self._t, finished.device), self._shown)
         step = finished.clone()
         if self._view is not None:
             step.update(self._view)
@@ -204,17 +204,18 @@ class Recorder:
         elsewhere |= {key: _Elsewhere() for key in fields.ignored}
         return _tree(shown, batch, sizes), _tree({**leaves, **elsewhere}, batch, sizes)
 
-    def _read(self, steps: int) -> list[TensorDictBase]:
-        """Return the first ``steps`` steps out of the rows."""
-        return [self._row(t) for t in range(steps)]
+    def _read(self, steps: int, device: torch.device | None) -> list[TensorDictBase]:
+        """Return the first ``steps`` steps out of the rows, on the ``device`` of the others."""
+        return [self._row(t, device) for t in range(steps)]
 
-    def _row(self, t: int) -> TensorDictBase:
+    def _row(self, t: int, device: torch.device | None) -> TensorDictBase:
         fields, window = self._fields, self._window
         assert fields is not None
         assert window is not None
         batch = fields.layout.batch_shape
         views = {f.key: batch_rows(window, f.key, batch)[t].clone() for f in fields.stored}
-        return tensordict_over(views, batch, [None] * len(batch), fields.layout.groups)
+        row = tensordict_over(views, batch, [None] * len(batch), fields.layout.groups)
+        return row if device is None else row.to(device)
 
 
 def _tree(

@@ -136,7 +136,8 @@ class TensorDictRollout(Served):
         }
         self._observed = observed
         self._plan = None if expected is None else expected.plan
-        self._recorder = Recorder(observed, None if expected is None else expected.fields)
+        shown = (*observed, *handle.ends.keys)
+        self._recorder = Recorder(shown, None if expected is None else expected.fields)
         self._begin_episodes(list(range(envs)))
 
     def own_policy(self) -> None:
@@ -285,8 +286,7 @@ class TensorDictRollout(Served):
         # Each its own: lazy stacks set entries in what they hold.
         never = [taken[-1].apply(torch.zeros_like) for _ in range(valid, steps)]
         stack = LazyStackedTensorDict.maybe_dense_stack([*taken, *never], len(self._batch))
-        batch = self._delivered(stack)
-        batch.names = [None] * len(self._batch) + [TIME]
+        batch = _named(self._delivered(stack), len(self._batch))
         ids = np.zeros((self.num_envs, steps), np.int64)
         counts = np.zeros((self.num_envs, steps + 1), np.int64)
         self.tracker.finish(valid, ids, counts)
@@ -309,7 +309,8 @@ class TensorDictRollout(Served):
         return batch
 
     def _add_flags(self, batch: TensorDictBase) -> None:
-        for silent in self._silent:
+        given = [key[1:] for key in leaves(batch) if key[0] == NEXT]
+        for silent in _silent(self._groups, given):
             prefix = (NEXT, *silent.prefix)
             flags = {name: batch.get((*prefix, name)) for name in silent.present}
             for name, value in silent.derived(flags).items():
@@ -362,11 +363,20 @@ class TensorDictRollout(Served):
         self._begin_episodes(range(self.num_envs) if envs is None else envs)
 
 
+def _named(batch: TensorDictBase, dim: int) -> TensorDictBase:
+    """Call dimension ``dim`` of ``batch`` time; nested parts keep names of their own."""
+    if isinstance(batch, LazyStackedTensorDict) and batch.stack_dim == dim:
+        # Setting names would take those of nested parts from every step.
+        return LazyStackedTensorDict.lazy_stack(batch.tensordicts, dim, stack_dim_name=TIME)
+    batch.names = [None] * dim + [TIME]
+    return batch
+
+
 def _silent(groups: Sequence[DoneGroup], given: Sequence[Key]) -> tuple[_Silent, ...]:
     found = []
     for group in groups:
         present = frozenset(key[-1] for key in group.keys() if key in given)
         missing = frozenset(key[-1] for key in group.keys()) - present
-        if missing:
+        if missing and present & {"done", "terminated"}:
             found.append(_Silent(group.prefix, present, missing))
     return tuple(found)
