@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
 from tests.zoo.reference import Twin
 
 SEED = 11

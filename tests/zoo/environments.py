@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,9 @@ from gymnasium import spaces
 from gymnasium import wrappers as gw
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDictBase
+from tests.zoo import gym_toys, toys
+from tests.zoo.cases import SEED, Action, Environment
+from tests.zoo.reference import GymTwin, ReusingTwin, TensorDictTwin
 from torchrl.data import Unbounded
 from torchrl.envs import (
     ActionDiscretizer,
@@ -61,9 +64,6 @@ from torchrl.envs import GymEnv as TorchGymEnv
 from torchrl.envs import SerialEnv as TorchSerialEnv
 
 import gleanrl
-from tests.zoo import gym_toys, toys
-from tests.zoo.cases import SEED, Action, Environment
-from tests.zoo.reference import GymTwin, ReusingTwin, TensorDictTwin
 
 ENVIRONMENTS: dict[str, Environment] = {}
 
@@ -109,14 +109,23 @@ KINDS: dict[str, tuple[Any, Action]] = {
     "bounded": (toys.bounded(-1, 1, 2), PUSH),
     "number": (toys.number(), Action("continuous")),
     "matrix": (toys.continuous(2, 2), Action("continuous", (2, 2))),
-    "float64": (toys.bounded(-1, 1, 2, dtype=torch.float64), Action("continuous", (2,), dtype=torch.float64)),
-    "int8": (toys.bounded(-5, 5, 2, dtype=torch.int8), Action("continuous", (2,), dtype=torch.int8, scale=5)),
+    "float64": (
+        toys.bounded(-1, 1, 2, dtype=torch.float64),
+        Action("continuous", (2,), dtype=torch.float64),
+    ),
+    "int8": (
+        toys.bounded(-5, 5, 2, dtype=torch.int8),
+        Action("continuous", (2,), dtype=torch.int8, scale=5),
+    ),
     "index": (toys.index(4), INDEX),
     "index1": (toys.index(4, 1), Action("index", (1,), n=4, dtype=torch.int64)),
     "onehot": (toys.onehot(4), Action("onehot", (4,), n=4, dtype=torch.bool)),
     "onehot-int": (toys.onehot(4, torch.int64), Action("onehot", (4,), n=4, dtype=torch.int64)),
     "multi": (toys.multi(2, 3), Action("multi", (2,), nvec=(2, 3), dtype=torch.int64)),
-    "multi-onehot": (toys.multi_onehot(2, 3), dataclasses.replace(OTHER, shape=(5,), dtype=torch.bool)),
+    "multi-onehot": (
+        toys.multi_onehot(2, 3),
+        dataclasses.replace(OTHER, shape=(5,), dtype=torch.bool),
+    ),
     "binary": (toys.binary(3), Action("binary", (3,), dtype=torch.int8)),
     "flag": (toys.binary(1, torch.bool), Action("binary", (1,), dtype=torch.bool)),
 }
@@ -154,12 +163,12 @@ toy("fails", toys.Fails)
 toy("patched", lambda *args: toys.patched(toys.Toy(*args)))
 toy("parts", toys.Parts, OTHER, "parts")
 toy("agents", toys.Agents, OTHER, "agents", obs="state")
-toy("different", toys.Different, OTHER, "agents different", obs="done", shape=(1,), dtype=torch.bool)
+toy(
+    "different", toys.Different, OTHER, "agents different", obs="done", shape=(1,), dtype=torch.bool
+)
 toy("group-ends", toys.GroupEnds, OTHER, "agents", obs="state")
 tensordict_env("pendulum-rl", PendulumEnv, Action("continuous", (1,), scale=2), obs="th", shape=())
-tensordict_env(
-    "serial-rl", lambda: TorchSerialEnv(3, toys.Toy), PUSH, batch=(3,)
-)  # fmt: skip
+tensordict_env("serial-rl", lambda: TorchSerialEnv(3, toys.Toy), PUSH, batch=(3,))
 
 
 # -- TorchRL's transforms -------------------------------------------------------------------------
@@ -199,7 +208,8 @@ TRANSFORMS: dict[str, tuple[list[Callable[[], Any]], dict[str, Any]]] = {
     "cat-frames": ([partial(CatFrames, 3, -1, in_keys=SEEN)], {"shape": (9,)}),
     "double-to-float": ([partial(DoubleToFloat, in_keys=SEEN)], {"base": toys.Double}),
     "dtype-cast": (
-        [partial(DTypeCastTransform, torch.float32, torch.float64, in_keys=SEEN)], F64,
+        [partial(DTypeCastTransform, torch.float32, torch.float64, in_keys=SEEN)],
+        F64,
     ),
     "reward-scaling": ([partial(RewardScaling, 1.0, 0.5)], {}),
     "reward-clipping": ([partial(RewardClipping, -0.5, 0.5)], {}),
@@ -211,31 +221,43 @@ TRANSFORMS: dict[str, tuple[list[Callable[[], Any]], dict[str, Any]]] = {
     "time-max-pool": ([partial(TimeMaxPool, in_keys=SEEN, T=2)], {}),
     "unsqueeze": ([partial(UnsqueezeTransform, -1, in_keys=SEEN)], {"shape": (3, 1)}),
     "squeeze": (
-        [partial(UnsqueezeTransform, -1, in_keys=SEEN), partial(SqueezeTransform, -1, in_keys=SEEN)],
+        [
+            partial(UnsqueezeTransform, -1, in_keys=SEEN),
+            partial(SqueezeTransform, -1, in_keys=SEEN),
+        ],
         {},
     ),
     "cat-tensors": (
-        [StepCounter, partial(DTypeCastTransform, torch.int64, torch.float32, in_keys=["step_count"]),
-         partial(CatTensors, ["observation", "step_count"], "both", del_keys=False)],
+        [
+            StepCounter,
+            partial(DTypeCastTransform, torch.int64, torch.float32, in_keys=["step_count"]),
+            partial(CatTensors, ["observation", "step_count"], "both", del_keys=False),
+        ],
         {"obs": "both", "shape": (4,)},
     ),
     "rename": ([partial(RenameTransform, SEEN, ["seen"])], {"obs": "seen"}),
     "rename-copy": ([partial(RenameTransform, SEEN, ["seen"], create_copy=True)], {"obs": "seen"}),
     "exclude": ([partial(ExcludeTransform, "count", "flag")], {"base": toys.Several}),
     "select": ([partial(SelectTransform, "observation")], {"base": toys.Several}),
-    "primer": ([InitTracker, partial(TensorDictPrimer, PRIMED, default_value=0.0)], {"tags": "primed"}),
+    "primer": (
+        [InitTracker, partial(TensorDictPrimer, PRIMED, default_value=0.0)],
+        {"tags": "primed"},
+    ),
     "clip": ([partial(ClipTransform, in_keys=SEEN, low=-0.3, high=0.3)], {}),
     "terminate": ([partial(TerminateTransform, lambda td: td["observation"][..., :1] > 0.8)], {}),
     "traj-counter": ([TrajCounter], {}),
     "flatten": (
-        [partial(UnsqueezeTransform, -1, in_keys=SEEN),
-         partial(FlattenObservation, -2, -1, in_keys=SEEN)],
+        [
+            partial(UnsqueezeTransform, -1, in_keys=SEEN),
+            partial(FlattenObservation, -2, -1, in_keys=SEEN),
+        ],
         {},
     ),
     "delta": ([partial(NextObservationDelta, SEEN)], {"tags": "undeclared"}),
     "linearise": ([partial(LineariseRewards, ["reward"], weights=[1.0, 2.0])], {"base": toys.Pays}),
     "random-truncation": (
-        [StepCounter, partial(RandomTruncationTransform, 2, 4, prob=0.5)], {"tags": "draws"},
+        [StepCounter, partial(RandomTruncationTransform, 2, 4, prob=0.5)],
+        {"tags": "draws"},
     ),
     "action-scaling": ([partial(ActionScaling, loc=0.5, scale=2.0)], {}),
     "listener": ([Listener], {}),
@@ -260,15 +282,13 @@ def discretizing() -> Any:
 
 
 tensordict_env("t-action-mask[4]", masking, INDEX, "mask", batch=(4,))
-tensordict_env(
-    "t-discretizer", discretizing, Action("multi", (2,), nvec=(4, 4), dtype=torch.int64)
-)  # fmt: skip
+tensordict_env("t-discretizer", discretizing, Action("multi", (2,), nvec=(4, 4), dtype=torch.int64))
 
 
 # -- TorchRL's GymEnv -----------------------------------------------------------------------------
 
 
-def gym_rl(name: str, id: str, action: Action, *transforms: Callable, **more: Any) -> None:  # noqa: A002
+def gym_rl(name: str, id: str, action: Action, *transforms: Callable, **more: Any) -> None:
     def build() -> Any:
         env = TorchGymEnv(id, **more.get("gym", {}))
         return TransformedEnv(env, Compose(*[t() for t in transforms])) if transforms else env
@@ -281,15 +301,30 @@ TWO_HOT = Action("onehot", (2,), n=2, dtype=torch.int64)
 TORQUE = Action("continuous", (1,), scale=2)
 gym_rl("rl-cartpole", "CartPole-v1", TWO_HOT, shape=(4,))
 gym_rl(
-    "rl-cartpole-index", "CartPole-v1", Action("index", n=2, dtype=torch.int64), shape=(4,),
+    "rl-cartpole-index",
+    "CartPole-v1",
+    Action("index", n=2, dtype=torch.int64),
+    shape=(4,),
     gym={"categorical_action_encoding": True},
-)  # fmt: skip
+)
 gym_rl("rl-pendulum", "Pendulum-v1", TORQUE, RewardSum, partial(StepCounter, 5), InitTracker)
 gym_rl(
-    "rl-pendulum-norm", "Pendulum-v1", TORQUE, DoubleToFloat, with_stats(0.1, 3.0), partial(RewardScaling, 0.0, 0.1)
+    "rl-pendulum-norm",
+    "Pendulum-v1",
+    TORQUE,
+    DoubleToFloat,
+    with_stats(0.1, 3.0),
+    partial(RewardScaling, 0.0, 0.1),
 )
 gym_rl("rl-pendulum-vecnorm", "Pendulum-v1", TORQUE, partial(VecNorm, in_keys=SEEN, new_api=True))
-gym_rl("rl-halfcheetah", "HalfCheetah-v5", Action("continuous", (6,)), DoubleToFloat, shape=(17,), tags="slow")
+gym_rl(
+    "rl-halfcheetah",
+    "HalfCheetah-v5",
+    Action("continuous", (6,)),
+    DoubleToFloat,
+    shape=(17,),
+    tags="slow",
+)
 
 
 # -- Gymnasium ------------------------------------------------------------------------------------
@@ -321,7 +356,10 @@ GYM_KINDS: dict[str, tuple[Any, Action]] = {
     "box": (gym_toys.MOVES, PUSH),
     "box64": (spaces.Box(-1, 1, (2,), np.float64), Action("continuous", (2,), dtype=torch.float64)),
     "box-scalar": (spaces.Box(-1, 1, (), np.float32), Action("continuous")),
-    "box-int8": (spaces.Box(-5, 5, (2,), np.int8), Action("continuous", (2,), dtype=torch.int8, scale=5)),
+    "box-int8": (
+        spaces.Box(-5, 5, (2,), np.int8),
+        Action("continuous", (2,), dtype=torch.int8, scale=5),
+    ),
     "start": (spaces.Discrete(3, start=1), PICK),
     "multi": (spaces.MultiDiscrete([2, 3]), Action("multi", (2,), nvec=(2, 3), dtype=torch.int64)),
     "binary": (spaces.MultiBinary(3), Action("binary", (3,), dtype=torch.int8)),
@@ -337,7 +375,7 @@ BOX_TOYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "pays-int": (partial(gym_toys.PaysWith, int), {}),
     "pays-bool": (partial(gym_toys.PaysWith, lambda paid: np.bool_(paid > 0)), {}),
     "pays-float64": (partial(gym_toys.PaysWith, np.float64), {}),
-    "pays-array": (partial(gym_toys.PaysWith, lambda paid: np.array([paid])), {}),
+    "pays-array": (partial(gym_toys.PaysWith, lambda paid: np.array(paid)), {}),
     "numpy-ends": (gym_toys.EndsWithNumpy, {}),
     "doubles": (gym_toys.Doubles, F64),
     "mapped": (gym_toys.Mapped, {}),
@@ -350,9 +388,12 @@ for name, (cls, more) in BOX_TOYS.items():
     gymnasium(f"small-{name}", act(gym_toys.MOVES, cls), PUSH, **more)
 gymnasium("small-meddles", act(gym_toys.MOVES, gym_toys.Meddles), PUSH, "writes-action")
 gymnasium(
-    "small-pictures", act(spaces.Discrete(3), gym_toys.Pictures), PICK,
-    shape=(3, 8, 8), dtype=torch.uint8,
-)  # fmt: skip
+    "small-pictures",
+    act(spaces.Discrete(3), gym_toys.Pictures),
+    PICK,
+    shape=(3, 8, 8),
+    dtype=torch.uint8,
+)
 
 IDS: dict[str, tuple[Action, dict[str, Any]]] = {
     "CartPole-v1": (Action("index", n=2, dtype=torch.int64), {"shape": (4,)}),
@@ -368,10 +409,12 @@ IDS: dict[str, tuple[Action, dict[str, Any]]] = {
         {"shape": (), "dtype": torch.int64, "obs": ("observation", "0")},
     ),
     "HalfCheetah-v5": (
-        Action("continuous", (6,)), {"shape": (17,), "dtype": torch.float64, "tags": "slow"},
+        Action("continuous", (6,)),
+        {"shape": (17,), "dtype": torch.float64, "tags": "slow"},
     ),
     "InvertedPendulum-v5": (
-        Action("continuous", (1,), scale=3), {"shape": (4,), "dtype": torch.float64, "tags": "slow"},
+        Action("continuous", (1,), scale=3),
+        {"shape": (4,), "dtype": torch.float64, "tags": "slow"},
     ),
 }
 for name, (wanted, more) in IDS.items():
@@ -385,9 +428,13 @@ def atari() -> gym.Env:
 
 
 gymnasium(
-    "pong", atari, Action("index", n=6, dtype=torch.int64), "slow single",
-    shape=(2, 16, 16), dtype=torch.uint8,
-)  # fmt: skip
+    "pong",
+    atari,
+    Action("index", n=6, dtype=torch.int64),
+    "slow single",
+    shape=(2, 16, 16),
+    dtype=torch.uint8,
+)
 
 SMALL = partial(gym_toys.Small, gym_toys.MOVES)
 LOW = spaces.Box(-1, 1, (3,), np.float32)
@@ -398,17 +445,20 @@ WRAPPERS: dict[str, tuple[Callable[[], gym.Env], Any]] = {
     "RecordEpisodeStatistics": (lambda: gw.RecordEpisodeStatistics(SMALL()), {}),
     "FrameStackObservation": (lambda: gw.FrameStackObservation(SMALL(), 2), {"shape": (2, 3)}),
     "FlattenObservation": (
-        lambda: gw.FlattenObservation(gym_toys.Paired(gym_toys.MOVES)), {"shape": (12,), "dtype": torch.float64},
+        lambda: gw.FlattenObservation(gym_toys.Paired(gym_toys.MOVES)),
+        {"shape": (12,), "dtype": torch.float64},
     ),
     "RescaleAction": (lambda: gw.RescaleAction(SMALL(), np.float32(-2), np.float32(2)), {}),
     "ClipAction": (lambda: gw.ClipAction(SMALL()), {}),
     "ClipReward": (lambda: gw.ClipReward(SMALL(), -1, 1), {}),
     "TransformReward": (lambda: gw.TransformReward(SMALL(), lambda r: r * 2), {}),
     "TransformObservation": (
-        lambda: gw.TransformObservation(SMALL(), lambda o: np.clip(o, -1, 1), LOW), {},
+        lambda: gw.TransformObservation(SMALL(), lambda o: np.clip(o, -1, 1), LOW),
+        {},
     ),
     "TransformAction": (
-        lambda: gw.TransformAction(SMALL(), lambda a: a * 0.5, gym_toys.MOVES), {},
+        lambda: gw.TransformAction(SMALL(), lambda a: a * 0.5, gym_toys.MOVES),
+        {},
     ),
     "DelayObservation": (lambda: gw.DelayObservation(SMALL(), 2), {}),
     "StickyAction": (lambda: gw.StickyAction(SMALL(), 0.5), {}),
@@ -418,14 +468,17 @@ WRAPPERS: dict[str, tuple[Callable[[], gym.Env], Any]] = {
     ),
     "DtypeObservation": (lambda: gw.DtypeObservation(SMALL(), np.float64), F64),
     "FilterObservation": (
-        lambda: gw.FilterObservation(gym_toys.Mapped(gym_toys.MOVES), ["observation", "count"]), {},
+        lambda: gw.FilterObservation(gym_toys.Mapped(gym_toys.MOVES), ["observation", "count"]),
+        {},
     ),
     "ReshapeObservation": (lambda: gw.ReshapeObservation(SMALL(), (3, 1)), {"shape": (3, 1)}),
     "RescaleObservation": (
         lambda: gw.RescaleObservation(
             gw.TransformObservation(SMALL(), lambda o: np.clip(o, -1, 1), LOW),
-            np.float32(0), np.float32(1),
-        ), {},
+            np.float32(0),
+            np.float32(1),
+        ),
+        {},
     ),
     "MaxAndSkipObservation": (lambda: gw.MaxAndSkipObservation(SMALL(), 2), {}),
     "RepeatAction": (lambda: gw.RepeatAction(SMALL(), 2), {}),
@@ -444,14 +497,21 @@ WRAPPERS: dict[str, tuple[Callable[[], gym.Env], Any]] = {
 for name, (build, more) in WRAPPERS.items():
     gymnasium(f"w-{name}", build, PUSH, "single", **more)
 gymnasium(
-    "w-DiscretizeAction", lambda: gw.DiscretizeAction(SMALL(), 3),
-    Action("index", n=9, dtype=torch.int64), "single",
-)  # fmt: skip
+    "w-DiscretizeAction",
+    lambda: gw.DiscretizeAction(SMALL(), 3),
+    Action("index", n=9, dtype=torch.int64),
+    "single",
+)
 gymnasium(
     "w-DiscretizeObservation",
-    lambda: gw.DiscretizeObservation(gw.TransformObservation(SMALL(), lambda o: np.clip(o, -1, 1), LOW), 3),
-    PUSH, "single", shape=(), dtype=torch.int64,
-)  # fmt: skip
+    lambda: gw.DiscretizeObservation(
+        gw.TransformObservation(SMALL(), lambda o: np.clip(o, -1, 1), LOW), 3
+    ),
+    PUSH,
+    "single",
+    shape=(),
+    dtype=torch.int64,
+)
 
 
 # -- batches of other makers ----------------------------------------------------------------------
@@ -474,19 +534,30 @@ for mode in AutoresetMode:
     for title, build, wanted, more in (
         ("small", SMALL, PUSH, {"batch": (3,)}),
         ("mapped", partial(gym_toys.Mapped, gym_toys.MOVES), PUSH, {"batch": (3,)}),
-        ("cartpole", partial(gym.make, "CartPole-v1"), Action("index", n=2, dtype=torch.int64), CARTS),
+        (
+            "cartpole",
+            partial(gym.make, "CartPole-v1"),
+            Action("index", n=2, dtype=torch.int64),
+            CARTS,
+        ),
     ):
         add(
-            f"vector-{title}-{mode.value}", partial(vector, build, mode), partial(many, build),
-            wanted, tags, **more,
-        )  # fmt: skip
+            f"vector-{title}-{mode.value}",
+            partial(vector, build, mode),
+            partial(many, build),
+            wanted,
+            tags,
+            **more,
+        )
 
 
 def own(build: Callable[[], Any]) -> Any:
     return seeded(build)
 
 
-def ours(name: str, build: Callable, twin: Callable, action: Action, tags: str = "", **more: Any) -> None:
+def ours(
+    name: str, build: Callable, twin: Callable, action: Action, tags: str = "", **more: Any
+) -> None:
     add(name, partial(own, build), twin, action, f"gym own {tags}", **more)
 
 
@@ -496,19 +567,34 @@ def unstarted(build: Callable, count: int) -> GymTwin:
 
 
 PENDULUM = partial(gym.make, "Pendulum-v1")
-ours("own-GymEnv", partial(gleanrl.envs.GymEnv, "Pendulum-v1"), lambda: GymTwin([PENDULUM()], (), SEED), TORQUE)
 ours(
-    "own-GymEnv[3]", partial(gleanrl.envs.GymEnv, "Pendulum-v1", num_envs=3),
-    partial(unstarted, PENDULUM, 3), TORQUE, batch=(3,),
-)  # fmt: skip
+    "own-GymEnv",
+    partial(gleanrl.envs.GymEnv, "Pendulum-v1"),
+    lambda: GymTwin([PENDULUM()], (), SEED),
+    TORQUE,
+)
 ours(
-    "own-SerialEnv", lambda: gleanrl.envs.SerialEnv(3, lambda: gleanrl.envs.GymEnv("Pendulum-v1")),
-    partial(unstarted, PENDULUM, 3), TORQUE, batch=(3,),
-)  # fmt: skip
+    "own-GymEnv[3]",
+    partial(gleanrl.envs.GymEnv, "Pendulum-v1", num_envs=3),
+    partial(unstarted, PENDULUM, 3),
+    TORQUE,
+    batch=(3,),
+)
 ours(
-    "own-ParallelEnv", lambda: gleanrl.envs.ParallelEnv(2, "Pendulum-v1", num_envs=4),
-    partial(unstarted, PENDULUM, 4), TORQUE, "slow processes", batch=(4,),
-)  # fmt: skip
+    "own-SerialEnv",
+    lambda: gleanrl.envs.SerialEnv(3, lambda: gleanrl.envs.GymEnv("Pendulum-v1")),
+    partial(unstarted, PENDULUM, 3),
+    TORQUE,
+    batch=(3,),
+)
+ours(
+    "own-ParallelEnv",
+    lambda: gleanrl.envs.ParallelEnv(2, "Pendulum-v1", num_envs=4),
+    partial(unstarted, PENDULUM, 4),
+    TORQUE,
+    "slow processes",
+    batch=(4,),
+)
 
 
 class LouderGymEnv(gleanrl.envs.GymEnv):
@@ -538,13 +624,18 @@ def later_patched() -> Any:
 
 CAR = Action("continuous", (1,))
 ours(
-    "own-GymEnv-subclass", partial(LouderGymEnv, "MountainCarContinuous-v0"),
-    lambda: GymTwin([loud()], (), SEED), CAR, shape=(2,),
-)  # fmt: skip
+    "own-GymEnv-subclass",
+    partial(LouderGymEnv, "MountainCarContinuous-v0"),
+    lambda: GymTwin([loud()], (), SEED),
+    CAR,
+    shape=(2,),
+)
 ours(
-    "own-GymEnv-subclass[3]", partial(LouderGymEnv, "MountainCarContinuous-v0", num_envs=3),
-    partial(unstarted, loud, 3), CAR, shape=(2,), batch=(3,),
-)  # fmt: skip
-ours(
-    "own-GymEnv-patched", later_patched, lambda: GymTwin([loud()], (), SEED), CAR, shape=(2,)
-)  # fmt: skip
+    "own-GymEnv-subclass[3]",
+    partial(LouderGymEnv, "MountainCarContinuous-v0", num_envs=3),
+    partial(unstarted, loud, 3),
+    CAR,
+    shape=(2,),
+    batch=(3,),
+)
+ours("own-GymEnv-patched", later_patched, lambda: GymTwin([loud()], (), SEED), CAR, shape=(2,))

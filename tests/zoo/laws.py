@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase, is_non_tensor
+from tests.zoo.cases import Environment, Policy
+from tests.zoo.policies import WEIGHTS
+from tests.zoo.reference import Call, Loop, Twin, seed_all, without_private
 from torch import nn
 
-from gleanrl import Collector
-from tests.zoo.cases import Environment, Policy
-from tests.zoo.reference import Call, Loop, Twin, seed_all, without_private
+from gleanrl import Collector, MultiSyncCollector
 
 STEPS, BATCHES = 5, 5
 
@@ -67,7 +68,7 @@ def reference(policy: Policy, env: Environment, batches: int = BATCHES) -> Outco
         twin = env.twin()
         loop = loop_of(policy, env, twin, module)
         try:
-            return run(lambda: loop.rollout(STEPS), batches, changing(policy, module))
+            return run(lambda: loop.rollout(STEPS), batches, changing(policy, env, module))
         finally:
             twin.close()
 
@@ -82,7 +83,9 @@ def loop_of(policy: Policy, env: Environment, twin: Twin, module: Any) -> Loop:
     return Loop(twin, Call(module, ins, policy.outs), states, policy.is_init and not gives)
 
 
-def collected(policy: Policy, env: Environment, fast: bool | None, batches: int = BATCHES) -> Outcome:
+def collected(
+    policy: Policy, env: Environment, fast: bool | None, batches: int = BATCHES
+) -> Outcome:
     """Run a `Collector`."""
     with quiet():
         module = policy.make(env)
@@ -95,7 +98,7 @@ def collected(policy: Policy, env: Environment, fast: bool | None, batches: int 
             return Outcome(error=error)
         try:
             batch = iter(collector)
-            return run(lambda: next(batch), batches, changing(policy, module))
+            return run(lambda: next(batch), batches, changing(policy, env, module))
         finally:
             collector.shutdown()
 
@@ -106,10 +109,13 @@ def path(fast: bool | None) -> dict[str, Any]:
     return {"fast": fast} if known and fast is not None else {}
 
 
-def changing(policy: Policy, module: Any) -> Iterator[None]:
-    """Apply the policy's changes to ``module``, one at every step of the iteration."""
+def changing(policy: Policy, env: Environment, module: Any) -> Iterator[None]:
+    """Apply the policy's changes to ``module``, one at every step of the iteration.
+
+    None for environments of which steps were already made, with the policy as it was then.
+    """
     for change in policy.changes:
-        if isinstance(module, nn.Module):
+        if isinstance(module, nn.Module) and "unaligned" not in env.tags:
             module.apply(change)
         yield
 
@@ -167,7 +173,11 @@ def unlike(one: TensorDictBase, other: TensorDictBase) -> list[str]:
     if one.batch_size != other.batch_size:
         return [f"batch sizes {tuple(one.batch_size)} / {tuple(other.batch_size)}"]
     left, right = leaves(one), leaves(other)
-    found = [f"only in the first: {sorted(left.keys() - right.keys())}"] if left.keys() - right.keys() else []
+    found = (
+        [f"only in the first: {sorted(left.keys() - right.keys())}"]
+        if left.keys() - right.keys()
+        else []
+    )
     if right.keys() - left.keys():
         found.append(f"only in the second: {sorted(right.keys() - left.keys())}")
     for key in sorted(left.keys() & right.keys()):
@@ -185,7 +195,9 @@ def leaves(td: TensorDictBase, prefix: tuple[str, ...] = ()) -> dict[tuple[str, 
             value = td.get(name)
         except RuntimeError:  # ragged: element by element
             value = [leaves(part) for part in td.unbind(-1)]
-            out[(*prefix, str(name))] = [part[(name,)] for part in value if (name,) in part] or value
+            out[(*prefix, str(name))] = [
+                part[(name,)] for part in value if (name,) in part
+            ] or value
             continue
         if isinstance(value, TensorDictBase) and not is_non_tensor(value):
             out[(*prefix, name, "batch_size")] = tuple(value.batch_size)
@@ -232,5 +244,65 @@ def check(policy: Policy, env: Environment) -> list[str]:
     return found
 
 
+# -- workers --------------------------------------------------------------------------------------
+
+
+def in_workers(
+    policy: Policy, env: Environment, backend: str, fast: bool | None, batches: int = 3
+) -> Outcome:
+    """Run a `MultiSyncCollector` with two workers."""
+    with quiet():
+        module = policy.make(env)
+        seed_all(0)
+        try:
+            collector = MultiSyncCollector(
+                [env.make, env.make],
+                module,
+                frames_per_batch=2 * STEPS * env.rows,
+                backend=backend,
+                **path(fast),
+                **env.kwargs,
+            )
+        except Exception as error:
+            return Outcome(error=error)
+        try:
+            batch = iter(collector)
+            return run(
+                lambda: next(batch), batches, changing_workers(policy, env, module, collector)
+            )
+        finally:
+            collector.shutdown()
+
+
+def changing_workers(
+    policy: Policy, env: Environment, module: Any, collector: Any
+) -> Iterator[None]:
+    """Apply the policy's changes in all workers: weights as an update of the learner's."""
+    for change in policy.changes:
+        if isinstance(module, nn.Module) and "unaligned" not in env.tags:
+            module.apply(change)
+            if change in WEIGHTS:
+                collector.update_policy_weights_()
+            else:
+                collector.cascade_execute("policy.apply", change)
+        yield
+
+
+def rows(outcome: Outcome, worker: int) -> Outcome:
+    """Return what one worker made."""
+    return Outcome([batch[worker] for batch in outcome.batches], outcome.error)
+
+
 def check_workers(policy: Policy, env: Environment) -> list[str]:
-    raise NotImplementedError
+    """Return what breaks the law for one pair, in worker processes and in inline workers."""
+    fast, plain = (in_workers(policy, env, "process", fast) for fast in (None, False))
+    inline = in_workers(policy, env, "inline", None)
+    found = [f"process: plain/fast: {text}" for text in differences(plain, fast)]
+    found += [f"inline/process: {text}" for text in differences(inline, fast)]
+    if compared(policy, env) and not policy.draws and "draws" not in env.tags:
+        expected = reference(policy, env, 3)
+        if expected.error is None:  # otherwise the batch was lost with its error
+            for worker in range(2):
+                made = rows(inline, worker)
+                found += [f"reference/worker {worker}: {t}" for t in differences(expected, made)]
+    return found

@@ -24,13 +24,12 @@ from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
 from tensordict.nn import TensorDictModule as Mod
 from tensordict.nn import TensorDictSequential as Seq
+from tests.zoo.cases import Action, Environment, Policy
 from torch import distributions as D
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
 from torchrl import data as specs
 from torchrl import modules as rl
-
-from tests.zoo.cases import Action, Environment, Policy
 
 POLICIES: dict[str, Policy] = {}
 
@@ -272,28 +271,40 @@ def policy(name: str, fits: Callable = anything, changes: tuple = GENERIC, **mor
 # -- deterministic modules ------------------------------------------------------------------------
 
 add("actor", actor, anything)
-add("actor-one-module", lambda env: mod(nn.Sequential(body(env), Choose(env.action)), env.obs, "action"), anything)
-add("rl-Actor", lambda env: rl.Actor(nn.Sequential(*body(env), Choose(env.action)), [env.obs]), anything)
+add(
+    "actor-one-module",
+    lambda env: mod(nn.Sequential(body(env), Choose(env.action)), env.obs, "action"),
+    anything,
+)
+add(
+    "rl-Actor",
+    lambda env: rl.Actor(nn.Sequential(*body(env), Choose(env.action)), [env.obs]),
+    anything,
+)
 add(
     "rl-Actor-spec",
     lambda env: rl.Actor(nn.Sequential(*body(env), Choose(env.action)), [env.obs], spec=spec(env)),
     anything,
-)  # fmt: skip
+)
 add("sequence-nested", lambda env: Seq(Seq(Seq(logits(env))), Seq(chooser(env))), anything)
 add(
     "sequence-selected",
-    lambda env: Seq(logits(env), chooser(env), selected_out_keys=["action"]), anything,
-)  # fmt: skip
+    lambda env: Seq(logits(env), chooser(env), selected_out_keys=["action"]),
+    anything,
+)
 add(
     "sequence-partial-tolerant",
-    lambda env: Seq(logits(env), chooser(env), mod(nn.Identity(), "nowhere", "gone"), partial_tolerant=True),
+    lambda env: Seq(
+        logits(env), chooser(env), mod(nn.Identity(), "nowhere", "gone"), partial_tolerant=True
+    ),
     anything,
-)  # fmt: skip
+)
 add("module-wrapper", lambda env: TensorDictModuleWrapper(actor(env)), anything)
 add(
     "select-out-keys",
-    lambda env: Seq(mod(Two(env), env.obs, ["action", "spare"]).select_out_keys("action")), anything,
-)  # fmt: skip
+    lambda env: Seq(mod(Two(env), env.obs, ["action", "spare"]).select_out_keys("action")),
+    anything,
+)
 add("two-outputs", lambda env: mod(Two(env), env.obs, ["action", "spare"]), anything)
 add("ignored-output", lambda env: mod(Two(env), env.obs, ["action", "_"]), anything)
 add("private-output", lambda env: mod(Two(env), env.obs, ["action", "_spare"]), anything)
@@ -303,10 +314,27 @@ add(
     "in-keys-by-name",
     lambda env: Mod(ByName(env), in_keys={"x": env.obs}, out_keys=["action"]),
     anything,
-)  # fmt: skip
+)
 add("wrap-module", lambda env: WrapModule(functools.partial(set_action, actor(env))), anything, ())
-add("SafeModule", lambda env: rl.SafeModule(nn.Sequential(*body(env), Choose(env.action)), [env.obs], ["action"], spec=spec(env), safe=True), both(anything, tensordicts))
-add("SafeSequential", lambda env: rl.SafeSequential(rl.SafeModule(body(env), [env.obs], ["logits"]), rl.SafeModule(Choose(env.action), ["logits"], ["action"])), anything)
+add(
+    "SafeModule",
+    lambda env: rl.SafeModule(
+        nn.Sequential(*body(env), Choose(env.action)),
+        [env.obs],
+        ["action"],
+        spec=spec(env),
+        safe=True,
+    ),
+    both(anything, tensordicts),
+)
+add(
+    "SafeSequential",
+    lambda env: rl.SafeSequential(
+        rl.SafeModule(body(env), [env.obs], ["logits"]),
+        rl.SafeModule(Choose(env.action), ["logits"], ["action"]),
+    ),
+    anything,
+)
 
 
 class Two(nn.Module):
@@ -387,14 +415,20 @@ class Squared(nn.Module):
 
 
 def with_activation(make: Any) -> Callable[[Environment], Any]:
-    return lambda env: mod(nn.Sequential(*body(env, kind=make), Choose(env.action)), env.obs, "action")
+    return lambda env: mod(
+        nn.Sequential(*body(env, kind=make), Choose(env.action)), env.obs, "action"
+    )
 
 
 for name, (make, changes) in ACTIVATIONS.items():
     add(
-        f"activation-{name}", with_activation(make), anything, (*changes, *GENERIC),
-        draws=name in DRAWING, mixes=name == "Softmax",
-    )  # fmt: skip
+        f"activation-{name}",
+        with_activation(make),
+        anything,
+        (*changes, *GENERIC),
+        draws=name in DRAWING,
+        mixes=name == "Softmax",
+    )
 
 
 def replaced(change: Callable[[nn.Sequential], nn.Module]) -> Callable[[Environment], Any]:
@@ -508,7 +542,11 @@ for name, (change, more) in LAYERS.items():
     add(f"layer-{name}", replaced(change), anything, **more)
 add("BatchNorm", replaced(with_norm(nn.BatchNorm1d)), both(anything, batched), mixes=True)
 add("BatchRenorm", replaced(with_norm(rl.BatchRenorm1d)), both(anything, batched), mixes=True)
-add("NoisyLinear", replaced(lambda net: nn.Sequential(*net[:-1], rl.NoisyLinear(8, net[-1].out_features))), anything)
+add(
+    "NoisyLinear",
+    replaced(lambda net: nn.Sequential(*net[:-1], rl.NoisyLinear(8, net[-1].out_features))),
+    anything,
+)
 
 
 class ToDouble(nn.Module):
@@ -531,7 +569,15 @@ class Residual(nn.Module):
 @policy("rl-MLP", both(anything, vector))
 def _(env: Environment) -> Any:
     torch.manual_seed(0)
-    net = rl.MLP(env.size, env.action.logits, depth=2, num_cells=8, activation_class=nn.ELU, norm_class=nn.LayerNorm, norm_kwargs={"normalized_shape": 8})
+    net = rl.MLP(
+        env.size,
+        env.action.logits,
+        depth=2,
+        num_cells=8,
+        activation_class=nn.ELU,
+        norm_class=nn.LayerNorm,
+        norm_kwargs={"normalized_shape": 8},
+    )
     return Seq(mod(net, env.obs, "logits"), chooser(env))
 
 
@@ -558,7 +604,12 @@ def _(env: Environment) -> Any:
 @policy("rl-DuelingCnn", both(choice, picture))
 def _(env: Environment) -> Any:
     torch.manual_seed(0)
-    cnn = {"in_features": env.shape[0], "num_cells": [4, 4], "kernel_sizes": [2, 2], "strides": [1, 1]}
+    cnn = {
+        "in_features": env.shape[0],
+        "num_cells": [4, 4],
+        "kernel_sizes": [2, 2],
+        "strides": [1, 1],
+    }
     net = rl.DuelingCnnDQNet(env.action.n, 1, cnn, {"depth": 1, "num_cells": [8]})
     net(torch.zeros(1, *env.shape))
     return rl.QValueActor(nn.Sequential(Scaled(), net), in_keys=[env.obs], spec=spec(env, ()))
@@ -579,7 +630,19 @@ class FlatLazy(nn.LazyLinear):
                 self.bias.fill_(0.1)
 
 
-add("lazy", lambda env: Seq(mod(nn.Sequential(Features(env.shape), FlatLazy(8), nn.Tanh(), FlatLazy(env.action.logits)), env.obs, "logits"), chooser(env)), anything, WEIGHTS)
+add(
+    "lazy",
+    lambda env: Seq(
+        mod(
+            nn.Sequential(Features(env.shape), FlatLazy(8), nn.Tanh(), FlatLazy(env.action.logits)),
+            env.obs,
+            "logits",
+        ),
+        chooser(env),
+    ),
+    anything,
+    WEIGHTS,
+)
 
 
 @policy("ensemble")
@@ -624,7 +687,13 @@ def _(env: Environment) -> Any:
 def gaussian(cls: Any, kwargs: dict | None = None, module: Any = Prob, **extra: Any) -> Callable:
     def make(env: Environment) -> Any:
         net = nn.Sequential(*body(env, 2 * env.action.logits), NormalParamExtractor())
-        head = module(in_keys=["loc", "scale"], out_keys=["action"], distribution_class=cls, distribution_kwargs=kwargs or {}, **extra)
+        head = module(
+            in_keys=["loc", "scale"],
+            out_keys=["action"],
+            distribution_class=cls,
+            distribution_kwargs=kwargs or {},
+            **extra,
+        )
         return ProbSeq(mod(net, env.obs, ["loc", "scale"]), head)
 
     return make
@@ -648,7 +717,9 @@ GAUSSIANS: dict[str, Callable] = {
     "Normal": gaussian(D.Normal),
     "Normal-log-prob": gaussian(D.Normal, return_log_prob=True),
     "IndependentNormal": gaussian(rl.IndependentNormal, return_log_prob=True),
-    "IndependentNormal-tanh-loc": gaussian(rl.IndependentNormal, {"tanh_loc": True, "upscale": 2.0}),
+    "IndependentNormal-tanh-loc": gaussian(
+        rl.IndependentNormal, {"tanh_loc": True, "upscale": 2.0}
+    ),
     "TanhNormal": gaussian(rl.TanhNormal, return_log_prob=True),
     "TanhNormal-no-log-prob": gaussian(rl.TanhNormal),
     "TanhNormal-bounds": gaussian(rl.TanhNormal, {"low": -0.5, "high": 2.0}, return_log_prob=True),
@@ -695,9 +766,12 @@ add("gaussian-TanhNormal-tensor-bounds", tensor_bounds, pushes, (move_bounds, *G
 def _(env: Environment) -> Any:
     net = nn.Sequential(*body(env, 2 * env.action.logits), NormalParamExtractor())
     return rl.ProbabilisticActor(
-        mod(net, env.obs, ["loc", "scale"]), in_keys=["loc", "scale"], spec=spec(env),
-        distribution_class=rl.TanhNormal, return_log_prob=True,
-    )  # fmt: skip
+        mod(net, env.obs, ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        spec=spec(env),
+        distribution_class=rl.TanhNormal,
+        return_log_prob=True,
+    )
 
 
 @policy("ProbabilisticActor-nested-keys", pushes, draws=True)
@@ -705,9 +779,12 @@ def _(env: Environment) -> Any:
     net = nn.Sequential(*body(env, 2 * env.action.logits), NormalParamExtractor())
     keys = [("params", "loc"), ("params", "scale")]
     return rl.ProbabilisticActor(
-        mod(net, env.obs, keys), in_keys={"loc": keys[0], "scale": keys[1]},
-        distribution_class=rl.TanhNormal, return_log_prob=True, log_prob_key="lp",
-    )  # fmt: skip
+        mod(net, env.obs, keys),
+        in_keys={"loc": keys[0], "scale": keys[1]},
+        distribution_class=rl.TanhNormal,
+        return_log_prob=True,
+        log_prob_key="lp",
+    )
 
 
 @policy("Delta", pushes)
@@ -720,9 +797,11 @@ def _(env: Environment) -> Any:
 @policy("TanhDelta", pushes)
 def _(env: Environment) -> Any:
     return rl.ProbabilisticActor(
-        mod(body(env), env.obs, "param"), in_keys=["param"], distribution_class=rl.TanhDelta,
+        mod(body(env), env.obs, "param"),
+        in_keys=["param"],
+        distribution_class=rl.TanhDelta,
         distribution_kwargs={"low": -2.0, "high": 2.0},
-    )  # fmt: skip
+    )
 
 
 @policy("state-independent-scale", pushes, draws=True)
@@ -750,7 +829,9 @@ INDICES: dict[str, Callable] = {
 }
 for name, make in INDICES.items():
     add(name, make, index, draws=True)
-add("OneHotCategorical", categorical(rl.OneHotCategorical, return_log_prob=True), onehot, draws=True)
+add(
+    "OneHotCategorical", categorical(rl.OneHotCategorical, return_log_prob=True), onehot, draws=True
+)
 add("torch-OneHotCategorical", categorical(D.OneHotCategorical), onehot, draws=True)
 
 
@@ -777,9 +858,11 @@ add("OneHotOrdinal", scored(rl.OneHotOrdinal), onehot, draws=True)
 def with_mask(cls: Any, fits: Callable) -> tuple[Callable, Callable]:
     def make(env: Environment) -> Any:
         head = Prob(
-            {"logits": "logits", "mask": "action_mask"}, ["action"], distribution_class=cls,
+            {"logits": "logits", "mask": "action_mask"},
+            ["action"],
+            distribution_class=cls,
             return_log_prob=True,
-        )  # fmt: skip
+        )
         return ProbSeq(logits(env), head)
 
     return make, both(masked, fits)
@@ -790,10 +873,16 @@ def kind_is(kind: str) -> Callable[[Environment], bool]:
 
 
 add("MaskedCategorical", *with_mask(rl.MaskedCategorical, kind_is("index")), draws=True)
-add("MaskedOneHotCategorical", *with_mask(rl.MaskedOneHotCategorical, kind_is("onehot")), draws=True)
+add(
+    "MaskedOneHotCategorical", *with_mask(rl.MaskedOneHotCategorical, kind_is("onehot")), draws=True
+)
 
 
-@policy("multi-Bernoulli", lambda env: env.action.kind == "binary" and env.action.dtype is torch.int8, draws=True)
+@policy(
+    "multi-Bernoulli",
+    lambda env: env.action.kind == "binary" and env.action.dtype is torch.int8,
+    draws=True,
+)
 def _(env: Environment) -> Any:
     return Seq(
         ProbSeq(logits(env), Prob(["logits"], ["bits"], distribution_class=D.Bernoulli)),
@@ -813,21 +902,33 @@ def _(env: Environment) -> Any:
     return ProbSeq(
         mod(net, env.obs, keys),
         Prob(
-            ["params"], ["action"], distribution_class=CompositeDistribution,
+            ["params"],
+            ["action"],
+            distribution_class=CompositeDistribution,
             distribution_kwargs={"distribution_map": {"action": rl.TanhNormal}},
         ),
-    )  # fmt: skip
+    )
 
 
 @policy("Composite-two", pushes, draws=True)
 def _(env: Environment) -> Any:
     n = env.action.logits
-    parts = mod(TwoHeads(env), env.obs, [("params", "action", "loc"), ("params", "action", "scale"), ("params", "side", "logits")])
+    parts = mod(
+        TwoHeads(env),
+        env.obs,
+        [("params", "action", "loc"), ("params", "action", "scale"), ("params", "side", "logits")],
+    )
     maps = {"action": rl.IndependentNormal, "side": D.Categorical}
     assert n
     return ProbSeq(
         parts,
-        Prob(["params"], ["action", "side"], distribution_class=CompositeDistribution, distribution_kwargs={"distribution_map": maps}, return_log_prob=False),
+        Prob(
+            ["params"],
+            ["action", "side"],
+            distribution_class=CompositeDistribution,
+            distribution_kwargs={"distribution_map": maps},
+            return_log_prob=False,
+        ),
     )
 
 
@@ -843,7 +944,13 @@ class TwoHeads(nn.Module):
 
 @policy("two-samples", index, draws=True)
 def _(env: Environment) -> Any:
-    one = Prob(["logits"], ["guess"], distribution_class=D.Categorical, return_log_prob=True, log_prob_key="g")
+    one = Prob(
+        ["logits"],
+        ["guess"],
+        distribution_class=D.Categorical,
+        return_log_prob=True,
+        log_prob_key="g",
+    )
     two = Prob(["logits"], ["action"], distribution_class=D.Categorical)
     return Seq(logits(env), one, two)
 
@@ -864,7 +971,9 @@ def _(env: Environment) -> Any:
     common = mod(body(env, 8), env.obs, "hidden")
     torch.manual_seed(1)
     head = Seq(mod(nn.Linear(8, env.action.logits), "hidden", "logits"), chooser(env))
-    return rl.ActorValueOperator(common, head, rl.ValueOperator(nn.Linear(8, 1), in_keys=["hidden"]))
+    return rl.ActorValueOperator(
+        common, head, rl.ValueOperator(nn.Linear(8, 1), in_keys=["hidden"])
+    )
 
 
 @policy("ActorCriticOperator", pushes)
@@ -872,7 +981,9 @@ def _(env: Environment) -> Any:
     common = mod(body(env, 8), env.obs, "hidden")
     torch.manual_seed(1)
     head = Seq(mod(nn.Linear(8, env.action.logits), "hidden", "action"))
-    critic = rl.ValueOperator(rl.MLP(8 + env.action.logits, 1, depth=0), in_keys=["hidden", "action"])
+    critic = rl.ValueOperator(
+        rl.MLP(8 + env.action.logits, 1, depth=0), in_keys=["hidden", "action"]
+    )
     return rl.ActorCriticOperator(common, head, critic)
 
 
@@ -889,21 +1000,27 @@ def _(env: Environment) -> Any:
 
 @policy("QValueActor-masked", masked)
 def _(env: Environment) -> Any:
-    return rl.QValueActor(body(env), in_keys=[env.obs], spec=spec(env, ()), action_mask_key="action_mask")
+    return rl.QValueActor(
+        body(env), in_keys=[env.obs], spec=spec(env, ()), action_mask_key="action_mask"
+    )
 
 
 @policy("DistributionalQValueActor", both(choice, vector))
 def _(env: Environment) -> Any:
     torch.manual_seed(0)
     net = rl.MLP(env.size, (5, env.action.n), depth=1, num_cells=8)
-    return rl.DistributionalQValueActor(net, support=torch.linspace(-1, 1, 5), in_keys=[env.obs], spec=spec(env, ()))
+    return rl.DistributionalQValueActor(
+        net, support=torch.linspace(-1, 1, 5), in_keys=[env.obs], spec=spec(env, ())
+    )
 
 
 # -- exploration ----------------------------------------------------------------------------------
 
 
 def count_down(module: nn.Module) -> None:
-    if isinstance(module, (rl.EGreedyModule, rl.AdditiveGaussianModule, rl.OrnsteinUhlenbeckProcessModule)):
+    if isinstance(
+        module, (rl.EGreedyModule, rl.AdditiveGaussianModule, rl.OrnsteinUhlenbeckProcessModule)
+    ):
         module.step(3)
 
 
@@ -911,19 +1028,66 @@ def exploring(make: Callable[[Environment], Any]) -> Callable[[Environment], Any
     return lambda env: Seq(actor(env), make(env))
 
 
-add("EGreedy", exploring(lambda env: rl.EGreedyModule(spec(env), 0.5, 0.1, 10)), lambda env: choice(env) or env.action.kind == "multi", (count_down, *GENERIC), draws=True)
-add("EGreedy-masked", lambda env: Seq(rl.QValueActor(body(env), in_keys=[env.obs], spec=spec(env, ()), action_mask_key="action_mask"), rl.EGreedyModule(spec(env), 0.5, 0.1, 10, action_mask_key="action_mask")), masked, (count_down, *GENERIC), draws=True)
-add("AdditiveGaussian", exploring(lambda env: rl.AdditiveGaussianModule(spec(env), 0.5, 0.1, 10)), pushes, (count_down, *GENERIC), draws=True)
-add("AdditiveGaussian-safe", exploring(lambda env: rl.AdditiveGaussianModule(spec(env), 0.5, safe=True)), pushes, (count_down, *GENERIC), draws=True)
-add("OrnsteinUhlenbeck", exploring(lambda env: rl.OrnsteinUhlenbeckProcessModule(spec(env), annealing_num_steps=10)), pushes, (count_down, *GENERIC), draws=True, is_init=True, mixes=True)
-add("OrnsteinUhlenbeck-unsafe", exploring(lambda env: rl.OrnsteinUhlenbeckProcessModule(spec(env), sigma=1.0, safe=False)), pushes, (count_down, *GENERIC), draws=True, is_init=True, mixes=True)
+add(
+    "EGreedy",
+    exploring(lambda env: rl.EGreedyModule(spec(env), 0.5, 0.1, 10)),
+    lambda env: choice(env) or env.action.kind == "multi",
+    (count_down, *GENERIC),
+    draws=True,
+)
+add(
+    "EGreedy-masked",
+    lambda env: Seq(
+        rl.QValueActor(
+            body(env), in_keys=[env.obs], spec=spec(env, ()), action_mask_key="action_mask"
+        ),
+        rl.EGreedyModule(spec(env), 0.5, 0.1, 10, action_mask_key="action_mask"),
+    ),
+    masked,
+    (count_down, *GENERIC),
+    draws=True,
+)
+add(
+    "AdditiveGaussian",
+    exploring(lambda env: rl.AdditiveGaussianModule(spec(env), 0.5, 0.1, 10)),
+    pushes,
+    (count_down, *GENERIC),
+    draws=True,
+)
+add(
+    "AdditiveGaussian-safe",
+    exploring(lambda env: rl.AdditiveGaussianModule(spec(env), 0.5, safe=True)),
+    pushes,
+    (count_down, *GENERIC),
+    draws=True,
+)
+add(
+    "OrnsteinUhlenbeck",
+    exploring(lambda env: rl.OrnsteinUhlenbeckProcessModule(spec(env), annealing_num_steps=10)),
+    pushes,
+    (count_down, *GENERIC),
+    draws=True,
+    is_init=True,
+    mixes=True,
+)
+add(
+    "OrnsteinUhlenbeck-unsafe",
+    exploring(lambda env: rl.OrnsteinUhlenbeckProcessModule(spec(env), sigma=1.0, safe=False)),
+    pushes,
+    (count_down, *GENERIC),
+    draws=True,
+    is_init=True,
+    mixes=True,
+)
 
 
 @policy("ConsistentDropout", draws=True, is_init=True, mixes=True)
 def _(env: Environment) -> Any:
     net = body(env)
     drop = rl.ConsistentDropoutModule(0.5, "hidden", input_shape=(*env.batch, 8))
-    return Seq(mod(net[:-1], env.obs, "hidden"), drop, mod(net[-1], "hidden", "logits"), chooser(env))
+    return Seq(
+        mod(net[:-1], env.obs, "hidden"), drop, mod(net[-1], "hidden", "logits"), chooser(env)
+    )
 
 
 @policy("gSDE", both(pushes, vector), draws=True, is_init=True, mixes=True)
@@ -956,7 +1120,13 @@ def _(env: Environment) -> Any:
     return rl.MultiStepActorWrapper(mod(net, env.obs, "action"), n_steps=3)
 
 
-add("RandomPolicy", lambda env: rl.RandomPolicy(spec(env)), both(tensordicts, anything), (), draws=True)
+add(
+    "RandomPolicy",
+    lambda env: rl.RandomPolicy(spec(env)),
+    both(tensordicts, anything),
+    (),
+    draws=True,
+)
 
 
 # -- recurrent ------------------------------------------------------------------------------------
@@ -973,7 +1143,13 @@ def _(env: Environment) -> Any:
     return Seq(gru, mod(nn.Linear(8, env.action.logits), "embed", "logits"), chooser(env))
 
 
-@policy("LSTMModule", recurrent, WEIGHTS, states={"recurrent_state_h": (1, 8), "recurrent_state_c": (1, 8)}, is_init=True)
+@policy(
+    "LSTMModule",
+    recurrent,
+    WEIGHTS,
+    states={"recurrent_state_h": (1, 8), "recurrent_state_c": (1, 8)},
+    is_init=True,
+)
 def _(env: Environment) -> Any:
     torch.manual_seed(0)
     lstm = rl.LSTMModule(env.size, 8, in_key=env.obs, out_key="embed")
@@ -996,7 +1172,9 @@ class Cell(nn.Module):
 @policy("own-GRU", states={"hidden": (8,)})
 def _(env: Environment) -> Any:
     cell = Mod(Cell(env), in_keys=[env.obs, "hidden"], out_keys=[("next", "hidden")])
-    return Seq(cell, mod(nn.Linear(8, env.action.logits), ("next", "hidden"), "logits"), chooser(env))
+    return Seq(
+        cell, mod(nn.Linear(8, env.action.logits), ("next", "hidden"), "logits"), chooser(env)
+    )
 
 
 @policy("own-GRU-at-root", states={})
@@ -1136,8 +1314,19 @@ def observed(env: Environment) -> bool:
 
 add("function-tensors", on_tensors, observed, (), outs=("action",))
 add("module-tensors", OnTensors, observed, outs=("action",))
-add("lambda-tensors", lambda env: (lambda act: lambda observation: act(observation))(on_tensors(env)), observed, (), outs=("action",))
-add("sequential-tensors", lambda env: nn.Sequential(*body(env), Choose(env.action)), observed, outs=("action",))
+add(
+    "lambda-tensors",
+    lambda env: (lambda act: lambda observation: act(observation))(on_tensors(env)),
+    observed,
+    (),
+    outs=("action",),
+)
+add(
+    "sequential-tensors",
+    lambda env: nn.Sequential(*body(env), Choose(env.action)),
+    observed,
+    outs=("action",),
+)
 
 
 class Undeclared(TensorDictModuleBase):
@@ -1194,7 +1383,9 @@ add("dispatched", Dispatched, anything)
 class Odd(TensorDictModuleBase):
     """A policy of which ``after`` changes the TensorDict once the action is in it."""
 
-    def __init__(self, env: Environment, after: Callable[[Any, TensorDictBase], Any], before: Any = None):
+    def __init__(
+        self, env: Environment, after: Callable[[Any, TensorDictBase], Any], before: Any = None
+    ):
         super().__init__()
         self.two, self.env_obs, self.after, self.before = Two(env), env.obs, after, before
         self.in_keys, self.out_keys = [env.obs], ["action"]
@@ -1392,9 +1583,7 @@ add("odd-previous", lambda env: Odd(env, lambda self, td: None, reads_last_actio
 
 def member(after: Callable, ins: Sequence[Any] = (), outs: Sequence[Any] = ()) -> Callable:
     """Return a factory of a sequence that ends with a member that does ``after``."""
-    return lambda env: Seq(
-        mod(Two(env), env.obs, ["action", "note"]), After(after, ins, outs)
-    )
+    return lambda env: Seq(mod(Two(env), env.obs, ["action", "note"]), After(after, ins, outs))
 
 
 add("member-clamps-action", member(clamp_action, ["action"]), continuous)
@@ -1416,7 +1605,9 @@ def _(env: Environment) -> Any:
 
 @policy("inplace-layer-on-observation", both(anything, vector))
 def _(env: Environment) -> Any:
-    return mod(nn.Sequential(nn.ReLU(inplace=True), *body(env), Choose(env.action)), env.obs, "action")
+    return mod(
+        nn.Sequential(nn.ReLU(inplace=True), *body(env), Choose(env.action)), env.obs, "action"
+    )
 
 
 # -- groups and compound actions ------------------------------------------------------------------
@@ -1446,9 +1637,12 @@ def _(env: Environment) -> Any:
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4), NormalParamExtractor())
     keys = [("agents", "loc"), ("agents", "scale")]
     return rl.ProbabilisticActor(
-        mod(net, ("agents", "observation"), keys), in_keys=keys, out_keys=[("agents", "action")],
-        distribution_class=rl.TanhNormal, return_log_prob=True,
-    )  # fmt: skip
+        mod(net, ("agents", "observation"), keys),
+        in_keys=keys,
+        out_keys=[("agents", "action")],
+        distribution_class=rl.TanhNormal,
+        return_log_prob=True,
+    )
 
 
 @policy("agents-different", lambda env: "different" in env.tags, ())
@@ -1465,7 +1659,9 @@ def _(env: Environment) -> Any:
 @policy("parts", lambda env: "parts" in env.tags)
 def _(env: Environment) -> Any:
     move = mod(body(env, 2), env.obs, ("action", "move"))
-    return Seq(move, mod(body(env, 3), env.obs, "turns"), mod(Greedy(), "turns", ("action", "turn")))
+    return Seq(
+        move, mod(body(env, 3), env.obs, "turns"), mod(Greedy(), "turns", ("action", "turn"))
+    )
 
 
 @policy("pair", lambda env: "pair" in env.tags)

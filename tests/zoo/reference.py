@@ -104,9 +104,7 @@ class GymTwin:
         return action if not self.batch else action[index]
 
     def _pack(self, rows: list[dict[Any, np.ndarray]]) -> TensorDict:
-        tensors = {
-            key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]
-        }
+        tensors = {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}
         out = TensorDict({}, batch_size=self.batch)
         for key, value in tensors.items():
             out[key] = value if self.batch else value[0]
@@ -190,7 +188,7 @@ class Loop:
         taken = []
         with torch.no_grad(), set_interaction_type(kind):
             for _ in range(steps):
-                self.policy(self.root)
+                self._act()
                 finished, self.root = self.twin.advance(self.root)
                 taken.append(finished.clone())
                 if self.states or self.is_init:
@@ -199,13 +197,21 @@ class Loop:
         batch = TensorDict.maybe_dense_stack(taken, dim=len(self.root.batch_size))
         return without_private(batch)
 
+    def _act(self) -> None:
+        flags = {name: self.root[name] for name in ENDS if name in self.root.keys()}
+        self.policy(self.root)
+        for name, value in flags.items():  # batches have them, also if the policy removes them
+            self.root[name] = self.root.get(name, value)
+
     def _begin(self, where: torch.Tensor) -> None:
         if self.is_init:
             self.root["is_init"] = where.unsqueeze(-1).clone()
         for key, zero in self.states.items():
             value = self.root.get(key, None)
             value = zero.expand(*where.shape, *zero.shape) if value is None else value
-            self.root[key] = torch.where(where.reshape(*where.shape, *[1] * zero.dim()), zero, value)
+            self.root[key] = torch.where(
+                where.reshape(*where.shape, *[1] * zero.dim()), zero, value
+            )
 
 
 def without_private(batch: TensorDictBase) -> TensorDictBase:
@@ -217,5 +223,5 @@ def without_private(batch: TensorDictBase) -> TensorDictBase:
 def seed_all(number: int) -> None:
     """Seed the streams of torch, numpy and Python."""
     torch.manual_seed(number)
-    np.random.seed(number)  # noqa: NPY002 - some environments draw from it
+    np.random.seed(number)
     random.seed(number)

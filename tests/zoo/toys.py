@@ -181,7 +181,10 @@ class Several(Toy):
 
     def shown(self) -> dict[str, Any]:
         batch = self.batch_size
-        inner = {"speed": Unbounded((*batch, 2)), "deep": Composite(z=Unbounded(batch), shape=batch)}
+        inner = {
+            "speed": Unbounded((*batch, 2)),
+            "deep": Composite(z=Unbounded(batch), shape=batch),
+        }
         return {
             "observation": Unbounded((*batch, 3)),
             "count": Unbounded((*batch, 1), dtype=torch.int64),
@@ -263,8 +266,10 @@ class Reusing(Toy):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.seen, self.paid = self.x.clone(), torch.zeros(*self.batch_size, 1)
-        self.over = {name: torch.zeros(*self.batch_size, 1, dtype=torch.bool) for name in
-                     ("done", "terminated", "truncated")}
+        self.over = {
+            name: torch.zeros(*self.batch_size, 1, dtype=torch.bool)
+            for name in ("done", "terminated", "truncated")
+        }
 
     def show(self) -> dict[Any, Any]:
         return {"observation": self.seen.copy_(self.x)}
@@ -494,7 +499,9 @@ class Different(Toy):
         return {"agents": torch.stack(specs, len(batch))}
 
     def show(self) -> dict[Any, Any]:
-        tds = [TensorDict({"observation": self.x[..., :n].clone()}, self.batch_size) for n in (2, 3)]
+        tds = [
+            TensorDict({"observation": self.x[..., :n].clone()}, self.batch_size) for n in (2, 3)
+        ]
         return {"agents": LazyStackedTensorDict.lazy_stack(tds, len(self.batch_size))}
 
     def push(self, tensordict: TensorDictBase) -> torch.Tensor:
@@ -510,9 +517,7 @@ class GroupEnds(Agents):
         flags = {n: Binary(1, (*group, 1), dtype=torch.bool) for n in ("done", "terminated")}
         root = {n: Binary(1, (*batch, 1), dtype=torch.bool) for n in ("done", "terminated")}
         self.truncates = False
-        self.full_done_spec = Composite(
-            agents=Composite(flags, shape=group), **root, shape=batch
-        )
+        self.full_done_spec = Composite(agents=Composite(flags, shape=group), **root, shape=batch)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         out = super()._step(tensordict)
@@ -521,5 +526,3 @@ class GroupEnds(Agents):
             early = (self.count.unsqueeze(-1) >= torch.tensor([1, 2, 9])).unsqueeze(-1)
             out.get("agents").set(name, whole | early)
         return out
-
-
