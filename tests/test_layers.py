@@ -74,11 +74,6 @@ def test_the_package_never_imports_torchrl(path):
     assert not {n for n in imported(path) if n.split(".")[0] == "torchrl"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_files_stay_short(path):
-    assert len(path.read_text().splitlines()) <= 400
-
-
 @pytest.mark.parametrize("path", NAMESPACES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_namespaces_hold_nothing_of_their_own(path):
     kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)

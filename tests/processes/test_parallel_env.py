@@ -222,6 +222,30 @@ def test_specs_and_batch_size_are_those_of_a_serial_env():
         assert is_tensordict_env(parallel)
 
 
+class Tenfold(GymEnv):
+    """Pays ten times as much."""
+
+    def _step(self, tensordict):
+        after = super()._step(tensordict)
+        return after.set("reward", after["reward"] * 10)
+
+
+@pytest.mark.parametrize("break_when_any_done", [True, False])
+def test_replaced_methods_are_called_in_workers_and_here(break_when_any_done):
+    class Batch(ParallelEnv):
+        def _step(self, tensordict):
+            after = super()._step(tensordict)
+            return after.set("reward", after["reward"] + 1)
+
+    makes = [lambda: Tenfold("CartPole-v1"), lambda: GymEnv("CartPole-v1")]
+    with Batch(2, makes) as env:
+        rolled = env.rollout(4, break_when_any_done=break_when_any_done)
+        assert (rolled["next", "reward"][..., 0] == torch.tensor([[11.0], [2.0]])).all()
+        env.step = lambda tensordict: super(Batch, env).step(tensordict).set("seen", env_seen)
+        env_seen = torch.ones(2)
+        assert "seen" in env.rollout(2, break_when_any_done=break_when_any_done).keys()
+
+
 def test_each_environment_can_be_made_in_its_own_way():
     makes = [Walk, lambda start: Walk(start=start), Walk]
     kwargs = [{"start": 100.0}, {"start": 200.0}, {}]

@@ -410,7 +410,7 @@ def test_environments_that_were_made_are_closed_if_not_all_can_be(kinds, options
 
 
 def closings(env):
-    return env.unwrap().envs[0].closed if isinstance(env, GymEnv) else env.closed
+    return env.members[0].closed if isinstance(env, GymEnv) else env.closed
 
 
 def test_environments_that_were_given_stay_open():

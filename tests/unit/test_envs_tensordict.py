@@ -38,6 +38,7 @@ from gleanrl.envs import GymEnv as OurGymEnv
 from gleanrl.envs import SerialEnv as OurSerialEnv
 from gleanrl.envs import tensordict_env
 from gleanrl.envs.gymnasium import GymnasiumEnv
+from gleanrl.envs.serial import gym_source
 from gleanrl.envs.tensordict_env import TensorDictEnv
 from gleanrl.envs.tensordict_layout import EndFlags, is_tensordict_env, needs_carrier
 from gleanrl.memory.trees import nest
@@ -169,7 +170,7 @@ def test_data_equal_those_of_torchrls_collector(name):
 
 def test_taking_our_environments_apart_changes_no_data():
     make = partial(OurSerialEnv, 2, lambda: OurGymEnv("CartPole-v1", num_envs=2))
-    inside = make().unwrap()
+    inside = gym_source(make())
     fast = GymnasiumEnv(inside.envs, inside.batch_shape)
     batches = []
     for env in (TensorDictEnv(make()), fast):

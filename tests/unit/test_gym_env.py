@@ -14,6 +14,7 @@ from torchrl.testing.mocking_classes import CountingEnv, NestedCountingEnv
 
 from gleanrl.core.errors import ConfigError, EnvError, UnknownEnvError
 from gleanrl.envs import EnvCreator, GymEnv, GymWrapper, SerialEnv, set_gym_backend
+from gleanrl.envs.serial import gym_source
 from gleanrl.envs.specs import Categorical, Composite, OneHot
 from gleanrl.envs.tensordict_layout import is_tensordict_env, needs_carrier
 
@@ -376,11 +377,11 @@ def test_moving_an_environment_marks_its_data():
 
 def test_the_collector_can_take_out_what_is_inside():
     inner = Counter()
-    source = GymEnv(inner, info_keys=["count"], categorical_action_encoding=False).unwrap()
+    source = gym_source(GymEnv(inner, info_keys=["count"], categorical_action_encoding=False))
     assert source.envs == (inner,)
     assert (source.batch_shape, source.categorical, source.info_keys) == ((), False, ["count"])
-    assert GymEnv(Counter, num_envs=2).unwrap().batch_shape == (2,)
-    assert GymEnv(Counter, device="meta").unwrap() is None
+    assert gym_source(GymEnv(Counter, num_envs=2)).batch_shape == (2,)
+    assert gym_source(GymEnv(Counter, device="meta")) is None
 
 
 def test_our_environments_are_recognised():
@@ -418,8 +419,8 @@ def test_a_serial_environment_is_a_batch():
 def test_batches_can_be_batched():
     env = SerialEnv(2, lambda: GymEnv(Counter, num_envs=3))
     assert env.rollout(2).shape == (2, 3, 2)
-    assert env.unwrap().batch_shape == (2, 3)
-    assert len(env.unwrap().envs) == 6
+    assert gym_source(env).batch_shape == (2, 3)
+    assert len(gym_source(env).envs) == 6
     assert env.rand_action().batch_size == (2, 3)
 
 
@@ -456,7 +457,7 @@ def test_a_serial_env_wraps_what_gymnasium_calls_an_environment(make):
 
 
 def test_only_environments_of_ours_that_agree_are_taken_apart():
-    assert SerialEnv(2, CountingEnv).unwrap() is None
+    assert gym_source(SerialEnv(2, CountingEnv)) is None
     kwargs = [{"categorical_action_encoding": flag} for flag in (True, False)]
     with pytest.raises(ConfigError, match="environments 1 and 0 do not declare the same data"):
         SerialEnv(2, lambda **own: GymEnv(Counter(), **own), create_env_kwargs=kwargs)

@@ -191,8 +191,9 @@ def test_nothing_to_sample():
     with pytest.raises(ReplayError, match="nothing to sample"):
         rb.sample(2)
     rb.extend(rows(0, 3))
-    with pytest.raises(ConfigError, match="batch_size"):
-        rb.sample()
+    for size in (None, 0, -1):
+        with pytest.raises(ConfigError, match="batch_size"):
+            rb.sample(size)
     rb.empty()
     assert (len(rb), rb.write_count) == (0, 0)
     with pytest.raises(ReplayError, match="nothing to sample"):

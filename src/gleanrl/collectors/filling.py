@@ -81,7 +81,7 @@ class FillingSource:
             window = RolloutWindow.allocate(layout.fields, layout.num_envs, steps)
             shape = (*layout.batch_shape, steps)
             views = {
-                field.key: window.tensor(field.key).view(*shape, *field.shape)
+                field.key: window.tensor(field.key).view((*shape, *field.shape))
                 for field in layout.fields
             }
             names = [None] * (len(shape) - 1) + [TIME]

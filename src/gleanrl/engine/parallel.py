@@ -22,6 +22,7 @@ from gleanrl.engine.exchange import Exchange
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.declared import Declared, EnvSpecs, batched
 from gleanrl.envs.recipe import Recipe, check_recipes, dealt
+from gleanrl.envs.stock import Methods
 from gleanrl.rollout.row import RESET, Todo
 from gleanrl.rollout.stepping import Described, SteppingBuilder
 
@@ -141,7 +142,9 @@ class ParallelEnv(EnvBase):
         device = first.device if self._wanted is None else self._wanted
         self._declared = Declared(wide, (self.num_envs, *first.batch), device)
         layouts = [layout for layout in engine.layouts if layout is not None]
-        shared = len(layouts) == self.num_workers
+        # Workers may step their environments in different ways, of which each has its own fields.
+        alike = all((d.inputs, d.masked) == (first.inputs, first.masked) for d in found)
+        shared = alike and len(layouts) == self.num_workers
         self._exchange = Exchange(engine, layouts, first.groups) if shared else None
         self._inputs, self._masked = first.inputs, first.masked
 
@@ -187,8 +190,11 @@ class ParallelEnv(EnvBase):
     ) -> tuple[TensorDictBase, TensorDictBase]:
         """Step; return the finished step and the next root data, reset where an episode ended.
 
-        One message to each worker, where `step` and `maybe_reset` take two.
+        One message to each worker, where `step` and `maybe_reset` take two; those are called where
+        a method was replaced.
         """
+        if not _STEPPING.kept_by(type(self), self):
+            return super().step_and_maybe_reset(tensordict)
         after, root = self._advance(tensordict, Todo.STEP_AND_RESET)
         finished = self._finish(tensordict, self._complete(after))
         following = self.step_mdp(finished)
@@ -355,13 +361,16 @@ class ParallelEnv(EnvBase):
         return f"ParallelEnv({self.num_envs} environments in {self.num_workers} workers)"
 
 
+_STEPPING = Methods(ParallelEnv, ("step", "_step", "reset", "_reset", "step_mdp", "maybe_reset"))
+
+
 def _range(part: slice) -> range:
     return range(part.start, part.stop)
 
 
 def _check_alike(first: Described, other: Described, env: int) -> None:
     differing = sorted(first.signature ^ other.signature, key=str)
-    if differing or first.batch != other.batch or first.inputs != other.inputs:
+    if differing or first.batch != other.batch:
         raise ConfigError(
             f"environments {env} and 0 do not declare the same data: batch sizes {other.batch} and "
             f"{first.batch}, they differ in {differing[:4]}; environments of one batch must agree"

@@ -217,6 +217,8 @@ class Outcomes:
         """
         self._envs = envs
         self._in_place = in_place
+        self._checked: np.dtype[Any] | None = None
+        """The dtype of rewards that were found to be numbers."""
         self._rewards = np.zeros((0, envs))
         self._flags = np.zeros((3, 0, envs), bool)
         self._dead = self._late = self._done = self._flags[0]
@@ -236,26 +238,26 @@ class Outcomes:
 
     def keep(self, t: int, reward: Any, terminated: Any, truncated: Any) -> None:
         """Keep what step ``t`` returned."""
-        if t == 0:
-            self._check(reward, terminated, truncated)
+        if t == 0 or getattr(reward, "dtype", None) is not self._checked:
+            self._check(reward, terminated, truncated, t)
         self._rewards[t] = reward
         self._dead[t] = terminated
         self._late[t] = truncated
         np.logical_or(terminated, truncated, out=self._done[t])
 
-    def _check(self, reward: Any, terminated: Any, truncated: Any) -> None:
-        """Once per rollout: nothing changes shape in between without numpy noticing."""
+    def _check(self, reward: Any, terminated: Any, truncated: Any, t: int) -> None:
+        """Once per rollout, and where the dtype of rewards changes."""
         shapes = [np.shape(value) for value in (reward, terminated, truncated)]
         if any(shape != (self._envs,) for shape in shapes):
             raise EnvError(
                 "the vector environment returned rewards, terminated and truncated of shapes "
                 f"{shapes}; each must be ({self._envs},)"
             )
-        kind = np.asarray(reward).dtype
-        if kind.kind not in NUMBERS:
+        self._checked = np.asarray(reward).dtype
+        if self._checked.kind not in NUMBERS:
             raise EnvError(
-                f"the vector environment returned rewards of dtype {kind}: {list(reward)[:4]}; "
-                "they must be numbers"
+                f"the vector environment returned rewards of dtype {self._checked} at step {t}: "
+                f"{list(reward)[:4]}; they must be numbers"
             )
 
     def ended(self, t: int) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,6 @@ class BatchedEnv:
         """
         self._prepare(env)
         self._env = env
-        self._step = env.step
         self.num_envs = int(env.num_envs)
         leaves = observation_leaves(env.single_observation_space)
         fields = [leaf_field(leaf, observation_dtype) for leaf in leaves]
@@ -90,6 +89,7 @@ class BatchedEnv:
         """Whether environments can be truncated and reset one by one."""
         self._seed: int | list[int] | None = None
         self._closed = False
+        self._step: Callable[[Any], Any]
         self._window: Window
 
     def _prepare(self, env: Any) -> None:
@@ -103,6 +103,7 @@ class BatchedEnv:
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
         self._window = window
+        self._step = self._env.step
         for field in self._fields:
             field.begin(window, carry)
         self._actions.begin(window)

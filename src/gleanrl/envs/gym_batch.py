@@ -25,6 +25,7 @@ from gleanrl.envs.spaces import (
     space_spec,
 )
 from gleanrl.envs.specs import Binary, TensorSpec, Unbounded
+from gleanrl.envs.step_calls import StepCalls
 from gleanrl.envs.writers import InfoWriter, Writer, info_fields, make_writer
 
 FLAGS = (DONE, TERMINATED, TRUNCATED)
@@ -82,7 +83,7 @@ class GymBatch:
         self.action_keys: tuple[Key, ...] = tuple(leaf.key for leaf in self._told)
         self._decoders = [action_decoder(leaf.space, source.categorical) for leaf in self._told]
         self._seeds = list(source.seeds or [None] * len(source.envs))
-        self._unchecked = True
+        self._calls = StepCalls(self._envs, self._check)
         self._now: Window
 
     @property
@@ -132,14 +133,12 @@ class GymBatch:
         Raises:
             EnvError: an environment returned something else than it declares.
         """
-        moves = zip(self._envs, actions, strict=True)
-        results: list[Any] = [env.step(action) for env, action in moves]
+        moves = zip(self._calls.look_up(), actions, strict=True)
+        results: list[Any] = [step(action) for step, action in moves]
         for env, result in enumerate(results):
             if not isinstance(result, tuple) or len(result) != 5:
                 raise not_five(result, f"environment {env}: step")
         observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
-        if self._unchecked:  # later steps are not looked at one by one
-            self._check(observations, infos)
         for writer in self._writers:
             writer.write(0, observations, infos)
         narrow = np.empty((len(results), 1), np.float32)
@@ -147,11 +146,9 @@ class GymBatch:
         dead, late = _flags(terminated, "terminated"), _flags(truncated, "truncated")
         return Outcome(narrow, dead, late)
 
-    def _check(self, observations: Sequence[Any], infos: Sequence[Any]) -> None:
-        for env, (observation, info) in enumerate(zip(observations, infos, strict=True)):
-            for writer in self._writers:
-                writer.check(env, observation, info)
-        self._unchecked = False
+    def _check(self, env: int, observation: Any, info: Any) -> None:
+        for writer in self._writers:
+            writer.check(env, observation, info)
 
     def reset(self, chosen: Iterable[int], options: Mapping[str, Any]) -> None:
         """Reset the ``chosen`` environments and write their observations."""

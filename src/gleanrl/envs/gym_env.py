@@ -21,11 +21,13 @@ from gleanrl.envs.closing import closed_on_error
 from gleanrl.envs.gym_batch import FLAGS, GymBatch, GymSource
 from gleanrl.envs.gym_wrappers import FrameSkip, Pixels
 from gleanrl.envs.registry import make_gym
+from gleanrl.envs.stock import stock
 from gleanrl.memory.window import RolloutWindow
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@stock
 class GymEnv(EnvBase):
     """A Gymnasium environment, or several of one kind as a batch.
 
@@ -126,10 +128,9 @@ class GymEnv(EnvBase):
         self._now = now
         self.batch.begin(window, now)
 
-    def unwrap(self) -> GymSource | None:
-        """Return what is inside, or ``None`` if data are wanted on another device than the CPU."""
-        on_cpu = self.device is None or self.device.type == "cpu"
-        return replace(self._source, seeds=self.batch.seeds) if on_cpu else None
+    def _gym_source(self) -> GymSource:
+        """Return what is inside, with the seeds not yet used."""
+        return replace(self._source, seeds=self.batch.seeds)
 
     # -- stepping --------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,8 @@ from gleanrl.envs.spaces import (
     observation_leaves,
     space_spec,
 )
+from gleanrl.envs.step_calls import StepCalls, owned
+from gleanrl.envs.stock import is_stock
 from gleanrl.envs.writers import InfoWriter, Writer, info_fields, make_writer
 
 _NOTHING: tuple[int, ...] = ()
@@ -47,6 +48,7 @@ class GymnasiumEnv:
         observation_dtype: torch.dtype | None = None,
         info_keys: InfoKeys = (),
         seeds: Sequence[int | None] | None = None,
+        around: Sequence[Any] = (),
     ) -> None:
         """Take over ``envs``.
 
@@ -59,6 +61,7 @@ class GymnasiumEnv:
             info_keys: Numeric ``info`` entries to deliver beside the observation. One that no
                 ``info`` of the first rollout has is warned about; what resets return is no guide.
             seeds: What to seed the next reset of each environment with, ``None`` for nothing.
+            around: What ``envs`` were taken out of: no method of theirs may be replaced later on.
 
         Raises:
             ConfigError: spaces that differ between environments, have no fixed shape or hold
@@ -96,9 +99,9 @@ class GymnasiumEnv:
         )
         self._decode = self._decoders[0]
         self._draws_at_once = len(specs) == 1 and specs[0].stepwise
-        self._steps: list[Callable[[Any], Any]] = [
-            functools.partial(self._first_step, env) for env in range(len(self._envs))
-        ]
+        self._around = tuple(around)
+        self._calls = StepCalls(self._envs, self._check)
+        self._steps: list[Callable[[Any], Any]] = []
         self._seeds: list[int | None] = list(seeds or [None] * len(self._envs))
         self._rewards: list[Sequence[Any]] = []
         self._action_rows: list[list[Array]] = []
@@ -110,8 +113,19 @@ class GymnasiumEnv:
         return self._inner
 
     def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``."""
+        """Bind to the rows of ``window``.
+
+        Raises:
+            ConfigError: a method was replaced where this environment would not notice.
+        """
+        if not is_stock(*self._around):
+            raise ConfigError(
+                f"a method of {self._inner!r:.100} was replaced after the collector was built, "
+                "which had found none replaced and steps its Gymnasium environments directly; "
+                "replace methods before, or pass fast=False"
+            )
         self._window = window
+        self._steps = self._calls.look_up()
         for writer in self._writers:
             writer.begin(window, carry)
         self._action_rows = [window.rows(leaf.key) for leaf in self._action_leaves]
@@ -130,19 +144,18 @@ class GymnasiumEnv:
             raise _odd_result(results) from err
         for writer in self._writers:
             writer.write(t, observations, infos)
+        try:
+            hash(rewards)
+        except Exception:  # arrays, which an environment may use again, have no hash
+            rewards = owned(rewards)
         self._rewards.append(rewards)
         if cut or ended:
             return self._end(t, terminated, truncated, cut)
         return _NOTHING
 
-    def _first_step(self, env: int, action: Any) -> Any:
-        """Step one environment for the first time; later steps are not looked at one by one."""
-        step = self._steps[env] = self._envs[env].step
-        result = step(action)
-        if isinstance(result, tuple) and len(result) == 5:
-            for writer in self._writers:
-                writer.check(env, result[0], result[4])
-        return result
+    def _check(self, env: int, observation: Any, info: Any) -> None:
+        for writer in self._writers:
+            writer.check(env, observation, info)
 
     def _end(
         self, t: int, terminated: Sequence[Any], truncated: Sequence[Any], cut: Sequence[int]
@@ -225,7 +238,8 @@ class GymnasiumEnv:
     def close(self) -> None:
         """Close every environment; the first error is raised after all were closed."""
         errors: list[Exception] = []
-        envs, self._envs, self._steps = self._envs, [], []
+        envs, self._steps = list(self._envs), []
+        self._envs.clear()
         for env in envs:
             try:
                 env.close()

@@ -13,11 +13,10 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import EnvOptions
 from gleanrl.core.protocols import Env
 from gleanrl.envs.closing import closed_on_error
-from gleanrl.envs.gym_env import GymEnv
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.pool import NextStepPool
 from gleanrl.envs.registry import make_gym, without_call_checks
-from gleanrl.envs.serial import SerialEnv
+from gleanrl.envs.serial import SerialEnv, gym_parts, gym_source
 from gleanrl.envs.tensordict_env import TensorDictEnv
 from gleanrl.envs.tensordict_layout import is_tensordict_env, needs_carrier
 from gleanrl.envs.vector import is_vector_env, make_vector
@@ -149,12 +148,13 @@ def _adapt(env: Any, options: EnvOptions, fresh: bool) -> Made:
     if isinstance(env, gym.Env):
         env = without_call_checks(env) if fresh else env
         return _gymnasium([env], (), options, inner=env)
-    bare = env.unwrap() if isinstance(env, (GymEnv, SerialEnv)) else None
+    bare = gym_source(env)
     if bare is not None:
         return GymnasiumEnv(
             [without_call_checks(single) for single in bare.envs] if fresh else bare.envs,
             bare.batch_shape,
             inner=env,
+            around=gym_parts(env),
             categorical=bare.categorical,
             observation_dtype=options.observation_dtype or bare.observation_dtype,
             info_keys=options.info_keys or bare.info_keys,

@@ -82,7 +82,7 @@ class EnvPoolAdapter(NextStepPool):
         fresh = type(self._env)(type(spec)(spec.config._replace(**seeds)))
         _make_spaces(fresh)
         self._env.close()
-        self._env, self._step = fresh, fresh.step
+        self._env = fresh
         return last
 
 

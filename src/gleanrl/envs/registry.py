@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium as gym
 
 from gleanrl.core.errors import ConfigError, UnknownEnvError
+from gleanrl.envs.stock import is_stock, stock
 
 _PLUGINS = {"ALE": "ale_py", "MiniGrid": "minigrid", "HighwayEnv": "highway_env"}
 """Packages whose environments exist only once they were imported, by namespace."""
@@ -32,7 +33,7 @@ def make_gym(given: str | gym.envs.registration.EnvSpec, **kwargs: Any) -> gym.E
         raise UnknownEnvError(unknown_env_message(str(given), err)) from err
 
 
-_CALL_CHECKS = (gym.wrappers.OrderEnforcing, gym.wrappers.PassiveEnvChecker)
+_CALL_CHECKS = (stock(gym.wrappers.OrderEnforcing), stock(gym.wrappers.PassiveEnvChecker))
 
 
 def without_call_checks(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
@@ -41,14 +42,18 @@ def without_call_checks(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     They cost a tenth of a cheap step. This library resets before it steps, and checks itself what
     comes back. All other wrappers stay, and so does an environment that the user made and kept.
     """
-    while type(env) in _CALL_CHECKS:
+    while _only_checks(env):
         env = env.env  # type: ignore[attr-defined]  # both are wrappers
     outer = env
     while isinstance(outer, gym.Wrapper):
-        while type(outer.env) in _CALL_CHECKS:
+        while _only_checks(outer.env):
             outer.env = outer.env.env  # type: ignore[attr-defined]
         outer = outer.env
     return env
+
+
+def _only_checks(env: gym.Env[Any, Any]) -> bool:
+    return type(env) in _CALL_CHECKS and is_stock(env)
 
 
 def unknown_env_message(env_id: str, err: Exception) -> str:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 
 from gleanrl.core.errors import EnvError
 from gleanrl.core.protocols import Array
 
 NUMBERS = "biuf"
 """Kinds of numpy dtypes that hold plain numbers."""
+PLAIN_NUMBERS = frozenset(
+    {float, int, bool, np.bool_}
+    | {np.dtype(code).type for code in np.typecodes["AllInteger"] + np.typecodes["Float"]}
+)
+"""Types of numbers that never change: a reference to one is as good as a copy."""
 
 
 def check_reset(result: Any, who: str, pair: str = "(observation, info)") -> tuple[Any, Any]:
@@ -39,14 +46,15 @@ def check_flag(flag: Any, env: int, name: str) -> bool:
     """Return one environment's end flag.
 
     Raises:
-        EnvError: it is an array of several.
+        EnvError: it is an array of several, or no truth value.
     """
-    if np.size(flag) != 1:
+    value = np.asarray(flag)
+    if value.size != 1 or value.dtype.kind not in NUMBERS:
         raise EnvError(
             f"environment {env} returned {name}={flag!r:.100}; it must be a bool (what steps "
             "several environments at once must be a gymnasium.vector.VectorEnv)"
         )
-    return bool(flag)
+    return bool(value.item())
 
 
 def check_reward(reward: Any, env: int, when: str = "") -> Array:
@@ -55,7 +63,7 @@ def check_reward(reward: Any, env: int, when: str = "") -> Array:
     Raises:
         EnvError: it is not a number.
     """
-    value = np.asarray(reward)
+    value = reward.numpy(force=True) if isinstance(reward, torch.Tensor) else np.asarray(reward)
     if value.shape != () or value.dtype.kind not in NUMBERS:
         raise EnvError(f"environment {env} returned reward {reward!r}{when}; it must be a number")
     return value
@@ -96,16 +104,34 @@ def check_rewards(rewards: Sequence[Sequence[Any]], when: str = " at step {}") -
         when: How the message tells the step.
 
     Raises:
-        EnvError: one of them is not a number.
+        EnvError: one of them is not a number, or was overwritten after it was returned.
     """
     steps, envs = len(rewards), len(rewards[0])
-    try:
-        flat = np.fromiter(chain.from_iterable(rewards), np.float64, steps * envs)
-    except (TypeError, ValueError):
-        flat = np.full(1, np.nan)
-    if not np.isnan(flat).any():  # numpy reads None as NaN
-        return flat.reshape(steps, envs)
+    if PLAIN_NUMBERS.issuperset(map(type, chain.from_iterable(rewards))):
+        with contextlib.suppress(OverflowError):  # an int beyond all floats is told below
+            flat = np.fromiter(chain.from_iterable(rewards), np.float64, steps * envs)
+            return flat.reshape(steps, envs)
+    values = np.empty((steps, envs))
     for t, row in enumerate(rewards):
         for env, reward in enumerate(row):
-            check_reward(reward, env, when.format(t))
-    return np.array(rewards, np.float64)
+            values[t, env] = check_reward(reward, env, when.format(t))
+    _check_kept(rewards, when)
+    return values
+
+
+def _check_kept(rewards: Sequence[Sequence[Any]], when: str) -> None:
+    """Find tensors that were returned again before they were read.
+
+    An environment that returns tensors from its first step on has them copied at once; this is for
+    one that takes to it later. Arrays are always copied at once.
+    """
+    seen: set[int] = set()
+    for t, row in enumerate(rewards):
+        for env, reward in enumerate(row):
+            if isinstance(reward, torch.Tensor):
+                if reward.data_ptr() in seen:
+                    raise EnvError(
+                        f"environment {env} returned reward {reward!r}{when.format(t)} in a tensor "
+                        "that it uses again, after it had returned numbers; return a float"
+                    )
+                seen.add(reward.data_ptr())

@@ -19,12 +19,14 @@ from gleanrl.envs.declared import EnvSpecs, batched
 from gleanrl.envs.gym_batch import GymSource
 from gleanrl.envs.gym_env import GymEnv
 from gleanrl.envs.recipe import Recipe, dealt, make_tensordict_env
+from gleanrl.envs.stock import Methods, is_stock, stock
 from gleanrl.envs.tensordict_handle import load_env_state
 from gleanrl.envs.tensordict_layout import EndFlags, is_tensordict_env, spec_leaves
 
 Signature: TypeAlias = set[tuple[Key, tuple[int, ...], Any]]
 
 
+@stock
 class SerialEnv(EnvBase):
     """``num_workers`` environments of one kind, batch size ``[num_workers, *theirs]``.
 
@@ -94,26 +96,6 @@ class SerialEnv(EnvBase):
         self._inner_ends = EndFlags(first.full_done_spec, self._inner)
         super().__init__(EnvSpecs(*wide), batch, device if device is not None else first.device)
 
-    def unwrap(self) -> GymSource | None:
-        """Return the Gymnasium environments inside, or ``None`` if not all are `GymEnv` alike."""
-        found: list[GymSource] = []
-        for env in self._envs:
-            source = env.unwrap() if isinstance(env, (GymEnv, SerialEnv)) else None
-            if source is None or (found and not _same_options(source, found[0])):
-                return None
-            found.append(source)
-        if self.device is not None and self.device.type != "cpu":
-            return None
-        first = found[0]
-        return GymSource(
-            tuple(env for source in found for env in source.envs),
-            tuple(self.batch_size),
-            first.categorical,
-            first.observation_dtype,
-            first.info_keys,
-            tuple(seed for source in found for seed in source.seeds),
-        )
-
     # -- stepping --------------------------------------------------------------------------------
 
     def _reset(self, tensordict: TensorDictBase | None, **options: Any) -> TensorDictBase:
@@ -132,6 +114,18 @@ class SerialEnv(EnvBase):
         parts = tensordict.unbind(0)
         steps = [env.step(part.copy()) for env, part in zip(self._envs, parts, strict=True)]
         return self._stack([step.get(NEXT) for step in steps])
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Draw actions: of all environments at once, unless one of ours has a way of its own."""
+        if not any(_draws_itself(env) for env in self._envs):
+            return super().rand_action(tensordict)
+        roots = [None] * len(self._envs) if tensordict is None else tensordict.unbind(0)
+        drawn = [
+            env.rand_action(root if root is None else root.copy())
+            for env, root in zip(self._envs, roots, strict=True)
+        ]
+        actions = self._stack([part.select(*self.action_keys) for part in drawn])
+        return actions if tensordict is None else tensordict.update(actions)
 
     def _stack(self, parts: Sequence[TensorDictBase]) -> TensorDictBase:
         stacked: TensorDictBase = LazyStackedTensorDict.maybe_dense_stack(list(parts), 0)
@@ -189,6 +183,18 @@ class SerialEnv(EnvBase):
         return f"SerialEnv({len(self._envs)} x {self._envs[0]!r})"
 
 
+def _draws_itself(env: Any) -> bool:
+    """Tell whether an environment of ours, or one in it, has a `rand_action` of its own."""
+    if isinstance(env, SerialEnv):
+        own = not _SERIAL_DRAWING.kept_by(type(env), env)
+        return own or any(map(_draws_itself, env.members))
+    return isinstance(env, EnvBase) and not _DRAWING.kept_by(type(env), env)
+
+
+_DRAWING = Methods(EnvBase, ["rand_action"])
+_SERIAL_DRAWING = Methods(SerialEnv, ["rand_action"])
+
+
 def _check_alike(envs: Sequence[Any]) -> None:
     first = envs[0]
     if len({id(env) for env in envs}) < len(envs):
@@ -230,6 +236,42 @@ def trees(env: Any) -> tuple[Any, Any, Any, Any]:
 
 def _present(tensordict: TensorDictBase, keys: Sequence[Key]) -> list[Key]:
     return [key for key in keys if tensordict.get(key, None) is not None]
+
+
+def gym_source(env: Any) -> GymSource | None:
+    """Return the Gymnasium environments inside ``env``, if stepping them is all that it does.
+
+    That is so for a `GymEnv`, and a `SerialEnv` of such that are alike, on the CPU, if no method
+    was replaced.
+    """
+    parts = gym_parts(env)
+    if not parts or any(part.device is not None and part.device.type != "cpu" for part in parts):
+        return None
+    found = [part._gym_source() for part in parts if isinstance(part, GymEnv)]
+    first = found[0]
+    if not all(_same_options(source, first) for source in found):
+        return None
+    return GymSource(
+        tuple(single for source in found for single in source.envs),
+        tuple(env.batch_size),
+        first.categorical,
+        first.observation_dtype,
+        first.info_keys,
+        tuple(seed for source in found for seed in source.seeds),
+    )
+
+
+def gym_parts(env: Any) -> list[EnvBase]:
+    """Return ``env`` and the environments in it, to any depth; empty if not all are stock."""
+    if not isinstance(env, (GymEnv, SerialEnv)) or not is_stock(env):
+        return []
+    parts: list[EnvBase] = [env]
+    for member in env.members if isinstance(env, SerialEnv) else ():
+        inner = gym_parts(member)
+        if not inner:
+            return []
+        parts += inner
+    return parts
 
 
 def _same_options(one: GymSource, other: GymSource) -> bool:

@@ -275,7 +275,7 @@ class TensorDictEnv:
         tensor = window.tensor(key)
         if not self._batch:
             return tensor[0].unbind(0)
-        split = tensor.view(*self._batch, *tensor.shape[1:])
+        split = tensor.view((*self._batch, *tensor.shape[1:]))
         return split.unbind(len(self._batch))
 
 

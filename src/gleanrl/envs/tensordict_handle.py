@@ -29,7 +29,6 @@ class TensorDictHandle:
         """The input of the next step; whoever steps sets the action in it."""
         self.ends = EndFlags(env.full_done_spec, tuple(env.batch_size))
         self.num_envs = math.prod(env.batch_size)
-        self._advance = env.step_and_maybe_reset
         self._unseen = True
         """Whether `root` is a full reset that was not asked for yet."""
         self._closed = False
@@ -41,7 +40,7 @@ class TensorDictHandle:
             The finished step, its ``"next"`` part, and which environments ended and were reset:
             ``None`` if no end flag is set anywhere, ``[]`` if one is that resets nothing.
         """
-        finished, self.root = self._advance(self.root)
+        finished, self.root = self.env.step_and_maybe_reset(self.root)
         self._unseen = False
         after = finished.get(NEXT)
         if not cut and not self.ends.any(after):

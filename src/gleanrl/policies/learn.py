@@ -75,7 +75,9 @@ def _root_entries(
     env: EnvLayout, probe: Window, device: torch.device, is_init: bool
 ) -> dict[Key, torch.Tensor]:
     entries = {
-        field.key: probe.tensor(field.key)[:, 0].reshape(*env.batch_shape, *field.shape).to(device)
+        field.key: probe.tensor(field.key)[:, 0]
+        .reshape((*env.batch_shape, *field.shape))
+        .to(device)
         for field in env.observations
     }
     for group in env.dones:

@@ -17,7 +17,7 @@ from gleanrl.core.protocols import Window
 from gleanrl.envs.gym_batch import FLAGS
 from gleanrl.envs.gym_env import GymEnv
 from gleanrl.envs.registry import without_call_checks
-from gleanrl.envs.serial import SerialEnv, trees
+from gleanrl.envs.serial import SerialEnv, gym_source, trees
 from gleanrl.envs.tensordict_layout import needs_carrier, spec_groups, spec_leaves, state_leaves
 from gleanrl.memory.trees import nest
 from gleanrl.memory.window import RolloutWindow
@@ -64,7 +64,7 @@ class Row(Protocol):
 
 def make_row(envs: SerialEnv) -> Row | None:
     """Return how ``envs`` share memory, ``None`` if their data have no fixed layout."""
-    bare = envs.unwrap()
+    bare = gym_source(envs)
     if bare is not None:
         # Made by this worker, so nobody else relies on the checks.
         fast = tuple(without_call_checks(env) for env in bare.envs)
@@ -159,7 +159,7 @@ class TensorDictRow:
 
         def view(key: Key) -> torch.Tensor:
             tensor = window.tensor(key)[:, 0]
-            return tensor.view(*batch, *tensor.shape[1:])
+            return tensor.view((*batch, *tensor.shape[1:]))
 
         given = {key: view(key) for key in self.inputs}
         self._given = grouped(given, batch, self.groups)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from typing import Any, TypeAlias
 
 import torch
@@ -13,11 +14,11 @@ from tensordict import TensorDictBase
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key
 from gleanrl.memory.replay import saving
-from gleanrl.memory.replay.ahead import Ahead
 from gleanrl.memory.replay.fence import fence
 from gleanrl.memory.replay.items import single, stack
 from gleanrl.memory.replay.limiter import RateLimiter
 from gleanrl.memory.replay.places import flat_places, shown, stored
+from gleanrl.memory.replay.prefetch import Prefetcher, Ticket
 from gleanrl.memory.replay.prioritized import PrioritizedSampler
 from gleanrl.memory.replay.reservation import Reservation
 from gleanrl.memory.replay.samplers import Draw, RandomSampler, Sampler, stamps_of
@@ -106,7 +107,11 @@ class ReplayBuffer:
 
     def _reset_local(self) -> None:
         self._lock = threading.RLock()
-        self._ahead = Ahead(self._make, self._prefetch) if self._prefetch else None
+        self._prefetcher = (
+            Prefetcher(self._make, self._sampler, self._lock, self._prefetch)
+            if self._prefetch
+            else None
+        )
 
     @property
     def storage(self) -> Storage:
@@ -170,8 +175,10 @@ class ReplayBuffer:
             CollectorTimeout: `limiter` held this back for its timeout.
         """
         size = self.batch_size if batch_size is None else batch_size
-        if size is None:
-            raise ConfigError("sample(batch_size), or a batch_size at construction")
+        if size is None or size < 1:
+            raise ConfigError(
+                f"sample() needs a positive batch_size, here or at construction, not {size}"
+            )
         draw, data = self._next(size)
         if not return_info:
             return data
@@ -181,17 +188,25 @@ class ReplayBuffer:
         """Yield samples: an epoch if the sampler has such (without replacement), else endlessly."""
         if self.batch_size is None:
             raise ConfigError("iterating over a buffer needs a batch_size at construction")
-        self._forget()
-        self._sampler.restart()
-        draw: Draw | None = None
-        while draw is None or not draw.last:
+        self._restart()
+        last = begun = False
+        while not last:
             draw, data = self._next(self.batch_size)
+            if begun and draw.first:  # all that was left of the epoch has been overwritten
+                self._restart()
+                return
+            begun, last = True, draw.last
             yield data
+
+    def _restart(self) -> None:
+        with self._lock:
+            self._forget()
+            self._sampler.restart()
 
     def _next(self, size: int) -> tuple[Draw, Any]:
         if self.limiter is not None and len(self):
             self.limiter.admit(self._storage.ledger, self._storage.envs, size)
-        return self._make(size) if self._ahead is None else self._ahead.next(size)
+        return self._make(size) if self._prefetcher is None else self._prefetcher.next(size)
 
     def __getitem__(self, index: Any) -> Any:
         """Return copies of the rows at ``index``: an int, slice, tensor or list of places.
@@ -232,8 +247,9 @@ class ReplayBuffer:
 
     def append_transform(self, transform: Transform) -> ReplayBuffer:
         """Call ``transform`` with every sample, after those that are there."""
-        self._transforms.append(transform)
-        self._forget()
+        with self._lock:
+            self._transforms.append(transform)
+            self._forget()
         return self
 
     def share(self) -> ReplayBuffer:
@@ -271,9 +287,19 @@ class ReplayBuffer:
         with self._lock:
             return {
                 "storage": saving.storage_state(self._storage),
-                "sampler": self._sampler.state_dict(),
+                "sampler": self._sampler_state(),
                 "batch_size": self.batch_size,
             }
+
+    def _sampler_state(self) -> dict[str, Any]:
+        """Return the sampler's state before the samples that were made ahead."""
+        if self._prefetcher is None:
+            return self._sampler.state_dict()
+        position = self._sampler.position()
+        self._sampler.seek(self._prefetcher.position())
+        state = self._sampler.state_dict()
+        self._sampler.seek(position)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put a state back, replacing what is stored.
@@ -288,7 +314,7 @@ class ReplayBuffer:
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write everything to the directory ``path``: raw tensors and JSON, no pickle."""
         with self._lock:
-            saving.write(path, self._storage, self._sampler.state_dict())
+            saving.write(path, self._storage, self._sampler_state())
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Replace what is stored by what `dumps` wrote.
@@ -313,8 +339,8 @@ class ReplayBuffer:
             self._sampler.restart()
 
     def _forget(self) -> None:
-        if self._ahead is not None:
-            self._ahead.forget()
+        if self._prefetcher is not None:
+            self._prefetcher.forget()
 
     def _tensors(self) -> LazyTensorStorage:
         storage = self._storage
@@ -326,12 +352,29 @@ class ReplayBuffer:
             raise ReplayError("what rows look like is not known: extend() or initialise() first")
         return storage
 
-    def _make(self, size: int) -> tuple[Draw, Any]:
+    def _make(self, size: int, ticket: Ticket | None = None) -> tuple[Draw, Any]:
         with self._lock:
-            draw, data = self._read(
-                lambda: self._sampler.draw(self._storage, size, self._generator)
-            )
+            if ticket is not None:
+                if ticket.dropped:
+                    raise CancelledError
+                ticket.position, ticket.drawn = self._sampler.position(), True
+            draw, data = self._draw(size)
         return draw, self._finish(draw, data)
+
+    def _draw(self, size: int) -> tuple[Draw, Any]:
+        """Draw rows and copy them; what could not be copied whole was never drawn."""
+        sampler, storage = self._sampler, self._storage
+        position = sampler.position()
+
+        def choose() -> Draw:
+            sampler.seek(position)
+            return sampler.draw(storage, size, self._generator)
+
+        try:
+            return self._read(choose)
+        except BaseException:
+            sampler.seek(position)
+            raise
 
     def _read(self, choose: Callable[[], Draw]) -> tuple[Draw, Any]:
         """Choose rows and copy them; who writes meanwhile makes us choose again."""
@@ -343,6 +386,7 @@ class ReplayBuffer:
                 # What was there may have gone while we looked: only the locked look decides.
                 break
             assert draw.seen is not None
+            fence()
             data = storage.gather(draw.index, self._extra(draw))
             fence()
             if torch.equal(stamps_of(storage, draw.index), draw.seen):
@@ -380,7 +424,7 @@ class ReplayBuffer:
             data.set(name, marks if flag is None else flag | marks)
 
     def __getstate__(self) -> dict[str, Any]:
-        local = ("_lock", "_ahead")
+        local = ("_lock", "_prefetcher")
         state = {name: value for name, value in self.__dict__.items() if name not in local}
         state["_generator"] = None
         return state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,6 +30,28 @@ class Runs:
     length: torch.Tensor
     stamps: torch.Tensor
     """Stamps of all slots when these were found."""
+
+    def select(self, which: torch.Tensor) -> Runs:
+        """Return some of the runs."""
+        return replace(self, slot=self.slot[which], env=self.env[which], length=self.length[which])
+
+    def remaining(self, stamps: torch.Tensor) -> Runs:
+        """Return what is behind the last overwritten row of each run, by the ``stamps`` of now."""
+        run, step, _ = steps_of(self.length)
+        slots = (self.slot[run] + step) % len(self.stamps)
+        gone = stamps[slots] != self.stamps[slots]
+        lost = torch.zeros_like(self.length)
+        lost.scatter_reduce_(0, run[gone], step[gone] + 1, "amax")
+        slot = (self.slot + lost) % max(len(self.stamps), 1)
+        return replace(self, slot=slot, length=self.length - lost)
+
+
+def steps_of(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return of every step of stretches of these lengths its stretch and number, and their ends."""
+    ends = length.cumsum(0)
+    run = torch.arange(len(length)).repeat_interleave(length)
+    step = torch.arange(len(run)) - (ends - length)[run]
+    return run, step, ends
 
 
 class RunFinder:

@@ -27,6 +27,8 @@ class Draw:
     """More entries of the sample, ``[n]``."""
     ends: torch.Tensor | None = None
     """Which frames end a slice, bool ``[n]``."""
+    first: bool = False
+    """Whether an epoch began with these."""
     last: bool = False
     """Whether an epoch ended with these."""
 
@@ -44,6 +46,13 @@ class Sampler:
 
     def restart(self) -> None:
         """Begin a new epoch with the next draw."""
+
+    def position(self) -> Any:
+        """Return where the epoch is, for `seek`; later draws must not change what is returned."""
+        return None
+
+    def seek(self, position: Any) -> None:
+        """Go back to a `position`: what was drawn since then was not delivered."""
 
     def update_priority(
         self, storage: Storage, index: torch.Tensor, priority: torch.Tensor
@@ -90,51 +99,63 @@ class SamplerWithoutReplacement(Sampler):
     def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
         self.drop_last = drop_last
         self.shuffle = shuffle
-        self._order = torch.empty(0, dtype=torch.int64)
-        self._next = 0
+        self.restart()
 
     def restart(self) -> None:
         """Begin a new epoch with the next draw."""
-        self._order = self._order[:0]
+        self._order = self._stamps = torch.empty(0, dtype=torch.int64)
         self._next = 0
+
+    def position(self) -> Any:
+        """Return what the epoch holds and how far it is."""
+        return self._order, self._stamps, self._next
+
+    def seek(self, position: Any) -> None:
+        """Deliver again what was drawn since ``position``."""
+        self._order, self._stamps, self._next = position
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
         """Take the next ``count`` rows of the epoch, or what is left of it."""
-        if self._next >= len(self._order):
-            self._begin(storage, generator)
-        if self.drop_last and len(self._order) < count:
-            raise ReplayError(
-                f"an epoch over {len(self._order)} rows has no whole batch of {count}; lower the "
-                "batch size, or drop_last=False"
-            )
+        first = self._next == 0
         chosen, seen = self._take(storage, count)
-        if not len(chosen):  # the whole rest of the epoch was overwritten
-            self.restart()
-            return self.draw(storage, count, generator)
+        if not len(chosen) or (self.drop_last and len(chosen) < count):
+            # Nothing was begun, or the rest of the epoch was overwritten.
+            first = True
+            self._begin(storage, generator)
+            chosen, seen = self._take(storage, count)
+            if self.drop_last and len(chosen) < count:
+                raise ReplayError(
+                    f"an epoch over {len(self._order)} rows has no whole batch of {count}; lower "
+                    "the batch size, or drop_last=False"
+                )
+            if not len(chosen):
+                raise empty_error(storage)
         left = len(self._order) - self._next
         last = left == 0 or (self.drop_last and left < count)
         if last:
             self.restart()
-        return Draw(chosen, seen, last=last)
+        return Draw(chosen, seen, first=first, last=last)
 
     def _begin(self, storage: Storage, generator: torch.Generator | None) -> None:
-        slots = torch.from_numpy(np.flatnonzero(storage.ledger.stamps[: storage.ledger.top] > 0))
+        stamps = torch.from_numpy(storage.ledger.stamps[: storage.ledger.top].copy())
+        slots = (stamps > 0).nonzero().squeeze(1)
         if not len(slots):
             raise empty_error(storage)
         envs = storage.envs
-        if envs > 1:
-            slots = (slots.unsqueeze(1) * envs + torch.arange(envs)).flatten()
+        order = (slots.unsqueeze(1) * envs + torch.arange(envs)).flatten() if envs > 1 else slots
         if self.shuffle:
-            slots = slots[torch.randperm(len(slots), generator=generator)]
-        self._order, self._next = slots, 0
+            order = order[torch.randperm(len(order), generator=generator)]
+        self._order, self._next = order, 0
+        self._stamps = stamps[order.div(envs, rounding_mode="floor") if envs > 1 else order]
 
     def _take(self, storage: Storage, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take rows that are still those with which the epoch began."""
         parts, stamps = [self._order[:0]], [self._order[:0]]
         while count > 0 and self._next < len(self._order):
-            part = self._order[self._next : self._next + count]
+            taken = slice(self._next, self._next + count)
+            part, seen = self._order[taken], self._stamps[taken]
             self._next += len(part)
-            seen = stamps_of(storage, part)
-            good = seen > 0
+            good = stamps_of(storage, part) == seen
             parts.append(part[good])
             stamps.append(seen[good])
             count -= len(parts[-1])
@@ -147,6 +168,9 @@ class SamplerWithoutReplacement(Sampler):
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
         """Continue the epoch."""
         self._order, self._next = state["order"].clone(), 0
+        self._stamps = stamps_of(storage, self._order)
+        whole = self._stamps > 0
+        self._order, self._stamps = self._order[whole], self._stamps[whole]
 
 
 def stamps_of(storage: Storage, index: torch.Tensor) -> torch.Tensor:

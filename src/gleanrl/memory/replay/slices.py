@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import TRAJ_IDS, Key, NestedKey, as_key, show
-from gleanrl.memory.replay.runs import Bools, Places, RunFinder, Runs
+from gleanrl.memory.replay.runs import Bools, Places, RunFinder, Runs, steps_of
 from gleanrl.memory.replay.samplers import Draw, Sampler
 from gleanrl.memory.replay.storages import Storage
 
@@ -68,19 +69,21 @@ class SliceSampler(Sampler):
         """Choose slices of ``count`` frames together (fewer if some are short)."""
         slices, length = self._sizes(count)
         runs = self._finder.runs(storage)
-        eligible = torch.arange(len(runs.length))
-        if self.strict_length:
-            eligible = (runs.length >= length).nonzero().squeeze(1)
+        eligible = self._eligible(runs, length)
+        chosen = eligible[torch.randint(len(eligible), (slices,), generator=generator)]
+        return _slices(storage, runs.select(chosen), length, generator)
+
+    def _eligible(self, runs: Runs, length: int) -> torch.Tensor:
+        """Return which runs are long enough for slices of ``length``."""
+        least = length if self.strict_length else 1
+        eligible = (runs.length >= least).nonzero().squeeze(1)
         if not len(eligible):
             longest = int(runs.length.max()) if len(runs.length) else 0
             raise ReplayError(
                 f"no trajectory has {length} steps in a row (the longest: {longest}); "
                 "shorten slices, or strict_length=False"
             )
-        chosen, last = self._choose(runs, eligible, slices, generator)
-        draw = _slices(storage, runs, chosen, length, generator)
-        draw.last = last
-        return draw
+        return eligible
 
     def _sizes(self, count: int) -> tuple[int, int]:
         parts = self.num_slices or self.slice_len or 1
@@ -88,11 +91,6 @@ class SliceSampler(Sampler):
             name = "num_slices" if self.num_slices else "slice_len"
             raise ConfigError(f"a batch of {count} is not divisible by {name} ({parts})")
         return (parts, count // parts) if self.num_slices else (count // parts, parts)
-
-    def _choose(
-        self, runs: Runs, eligible: torch.Tensor, slices: int, generator: torch.Generator | None
-    ) -> tuple[torch.Tensor, bool]:
-        return eligible[torch.randint(len(eligible), (slices,), generator=generator)], False
 
     def _same(self, storage: Storage, rows: Places, before: Places) -> Bools:
         """Tell whether ``rows`` may continue the ones ``before`` them, ``[n, envs]``."""
@@ -113,38 +111,80 @@ class SliceSampler(Sampler):
 
 
 class SliceSamplerWithoutReplacement(SliceSampler):
-    """Slices of which every trajectory gives one per epoch (or, if rows come, per their number).
+    """Slices of which every trajectory gives one per epoch.
 
-    Arguments as in `SliceSampler`. An epoch begins anew when rows were written.
+    An epoch is over the trajectories that there were when it began. Of those of which rows were
+    overwritten meanwhile, slices are taken from the rest. Arguments as in `SliceSampler`, and:
+
+    Args:
+        shuffle: Trajectories in random order; in that of their places otherwise.
+        drop_last: Leave out the last batch of an epoch if it has fewer slices.
     """
 
     def __init__(self, *, shuffle: bool = True, drop_last: bool = False, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self._order = torch.empty(0, dtype=torch.int64)
-        self._epoch: Runs | None = None
+        self.restart()
 
     def restart(self) -> None:
         """Begin a new epoch with the next draw."""
-        self._epoch = None
+        self._epoch: Runs | None = None
+        self._next = 0
 
-    def _choose(
-        self, runs: Runs, eligible: torch.Tensor, slices: int, generator: torch.Generator | None
-    ) -> tuple[torch.Tensor, bool]:
-        if self._epoch is not runs or not len(self._order):
-            number = len(eligible)
-            order = torch.randperm(number, generator=generator) if self.shuffle else slice(None)
-            self._order, self._epoch = eligible[order], runs
-        if self.drop_last and len(self._order) < slices:
-            raise ReplayError(
-                f"an epoch over {len(self._order)} trajectories has no whole batch of {slices}"
-            )
-        chosen, self._order = self._order[:slices], self._order[slices:]
-        last = not len(self._order) or (self.drop_last and len(self._order) < slices)
-        if last:
+    def position(self) -> Any:
+        """Return the runs of the epoch and how far it is."""
+        return self._epoch, self._next
+
+    def seek(self, position: Any) -> None:
+        """Deliver again what was drawn since ``position``."""
+        self._epoch, self._next = position
+
+    def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
+        """Choose slices of the next trajectories of the epoch."""
+        slices, length = self._sizes(count)
+        first, epoch = self._next == 0, self._epoch
+        runs = None if epoch is None else self._take(storage, epoch, slices, length)
+        if epoch is None or runs is None:
+            first, epoch = True, self._begin(storage, length, generator)
+            runs = self._take(storage, epoch, slices, length)
+            if runs is None:
+                raise ReplayError(
+                    f"an epoch over {len(epoch.length)} trajectories has no whole batch of "
+                    f"{slices} slices; lower the batch size, or drop_last=False"
+                )
+        left = len(epoch.length) - self._next
+        draw = _slices(storage, runs, length, generator)
+        draw.first, draw.last = first, left == 0 or (self.drop_last and left < slices)
+        if draw.last:
             self.restart()
-        return chosen, last
+        return draw
+
+    def _begin(self, storage: Storage, length: int, generator: torch.Generator | None) -> Runs:
+        runs = self._finder.runs(storage)
+        eligible = self._eligible(runs, length)
+        if self.shuffle:
+            eligible = eligible[torch.randperm(len(eligible), generator=generator)]
+        self._next, self._epoch = 0, replace(runs.select(eligible), stamps=runs.stamps.clone())
+        return self._epoch
+
+    def _take(self, storage: Storage, epoch: Runs, slices: int, length: int) -> Runs | None:
+        """Take the next runs; ``None`` if none are left, or too few for a batch."""
+        parts, have = [], 0
+        while have < slices and self._next < len(epoch.length):
+            some = torch.arange(len(epoch.length))[self._next :][: slices - have]
+            left = epoch.select(some).remaining(storage.ledger.words)
+            parts.append(left.select(left.length >= (length if self.strict_length else 1)))
+            self._next += len(some)
+            have += len(parts[-1].length)
+        if not have or (self.drop_last and have < slices):
+            return None
+        return Runs(
+            torch.cat([part.slot for part in parts]),
+            torch.cat([part.env for part in parts]),
+            torch.cat([part.length for part in parts]),
+            epoch.stamps,
+        )
 
 
 def _column(storage: Storage, key: Key) -> Any:
@@ -157,22 +197,13 @@ def _column(storage: Storage, key: Key) -> Any:
     return column[:, :, 0].numpy()
 
 
-def _slices(
-    storage: Storage,
-    runs: Runs,
-    chosen: torch.Tensor,
-    length: int,
-    generator: torch.Generator | None,
-) -> Draw:
-    lengths = runs.length[chosen]
-    room = (lengths - length).clamp_min_(0) + 1
-    share = torch.rand(len(chosen), dtype=torch.float64, generator=generator)
-    start = runs.slot[chosen] + torch.minimum((share * room).long(), room - 1)
-    taken = lengths.clamp_max(length)
-    ends = taken.cumsum(0)
-    steps = torch.arange(int(ends[-1])) - (ends - taken).repeat_interleave(taken)
-    slots = (start.repeat_interleave(taken) + steps) % len(runs.stamps)
+def _slices(storage: Storage, runs: Runs, length: int, generator: torch.Generator | None) -> Draw:
+    """Draw where a slice of each run begins."""
+    room = (runs.length - length).clamp_min_(0) + 1
+    share = torch.rand(len(room), dtype=torch.float64, generator=generator)
+    start = runs.slot + torch.minimum((share * room).long(), room - 1)
+    run, step, ends = steps_of(runs.length.clamp_max(length))
+    slots = (start[run] + step) % len(runs.stamps)
     marks = torch.zeros(len(slots), dtype=torch.bool)
     marks[ends - 1] = True
-    index = slots * storage.envs + runs.env[chosen].repeat_interleave(taken)
-    return Draw(index, runs.stamps[slots], ends=marks)
+    return Draw(slots * storage.envs + runs.env[run], runs.stamps[slots], ends=marks)

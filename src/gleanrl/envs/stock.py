@@ -1,0 +1,63 @@
+"""Whether an object does exactly what its class was written to do.
+
+Some environments are taken apart, so that what is inside can be stepped directly. That gives the
+same data only if nobody replaced a method: in a subclass, on the instance, or on the class itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+C = TypeVar("C", bound=type)
+
+
+class Methods:
+    """Methods and properties of a class as they are when this is made."""
+
+    def __init__(self, cls: type, names: Iterable[str] | None = None) -> None:
+        """Remember those called ``names``; all by default."""
+        self._names = frozenset(names or (name for name in dir(cls) if _counts(cls, name)))
+        self._read = operator.attrgetter(*self._names)
+        self._found = self._read(cls)
+
+    def kept_by(self, kind: type, *objects: Any) -> bool:
+        """Tell whether ``kind``, a subclass, and its instances ``objects`` replace none of them."""
+        return bool(self._read(kind) == self._found) and all(
+            self._names.isdisjoint(vars(each)) for each in objects
+        )
+
+
+def _counts(cls: type, name: str) -> bool:
+    value = inspect.getattr_static(cls, name)
+    if name.startswith("__") and name != "__getattribute__":
+        return False
+    # A class method, looked up on a subclass, is another object; they only construct.
+    return not isinstance(value, classmethod) and (callable(value) or isinstance(value, property))
+
+
+_WRITTEN: dict[type, Methods] = {}
+
+
+def stock(cls: C) -> C:
+    """Remember the methods and properties of ``cls`` as they are now. A class decorator."""
+    _WRITTEN[cls] = Methods(cls)
+    return cls
+
+
+def is_stock(*objects: Any) -> bool:
+    """Tell whether all are of classes marked by `stock`, and no method of theirs was replaced.
+
+    A subclass that only adds to its class (a constructor, further methods) passes.
+    """
+    kinds: dict[type, list[Any]] = {}
+    for each in objects:
+        kinds.setdefault(type(each), []).append(each)
+    return all(_is_stock(kind, each) for kind, each in kinds.items())
+
+
+def _is_stock(kind: type, objects: list[Any]) -> bool:
+    known = next((_WRITTEN[cls] for cls in kind.__mro__ if cls in _WRITTEN), None)
+    return known is not None and known.kept_by(kind, *objects)
