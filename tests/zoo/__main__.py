@@ -7,7 +7,8 @@ import random
 import re
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Callable
 from fnmatch import fnmatch
 
 from tests.zoo.environments import ENVIRONMENTS
@@ -16,7 +17,7 @@ from tests.zoo.policies import POLICIES
 
 
 def main() -> int:
-    """Check pairs, print those that break the law, and a table of what broke how often."""
+    """Check pairs, show those that break the law, and a table of what broke how often."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every pair (hours)")
     parser.add_argument("--sample", type=int, default=500, help="so many pairs (500)")
@@ -32,29 +33,34 @@ def main() -> int:
     ]
     if not given.all and len(chosen) > given.sample:
         chosen = random.Random(given.seed).sample(chosen, given.sample)
-    broken = judge(chosen, check_workers if given.workers else check)
-    return 1 if broken else 0
+    return 1 if judge(chosen, check_workers if given.workers else check) else 0
 
 
-def judge(chosen: list[tuple[str, str]], law: object) -> int:
+def judge(chosen: list[tuple[str, str]], law: Callable[..., list[str]]) -> int:
     """Check every pair and return how many break the law."""
-    start, causes, by = time.monotonic(), Counter(), defaultdict(Counter)
-    broken = 0
+    start, broken = time.monotonic(), 0
+    tables: dict[str, Counter[str]] = {"cause": Counter(), "policy": Counter(), "env": Counter()}
     for policy, env in chosen:
         found = law(POLICIES[policy], ENVIRONMENTS[env])
-        broken += bool(found)
-        for part, name in (("policy", policy), ("environment", env)):
-            by[part][name] += bool(found)
-        if found:
-            print(f"{policy} x {env}: {found[0]}", *found[1:4], sep="\n    ", flush=True)
-            causes[re.sub(r"\d+", "#", found[0])[:160]] += 1
+        if not found:
+            continue
+        broken += 1
+        show(f"{policy} x {env}: " + "\n    ".join(found[:4]))
+        rows = (("cause", re.sub(r"\d+", "#", found[0])[:160]), ("policy", policy), ("env", env))
+        for title, name in rows:
+            tables[title][name] += 1
     taken = time.monotonic() - start
-    print(f"\n{broken} of {len(chosen)} pairs break the law ({taken:.0f} s)")
-    for title, table in (("cause", causes), *by.items()):
+    show(f"\n{broken} of {len(chosen)} pairs break the law ({taken:.0f} s)")
+    for title, table in tables.items():
         for name, count in table.most_common(25):
-            if count:
-                print(f"{title:>12} {count:5} {name}")
+            show(f"{title:>8} {count:5} {name}")
     return broken
+
+
+def show(text: str) -> None:
+    """Write ``text`` at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

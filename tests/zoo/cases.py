@@ -19,7 +19,7 @@ class Action:
     """What an environment wants as ``"action"``, without its batch shape."""
 
     kind: str
-    """``continuous``, ``index``, ``onehot``, ``multi`` (several indices), ``binary`` or ``other``."""
+    """``continuous``, ``index``, ``onehot``, ``multi`` (some indices), ``binary`` or ``other``."""
     shape: tuple[int, ...] = ()
     n: int = 0
     """Choices of an index or a one-hot vector."""
@@ -76,7 +76,7 @@ class Policy:
     """Keys of its inputs and outputs, if it takes tensors; ``None``: the observation."""
     outs: tuple[Any, ...] = ()
     changes: tuple[Callable[[Any], None], ...] = ()
-    """Applied to the policy one after the other, before every batch but the first."""
+    """Applied to every module of the policy, two before each batch but the first."""
     states: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
     """Recurrent state that is provided to it, by key: its shape."""
     is_init: bool = False

@@ -110,14 +110,21 @@ def path(fast: bool | None) -> dict[str, Any]:
 
 
 def changing(policy: Policy, env: Environment, module: Any) -> Iterator[None]:
-    """Apply the policy's changes to ``module``, one at every step of the iteration.
+    """Apply the policy's changes to ``module``, two at every step of the iteration.
 
     None for environments of which steps were already made, with the policy as it was then.
     """
-    for change in policy.changes:
-        if isinstance(module, nn.Module) and "unaligned" not in env.tags:
+    for changes in steps_of(policy, env, module):
+        for change in changes:
             module.apply(change)
         yield
+
+
+def steps_of(policy: Policy, env: Environment, module: Any) -> list[tuple[Callable, ...]]:
+    """Return the changes to make before each batch but the first."""
+    if "unaligned" in env.tags or not isinstance(module, nn.Module):
+        return []
+    return [policy.changes[i : i + 2] for i in range(0, len(policy.changes), 2)]
 
 
 def run(rollout: Callable[[], TensorDictBase], batches: int, changes: Iterator[None]) -> Outcome:
@@ -278,13 +285,13 @@ def changing_workers(
     policy: Policy, env: Environment, module: Any, collector: Any
 ) -> Iterator[None]:
     """Apply the policy's changes in all workers: weights as an update of the learner's."""
-    for change in policy.changes:
-        if isinstance(module, nn.Module) and "unaligned" not in env.tags:
+    for changes in steps_of(policy, env, module):
+        for change in changes:
             module.apply(change)
-            if change in WEIGHTS:
-                collector.update_policy_weights_()
-            else:
+            if change not in WEIGHTS:
                 collector.cascade_execute("policy.apply", change)
+        if set(changes) & set(WEIGHTS):
+            collector.update_policy_weights_()
         yield
 
 

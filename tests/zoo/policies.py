@@ -912,14 +912,12 @@ def _(env: Environment) -> Any:
 
 @policy("Composite-two", pushes, draws=True)
 def _(env: Environment) -> Any:
-    n = env.action.logits
     parts = mod(
         TwoHeads(env),
         env.obs,
         [("params", "action", "loc"), ("params", "action", "scale"), ("params", "side", "logits")],
     )
     maps = {"action": rl.IndependentNormal, "side": D.Categorical}
-    assert n
     return ProbSeq(
         parts,
         Prob(
@@ -1084,7 +1082,7 @@ add(
 @policy("ConsistentDropout", draws=True, is_init=True, mixes=True)
 def _(env: Environment) -> Any:
     net = body(env)
-    drop = rl.ConsistentDropoutModule(0.5, "hidden", input_shape=(*env.batch, 8))
+    drop = rl.ConsistentDropoutModule(0.5, ["hidden", "kept"], input_shape=(*env.batch, 8))
     return Seq(
         mod(net[:-1], env.obs, "hidden"), drop, mod(net[-1], "hidden", "logits"), chooser(env)
     )
@@ -1277,9 +1275,6 @@ class Callable_:
     def method(self, td: TensorDictBase) -> TensorDictBase:
         return self.act(td)
 
-    def tensors(self, observation: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
 
 ON_TD: dict[str, Callable] = {
     "function": function,
@@ -1290,18 +1285,8 @@ ON_TD: dict[str, Callable] = {
     "callable-object": Callable_,
     "bound-method": lambda env: Callable_(env).method,
     "partial": lambda env: functools.partial(lambda module, td: module(td), actor(env)),
-    "lambda": lambda env: lambda td: actor_of(env)(td),
+    "lambda": lambda env: (lambda module: lambda td: module(td))(actor(env)),
 }
-
-
-@functools.cache
-def cached_actor(name: str) -> Any:
-    raise KeyError(name)
-
-
-def actor_of(env: Environment) -> Any:
-    with torch.random.fork_rng():
-        return actor(env)
 
 
 for name, make in ON_TD.items():
@@ -1572,12 +1557,8 @@ def odd(after: Callable) -> Callable[[Environment], Any]:
     return lambda env: Odd(env, after)
 
 
-def fits_actor(fits: Callable) -> Callable[[Environment], bool]:
-    return both(anything, fits)
-
-
 for name, (after, fits, more) in ODD.items():
-    add(f"odd-{name}", odd(after), fits_actor(fits), **more)
+    add(f"odd-{name}", odd(after), both(anything, fits), **more)
 add("odd-previous", lambda env: Odd(env, lambda self, td: None, reads_last_action), anything)
 
 
