@@ -602,7 +602,7 @@ class LouderGymEnv(gleanrl.envs.GymEnv):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         out = super()._step(tensordict)
-        return out.set("reward", out.get("reward") * 7)
+        return out.set("reward", out.get("reward") * 8)
 
 
 def loud() -> gym.Env:
@@ -615,7 +615,7 @@ def later_patched() -> Any:
 
     def louder(tensordict: TensorDictBase) -> TensorDictBase:
         out = step(tensordict)
-        out["next", "reward"] = out["next", "reward"] * 7
+        out["next", "reward"] = out["next", "reward"] * 8
         return out
 
     env.step = louder

@@ -173,4 +173,4 @@ class Louder(gym.Wrapper):
 
     def step(self, action: Any) -> Any:
         seen, paid, *rest = self.env.step(action)
-        return (seen, paid * 7, *rest)
+        return (seen, paid * 8, *rest)

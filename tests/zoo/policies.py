@@ -1065,7 +1065,6 @@ add(
     pushes,
     (count_down, *GENERIC),
     draws=True,
-    is_init=True,
     mixes=True,
 )
 add(
@@ -1074,12 +1073,11 @@ add(
     pushes,
     (count_down, *GENERIC),
     draws=True,
-    is_init=True,
     mixes=True,
 )
 
 
-@policy("ConsistentDropout", draws=True, is_init=True, mixes=True)
+@policy("ConsistentDropout", draws=True, mixes=True)
 def _(env: Environment) -> Any:
     net = body(env)
     drop = rl.ConsistentDropoutModule(0.5, ["hidden", "kept"], input_shape=(*env.batch, 8))

@@ -43,6 +43,11 @@ def sample(seed: int) -> list[tuple[str, str]]:
     return chosen
 
 
+def agree(found: list[str]) -> None:
+    """Fail with what was found."""
+    assert not found, "\n".join(found)
+
+
 def test_the_zoo_is_large() -> None:
     assert len(POLICIES) >= 150
     assert len(ENVIRONMENTS) >= 60
@@ -52,7 +57,7 @@ def test_the_zoo_is_large() -> None:
 
 @pytest.mark.parametrize(("policy", "env"), sample(0))
 def test_plain_fast_and_reference_agree(policy: str, env: str) -> None:
-    assert check(POLICIES[policy], ENVIRONMENTS[env]) == []
+    agree(check(POLICIES[policy], ENVIRONMENTS[env]))
 
 
 WORKERS = [
@@ -65,7 +70,7 @@ WORKERS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "env"), WORKERS)
 def test_workers_agree(policy: str, env: str) -> None:
-    assert check_workers(POLICIES[policy], ENVIRONMENTS[env]) == []
+    agree(check_workers(POLICIES[policy], ENVIRONMENTS[env]))
 
 
 def torchrl(policy: str, env: str) -> Outcome:
@@ -107,4 +112,4 @@ def torchrl(policy: str, env: str) -> Outcome:
 def test_the_reference_is_what_torchrl_collects(policy: str, env: str) -> None:
     torch.manual_seed(0)
     expected = reference(POLICIES[policy], ENVIRONMENTS[env])
-    assert differences(expected, torchrl(policy, env)) == []
+    agree(differences(expected, torchrl(policy, env)))
