@@ -81,7 +81,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
         batch = self._gather(feed)
         if batch is None:  # workers have put it into the buffer themselves
             return deque([None])
-        return self._pipeline(batch, self.post_collect_hook)
+        return self._pipeline(batch, self.post_collect_hook if self._hooks_here else None)
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         batch, reports = self._engine.collect(self._budget, self._timeout, feed)
@@ -139,7 +139,8 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
         It can where batches are delivered as they were collected: not with ``postproc``, a hook, a
         replay buffer, trajectories cut out, or data of no fixed shape, and not by a subclass.
         """
-        own = vars(type(self)).get("_as_gathered", False) and self.post_collect_hook is None
+        hooked = self._hooks_here and self.post_collect_hook is not None
+        own = vars(type(self)).get("_as_gathered", False) and not hooked
         here = self.storing_device is None or self.storing_device.type == "cpu"
         if not (own and here and self._pipeline.plain):
             return None
@@ -217,6 +218,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
             "env_state_dict": worker.pop("env"),
             "frames": self._budget.delivered,
             "iter": self._batches,
+            "policy_version": worker["policy_version"],
             "worker": worker,
         }
 
@@ -246,6 +248,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
             "frames": self._budget.delivered,
             "batches": self._batches,
             "frames_per_batch": self._budget.limits.frames_per_batch,
+            "requested_frames_per_batch": self._budget.limits.frames_per_batch,
             "frames_discarded": engine.discarded + self._pipeline.discarded,
             "batches_copied": engine.copies,
             "memory_bytes": engine.nbytes,
@@ -304,26 +307,6 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
         """Whether the collector was shut down."""
         return self._engine.closed
 
-    def getattr_policy(self, attr: str) -> Any:
-        """Return an attribute of the policy that runs; of the first worker's, if there are several.
-
-        Raises:
-            AttributeError: it has none of that name.
-        """
-        return self._engine.ask(m.Get(f"policy.{attr}"))
-
-    def getattr_env(self, attr: str) -> Any:
-        """Return an attribute of the environment; of the first worker's, if there are several.
-
-        Raises:
-            AttributeError: it has none of that name.
-        """
-        return self._engine.ask(m.Get(f"env.{attr}"))
-
-    def getattr_rb(self, attr: str) -> Any:
-        """Return an attribute of the replay buffer."""
-        return getattr(self.replay_buffer, attr)
-
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Resolve a path such as ``"env.transform[0]"`` and call it; return it if not callable.
 
@@ -331,17 +314,18 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
             AttributeError: an attribute is missing.
             ValueError: arguments for something that is not callable.
         """
-        return self._engine.ask(m.Call(attr_path, args, kwargs))
+        with self._engine.turn(None):  # nothing is collected meanwhile
+            return super().cascade_execute(attr_path, *args, **kwargs)
 
-    def get_distant_attr(self, attr: str) -> Any:
-        """Return what a path such as ``"policy.module"`` names."""
-        return self._engine.ask(m.Get(attr))
-
-    def _call_method(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        target = self.get_distant_attr(method)
-        if not callable(target):  # the error callers of a missing method expect
-            raise AttributeError(f"{method!r} is a {type(target).__name__}, not a method")
-        return self.cascade_execute(method, *args, **kwargs)
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call a method once per entry of the argument lists; see `BaseCollector.map_fn`."""
+        with self._engine.turn(None):
+            return super().map_fn(method_name, list_of_args, list_of_kwargs)
 
     def shutdown(
         self,

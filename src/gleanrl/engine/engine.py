@@ -59,6 +59,8 @@ class Engine:
         """Per worker, what it has delivered."""
         self.lives = [0] * self._workers
         """Per worker how often it was lost before: its life now; if it is lost, its next one."""
+        self.standing: dict[str, m.Command] = {}
+        """Commands, by what they set, that hold for whoever takes the place of a worker as well."""
         self.backend = make_backend(self._open_window)
         self.dispatcher = Dispatcher(self.backend, self._workers)
         try:

@@ -1,12 +1,17 @@
-"""Registered Gymnasium environments: making one from its id."""
+"""Registered Gymnasium environments: making one from its id, and sending registrations on."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import importlib.util
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 
 from gleanrl.core.errors import ConfigError, UnknownEnvError
@@ -21,16 +26,46 @@ def make_gym(given: str | gym.envs.registration.EnvSpec, **kwargs: Any) -> gym.E
 
     Raises:
         UnknownEnvError: the id is not registered.
-        ConfigError: a package it needs is missing.
+        ConfigError: a module it needs is missing, or it cannot be made.
     """
     if isinstance(given, str):
         import_plugin(given)
+    name = given if isinstance(given, str) else given.id
     try:
         return gym.make(given, **kwargs)
-    except gym.error.DependencyNotInstalled as err:
-        raise ConfigError(f"environment {given!r} needs a package that is missing: {err}") from err
-    except (gym.error.UnregisteredEnv, gym.error.Error, ModuleNotFoundError) as err:
-        raise UnknownEnvError(unknown_env_message(str(given), err)) from err
+    except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as err:
+        raise UnknownEnvError(unknown_env_message(name, err)) from err
+    except (ImportError, gym.error.DependencyNotInstalled) as err:
+        raise ConfigError(_import_message(name, err)) from err
+    except gym.error.UnregisteredEnv as err:  # a version that does not exist, say
+        raise UnknownEnvError(unknown_env_message(name, err)) from err
+    except gym.error.Error as err:
+        raise (ConfigError if _is_registered(given) else UnknownEnvError)(
+            f"environment {name!r} cannot be made: {err}"
+        ) from err
+
+
+def _is_registered(given: str | gym.envs.registration.EnvSpec) -> bool:
+    return not isinstance(given, str) or given in gym.registry
+
+
+def _import_message(name: str, err: Exception) -> str:
+    """Say which module an environment lacks."""
+    module = name.partition(":")[0] if ":" in name else None
+    what = "is registered, but cannot be made"
+    if module is not None:
+        what = f"needs the module {module!r}, which registers it and cannot be imported"
+    lacking = _missing_module(err)
+    hint = f"; install what provides {lacking!r}" if lacking else ""
+    return f"environment {name!r} {what}: {err}{hint}"
+
+
+def _missing_module(err: BaseException | None) -> str | None:
+    while err is not None:
+        if isinstance(err, ImportError) and err.name:
+            return err.name
+        err = err.__cause__
+    return None
 
 
 _CALL_CHECKS = (stock(gym.wrappers.OrderEnforcing), stock(gym.wrappers.PassiveEnvChecker))
@@ -79,3 +114,79 @@ def import_plugin(env_id: str) -> None:
     if module is None or env_id in gym.registry or importlib.util.find_spec(module) is None:
         return
     gym.register_envs(importlib.import_module(module))
+
+
+# -- sending registrations to other processes ------------------------------------------------------
+
+_IMPORT = uuid.uuid4()
+
+
+def _this_process() -> tuple[uuid.UUID, int]:
+    return _IMPORT, os.getpid()  # a fork has the same module, a node may have the same number
+
+
+@dataclass(frozen=True, slots=True)
+class _NotSent:
+    """Stands for an environment whose registration could not be sent to this process."""
+
+    name: str
+    reason: str
+
+    def __call__(self, **kwargs: Any) -> Any:
+        """Say so.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"environment {self.name!r} is registered in the learner's process, but its "
+            f"registration could not be sent to this one ({self.reason}); register it in a module "
+            "that can be imported here and import that in create_env_fn, or register it there"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Registrations:
+    """The registered environments of a process, to be registered in another one, too."""
+
+    process: tuple[uuid.UUID, int]
+    specs: tuple[tuple[tuple[str, ...], bytes], ...]
+    """Ids, and their specs as bytes."""
+
+    def restore(self) -> None:
+        """Register here what is not, or differs."""
+        if self.process == _this_process():
+            return
+        for ids, blob in self.specs:
+            try:
+                specs = cloudpickle.loads(blob)
+            except Exception as err:  # a module that does not exist here, for example
+                specs = [_not_sent(name, err) for name in ids if name not in gym.registry]
+            gym.registry.update({s.id: s for s in specs if gym.registry.get(s.id) != s})
+
+
+def _not_sent(name: str, err: Exception) -> gym.envs.registration.EnvSpec:
+    reason = f"{type(err).__name__}: {err}"
+    return gym.envs.registration.EnvSpec(name, entry_point=_NotSent(name, reason))
+
+
+def registrations(dump: Callable[[Any], bytes]) -> Registrations:
+    """Return what is registered in this process.
+
+    Args:
+        dump: Pickles by value what other processes cannot import.
+    """
+    specs = list(gym.registry.values())
+    groups = [[spec for spec in specs if isinstance(spec.entry_point, str)]]
+    groups += [[spec] for spec in specs if not isinstance(spec.entry_point, str)]
+    sent: list[tuple[tuple[str, ...], bytes]] = []
+    for group in groups:
+        ids = tuple(spec.id for spec in group)
+        try:
+            sent.append((ids, dump(group)))
+        except Exception as err:  # whatever the user's objects do when pickled
+            if len(group) > 1:  # once more, one by one
+                groups += [[spec] for spec in group]
+            else:
+                sent.append((ids, dump([_not_sent(ids[0], err)])))
+    return Registrations(_this_process(), tuple(sent))

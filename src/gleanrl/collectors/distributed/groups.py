@@ -179,8 +179,9 @@ class DistributedCollector(NodesCollector):
             trajs_per_write: See `Collector`.
             traj_format: See `Collector`.
             traj_quota: See `Collector`.
-            pre_collect_hook: Called here before each batch is asked for.
-            post_collect_hook: Called here with each batch.
+            pre_collect_hook: Called in every node before each of its rollouts.
+            post_collect_hook: Called in every node with each of its rollouts; see
+                `MultiCollector`.
             init_fn: Called first on every node.
             num_envs: Environments of each node.
             categorical_action_encoding: See `Collector`.

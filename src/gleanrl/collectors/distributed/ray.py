@@ -170,8 +170,9 @@ class RayCollector(NodesCollector):
             trajs_per_write: See `Collector`.
             traj_format: See `Collector`.
             traj_quota: See `Collector`.
-            pre_collect_hook: Called here before each batch is asked for.
-            post_collect_hook: Called here with each batch.
+            pre_collect_hook: Called in every actor before each of its rollouts.
+            post_collect_hook: Called in every actor with each of its rollouts; see
+                `MultiCollector`.
             init_fn: Called first in every actor.
             num_envs: Environments of each actor.
             categorical_action_encoding: See `Collector`.

@@ -7,7 +7,7 @@ import io
 import re
 import types
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import cloudpickle
@@ -15,11 +15,25 @@ import torch
 from torch import nn
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.protocols import SourceFactory
+from gleanrl.core.protocols import Source, SourceFactory
+from gleanrl.envs.registry import Registrations, registrations
 
 _DEEPEST = 8
 _GROUPS = re.compile(r"^(factory\.)*(env|policy|rollout)\.")
 """How option groups are reached; users know the arguments in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registering:
+    """A `SourceFactory` that registers first what is registered where it comes from."""
+
+    registered: Registrations
+    factory: SourceFactory
+
+    def __call__(self, worker: int) -> Source:
+        """Register, then build the source."""
+        self.registered.restore()
+        return self.factory(worker)
 
 
 class _Refused(Exception):
@@ -44,13 +58,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # no stubs
 
 
 def pickled(worker: int, factory: SourceFactory) -> bytes:
-    """Return ``factory`` as bytes.
+    """Return ``factory`` as bytes, with the Gymnasium environments registered here.
 
     Raises:
         ConfigError: something in it cannot be sent; names the argument and the attribute.
     """
     try:
-        return _dump(factory)
+        return _dump(Registering(registrations(_dump), factory))
     except Exception as err:  # whatever the user's objects do when pickled
         where, cause = _culprit(factory, err)
         raise ConfigError(
