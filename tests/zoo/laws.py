@@ -133,7 +133,7 @@ def run(rollout: Callable[[], TensorDictBase], batches: int, changes: Iterator[N
     for index in range(batches):
         seed_all(100 + index)
         try:
-            out.batches.append(rollout().clone())
+            out.batches.append(rollout())
         except Exception as error:
             out.error = error
             break

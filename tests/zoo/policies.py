@@ -1173,7 +1173,7 @@ def _(env: Environment) -> Any:
     )
 
 
-@policy("own-GRU-at-root", states={})
+@policy("own-GRU-at-root", mixes=True)
 def _(env: Environment) -> Any:
     return RootState(env)
 
@@ -1523,8 +1523,8 @@ def smaller_dtype(self: Any, td: TensorDictBase) -> None:
 ODD: dict[str, tuple[Callable, Callable, dict[str, Any]]] = {
     "clamps-action": (clamp_action, continuous, {}),
     "zeroes-some": (zero_some, both(anything, batched), {}),
-    "counts": (count, anything, {}),
-    "counts-privately": (count_private, anything, {}),
+    "counts": (count, anything, {"mixes": True}),
+    "counts-privately": (count_private, anything, {"mixes": True}),
     "counts-itself": (count_itself, anything, {"mixes": True}),
     "sometimes": (sometimes, anything, {"mixes": True}),
     "sometimes-over": (sometimes_over, anything, {"mixes": True}),
@@ -1557,7 +1557,12 @@ def odd(after: Callable) -> Callable[[Environment], Any]:
 
 for name, (after, fits, more) in ODD.items():
     add(f"odd-{name}", odd(after), both(anything, fits), **more)
-add("odd-previous", lambda env: Odd(env, lambda self, td: None, reads_last_action), anything)
+add(
+    "odd-previous",
+    lambda env: Odd(env, lambda self, td: None, reads_last_action),
+    anything,
+    mixes=True,
+)
 
 
 def member(after: Callable, ins: Sequence[Any] = (), outs: Sequence[Any] = ()) -> Callable:
@@ -1567,8 +1572,8 @@ def member(after: Callable, ins: Sequence[Any] = (), outs: Sequence[Any] = ()) -
 
 add("member-clamps-action", member(clamp_action, ["action"]), continuous)
 add("member-zeroes-some", member(zero_some, ["action", "note"]), both(anything, batched))
-add("member-counts", member(count, (), ["n"]), anything)
-add("member-counts-undeclared", member(count), anything)
+add("member-counts", member(count, (), ["n"]), anything, mixes=True)
+add("member-counts-undeclared", member(count), anything, mixes=True)
 add("member-sometimes", member(sometimes, ["note"]), anything, mixes=True)
 add("member-sometimes-over", member(sometimes_over, ["note"], ["note"]), anything, mixes=True)
 add("member-deletes", member(deletes), anything)

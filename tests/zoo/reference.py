@@ -48,11 +48,11 @@ class ReusingTwin:
         self.env, self.close = env, env.close
 
     def reset(self) -> TensorDictBase:
-        return self.env.reset().clone()
+        return copied(self.env.reset())
 
     def advance(self, root: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        finished = self.env.step(root).clone()
-        return finished, self.env.maybe_reset(self.env.step_mdp(finished)).clone()
+        finished = copied(self.env.step(root))
+        return finished, copied(self.env.maybe_reset(self.env.step_mdp(finished)))
 
 
 class GymTwin:
@@ -74,10 +74,12 @@ class GymTwin:
         steps = [self._step(env, self._part(action, i)) for i, env in enumerate(self.envs)]
         after = self._pack(steps)
         after["done"] = after["terminated"] | after["truncated"]
-        if "next" in root.keys():  # what the policy wrote there stays
+        shown = set(after.keys())
+        if "next" in root.keys():  # what the policy wrote there stays, and replaces root entries
             after = root["next"].copy().update(after)
         root["next"] = after
-        following = root.copy().exclude("next").update(after.copy().exclude("reward"))
+        gone = {key for key in after.keys() if key not in shown and key not in root.keys()}
+        following = root.copy().exclude("next").update(after.copy().exclude("reward", *gone))
         ended = after["done"].reshape(-1).nonzero().flatten().tolist()
         fresh = {i: self._seen(self.envs[i].reset()[0]) for i in ended}
         for i, entries in fresh.items():
@@ -190,7 +192,7 @@ class Loop:
             for _ in range(steps):
                 self._act()
                 finished, self.root = self.twin.advance(self.root)
-                taken.append(finished.clone())
+                taken.append(copied(finished))
                 if self.states or self.is_init:
                     self.root.update({key: finished["next", key].clone() for key in self.states})
                     self._begin(finished["next", "done"].squeeze(-1))
@@ -212,6 +214,11 @@ class Loop:
             self.root[key] = torch.where(
                 where.reshape(*where.shape, *[1] * zero.dim()), zero, value
             )
+
+
+def copied(td: TensorDictBase) -> TensorDictBase:
+    """Return a copy, bit for bit; `TensorDict.clone` loses the sign of zeros where it has a device."""
+    return td.apply(torch.clone)
 
 
 def without_private(batch: TensorDictBase) -> TensorDictBase:
