@@ -217,7 +217,7 @@ class Loop:
 
 
 def copied(td: TensorDictBase) -> TensorDictBase:
-    """Return a copy, bit for bit; `TensorDict.clone` loses the sign of zeros where it has a device."""
+    """Return a copy, bit for bit: `TensorDict.clone` loses the sign of zeros if it has a device."""
     return td.apply(torch.clone)
 
 
