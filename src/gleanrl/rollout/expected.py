@@ -76,7 +76,7 @@ def expect(
             layout=plan.layout,
             stored=stored,
             shown=tuple(key for key in (*observed, *flags) if key in found),
-            optional=frozenset(late),
+            optional=frozenset((*late, *flags)),
             ignored=tuple(next_key(key) for key in observed if key not in after),
         ),
     )

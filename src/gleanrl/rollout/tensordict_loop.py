@@ -309,13 +309,17 @@ class TensorDictRollout(Served):
         return batch
 
     def _add_flags(self, batch: TensorDictBase) -> None:
-        given = [key[1:] for key in leaves(batch) if key[0] == NEXT]
-        for silent in _silent(self._groups, given):
+        """Add flags that steps lack: at the root they are down, others follow from each other."""
+        there = leaves(batch)
+        for silent in _silent(self._groups, [key[1:] for key in there if key[0] == NEXT]):
             prefix = (NEXT, *silent.prefix)
             flags = {name: batch.get((*prefix, name)) for name in silent.present}
             for name, value in silent.derived(flags).items():
                 batch.set((*prefix, name), value)
-                batch.set((*silent.prefix, name), torch.zeros_like(value))
+        for group in self._groups:
+            for key in group.keys():
+                if key not in there and next_key(key) in leaves(batch):
+                    batch.set(key, torch.zeros_like(batch.get(next_key(key))))
 
     def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
         drop = [key for key in leaves(batch) if is_private(key)]
