@@ -83,7 +83,8 @@ class Meter:
         sys.exit(0)
 
     def write(self) -> None:
-        """Write the report."""
+        """Write the report, unless that is done; nothing stops the script from now on."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
         now = time.perf_counter()
         wall = self.ended - self.began if self.began is not None else 0.0
         frames, waited = self.frames, self.waited

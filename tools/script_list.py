@@ -174,7 +174,7 @@ SCRIPTS: tuple[Script, ...] = (
     _multi_agent("iql"),
     _multi_agent("qmix_vdn"),
     _multi_agent("sac"),
-    _sota("dreamer_v3/dreamer_v3.py", "~logger.backend", "collector.total_frames=2000"),
+    Script(f"{_SOTA}/dreamer_v3/dreamer_v3.py", ("collector.total_frames=2000",)),
     Script(
         f"{_SOTA}/offline_to_online/train.py",
         ("--env", _CHEETAH, "--total-frames", "3000"),

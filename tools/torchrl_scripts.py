@@ -32,6 +32,7 @@ from tools.script_list import SCRIPTS, Script
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("gleanrl", "torchrl")
 _STARTUP_S = 120.0
+_ERROR = re.compile(r"\s*[\w.]*(Error|Exception|Died|Exit|Timeout)\b")
 
 
 @dataclass(frozen=True)
@@ -136,11 +137,8 @@ def run(script: Script, checkout: Path, library: str, seconds: float) -> Result:
 def _result(code: int | None, report: Path, output: str, kept: tuple[str, ...]) -> Result:
     found = json.loads(report.read_text()) if report.exists() else {}
     if code is None or code != 0 or not found:
-        lines = [line for line in output.splitlines() if line.strip()]
-        errors = [
-            line for line in lines if re.match(r"\s*[\w.]*(Error|Exception|Died|Exit)\b", line)
-        ]
-        error = (errors or lines or [""])[-1].strip()
+        errors = [line for line in output.splitlines() if _ERROR.match(line)]
+        error = errors[-1].strip() if errors else f"exit status {code}"
         return Result("timeout" if code is None else "failed", error=error, kept=kept)
     frames, waited, wall = found["frames"], found["waited_s"], found["wall_s"]
     return Result(

@@ -20,6 +20,14 @@ LIMIT = 5.0
 """Seconds within which every fault surfaces."""
 
 
+def until(condition, seconds=10.0):
+    """Wait for what another thread or process is about to do."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        select.select([], [], [], 0.001)
+
+
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -82,14 +81,6 @@ def buffer(size=100_000, **options):
     return ReplayBuffer(storage=LazyTensorStorage(size), **options)
 
 
-def until(condition, seconds=10.0):
-    """Wait for what another thread or process is about to do."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        select.select([], [], [], 0.001)
-
-
 def check_rows(rb, envs=2):
     """Every row is one step of one environment, and of each none is missing or there twice."""
     rows = rb[:]
@@ -112,7 +103,7 @@ def test_counts_are_exact_in_a_pause_and_nothing_is_written_there(make, kind):
     collector.start()
     before = 0
     for _ in range(5):
-        until(lambda before=before: rb.write_count > before)
+        rig.until(lambda before=before: rb.write_count > before)
         with collector.pause():
             before = rb.write_count
             assert collector.stats()["frames"] == before
@@ -130,14 +121,14 @@ def test_it_ends_at_total_frames(make, kind):
     rb = buffer()
     collector = make(kind, rb, total_frames=160)
     collector.start()
-    until(lambda: not collector.is_running())
+    rig.until(lambda: not collector.is_running())
     assert rb.write_count == collector.stats()["frames"] == 160
     check_rows(rb)
     with collector.pause():  # it may have ended just before: that is no mistake of the caller's
         assert rb.write_count == 160
     assert list(collector) == []
     collector.start()
-    until(lambda: not collector.is_running())
+    rig.until(lambda: not collector.is_running())
     assert rb.write_count == 160
 
 
@@ -161,7 +152,7 @@ def test_a_learner_extended_buffer_gets_no_half_rollouts(make, kind):
     envs = [rig.counting(n, pause=0.002) for n in range(2)]
     collector = make(kind, rb, envs=envs)
     collector.start()
-    until(lambda: rb.write_count > 0)
+    rig.until(lambda: rb.write_count > 0)
     collector.async_shutdown()
     assert rb.write_count == collector.stats()["frames"]
     rows = rb[:]
@@ -175,11 +166,11 @@ def test_init_random_frames_count_what_this_collector_collected(make, kind):
     module = TensorDictModule(policy, in_keys=["observation"], out_keys=["action", "seen"])
     rb = buffer()
     make(kind, rb, module, total_frames=64).start()
-    until(lambda: rb.write_count == 64)
+    rig.until(lambda: rb.write_count == 64)
     collector = make(kind, rb, module, total_frames=160, init_random_frames=64)
     collector.start()
-    until(lambda: rb.write_count == 64 + 160)
-    until(lambda: not collector.is_running())
+    rig.until(lambda: rb.write_count == 64 + 160)
+    rig.until(lambda: not collector.is_running())
     seen = rb[:]["seen"][64:]
     # Policy outputs of random frames are zero.
     assert (seen == 0).all(-1).sum() == 64
@@ -193,7 +184,7 @@ def test_a_reset_while_it_runs_keeps_counts_exact(make, kind):
     collector.start()
     for _ in range(5):
         count = rb.write_count
-        until(lambda count=count: rb.write_count > count)
+        rig.until(lambda count=count: rb.write_count > count)
         collector.reset()
         collector.set_seed(3)
     with collector.pause():
@@ -229,7 +220,7 @@ def test_a_mistaken_loop_does_not_end_collection(make, kind):
     with pytest.raises(RuntimeError, match="collects in the background"):
         next(iter(collector))
     count = rb.write_count
-    until(lambda: rb.write_count > count)
+    rig.until(lambda: rb.write_count > count)
     assert collector.stats()["running"]
 
 
@@ -241,7 +232,7 @@ def test_it_goes_on_if_the_body_of_a_pause_raises(make, kind):
     with pytest.raises(KeyError), collector.pause():
         raise KeyError
     count = rb.write_count
-    until(lambda: rb.write_count > count)
+    rig.until(lambda: rb.write_count > count)
 
 
 @every_kind
@@ -255,14 +246,14 @@ def test_pauses_can_be_nested(make, kind):
         count = rb.write_count
         select.select([], [], [], 0.01)
         assert rb.write_count == count
-    until(lambda: rb.write_count > count)
+    rig.until(lambda: rb.write_count > count)
 
 
 def test_a_hook_that_pauses_is_told_that_it_cannot(make):
     rb = buffer()
     collector = make("inline", rb, post_collect_hook=lambda batch: collector.pause().__enter__())
     collector.start()
-    until(lambda: collector.stats()["failed"])
+    rig.until(lambda: collector.stats()["failed"])
     with pytest.raises(RuntimeError, match="from inside"):
         collector.shutdown()
 
@@ -280,7 +271,7 @@ def test_everything_can_be_asked_while_it_runs(make, kind):
     state = collector.state_dict()
     collector.load_state_dict(state)
     count = rb.write_count
-    until(lambda: rb.write_count > count)
+    rig.until(lambda: rb.write_count > count)
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -296,8 +287,8 @@ def test_weights_change_while_it_runs_and_are_never_mixed(make, kind):
         policy.set(value)
         collector.update_policy_weights_()
         count = rb.write_count
-        until(lambda count=count: rb.write_count > count)
-    until(lambda: rb[-1:]["seen"][0, 0] == 14)
+        rig.until(lambda count=count: rb.write_count > count)
+    rig.until(lambda: rb[-1:]["seen"][0, 0] == 14)
     collector.async_shutdown()
     rows = rb[:]
     assert (rows["seen"] == rows["seen"][:, :1]).all()
@@ -313,12 +304,12 @@ def test_training_the_module_does_not_touch_what_acts(make, kind):
     collector = make(kind, rb, module)
     collector.start()
     policy.set(2)
-    until(lambda: rb.write_count > 100)
+    rig.until(lambda: rb.write_count > 100)
     with collector.pause():
         assert (rb[:]["seen"] == 1).all()
         count = rb.write_count
         collector.update_policy_weights_()
-    until(lambda: rb.write_count > count + 50)
+    rig.until(lambda: rb.write_count > count + 50)
     with collector.pause():
         assert (rb[:]["seen"][count:] == 2).all()
 
@@ -344,7 +335,7 @@ def test_an_error_surfaces_at_the_next_call(make, kind, ask):
     envs = [rig.counting(0), rig.counting(1, fault=rig.fail, at=30)]
     collector = make(kind, rb, envs=envs)
     collector.start()
-    until(lambda: collector.stats()["failed"])
+    rig.until(lambda: collector.stats()["failed"])
     assert not collector.stats()["running"]
     with pytest.raises(ArithmeticError, match="in the simulator") as raised:
         ASK[ask](collector)
@@ -363,9 +354,9 @@ def test_a_killed_worker_is_named(make, kind, ask):
     collector = make(kind, rb)
     pid = collector.cascade_execute("env.pid")[1]
     collector.start()
-    until(lambda: rb.write_count > 0)
+    rig.until(lambda: rb.write_count > 0)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: collector.stats()["failed"])
+    rig.until(lambda: collector.stats()["failed"])
     with pytest.raises(WorkerDied, match="worker 1 .* killed by signal 9"):
         ASK[ask](collector)
     rows = rb[:]
@@ -383,7 +374,7 @@ def test_a_worker_killed_inside_a_pause_is_told_afterwards(make, kind):
     with collector.pause():
         os.kill(pid, signal.SIGKILL)
         rig.await_end([pid])
-    until(lambda: collector.stats()["failed"])
+    rig.until(lambda: collector.stats()["failed"])
     with pytest.raises(WorkerDied):
         collector.shutdown()
 
@@ -393,7 +384,7 @@ def test_a_worker_that_hangs_is_given_up_after_its_timeout(make, kind):
     envs = [rig.counting(0), rig.counting(1, fault=rig.hang, at=30)]
     collector = make(kind, buffer(), envs=envs, timeout=0.5)
     collector.start()
-    until(lambda: collector.stats()["failed"])
+    rig.until(lambda: collector.stats()["failed"])
     with rig.in_time(), pytest.raises(TimeoutError, match=r"workers \[1\]"):
         collector.shutdown()
 
@@ -419,10 +410,10 @@ def test_a_collector_that_is_forgotten_ends(kind):
     )
     collector.start()
     thread = collector._background._thread
-    until(lambda: rb.write_count > 0)
+    rig.until(lambda: rb.write_count > 0)
     del collector
     gc.collect()
-    until(lambda: not thread.is_alive())
+    rig.until(lambda: not thread.is_alive())
     rig.await_end(rig.workers() - others)
     count = rb.write_count
     select.select([], [], [], 0.02)
@@ -434,7 +425,7 @@ def test_shutdown_is_prompt(make, kind):
     rb = buffer()
     collector = make(kind, rb)
     collector.start()
-    until(lambda: rb.write_count > 100)
+    rig.until(lambda: rb.write_count > 100)
     with rig.in_time(1.0):
         collector.shutdown()
     collector.shutdown()
@@ -615,7 +606,7 @@ def test_postproc_and_hook_run_in_the_workers(make, kind):
     collector = make(kind, rb, postproc=postproc, post_collect_hook=hook, total_frames=64)
     pids = set(collector.cascade_execute("env.pid"))
     collector.start()
-    until(lambda: not collector.is_running())
+    rig.until(lambda: not collector.is_running())
     rows = check_rows(rb)
     assert set(rows["pid"].tolist()) == pids
     assert rows["hooked"].equal(rows["pid"] + 1)
@@ -627,7 +618,7 @@ def test_split_trajectories_are_stored_without_padding(make, kind):
     rb = buffer()
     collector = make(kind, rb, split_trajs=True, total_frames=160)
     collector.start()
-    until(lambda: not collector.is_running())
+    rig.until(lambda: not collector.is_running())
     assert rb.write_count == collector.stats()["frames"] == 160
     check_rows(rb)
 
@@ -641,7 +632,7 @@ def test_whole_trajectories_are_written_in_one_piece(make, kind, per_write):
     options = {"trajs_per_batch": 4, "trajs_per_write": per_write, **extra}
     collector = make(kind, rb, total_frames=320, **options)
     collector.start()
-    until(lambda: not collector.is_running())
+    rig.until(lambda: not collector.is_running())
     stats = collector.stats()
     assert stats["frames"] == 320
     rows = check_rows(rb)
@@ -689,7 +680,7 @@ def test_buffers_of_all_kinds(make, kind, name):
     rb = BUFFERS[name]()
     collector = make(kind, rb, total_frames=320)
     collector.start()
-    until(lambda: not collector.is_running())
+    rig.until(lambda: not collector.is_running())
     collector.shutdown()
     assert len(rb) == collector.stats()["frames"] == 320
     assert rb.write_count == 320
@@ -718,7 +709,7 @@ def test_env_time_storages(make, kind, storage):
         envs = [rig.counting(0)] * 2
         collector = make(kind, rb, envs=envs, num_envs=2, frames_per_batch=16, total_frames=160)
     collector.start()
-    until(lambda: not collector.is_running())
+    rig.until(lambda: not collector.is_running())
     collector.shutdown()
     assert len(rb) == collector.stats()["frames"] == 160
     sample = rb.sample(32)
@@ -730,7 +721,7 @@ def test_extend_buffer_false_adds_step_by_step(make, kind):
     rb = ReplayBuffer(storage=ListStorage(1000))
     collector = make(kind, rb, extend_buffer=False, total_frames=32)
     collector.start()
-    until(lambda: not collector.is_running())
+    rig.until(lambda: not collector.is_running())
     assert collector.stats()["frames"] == 32
     assert sum(item.numel() for item in rb.storage.items) == 32
 
@@ -744,7 +735,7 @@ def test_retired_spellings(make, kind):
     ):
         collector = make(kind, rb, local_init_rb=True, replay_buffer_chunk=True, total_frames=32)
     collector.start()
-    until(lambda: not collector.is_running())
+    rig.until(lambda: not collector.is_running())
     assert rb.write_count == 32
     with (
         pytest.raises(ConfigError, match="contradicts"),
@@ -771,7 +762,7 @@ def test_many_workers_meet_in_a_new_storage(make, kind, start):
     collector = make(kind, rb, envs=envs, frames_per_batch=6, total_frames=36 * 6)
     if start:
         collector.start()
-        until(lambda: not collector.is_running())
+        rig.until(lambda: not collector.is_running())
     else:
         list(collector)
     assert rb.write_count == collector.stats()["frames"] == 36 * 6
@@ -784,7 +775,7 @@ def test_masked_frames_are_not_stored(make):
     options = {"frames_per_batch": 40, "preemptive_threshold": 0.5, "total_frames": 200}
     collector = make("sync", rb, envs=envs, **options)
     collector.start()
-    until(lambda: not collector.is_running())
+    rig.until(lambda: not collector.is_running())
     assert rb.write_count == collector.stats()["frames"]
     rows = check_rows(rb)
     assert rows["collector", "mask"].all()
@@ -798,7 +789,7 @@ def test_interrupted_frames_are_not_stored(make, kind):
     collector = make(kind, rb, interruptor=interruptor, frames_per_batch=64)
     interruptor.stop_collection()
     collector.start()
-    until(lambda: rb.write_count > 3)
+    rig.until(lambda: rb.write_count > 3)
     with collector.pause():
         assert rb.write_count == collector.stats()["frames"] < 64
         check_rows(rb)
@@ -812,7 +803,7 @@ def test_a_partial_that_travels(make):
     rb = buffer()
     collector = make("async", rb, envs=[functools.partial(rig.Count, n) for n in range(2)])
     collector.start()
-    until(lambda: rb.write_count > 0)
+    rig.until(lambda: rb.write_count > 0)
 
 
 # -- flow control ----------------------------------------------------------------------------------
@@ -833,16 +824,16 @@ def test_a_collector_waits_for_a_learner_that_has_begun(make, kind):
     rb = limited(least=2.0)
     collector = make(kind, rb)
     collector.start()
-    until(lambda: rb.write_count > 500)  # nobody samples yet: the buffer is filled freely
+    rig.until(lambda: rb.write_count > 500)  # nobody samples yet: the buffer is filled freely
     rb.sample()
-    until(lambda: held(collector))
+    rig.until(lambda: held(collector))
     for _ in range(3):
         count = rb.write_count
         select.select([], [], [], 0.01)
         assert rb.write_count == count
         while rb.write_count == count:
             rb.sample()
-        until(lambda: held(collector))
+        rig.until(lambda: held(collector))
     assert collector.update_policy_weights_() is None
     with collector.pause():
         assert rb.write_count == collector.stats()["frames"]
@@ -855,7 +846,7 @@ def test_a_learner_waits_for_a_running_collector(make, kind):
     rb = limited(most=4.0)
     collector = make(kind, rb)
     collector.start()
-    until(lambda: rb.write_count > 0)
+    rig.until(lambda: rb.write_count > 0)
     first = rb.write_count
     for number in range(200):
         rb.sample()
@@ -874,7 +865,7 @@ def test_samples_per_insert_settle_between_the_bounds(make):
     rb = limited(least=3.0, most=5.0)
     collector = make("async", rb)
     collector.start()
-    until(lambda: rb.write_count > 0)
+    rig.until(lambda: rb.write_count > 0)
     for _ in range(2000):
         rb.sample()
     assert 2.7 < collector.stats()["samples_per_insert"] < 5.3
@@ -889,16 +880,16 @@ def test_a_waiting_learner_is_let_go_when_collection_ends(make, ending):
     total = 80 if ending == "total" else -1
     collector = make("async", rb, envs=envs, total_frames=total)
     collector.start()
-    until(lambda: rb.write_count > 0)
+    rig.until(lambda: rb.write_count > 0)
     if ending == "shutdown":
         threading.Timer(0.1, collector.shutdown).start()
     with rig.in_time(10.0):
         for _ in range(300):
             rb.sample()
-    until(lambda: not collector.is_running())
+    rig.until(lambda: not collector.is_running())
     assert collector.stats()["failed"] == (ending == "error")
     if ending == "shutdown":
-        until(lambda: collector.closed)
+        rig.until(lambda: collector.closed)
 
 
 def test_a_learner_does_not_wait_for_ever(make):
@@ -909,7 +900,7 @@ def test_a_learner_does_not_wait_for_ever(make):
     envs = [rig.counting(n, fault=hang, at=20) for n in range(2)]
     collector = make("async", rb, envs=envs)
     collector.start()
-    until(lambda: rb.write_count > 0)
+    rig.until(lambda: rb.write_count > 0)
     rb.sample()  # the first is free
     with rig.in_time(), pytest.raises(CollectorTimeout, match="max_samples_per_insert is 0.01"):
         [rb.sample() for _ in range(50)]
@@ -923,21 +914,21 @@ def test_a_learner_that_stopped_is_not_waited_for_ever(make, kind):
     rb = limited(least=1.0, timeout=0.2)
     collector = make(kind, rb)
     collector.start()
-    until(lambda: rb.write_count > 0)
+    rig.until(lambda: rb.write_count > 0)
     rb.sample()
-    until(lambda: held(collector))
+    rig.until(lambda: held(collector))
     count = rb.write_count
-    until(lambda: rb.write_count > count + 200)
+    rig.until(lambda: rb.write_count > count + 200)
     assert collector.stats()["samples_per_insert"] == 0.0
     rb.sample()  # it is back: counting begins anew
-    until(lambda: held(collector))
+    rig.until(lambda: held(collector))
 
 
 def test_a_buffer_smaller_than_a_batch(make):
     rb = limited(size=5, least=1.0, most=2.0)
     collector = make("sync", rb)
     collector.start()
-    until(lambda: rb.write_count > 0)
+    rig.until(lambda: rb.write_count > 0)
     with rig.in_time(20.0):
         for _ in range(300):
             rb.sample()
@@ -947,12 +938,12 @@ def test_emptying_begins_anew(make):
     rb = limited(least=1.0, most=2.0)
     collector = make("async", rb)
     collector.start()
-    until(lambda: rb.write_count > 0)
+    rig.until(lambda: rb.write_count > 0)
     for _ in range(100):
         rb.sample()
     with collector.pause():
         rb.empty()
-    until(lambda: rb.write_count > 300)
+    rig.until(lambda: rb.write_count > 300)
     for _ in range(100):
         rb.sample()
 
@@ -961,9 +952,9 @@ def test_samples_of_another_process_count(make):
     rb = limited(least=1.0)
     collector = make("async", rb)
     collector.start()
-    until(lambda: rb.write_count > 100)
+    rig.until(lambda: rb.write_count > 100)
     rb.sample()
-    until(lambda: held(collector))
+    rig.until(lambda: held(collector))
     before = rb.write_count
 
     def learn(batch):
@@ -974,7 +965,7 @@ def test_samples_of_another_process_count(make):
     blob = pickle.dumps(rb)
     helper = make("sync", buffer(), post_collect_hook=learn, total_frames=16)
     list(helper)
-    until(lambda: rb.write_count > before + 300)
+    rig.until(lambda: rb.write_count > before + 300)
 
 
 @pytest.mark.parametrize(

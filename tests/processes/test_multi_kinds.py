@@ -1,6 +1,8 @@
 """All kinds of environments, policies and collectors, in workers of their own."""
 
 import functools
+import multiprocessing
+import os
 import warnings
 
 import gymnasium as gym
@@ -231,3 +233,18 @@ def test_everything_may_be_a_closure():
     assert batch["extra"].eq(6.0).all()
     assert batch["action"].eq(1).all()
     assert started == []  # it ran in the workers
+
+
+def test_what_a_users_manager_shares_is_shared_with_workers():
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        started = manager.list()
+
+        def make():
+            started.append(os.getpid())
+            return gym.make("CartPole-v1")
+
+        with MultiSyncCollector([make] * 2, frames_per_batch=4) as collector:
+            collector.next()
+        pids = set(started)
+    assert len(pids) == 2
+    assert os.getpid() not in pids

@@ -174,7 +174,6 @@ def test_what_stopped_workers_did_not_reach_is_masked_and_not_counted():
         {"split_trajs": True},
         {"trajs_per_batch": 2},
         {"postproc": lambda batch: batch.set("twice", 2 * batch["next", "reward"])},
-        {"post_collect_hook": lambda batch: batch.set("twice", 2 * batch["next", "reward"])},
         {"cat_results": -1, "preemptive_threshold": 0.5},
     ],
     ids=lambda options: "-".join(options),
@@ -194,23 +193,56 @@ def test_batches_of_changing_shape_travel_as_before(options):
             batch = collector.next()
             mask = batch.get(MASK, None)
             valid += batch.numel() if mask is None else int(mask.sum())
-            if "postproc" in options or "post_collect_hook" in options:
+            if "postproc" in options:
                 assert batch["twice"].eq(2).all()
         assert collector.stats()["frames"] == valid
 
 
-def test_a_hook_that_comes_late_is_told_what_to_do():
-    def spoil(batch):
-        batch.set("more", batch["next", "reward"])
+def spoil(batch):
+    batch.set("more", batch["next", "reward"])
 
+
+def test_a_hook_that_comes_late_is_told_what_to_do():
+    with MultiSyncCollector(
+        ["CartPole-v1"] * 2,
+        frames_per_batch=8,
+        collector_class=functools.partial(Collector),
+        backend="inline",
+    ) as collector:
+        collector.next()
+        collector.post_collect_hook = spoil
+        with pytest.raises(ConfigError, match="'more' is there, not not there.*when the collector"):
+            collector.next()
+
+
+def test_hooks_reach_the_workers_of_workers():
+    inner = functools.partial(MultiSyncCollector, backend="inline")
+    with MultiSyncCollector(
+        CARTS,
+        frames_per_batch=8,
+        collector_class=inner,
+        backend="inline",
+        post_collect_hook=lambda batch: batch["next", "reward"].fill_(len(batch)),
+    ) as collector:
+        assert collector.next()["next", "reward"].eq(2).all()
+        collector.post_collect_hook = None
+        assert collector.next()["next", "reward"].eq(1).all()
+        collector.post_collect_hook = spoil
+        with pytest.raises(RuntimeError, match="locked"):
+            collector.next()
+
+
+def test_loading_a_state_is_as_strict_in_workers_of_workers():
     inner = functools.partial(MultiSyncCollector, backend="inline")
     with MultiSyncCollector(
         CARTS, frames_per_batch=8, collector_class=inner, backend="inline"
     ) as collector:
-        collector.next()
-        collector.map_fn("set_post_collect_hook", [(spoil,)] * 2)
-        with pytest.raises(ConfigError, match="'more' is there, not not there.*when the collector"):
-            collector.next()
+        state = collector.state_dict()
+        del state["worker0"]["worker"]["collector"]["iter"]
+        with pytest.raises(KeyError, match="iter"):
+            collector.load_state_dict(state)
+        collector.load_state_dict(state, strict=False)
+        assert collector.next().shape == (2, 2, 2)
 
 
 def test_a_buffer_is_filled_by_workers_that_serve_collectors():

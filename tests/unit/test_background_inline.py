@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from gleanrl import Collector, CollectorTimeout, LazyTensorStorage, MultiSyncCollector, ReplayBuffer
+from gleanrl import Collector, CollectorTimeout, LazyTensorStorage, ReplayBuffer
 from gleanrl.engine.background import Background
 
 
@@ -126,18 +126,15 @@ def test_stopping_something_that_hangs_is_a_named_error():
     background.stop(10)
 
 
-@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
-def test_hooks_run_once_for_each_batch_in_their_order(kind):
+def test_hooks_run_once_for_each_batch_in_their_order():
     calls = []
     rb = ReplayBuffer(storage=LazyTensorStorage(1000))
-    options = {} if kind is Collector else {"num_workers": 2, "backend": "inline"}
-    collector = kind(
+    collector = Collector(
         "CartPole-v1",
         frames_per_batch=16,
         total_frames=64,
         replay_buffer=rb,
         pre_collect_hook=lambda: calls.append(rb.write_count),
-        **options,
     )
     collector.start()
     assert collector._background.join(10)

@@ -1,5 +1,6 @@
 """Weights in shared memory: what is read is what was published, in whatever kind of tensor."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -136,3 +137,22 @@ def test_a_module_is_seen_as_it_is_now(change) -> None:  # type: ignore[no-untyp
     wanted = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     assert tracked.names == list(wanted)
     assert all(map(torch.equal, now, wanted.values()))
+
+
+def test_marks_stand_on_the_right_side_of_what_they_announce(monkeypatch) -> None:
+    """Where stores and loads may change places, fences keep these apart."""
+    memory = SharedMemory()
+    weights = {"w": torch.zeros(4)}
+    board, boards = Board(memory, plan_board(memory, weights)), Boards(memory)
+    boards.bind("policy", board.ref)
+    words = np.frombuffer(memory.map(), np.int64, 16, board.ref.offset)
+    first = np.frombuffer(memory.map(), np.float32, 4, board.ref.offset + 128 + board.ref.nbytes)
+    seen: list[tuple[int, int, bool]] = []
+    monkeypatch.setattr(
+        "gleanrl.weights.board.fence",
+        lambda: seen.append((int(words[0]), int(words[2]), bool(first.any()))),
+    )
+    board.publish([torch.ones(4)], 1, 1)
+    assert seen == [(0, 1, False), (0, 1, True), (0, 2, True)]
+    assert boards.newest() is not None
+    assert len(seen) == 6  # after the number, after the mark, before the mark is looked at again

@@ -554,7 +554,7 @@ def test_models_and_attributes_are_reachable():
             collector.getattr_policy("nothing")
         with pytest.raises(AttributeError, match="not a method"):
             collector.map_fn("policy.in_keys", [()])
-        with pytest.raises(ConfigError, match="one each per call"):
+        with pytest.raises(ConfigError, match="one entry per call"):
             collector.map_fn("policy.module.weight.sum", [()], [{}, {}])
         with pytest.raises(KeyError, match="no model"):
             collector.get_model("critic")
@@ -594,5 +594,6 @@ def test_the_first_rollouts_can_be_profiled(tmp_path):
 
 
 def test_a_profile_that_records_nothing_is_refused():
-    with cartpole() as collector, pytest.raises(ConfigError, match="must exceed warmup_rollouts"):
+    refused = pytest.raises(ConfigError, match="must be greater than warmup_rollouts")
+    with cartpole() as collector, refused:
         collector.enable_profile(num_rollouts=1)

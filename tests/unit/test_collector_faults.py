@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+import gleanrl
 from gleanrl import ClosedError, Collector, ConfigError, GleanError, Interruptor
 
 
@@ -363,3 +364,23 @@ def test_shutting_down_from_another_thread_ends_a_rollout_after_its_step():
     assert not thread.is_alive()
     assert env.closed
     assert env.t < 2_000_000
+
+
+@pytest.mark.parametrize("delivered", [0, 1, 2])
+@pytest.mark.parametrize("kind", [{}, {"num_collectors": 2, "sync": True}])
+def test_iterating_a_closed_collector_is_an_error(kind, delivered):
+    collector = Collector("CartPole-v1", frames_per_batch=8, total_frames=16, **kind)
+    for _ in range(delivered):
+        collector.next()
+    collector.shutdown()
+    for collect in (list, lambda closed: closed.next(), lambda closed: next(iter(closed))):
+        with pytest.raises(gleanrl.ClosedError, match="was shut down"):
+            collect(collector)
+    assert issubclass(gleanrl.ClosedError, RuntimeError)
+
+
+def test_shutting_down_at_the_last_batch_ends_the_loop():
+    collector = Collector("CartPole-v1", frames_per_batch=8, total_frames=16)
+    for number, _ in enumerate(collector):
+        if number == 1:
+            collector.shutdown()

@@ -158,3 +158,47 @@ def test_a_subclass_shows_its_own_signature():
 
     assert list(inspect.signature(Other).parameters) == ["name"]
     Other("CartPole-v1").shutdown()
+
+
+def seeded():
+    import torch
+
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({"update_at_each_batch": True}, (2, 8)),
+        ({"preemptive_threshold": 1.0}, (2, 8)),
+        ({"num_threads": 1, "num_sub_threads": 1}, (2, 8)),
+        ({"cat_results": 0}, (16,)),
+        ({"init_fn": seeded}, (2, 8)),
+        ({"start_timeout": 90.0}, (2, 8)),
+        ({"collector_class": Collector}, (2, 8)),
+    ],
+)
+def test_arguments_that_only_collectors_with_workers_have_reach_them(options, shape):
+    with collect(num_collectors=2, sync=True, **options) as collector:
+        assert [tuple(batch.shape) for batch in collector] == [shape] * 2
+
+
+def test_every_argument_of_the_kinds_over_processes_passes():
+    own = inspect.signature(Collector).parameters
+    for name, parameter in inspect.signature(MultiSyncCollector.__init__).parameters.items():
+        if name in {"self", "create_env_fn", "policy", "num_workers", "sync", "backend", *own}:
+            continue
+        with collect(num_collectors=2, sync=True, **{name: parameter.default}) as collector:
+            assert type(collector) is MultiSyncCollector
+
+
+def test_arguments_that_a_class_passes_on_to_its_base_reach_it():
+    with pytest.raises(ConfigError, match="cat_results"):
+        collect(backend="rpc", sync=True, cat_results="sideways")
+    with pytest.raises(TypeError, match="nonsense= has no meaning"):
+        collect(backend="rpc", sync=True, nonsense=1)
+
+
+def test_the_number_of_workers_has_one_name():
+    with pytest.raises(TypeError, match="num_collectors"):
+        collect(num_collectors=2, num_workers=3)

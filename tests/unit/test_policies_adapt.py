@@ -1,6 +1,7 @@
 """What users may give as a policy, and what they are told when it does not fit."""
 
 import functools
+from collections import UserList
 from typing import Optional
 
 import gymnasium as gym
@@ -339,7 +340,7 @@ def test_a_policy_that_changes_what_a_vector_environment_shows_is_an_error(build
 
 
 def test_modules_see_the_batch_shape_of_the_environment():
-    seen = []
+    seen = UserList()  # a list that construction does not put back
 
     def policy(td):
         seen.append((td.batch_size, td["observation"].shape, td["done"].shape))

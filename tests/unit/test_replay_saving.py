@@ -1,5 +1,6 @@
 """What is saved comes back: in memory and on disk, without pickle."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ from gleanrl import (
     ListStorage,
     PrioritizedSampler,
     ReplayBuffer,
+    ReplayError,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
@@ -134,6 +136,168 @@ def test_a_second_dump_replaces_the_first(tmp_path):
     fresh = ReplayBuffer(storage=LazyTensorStorage(5))
     fresh.loads(tmp_path)
     assert fresh[:]["number"].tolist() == [0, 1, 2, 3, 4]
+
+
+POISON = [
+    {"cursor": 2**60},
+    {"cursor": -1},
+    {"cursor": 3.0},
+    {"cursor": 2**41 + 3},
+    {"base": 2**60},
+    {"base": 1},
+    {"count": 2**60},
+    {"count": 1},
+    {"count": True},
+    {"slots": 2**60},
+    {"stamps": torch.tensor([1, 1, 1]) << 20},
+    {"stamps": torch.tensor([1, 2, 9]) << 20},
+    {"stamps": torch.tensor([1, 2, -3]) << 20},
+    {"stamps": torch.tensor([1.0, 2.0, 3.0])},
+    {"stamps": torch.tensor([1, 2, 3, 4]) << 20},
+    {"tensors": [torch.arange(3), torch.zeros(3, 2, dtype=torch.bfloat16)]},
+    {"tensors": [torch.arange(3.0), torch.zeros(3, 1, dtype=torch.bfloat16)]},
+    {"tensors": [torch.arange(3)]},
+    {"layout": "{}"},
+    {"layout": 7},
+]
+
+
+@pytest.mark.parametrize("poison", POISON, ids=[f"{n}" for n in range(len(POISON))])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_state_that_contradicts_itself_changes_nothing(tmp_path, poison, shared):
+    source, target = (
+        ReplayBuffer(storage=LazyTensorStorage(5), sampler=SamplerWithoutReplacement(), shared=s)
+        for s in (False, shared)
+    )
+    source.extend(rows(0, 3))
+    target.extend(rows(10, 4))
+    taken = target.sample(1)["number"].tolist()
+    state = source.state_dict()
+    state["storage"] |= poison
+    with pytest.raises(ConfigError):
+        target.load_state_dict(state)
+    source.dumps(tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    if isinstance(next(iter(poison.values())), int):
+        meta["storage"] |= poison
+        (tmp_path / "meta.json").write_text(json.dumps(meta))
+        with pytest.raises(ConfigError):
+            target.loads(tmp_path)
+    assert target[:]["number"].tolist() == [10, 11, 12, 13]
+    assert target.write_count == 4
+    assert sorted(taken + target.sample(3)["number"].tolist()) == [10, 11, 12, 13]
+    target.extend(rows(14, 3))
+    assert sorted(target[:]["number"].tolist()) == [12, 13, 14, 15, 16]
+    fresh = ReplayBuffer(storage=LazyTensorStorage(5), shared=shared)
+    with pytest.raises(ConfigError):
+        fresh.load_state_dict(state)
+    fresh.extend(torch.arange(3))  # not even what rows are was decided
+
+
+@pytest.mark.parametrize(
+    ("sampler", "state"),
+    [
+        (SamplerWithoutReplacement(), {"priorities": torch.zeros(5)}),
+        (SamplerWithoutReplacement(), {"order": torch.tensor([0, 5])}),
+        (SamplerWithoutReplacement(), {"order": torch.tensor([0, 0])}),
+        (PrioritizedSampler(5, 1.0, 1.0), {"order": torch.arange(3)}),
+        (PrioritizedSampler(5, 1.0, 1.0), {"priorities": torch.zeros(4).double()}),
+        (
+            PrioritizedSampler(5, 1.0, 1.0),
+            {"priorities": torch.full((5,), torch.nan).double(), "max_priority": 1.0},
+        ),
+    ],
+)
+def test_the_state_of_another_sampler_changes_nothing(sampler, state):
+    source = ReplayBuffer(storage=LazyTensorStorage(5))
+    target = ReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler)
+    source.extend(rows(0, 3))
+    target.extend(rows(10, 4))
+    with pytest.raises(ConfigError):
+        target.load_state_dict(source.state_dict() | {"sampler": state})
+    assert target[:]["number"].tolist() == [10, 11, 12, 13]
+    assert set(target.sample(4)["number"].tolist()) <= {10, 11, 12, 13}
+
+
+class Watched(torch.Tensor):
+    """Somebody samples while this is being copied."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_:
+            cls.watch()
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("size", [10, 8])
+def test_nobody_sees_rows_that_are_being_loaded(size):
+    source = ReplayBuffer(storage=LazyTensorStorage(10))
+    target = ReplayBuffer(storage=LazyTensorStorage(size), shared=True)
+    other = pickle.loads(pickle.dumps(target))
+    source.extend(rows(100, 10))
+    target.extend(rows(0, size))
+    looks = []
+
+    def look():
+        looks.append(1)
+        with contextlib.suppress(ReplayError):  # nothing is there
+            sample = other.sample(50)
+            assert (sample["number"].bfloat16() == sample["next", "half"].squeeze(1)).all(), "torn"
+
+    Watched.watch = look
+    state = source.state_dict()
+    if size == 10:
+        state["storage"]["tensors"] = [t.as_subclass(Watched) for t in state["storage"]["tensors"]]
+    target.load_state_dict(state)
+    assert len(looks) == (2 if size == 10 else 0)
+    assert sorted(other[:]["number"].tolist()) == list(range(110 - size, 110))
+
+
+class Loading(LazyTensorStorage):
+    """Another state is loaded while rows are being copied."""
+
+    def gather(self, index, extra):
+        data = super().gather(index, extra)
+        if self.load:
+            self.load.pop()()
+        return data
+
+    load = ()
+
+
+def test_a_reader_notices_that_other_rows_were_loaded_at_the_same_places():
+    target, source = (ReplayBuffer(storage=Loading(10), shared=True) for _ in range(2))
+    other = pickle.loads(pickle.dumps(target))
+    target.extend(rows(0, 10))
+    source.extend(rows(100, 10))  # the very same stamps
+    target.storage.load = [lambda: other.load_state_dict(source.state_dict())]
+    assert target.sample(20)["number"].min() >= 100
+
+
+def test_loading_again_and_again_wears_nothing_out():
+    source = ReplayBuffer(storage=LazyTensorStorage(5))
+    source.extend(rows(0, 7))
+    for _ in range(50):
+        target = ReplayBuffer(storage=LazyTensorStorage(5))
+        target.load_state_dict(source.state_dict())
+        target.load_state_dict(source.state_dict())
+        source = target
+    assert source.storage.ledger.snapshot()["cursor"] < 10_000
+    assert sorted(source[:]["number"].tolist()) == [2, 3, 4, 5, 6]
+    assert source.write_count == 7
+
+
+def test_items_of_lists_come_back_at_their_places():
+    source, target = (
+        ReplayBuffer(storage=ListStorage(4), sampler=PrioritizedSampler(4, 1.0, 1.0))
+        for _ in range(2)
+    )
+    source.extend(["a", "b", "c"])
+    source.extend(["d", "e"])
+    source.update_priority(torch.arange(4), torch.tensor([0.0, 0.0, 1.0, 0.0]))
+    assert set(source.sample(20)) == {"c"}
+    target.load_state_dict(source.state_dict())
+    assert set(target.sample(20)) == {"c"}
 
 
 class Canary:

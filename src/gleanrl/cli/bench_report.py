@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -18,6 +17,7 @@ from rich.table import Table
 from gleanrl.cli.collect import versions
 from gleanrl.cli.progress import plain, print_facts
 from gleanrl.cli.settings import Setting
+from gleanrl.memory import durable
 
 _HEADERS = ("", "setting", "frames/s", "of best", "start")
 
@@ -151,9 +151,7 @@ def print_results(results: Results) -> None:
 
 def write_results(path: Path, results: Results) -> None:
     """Write the figures to ``path``, whole or not at all."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(results.as_json(), indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    durable.replace(path, json.dumps(results.as_json(), indent=2) + "\n")
 
 
 # -- progress --------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,12 +97,9 @@ class Card:
     """The whole card. Nothing in it may be trusted."""
 
 
-def write_card(directory: Path, content: Mapping[str, Any]) -> None:
-    """Write the card; whoever reads it meanwhile sees the old one or the new one, whole."""
-    text = json.dumps({"format": FORMAT, "format_version": VERSION, **content}, indent=2)
-    draft = directory / (CARD + ".tmp")
-    draft.write_text(text + "\n", encoding="utf-8")
-    os.replace(draft, directory / CARD)
+def card_text(content: Mapping[str, Any]) -> str:
+    """Return a card as it is written."""
+    return json.dumps({"format": FORMAT, "format_version": VERSION, **content}, indent=2) + "\n"
 
 
 def read_card(directory: Path) -> Card:

@@ -20,11 +20,14 @@ from typing import Any
 import torch
 from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_tensor
 
-from gleanrl.cli.card import Card, Column, DatasetError, read_card, write_card
+from gleanrl.cli.card import CARD, Card, Column, DatasetError, card_text, read_card
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key, as_key, show
+from gleanrl.memory import durable
 
 _CARD_EVERY_S = 2.0
+_ROOM, _ROOM_NBYTES = ".room", 1 << 16
+"""Room for the last card, if the disk is full by then: a file that is removed before, per entry."""
 
 
 class DatasetWriter:
@@ -84,12 +87,17 @@ class DatasetWriter:
         now = self._clock()
         if now >= self._card_due:
             self._card_due = now + _CARD_EVERY_S
-            self._write_card("collecting", self._capacity, facts())
+            with contextlib.suppress(OSError):  # frames have their room; `finish` has its own
+                card = self._card("collecting", self._capacity, facts())
+                durable.replace(self.directory / CARD, card)
 
     def finish(self, status: str, facts: Mapping[str, Any]) -> None:
         """Cut the files to what was written and write the final card; idempotent.
 
         Without any frame, what was made on disk is removed again.
+
+        Raises:
+            OSError: the disk is full; the files are as the last card says.
         """
         if not self.frames:
             self._files.clear()
@@ -97,9 +105,20 @@ class DatasetWriter:
         if not self._files:
             return
         self._files.clear()
+        texts = {self.directory / CARD: self._card(status, self.frames, facts)}
         if self.frames < self._capacity:
-            self._cut()
-        self._write_card(status, self.frames, facts)
+            texts |= self._cut_descriptions()
+        with contextlib.ExitStack() as undo:
+            drafts = {}
+            (self.directory / _ROOM).unlink(missing_ok=True)
+            for path, text in texts.items():  # all that takes room comes first
+                drafts[path] = durable.prepare(path, text)
+                undo.callback(drafts[path].unlink, missing_ok=True)
+            if self.frames < self._capacity:
+                for column in self._columns.values():
+                    os.truncate(self.directory / column.file, self.frames * column.row_nbytes)
+            for path, draft in drafts.items():
+                durable.publish(draft, path)
 
     def _reserve(self, frames: TensorDictBase) -> None:
         keys = _tensor_keys(frames)
@@ -111,16 +130,31 @@ class DatasetWriter:
                 f"has {size(free)} left; collect fewer --frames"
             )
         room = frames[:1].expand(self._capacity).memmap_like(prefix=str(self.directory))
+        files = {}
         for key in keys:
             file = room.get(key)
             assert isinstance(file, MemoryMappedTensor)
+            self._take_room(Path(file.filename), self._capacity * frames.get(key)[:1].nbytes)
             name = Path(file.filename).relative_to(self.directory).as_posix()
             self._columns[key] = Column(key, tuple(file.shape[1:]), file.dtype, name)
-            self._files[key] = file.as_subclass(torch.Tensor)
+            files[key] = file.as_subclass(torch.Tensor)
+        self._take_room(self.directory / _ROOM, _ROOM_NBYTES * (1 + len(keys)))
+        self._files = files
+
+    def _take_room(self, path: Path, nbytes: int) -> None:
+        path.touch()
+        with path.open("r+b") as file:
+            try:
+                durable.take_room(file.fileno(), 0, nbytes)
+            except OSError as err:
+                raise DatasetError(
+                    f"{size(nbytes)} for {path.name} of {self._capacity:,} frames cannot be "
+                    f"reserved in {self.directory} ({err.strerror}); collect fewer --frames"
+                ) from err
 
     def _discard(self) -> None:
         """Remove what this writer made, and nothing that somebody else put there."""
-        for pattern in ("*.memmap", "meta.json"):
+        for pattern in ("*.memmap", "meta.json", ".*.json.*", _ROOM):
             for file in self.directory.rglob(pattern):
                 file.unlink(missing_ok=True)
         folders = [path for path in self.directory.rglob("*") if path.is_dir()]
@@ -128,21 +162,22 @@ class DatasetWriter:
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
-    def _cut(self) -> None:
-        for column in self._columns.values():
-            os.truncate(self.directory / column.file, self.frames * column.row_nbytes)
+    def _cut_descriptions(self) -> dict[Path, str]:
+        """Return what tensordict's own description of each folder is to say."""
         folders = {up for column in self._columns.values() for up in Path(column.file).parents}
+        texts = {}
         for meta in (self.directory / folder / "meta.json" for folder in folders):
             content = json.loads(meta.read_text())
             for entry in (content, *content.values()):
                 if isinstance(entry, dict) and entry.get("shape"):
                     entry["shape"][0] = self.frames
-            meta.write_text(json.dumps(content))
+            texts[meta] = json.dumps(content)
+        return texts
 
-    def _write_card(self, status: str, rows: int, facts: Mapping[str, Any]) -> None:
+    def _card(self, status: str, rows: int, facts: Mapping[str, Any]) -> str:
         columns = [column.as_json() for column in self._columns.values()]
         known = {"status": status, "frames": self.frames, "rows": rows}
-        write_card(self.directory, {**known, **facts, "keys": columns})
+        return card_text({**known, **facts, "keys": columns})
 
 
 def _tensor_keys(frames: TensorDictBase) -> list[Key]:

@@ -1,5 +1,6 @@
 """The collectors users construct: names and arguments, no behaviour of their own."""
 
+from gleanrl.collectors.absent import refuse
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.distributed import (
     DistributedCollector,
@@ -12,6 +13,7 @@ from gleanrl.collectors.distributed import (
 )
 from gleanrl.collectors.legacy import (
     MultiProcessedWeightUpdater,
+    RayWeightUpdater,
     RemoteModuleWeightUpdater,
     VanillaWeightUpdater,
     WeightUpdaterBase,
@@ -44,6 +46,17 @@ MultiSyncDataCollector = MultiSyncCollector
 MultiaSyncDataCollector = MultiAsyncCollector
 aSyncDataCollector = AsyncCollector
 
+__getattr__ = refuse(
+    __name__,
+    {
+        "AsyncBatchedCollector": "use MultiAsyncCollector, with num_envs= environments in every "
+        "worker, which the policy acts in at once",
+        "Evaluator": "evaluate with a Collector of its own with trajs_per_batch= and "
+        "exploration_type=ExplorationType.DETERMINISTIC",
+        "LLMCollector": "use TorchRL's collectors for language models",
+    },
+)
+
 __all__ = [
     "AsyncCollector",
     "BaseCollector",
@@ -71,6 +84,7 @@ __all__ = [
     "RandomPolicy",
     "RayCollector",
     "RayWeightSyncScheme",
+    "RayWeightUpdater",
     "RemoteModuleWeightUpdater",
     "SharedMemWeightSyncScheme",
     "SyncDataCollector",

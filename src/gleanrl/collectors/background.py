@@ -22,6 +22,9 @@ _NAP = 0.002
 class BackgroundCollector(BaseCollector):
     """A collector that can be started: it goes on by itself in a thread of its own."""
 
+    _hooks_here = True
+    """Whether hooks run in this process, not in workers."""
+
     _engine: Engine
     _budget: Budget
     _timeout: float | None
@@ -37,7 +40,7 @@ class BackgroundCollector(BaseCollector):
 
     def _announce(self) -> None:
         """Call the hook that runs before a batch is collected, once for each."""
-        if self.pre_collect_hook is not None and not self._announced:
+        if self._hooks_here and self.pre_collect_hook is not None and not self._announced:
             self.pre_collect_hook()
         self._announced = True
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from gleanrl.collectors.legacy import WeightUpdaterBase
+from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.profiling import ProfileConfig, RolloutProfiler
 
@@ -37,8 +38,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
             post_collect_hook: Called with each batch as it will be delivered.
         """
         super().__init__()
-        self.pre_collect_hook = pre_collect_hook
-        self.post_collect_hook = post_collect_hook
+        self._pre_hook, self._post_hook = pre_collect_hook, post_collect_hook
         self._iterating = False
         self._profiler: RolloutProfiler | None = None
         self._profile_config: ProfileConfig | None = None
@@ -133,14 +133,38 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
 
     # -- hooks -----------------------------------------------------------------------------------
 
+    @property
+    def pre_collect_hook(self) -> PreHook | None:
+        """Called without argument before each rollout, where it is made."""
+        return self._pre_hook
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: PreHook | None) -> None:
+        self.set_pre_collect_hook(hook)
+
+    @property
+    def post_collect_hook(self) -> PostHook | None:
+        """Called with each rollout, where it is made."""
+        return self._post_hook
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: PostHook | None) -> None:
+        self.set_post_collect_hook(hook)
+
+    def set_pre_collect_hook(self, hook: PreHook | None) -> None:
+        """Set `pre_collect_hook` (a method, for handles without properties)."""
+        self._pre_hook = hook
+
     def set_post_collect_hook(self, hook: PostHook | None) -> None:
-        """Set the hook that sees each batch (a method, for handles without properties)."""
-        self.post_collect_hook = hook
+        """Set `post_collect_hook` (a method, for handles without properties)."""
+        self._post_hook = hook
 
     # -- profiling -------------------------------------------------------------------------------
 
     def enable_profile(self, **config: Any) -> None:
-        """Profile the first rollouts with `torch.profiler`; call before iterating.
+        """Profile the first rollouts with `torch.profiler`, where they are made.
+
+        Call it before iterating.
 
         Args:
             **config: The fields of `ProfileConfig`.
@@ -153,6 +177,10 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
             raise RuntimeError("enable_profile must be called before the collector is iterated")
         self.disable_profile()
         self._profile_config = ProfileConfig(**config)
+        self._begin_profile(config)
+
+    def _begin_profile(self, config: Mapping[str, Any]) -> None:
+        assert self._profile_config is not None
         index = self._worker_idx or 0
         if self._profile_config.should_profile_worker(index):
             self._profiler = RolloutProfiler(self._profile_config, index, self.post_collect_hook)
@@ -160,9 +188,13 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
 
     def disable_profile(self) -> None:
         """Stop profiling and put the user's hook back."""
+        if self._profile_config is not None:
+            self._end_profile()
+        self._profiler, self._profile_config = None, None
+
+    def _end_profile(self) -> None:
         if self._profiler is not None:
             self.post_collect_hook = self._profiler.close()
-        self._profiler, self._profile_config = None, None
 
     @property
     def profile_config(self) -> ProfileConfig | None:
@@ -258,40 +290,73 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
 
     # -- remote access ---------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Resolve a path such as ``"env.transform[0]"`` and call it, or return it."""
+        """Resolve a path such as ``"env.transform[0]"`` and call it; return it if not callable.
+
+        Raises:
+            AttributeError: an attribute is missing.
+            ValueError: arguments for something that is not callable.
+        """
+        return paths.call(self, attr_path, args, kwargs)
 
     def get_distant_attr(self, attr: str) -> Any:
-        """Return what a path such as ``"policy.module"`` names."""
-        return self.cascade_execute(attr)
+        """Return what a path such as ``"policy.module"`` or ``"worker_idx"`` names."""
+        return paths.resolve(self, attr)
+
+    def getattr_policy(self, attr: str) -> Any:
+        """Return an attribute of the policy that runs; of the first worker's, if there are several.
+
+        Raises:
+            AttributeError: it has none of that name.
+        """
+        return self.get_distant_attr(f"policy.{attr}")
+
+    def getattr_env(self, attr: str) -> Any:
+        """Return an attribute of the environment; of the first worker's, if there are several.
+
+        Raises:
+            AttributeError: it has none of that name.
+        """
+        return self.get_distant_attr(f"env.{attr}")
+
+    def getattr_rb(self, attr: str) -> Any:
+        """Return an attribute of the replay buffer.
+
+        Raises:
+            AttributeError: it has none of that name.
+        """
+        return self.get_distant_attr(f"replay_buffer.{attr}")
 
     def map_fn(
         self,
-        method: str,
+        method_name: str,
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
-        """Call ``method`` once per entry of the argument lists and return the results.
+        """Call a method once per entry of the argument lists and return the results.
+
+        Args:
+            method_name: The method, or a path such as ``"policy.module.train"``.
+            list_of_args: Positional arguments of each call.
+            list_of_kwargs: Arguments by name of each call. Without either list there is one call.
 
         Raises:
             ConfigError: the lists differ in length.
-            AttributeError: ``method`` does not exist or is not callable.
+            AttributeError: the method does not exist or is not callable.
         """
-        args = list(list_of_args or [])
-        kwargs = list(list_of_kwargs or [])
-        if args and kwargs and len(args) != len(kwargs):
-            raise ConfigError(
-                f"list_of_args has {len(args)} entries, list_of_kwargs {len(kwargs)}: "
-                "one each per call"
-            )
-        count = max(len(args), len(kwargs))
+        args = None if list_of_args is None else list(list_of_args)
+        kwargs = None if list_of_kwargs is None else list(list_of_kwargs)
+        count = len(args if args is not None else kwargs if kwargs is not None else [()])
         args, kwargs = args or [()] * count, kwargs or [{}] * count
-        return [self._call_method(method, a, k) for a, k in zip(args, kwargs, strict=True)]
-
-    @abc.abstractmethod
-    def _call_method(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call one method by path."""
+        if len(args) != len(kwargs):
+            raise ConfigError(
+                "list_of_args and list_of_kwargs must have the same length, one entry per call: "
+                f"they have {len(args)} and {len(kwargs)}"
+            )
+        target = self.get_distant_attr(method_name)
+        if not callable(target):  # the error callers of a missing method expect
+            raise AttributeError(f"{method_name!r} is a {type(target).__name__}, not a method")
+        return [target(*a, **k) for a, k in zip(args, kwargs, strict=True)]
 
     @property
     def worker_idx(self) -> int:
@@ -309,4 +374,6 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         self._worker_idx = value
 
     _worker_idx: int | None = None
+    _pre_hook: PreHook | None = None
+    _post_hook: PostHook | None = None
     _updater: WeightUpdaterBase | None = None

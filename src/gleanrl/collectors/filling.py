@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDictBase
 
-from gleanrl.core.keys import MASK, TIME
+from gleanrl.collectors.worker import SourceAround, WorkerSource, batch_over
+from gleanrl.core.keys import MASK
 from gleanrl.core.layout import Layout
-from gleanrl.core.messages import Report, Snapshot
+from gleanrl.core.messages import Report
 from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.storages import LazyTensorStorage
 from gleanrl.memory.replay.writers import RoundRobinWriter
-from gleanrl.memory.trees import tensordict_over
 from gleanrl.memory.window import RolloutWindow
-
-PostHook = Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +27,25 @@ class FillingFactory:
     factory: SourceFactory
     pipeline: Pipeline
     """What rollouts go through there; its sink is the buffer."""
-    hook: PostHook | None
 
     def __call__(self, worker: int) -> FillingSource:
         """Build the source and connect it to the buffer."""
-        return FillingSource(self.factory(worker), self.pipeline, self.hook)
+        return FillingSource(self.factory(worker), self.pipeline)
 
 
-class FillingSource:
+class FillingSource(SourceAround):
     """A source that delivers into a buffer: what it reports are counts."""
 
-    def __init__(self, source: Source, pipeline: Pipeline, hook: PostHook | None) -> None:
+    def __init__(self, source: Source, pipeline: Pipeline) -> None:
         """Serve ``source``; its rollouts are written into memory of this worker's own first."""
-        self._source = source
+        super().__init__(source)
         self._pipeline = pipeline
-        self._hook = hook
+        # A collector of the user's class calls its hooks itself.
+        self._hook = source.hand_over_hook() if isinstance(source, WorkerSource) else _no_hook
         self._layout = source.layout()
         self._window: RolloutWindow | None = None
         self._batch: TensorDictBase | None = None
         self._dropped = 0
-
-    @property
-    def num_envs(self) -> int:
-        """Environments of this worker."""
-        layout = self._layout
-        return int(self._source.get("num_envs")) if layout is None else layout.all_envs
 
     def layout(self) -> Layout | None:
         """Return ``None``: nothing travels to the learner."""
@@ -73,62 +65,35 @@ class FillingSource:
                 batch = report.payload.handle
         if report.steps < steps and MASK not in batch.keys(True):
             batch = batch[..., : report.steps]
-        self._pipeline(batch, self._hook)
+        self._pipeline(batch, self._hook())
         dropped, self._dropped = self._pipeline.discarded - self._dropped, self._pipeline.discarded
         discarded = report.discarded + dropped
         return Report(report.steps, report.frames, report.policy_version, discarded)
 
     def _memory(self, layout: Layout, steps: int) -> tuple[RolloutWindow, TensorDictBase]:
         if self._window is None or self._batch is None or self._window.steps != steps:
-            window = RolloutWindow.allocate(layout.fields, layout.num_envs, steps)
-            shape = (*layout.batch_shape, steps)
-            views = {
-                field.key: window.tensor(field.key).view((*shape, *field.shape))
-                for field in layout.fields
-            }
-            names = [None] * (len(shape) - 1) + [TIME]
-            self._window = window
-            self._batch = tensordict_over(views, shape, names, layout.groups)
+            self._window = RolloutWindow.allocate(layout.fields, layout.num_envs, steps)
+            self._batch = batch_over(self._window, layout)
         return self._window, self._batch
-
-    def place(self, base: int, stride: int) -> None:
-        """Number the environments among those of all workers."""
-        self._source.place(base, stride)
-
-    def load(self, snapshot: Snapshot) -> None:
-        """Load weights; the next rollout is made with them."""
-        self._source.load(snapshot)
 
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
         """Seed everything; trajectories in the making are dropped."""
         self._pipeline.forget()
-        return self._source.seed(seed, static, stream)
+        return super().seed(seed, static, stream)
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         """Reset environments; trajectories in the making are dropped."""
         self._pipeline.forget()
-        self._source.reset(envs, options)
-
-    def state(self) -> dict[str, Any]:
-        """Return the source's state."""
-        return self._source.state()
+        super().reset(envs, options)
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Restore the source's state."""
         self._pipeline.forget()
-        self._source.load_state(state, strict)
+        super().load_state(state, strict)
 
-    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what ``path`` names on the source."""
-        return self._source.call(path, *args, **kwargs)
 
-    def get(self, path: str) -> Any:
-        """Return what ``path`` names on the source."""
-        return self.num_envs if path == "num_envs" else self._source.get(path)
-
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()
+def _no_hook() -> None:
+    return None
 
 
 def shared_with_workers(buffer: Any) -> bool:

@@ -125,7 +125,7 @@ def several(direct: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         )
     given.update(zip(("create_env_fn", "policy"), args, strict=False))
     options = _options(kwargs.get("backend_options"), given)
-    given = _wanted(given, direct, kind.__init__)
+    given = _wanted(given, direct, kind)
     function, count = _functions(given.get("create_env_fn"), _count(kwargs.get("num_collectors")))
     if not nodes:
         return kind(**{**given, "create_env_fn": function, "num_workers": count}, **options)
@@ -174,17 +174,34 @@ def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _wanted(
-    given: Mapping[str, Any], direct: Callable[..., Any], target: Callable[..., Any]
-) -> dict[str, Any]:
-    """Drop what merely repeats a default of `Collector`, where the target has another or none."""
-    defaults, known = inspect.signature(direct).parameters, inspect.signature(target).parameters
+def _wanted(given: Mapping[str, Any], direct: Callable[..., Any], target: type) -> dict[str, Any]:
+    """Drop what merely repeats a default of `Collector`, where the target has another or none.
+
+    Raises:
+        TypeError: an argument that the target does not take.
+    """
+    defaults, known = inspect.signature(direct).parameters, _arguments(target)
+    if "num_workers" in given:
+        raise TypeError("num_workers= is num_collectors= here: say that")
     wanted = {}
     for name, value in given.items():
         default = name in defaults and value is defaults[name].default
         if name not in known and not default:
             raise TypeError(f"{name}= has no meaning for a collector over processes")
-        same = name in known and known[name].default is defaults[name].default
-        if same or not default:
+        if not default or (name in known and known[name].default is value):
             wanted[name] = value
     return wanted
+
+
+def _arguments(kind: type) -> dict[str, inspect.Parameter]:
+    """Return the arguments of ``kind``, those included that it passes on to its base."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        own = inspect.signature(vars(base)["__init__"]).parameters
+        passes_on = [name for name, p in own.items() if p.kind is p.VAR_KEYWORD]
+        found = {**{name: p for name, p in own.items() if name not in passes_on}, **found}
+        if not passes_on:
+            break
+    return found

@@ -14,6 +14,7 @@ from gleanrl.collectors.filling import FillingFactory, shared_with_workers
 from gleanrl.collectors.nested import nested_factory
 from gleanrl.collectors.remote import RemoteCollector
 from gleanrl.collectors.single import Collector
+from gleanrl.collectors.worker import WorkerFactory, WorkerRole
 from gleanrl.core.options import (
     EnvOptions,
     FrameBudget,
@@ -78,6 +79,7 @@ class LaunchedCollector(RemoteCollector):
         """Read what concerns this process."""
         count = self.num_workers
         extend = retired.read_extend_buffer(given.extend_buffer, given.replay_buffer_chunk)
+        self._show(vars(given), extend)
         split, whole_ones = bool(given.split_trajs), given.trajs_per_batch is not None
         shaped = split or whole_ones or given.postproc is not None
         checks.check_buffer(
@@ -119,7 +121,7 @@ class LaunchedCollector(RemoteCollector):
                 given.traj_quota,
             ),
             given.postproc,
-            make_sink(given.replay_buffer, extend),
+            make_sink(given.replay_buffer, extend, self._sync and self._cat is None),
             self.storing_device,
             episodes_end=given.reset_at_each_iter,
         )
@@ -140,8 +142,22 @@ class LaunchedCollector(RemoteCollector):
 
     def _factory(self, given: SimpleNamespace, worker: int, own: WorkerParts) -> SourceFactory:
         """Return what builds the source of one worker."""
+        builder = self._builder(given, worker, own)
+        factory: SourceFactory
+        if given.collector_class not in (None, Collector):
+            factory = nested_factory(given, builder, self._asked[worker])
+        else:
+            factory = WorkerFactory(builder, self._role(given, self._asked[worker]))
+        if self._fills:
+            factory = FillingFactory(factory, self._pipeline)
+        if given.init_fn is not None:
+            factory = Initialised(given.init_fn, factory)
+        return factory
+
+    def _builder(self, given: SimpleNamespace, worker: int, own: WorkerParts) -> SourceBuilder:
+        """Return what builds the environments and the policy of one worker."""
         plan = self._devices.plans[worker]
-        factory: SourceFactory = SourceBuilder(
+        return SourceBuilder(
             env=EnvOptions(
                 create_env_fn=own.create_env_fn,
                 create_env_kwargs=own.create_env_kwargs,
@@ -163,13 +179,16 @@ class LaunchedCollector(RemoteCollector):
             ),
             rollout=self._rollout_options(given, own.stream),
         )
-        if given.collector_class not in (None, Collector):
-            factory = nested_factory(given, factory, self._asked[worker])
-        if self._fills:
-            factory = FillingFactory(factory, self._pipeline, given.post_collect_hook)
-        if given.init_fn is not None:
-            factory = Initialised(given.init_fn, factory)
-        return factory
+
+    def _role(self, given: SimpleNamespace, frames: int) -> WorkerRole:
+        """Return what a worker's collector is told of this one."""
+        return WorkerRole(
+            frames_per_batch=frames,
+            pre_collect_hook=given.pre_collect_hook,
+            post_collect_hook=given.post_collect_hook,
+            replay_buffer=self.replay_buffer if self._fills else None,
+            learner_extends=self.replay_buffer is not None and not self._fills,
+        )
 
     def _rollout_options(self, given: SimpleNamespace, stream: int) -> RolloutOptions:
         """Return what concerns the rollouts of a worker."""

@@ -260,6 +260,62 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase):
         super().push_weights(policy_or_weights, worker_ids)
 
 
+class _NodesWeightUpdater(WeightUpdaterBase):
+    """Has the collector send weights: those given, or ``policy_weights``, or the policy's."""
+
+    policy_weights: TensorDictBase | None = None
+
+    def _get_server_weights(self) -> Any:
+        own = self.policy_weights
+        return super()._get_server_weights() if own is None else own.data
+
+
+class DistributedWeightUpdater(_NodesWeightUpdater):
+    """Sends weights to the nodes of a `DistributedCollector`."""
+
+    def __init__(
+        self,
+        store: Any = None,
+        policy_weights: TensorDictBase | None = None,
+        num_workers: int | None = None,
+        sync: bool = True,
+    ) -> None:
+        """Remember the weights that are sent when none are given; the rest is the collector's."""
+        self.store, self.policy_weights = store, policy_weights
+        self.num_workers, self.sync = num_workers, sync
+
+
+class RPCWeightUpdater(_NodesWeightUpdater):
+    """Sends weights to the nodes of an `RPCCollector`."""
+
+    def __init__(
+        self,
+        collector_infos: Any = None,
+        collector_class: Any = None,
+        collector_rrefs: Any = None,
+        policy_weights: TensorDictBase | None = None,
+        num_workers: int | None = None,
+    ) -> None:
+        """Remember the weights that are sent when none are given; the rest is the collector's."""
+        self.collector_infos, self.collector_class = collector_infos, collector_class
+        self.collector_rrefs, self.num_workers = collector_rrefs, num_workers
+        self.policy_weights = policy_weights
+
+
+class RayWeightUpdater(_NodesWeightUpdater):
+    """Sends weights to the actors of a `RayCollector`."""
+
+    def __init__(
+        self,
+        policy_weights: TensorDictBase | None = None,
+        remote_collectors: Any = None,
+        max_interval: int = 0,
+    ) -> None:
+        """Remember the weights that are sent when none are given; the rest is the collector's."""
+        self.policy_weights, self.remote_collectors = policy_weights, remote_collectors
+        self.max_interval = max(0, max_interval)
+
+
 def read_updater(given: Any) -> WeightUpdaterBase | None:
     """Return the updater that ``weight_updater=`` stands for.
 

@@ -170,7 +170,7 @@ class MultiCollector(LaunchedCollector):
             use_buffers: Accepted for compatibility; memory is always used again.
             replay_buffer: Anything with ``extend``; batches go there and ``None`` is yielded. Into
                 a `ReplayBuffer` of tensors workers write by themselves; it is shared if it was not.
-            extend_buffer: ``False`` adds step by step.
+            extend_buffer: ``False`` adds step by step, one element per step and worker.
             replay_buffer_chunk: Retired.
             local_init_rb: Retired.
             trust_policy: See `Collector`.
@@ -191,8 +191,10 @@ class MultiCollector(LaunchedCollector):
             trajs_per_write: See `Collector`.
             traj_format: See `Collector`.
             traj_quota: See `Collector`; over the environments of all workers.
-            pre_collect_hook: Called here before each batch is asked for.
-            post_collect_hook: Called here with each batch; in the workers where they write.
+            pre_collect_hook: Called in every worker before each of its rollouts.
+            post_collect_hook: Called in every worker with each of its rollouts; or with what it
+                stores, where workers write into a buffer. The memory is used again: clone what is
+                to be kept. Values may be changed in place; new entries need ``postproc``.
             compact_obs: See `Collector`.
             num_envs: Environments of each worker.
             categorical_action_encoding: See `Collector`.

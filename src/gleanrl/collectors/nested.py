@@ -20,7 +20,7 @@ from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import TRAJ_IDS
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Payload, Report, Snapshot
-from gleanrl.core.protocols import SourceFactory, Stop, Window
+from gleanrl.core.protocols import Stop, Window
 from gleanrl.core.streams import preserved
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.rollout.streams import Streams
@@ -49,7 +49,7 @@ class NestedFactory:
         return NestedSource(collector, streams)
 
 
-def nested_factory(given: SimpleNamespace, builder: SourceFactory, frames: int) -> NestedFactory:
+def nested_factory(given: SimpleNamespace, builder: SourceBuilder, frames: int) -> NestedFactory:
     """Return the factory of one worker's collector, built from the same arguments.
 
     Args:
@@ -57,7 +57,6 @@ def nested_factory(given: SimpleNamespace, builder: SourceFactory, frames: int) 
         builder: The worker's `SourceBuilder`.
         frames: What the worker is asked for.
     """
-    assert isinstance(builder, SourceBuilder)
     if not callable(given.collector_class):
         raise ConfigError(f"collector_class ({given.collector_class!r}) must be callable")
     kwargs: dict[str, Any] = {
@@ -99,6 +98,8 @@ _PASSED_ON: Mapping[str, Any] = {
     "compile_policy": None,
     "cudagraph_policy": None,
     "auto_register_policy_transforms": None,
+    "pre_collect_hook": None,
+    "post_collect_hook": None,
 }
 """What concerns the collector in the worker, and its default, which need not be said."""
 _KEPT_OUT: Mapping[str, Any] = {"interruptor": None, "preemptive_threshold": None}
@@ -271,7 +272,10 @@ class NestedSource:
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Restore the collector's state."""
         with self._streams.active():
-            self.collector.load_state_dict(state["collector"])
+            if strict or not isinstance(self.collector, BaseCollector):
+                self.collector.load_state_dict(state["collector"])
+            else:
+                self.collector.load_state_dict(state["collector"], strict=False)
         self._streams.load_state(state["streams"])
         self._version = int(state["policy_version"])
 

@@ -9,16 +9,20 @@ from typing import Any
 import torch
 
 from gleanrl.collectors import checks
+from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.running import PATIENCE, RunningCollector
+from gleanrl.collectors.settings import WorkerSettings
 from gleanrl.core import messages as m
+from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.replacing import reseeded
 from gleanrl.engine.sent_models import SentModels
 
 
-class RemoteCollector(RunningCollector):
+class RemoteCollector(RunningCollector, WorkerSettings):
     """A `RunningCollector` whose environments and policies are in workers."""
 
+    _hooks_here = False
     num_workers: int
     _models: SentModels  # type: ignore[assignment]  # copies in workers, not the user's object
     _threads: Any
@@ -100,6 +104,7 @@ class RemoteCollector(RunningCollector):
                 found[worker] = {
                     "policy_state_dict": policy,
                     "env_state_dict": state.pop("env"),
+                    "policy_version": state["policy_version"],
                     "worker": state,
                     "life": life,
                 }
@@ -164,23 +169,34 @@ class RemoteCollector(RunningCollector):
             engine.lives[worker] = life
         engine.request_each({worker: engine.place(worker) for worker in alive})
 
-    def stats(self, workers: str = "aggregate") -> dict[str, int | float | bool]:
+    def stats(
+        self, workers: str = "aggregate", *, timeout: float | None = None
+    ) -> dict[str, int | float | bool]:
         """Return a flat dictionary of scalars; costs no round trip.
 
         Args:
             workers: ``"aggregate"``, ``"per_worker"`` (entries ``worker_0/frames``, …) or
-                ``"both"``.
+                ``"both"``. ``"workers"`` and ``"workers_alive"`` are always there.
+            timeout: Accepted for compatibility: no worker is asked.
+
+        Raises:
+            ConfigError: another word.
         """
         if workers not in ("aggregate", "per_worker", "both"):
-            raise ConfigError(f"workers ({workers!r}) must be 'aggregate', 'per_worker' or 'both'")
-        alive = self._engine.dispatcher.alive
+            raise ConfigError(
+                f"workers must be one of 'aggregate', 'per_worker' and 'both', not {workers!r}"
+            )
+        alive, tallies = self._engine.dispatcher.alive, self._engine.tallies
         found: dict[str, int | float | bool] = {}
         if workers != "per_worker":
-            found = {**super().stats(), "workers": self.num_workers, "workers_alive": len(alive)}
+            found = super().stats()
+            found["worker_frames"] = sum(tally.frames for tally in tallies)
+        found["workers"], found["workers_alive"] = self.num_workers, len(alive)
         if workers != "aggregate":
-            for worker, tally in enumerate(self._engine.tallies):
+            for worker, tally in enumerate(tallies):
                 found[f"worker_{worker}/frames"] = tally.frames
                 found[f"worker_{worker}/batches"] = tally.rollouts
+                found[f"worker_{worker}/requested_frames_per_batch"] = self._sizes[worker]
                 found[f"worker_{worker}/policy_version"] = tally.policy_version
                 found[f"worker_{worker}/alive"] = worker in alive
         return found
@@ -204,33 +220,73 @@ class RemoteCollector(RunningCollector):
         """Return what a path names, one entry per worker (``None`` if it was lost)."""
         return self._engine.request_all(m.Get(attr))
 
+    def getattr_policy(self, attr: str) -> Any:
+        """Return an attribute of the policy of the first worker that is there."""
+        return self._engine.ask(m.Get(f"policy.{attr}"))
+
+    def getattr_env(self, attr: str) -> Any:
+        """Return an attribute of the environment of the first worker that is there."""
+        return self._engine.ask(m.Get(f"env.{attr}"))
+
+    def getattr_rb(self, attr: str) -> Any:
+        """Return an attribute of the replay buffer, which is asked here."""
+        return paths.resolve(self, f"replay_buffer.{attr}")
+
     def map_fn(
         self,
-        method: str,
+        method_name: str,
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
-        """Call ``method`` once in every worker, each with its own arguments.
+        """Call a method once in every worker, each with its own arguments.
 
         One that was lost (where that is tolerated) answers ``None``.
 
         Args:
-            method: A path such as ``"env.set_attr"``.
+            method_name: A path that begins at the worker's collector, such as ``"env.set_attr"``.
             list_of_args: One entry per worker.
             list_of_kwargs: One entry per worker.
 
         Raises:
             ConfigError: a list with another number of entries.
-            AttributeError: ``method`` does not exist.
+            AttributeError: the method does not exist.
         """
         count = self.num_workers
         args = [()] * count if list_of_args is None else list(list_of_args)
         kwargs: list[Any] = [{}] * count if list_of_kwargs is None else list(list_of_kwargs)
-        if len(args) != count or len(kwargs) != count:
-            raise ConfigError(f"map_fn needs one entry per worker: there are {count} of them")
-        calls = {w: m.Call(method, tuple(args[w]), dict(kwargs[w])) for w in range(count)}
+        for what, given in (("argument", args), ("keyword-argument", kwargs)):
+            if len(given) != count:
+                raise ConfigError(
+                    f"Expected {count} {what} entries, one per worker, got {len(given)}"
+                )
+        calls = {w: m.Call(method_name, tuple(args[w]), dict(kwargs[w])) for w in range(count)}
         values = self._engine.request_each(dict(calls))
         return [values.get(worker) for worker in range(count)]
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def set_pre_collect_hook(self, hook: PreHook | None) -> None:
+        """Set `pre_collect_hook`, in every worker."""
+        super().set_pre_collect_hook(hook)
+        self._tell("set_pre_collect_hook", hook)
+
+    def set_post_collect_hook(self, hook: PostHook | None) -> None:
+        """Set `post_collect_hook`, in every worker."""
+        super().set_post_collect_hook(hook)
+        self._tell("set_post_collect_hook", hook)
+
+    def _begin_profile(self, config: Mapping[str, Any]) -> None:
+        self._engine.request_all(m.Call("enable_profile", (), config))
+
+    def _end_profile(self) -> None:
+        if not self._engine.closed:
+            self._engine.request_all(m.Call("disable_profile"))
+
+    def _tell(self, method: str, *args: Any) -> None:
+        """Call a method of every worker's collector, and of those that will replace lost ones."""
+        if not self._engine.closed:
+            self._engine.standing[method] = m.Call(method, args)
+            self._engine.request_all(self._engine.standing[method])
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -264,6 +320,7 @@ def _of_lost(newest: Mapping[str, Any], life: int) -> dict[str, Any]:
     return {
         "policy_state_dict": newest["policy_state_dict"],
         "env_state_dict": {},
+        "policy_version": newest["policy_version"],
         "worker": {"policy_version": newest["worker"]["policy_version"]},
         "life": life,
         "lost": True,

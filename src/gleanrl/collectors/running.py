@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.collectors import checks
 from gleanrl.collectors.background import BackgroundCollector
+from gleanrl.collectors.settings import Settings
 from gleanrl.collectors.updating import UpdatingCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError
@@ -27,7 +28,7 @@ PATIENCE = 2.0
 """Seconds environments get to close after a failure, and where nobody called `shutdown`."""
 
 
-class RunningCollector(UpdatingCollector, BackgroundCollector):
+class RunningCollector(UpdatingCollector, BackgroundCollector, Settings):
     """A collector over an engine; subclasses build the parts in their constructor."""
 
     _pipeline: Pipeline
@@ -62,7 +63,10 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
 
         Raises:
             RuntimeError: the collector collects in the background.
+            ClosedError: it was shut down.
         """
+        if self.closed and self._engine.failure is None:  # also if it has delivered everything
+            raise ClosedError("the collector was shut down; make a new one to collect more")
         while True:
             with self._engine.turn(None):
                 self._check_not_started()
@@ -81,7 +85,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
         batch = self._gather(feed)
         if batch is None:  # workers have put it into the buffer themselves
             return deque([None])
-        return self._pipeline(batch, self.post_collect_hook)
+        return self._pipeline(batch, self.post_collect_hook if self._hooks_here else None)
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         batch, reports = self._engine.collect(self._budget, self._timeout, feed)
@@ -139,7 +143,8 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
         It can where batches are delivered as they were collected: not with ``postproc``, a hook, a
         replay buffer, trajectories cut out, or data of no fixed shape, and not by a subclass.
         """
-        own = vars(type(self)).get("_as_gathered", False) and self.post_collect_hook is None
+        hooked = self._hooks_here and self.post_collect_hook is not None
+        own = vars(type(self)).get("_as_gathered", False) and not hooked
         here = self.storing_device is None or self.storing_device.type == "cpu"
         if not (own and here and self._pipeline.plain):
             return None
@@ -217,6 +222,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
             "env_state_dict": worker.pop("env"),
             "frames": self._budget.delivered,
             "iter": self._batches,
+            "policy_version": worker["policy_version"],
             "worker": worker,
         }
 
@@ -246,6 +252,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
             "frames": self._budget.delivered,
             "batches": self._batches,
             "frames_per_batch": self._budget.limits.frames_per_batch,
+            "requested_frames_per_batch": self._budget.limits.frames_per_batch,
             "frames_discarded": engine.discarded + self._pipeline.discarded,
             "batches_copied": engine.copies,
             "memory_bytes": engine.nbytes,
@@ -313,26 +320,6 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
         text: str = self._engine.ask(m.Call("explain"))
         return text
 
-    def getattr_policy(self, attr: str) -> Any:
-        """Return an attribute of the policy that runs; of the first worker's, if there are several.
-
-        Raises:
-            AttributeError: it has none of that name.
-        """
-        return self._engine.ask(m.Get(f"policy.{attr}"))
-
-    def getattr_env(self, attr: str) -> Any:
-        """Return an attribute of the environment; of the first worker's, if there are several.
-
-        Raises:
-            AttributeError: it has none of that name.
-        """
-        return self._engine.ask(m.Get(f"env.{attr}"))
-
-    def getattr_rb(self, attr: str) -> Any:
-        """Return an attribute of the replay buffer."""
-        return getattr(self.replay_buffer, attr)
-
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Resolve a path such as ``"env.transform[0]"`` and call it; return it if not callable.
 
@@ -340,17 +327,18 @@ class RunningCollector(UpdatingCollector, BackgroundCollector):
             AttributeError: an attribute is missing.
             ValueError: arguments for something that is not callable.
         """
-        return self._engine.ask(m.Call(attr_path, args, kwargs))
+        with self._engine.turn(None):  # nothing is collected meanwhile
+            return super().cascade_execute(attr_path, *args, **kwargs)
 
-    def get_distant_attr(self, attr: str) -> Any:
-        """Return what a path such as ``"policy.module"`` names."""
-        return self._engine.ask(m.Get(attr))
-
-    def _call_method(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        target = self.get_distant_attr(method)
-        if not callable(target):  # the error callers of a missing method expect
-            raise AttributeError(f"{method!r} is a {type(target).__name__}, not a method")
-        return self.cascade_execute(method, *args, **kwargs)
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call a method once per entry of the argument lists; see `BaseCollector.map_fn`."""
+        with self._engine.turn(None):
+            return super().map_fn(method_name, list_of_args, list_of_kwargs)
 
     def shutdown(
         self,

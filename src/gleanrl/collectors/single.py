@@ -13,6 +13,7 @@ from torch import nn
 from gleanrl.collectors import checks, front_door, legacy, retired
 from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.running import RunningCollector
+from gleanrl.collectors.settings import Setting
 from gleanrl.core import messages as m
 from gleanrl.core.options import (
     DevicePlan,
@@ -58,6 +59,7 @@ class Collector(RunningCollector):
     """
 
     _as_gathered = True
+    return_same_td = Setting("Whether the same `TensorDict` is delivered each time.")
 
     def __init__(
         self,
@@ -197,6 +199,7 @@ class Collector(RunningCollector):
             UnknownEnvError: the id is not registered (a `KeyError` too).
             PolicyError: the policy does not fit the environment.
         """
+        given = dict(locals())
         super().__init__(pre_collect_hook, post_collect_hook)
         checks.check_updater(weight_updater, weight_sync_schemes)
         legacy.warn_updater(weight_updater)
@@ -216,13 +219,13 @@ class Collector(RunningCollector):
         self.register_scheme_receiver(weight_recv_schemes or {})
         retired.check_reset_when_done(reset_when_done)
         retired.note_local_init_rb(local_init_rb)
-        exploration = retired.read_exploration(exploration_type, exploration_mode)
+        self.exploration_type = retired.read_exploration(exploration_type, exploration_mode)
         extend = retired.read_extend_buffer(extend_buffer, replay_buffer_chunk)
+        self._show(given, extend)
         shaped = bool(split_trajs) or trajs_per_batch is not None or postproc is not None
         checks.check_buffer(replay_buffer, use_buffers, return_same_td, extend, shaped, compact_obs)
         devices = DevicePlan.from_arguments(device, storing_device, policy_device, env_device)
         self._worker_idx = worker_idx
-        self.exploration_type = exploration
         self.replay_buffer = replay_buffer
         self.storing_device, self.policy_device = devices.storing, devices.policy
         self.env_device = devices.env
@@ -268,7 +271,7 @@ class Collector(RunningCollector):
                 reset_at_each_iter=reset_at_each_iter,
                 track_traj_ids=track_traj_ids,
                 set_truncated=set_truncated,
-                exploration=exploration,
+                exploration=self.exploration_type,
                 track_policy_version=bool(track_policy_version),
                 check_finite=check_finite,
                 mask=interruptor is not None,
@@ -276,9 +279,10 @@ class Collector(RunningCollector):
             ),
         )
         limits = FrameBudget.from_arguments(frames_per_batch, total_frames, init_random_frames)
-        stop = stop_byte(interruptor)
         self._user_policy = policy
-        self._engine = Engine(lambda windows: InlineBackend(windows, stop), [builder])
+        self._engine = Engine(
+            lambda windows: InlineBackend(windows, stop_byte(interruptor)), [builder]
+        )
         with self._starting():
             self._models = Models(self._engine, policy, weight_sync_schemes, self._version)
             self._budget = Budget(limits.over(self._engine.num_envs))

@@ -122,25 +122,32 @@ class UpdatingCollector(BaseCollector):
     # -- a parent's updates ----------------------------------------------------------------------
 
     def register_scheme_receiver(
-        self, schemes: Mapping[str, WeightSyncScheme], *, synchronize_weights: bool = True
+        self,
+        weight_recv_schemes: Mapping[str, WeightSyncScheme],
+        *,
+        synchronize_weights: bool = True,
     ) -> None:
         """Say which models may be updated by a collector that this one is a worker of.
 
         What a parent publishes arrives by itself, for all models unless some were named here.
 
         Args:
-            schemes: By model id; those registered before under other ids stay. A
+            weight_recv_schemes: By model id; those registered before under other ids stay. A
                 `NoWeightSyncScheme` ignores what arrives.
             synchronize_weights: Accepted for compatibility: there is nothing to wait for.
 
         Raises:
             ConfigError: one that is no scheme.
         """
-        checks.check_schemes(schemes)
-        self._receivers = {**self._receivers, **schemes}
+        checks.check_schemes(weight_recv_schemes)
+        self._receivers = {**self._receivers, **weight_recv_schemes}
 
     def receive_weights(
-        self, policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None
+        self,
+        policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
+        *,
+        weights: TensorDictBase | Mapping[str, Any] | None = None,
+        policy: nn.Module | None = None,
     ) -> None:
         """Apply weights of the policy and pass them on to workers, if there are any.
 
@@ -149,14 +156,17 @@ class UpdatingCollector(BaseCollector):
         Raises:
             ConfigError: weights, where `register_scheme_receiver` has said who sends them.
         """
-        if policy_or_weights is None:
+        given = [x for x in (policy_or_weights, weights, policy) if x is not None]
+        if len(given) > 1:
+            raise ConfigError("give weights once: positionally, as weights= or as policy=")
+        if not given:
             return
         if self._receivers:
             raise ConfigError(
                 f"weights of {sorted(self._receivers)} come from a parent (weight_recv_schemes); "
                 "use update_policy_weights_ for your own"
             )
-        self.update_policy_weights_(policy_or_weights)
+        self.update_policy_weights_(given[0])
 
     def receive_models(self, models: Mapping[str, Any], version: int | None = None) -> None:
         """Apply what a parent sent, by model id: all of it or nothing.

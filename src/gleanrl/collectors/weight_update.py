@@ -2,6 +2,7 @@
 
 from gleanrl.collectors.legacy import (
     MultiProcessedWeightUpdater,
+    RayWeightUpdater,
     RemoteModuleWeightUpdater,
     VanillaWeightUpdater,
     WeightUpdaterBase,
@@ -9,6 +10,7 @@ from gleanrl.collectors.legacy import (
 
 __all__ = [
     "MultiProcessedWeightUpdater",
+    "RayWeightUpdater",
     "RemoteModuleWeightUpdater",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",

@@ -111,7 +111,11 @@ def _slots(
     shared = engine.backend.memory
     if shared is not None:
         reserved = sum(arena.nbytes for arena in arenas)
-        check_memory(reserved + slab.nbytes * count, f"{count} batches of {slab.nbytes:,} bytes")
+        check_memory(
+            reserved + slab.nbytes * count,
+            f"{count} batches of {slab.nbytes:,} bytes",
+            "lower frames_per_batch, the number of workers or of environments",
+        )
     arena = Arena(slab, count, shared, number)
     arenas[number : number + 1] = [arena]
     return SlabSlots(

@@ -107,8 +107,9 @@ class Pipeline:
 
     @property
     def discarded(self) -> int:
-        """Frames of partial trajectories that were dropped."""
-        return 0 if self._whole is None else self._whole.frames_discarded
+        """Frames of partial trajectories that were dropped, and those that were not stored."""
+        partial = 0 if self._whole is None else self._whole.frames_discarded
+        return partial + self._sink.discarded
 
     @property
     def varies(self) -> bool:

@@ -36,10 +36,10 @@ class ProfileConfig:
     def __post_init__(self) -> None:
         """Check the counts and names."""
         if self.warmup_rollouts < 0:
-            raise ConfigError(f"warmup_rollouts ({self.warmup_rollouts}) must not be negative")
+            raise ConfigError(f"warmup_rollouts must be >= 0, not {self.warmup_rollouts}")
         if self.num_rollouts <= self.warmup_rollouts:
             raise ConfigError(
-                f"num_rollouts ({self.num_rollouts}) must exceed warmup_rollouts "
+                f"num_rollouts ({self.num_rollouts}) must be greater than warmup_rollouts "
                 f"({self.warmup_rollouts}), or nothing is recorded"
             )
         unknown = sorted(set(self.activities) - {"cpu", "cuda"})

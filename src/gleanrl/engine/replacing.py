@@ -89,7 +89,11 @@ class Replacements:
         engine.lives[worker] += 1
         self._renew(worker)
         # What binds boards comes first: with any other command it looks at them.
-        commands = [*self._models.catch_up(worker), engine.place(worker)]
+        commands = [
+            *self._models.catch_up(worker),
+            engine.place(worker),
+            *engine.standing.values(),
+        ]
         if worker in self.seeds:
             commands.append(reseeded(self.seeds[worker], engine.lives[worker]))
         return commands

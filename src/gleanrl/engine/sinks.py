@@ -13,6 +13,9 @@ from gleanrl.core.keys import MASK
 class Sink(Protocol):
     """Takes a finished batch."""
 
+    discarded: int
+    """Frames that were not stored, nor returned."""
+
     def put(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Store ``batch``, or return it for the caller."""
         ...
@@ -21,6 +24,8 @@ class Sink(Protocol):
 class YieldSink:
     """Hands every batch to the caller."""
 
+    discarded = 0
+
     def put(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Return ``batch``."""
         return batch
@@ -28,6 +33,8 @@ class YieldSink:
 
 class ExtendSink:
     """Extends a buffer with whole batches; the caller gets ``None``."""
+
+    discarded = 0
 
     def __init__(self, buffer: Any) -> None:
         """Store into ``buffer``."""
@@ -44,6 +51,8 @@ class ExtendSink:
 
 class EnvTimeSink:
     """Extends a buffer of ``[env, time]`` with whole batches; the caller gets ``None``."""
+
+    discarded = 0
 
     def __init__(self, buffer: Any) -> None:
         """Store into ``buffer``."""
@@ -69,27 +78,47 @@ class EnvTimeSink:
 
 
 class AddSink:
-    """Adds to a buffer step by step; the caller gets ``None``."""
+    """Adds to a buffer step by step, one element per step and worker; the caller gets ``None``."""
 
-    def __init__(self, buffer: Any) -> None:
-        """Store into ``buffer``."""
+    def __init__(self, buffer: Any, stacked: bool) -> None:
+        """Store into ``buffer``; the first dimension of ``stacked`` batches is that of workers."""
         self._add = _method(buffer, "add")
+        self._stacked = stacked
+        self.discarded = 0
 
     def put(self, batch: TensorDictBase) -> TensorDictBase | None:
-        """Store ``batch`` step by step, every environment's frame of a step in one element."""
+        """Store the steps of ``batch``, each with the frames of all environments of a worker.
+
+        An element has one frame of every environment. Frames of steps that some environments of
+        the worker did not reach have no element: they count as discarded.
+        """
+        parts = batch.unbind(0) if self._stacked else (batch,)
         mask = batch.get(MASK, None)
-        for step, frames in enumerate(batch.unbind(batch.ndim - 1)):
-            if mask is None or mask[..., step].all():
-                self._add(frames)
+        if mask is None:
+            for step in range(batch.shape[-1]):
+                for part in parts:
+                    self._add(part[..., step])
+            return None
+        valid = mask.reshape(len(parts), -1, mask.shape[-1])
+        whole = valid.all(1)
+        self.discarded += int((valid & ~whole.unsqueeze(1)).sum())
+        for step, worker in whole.T.nonzero().tolist():
+            self._add(parts[worker][..., step])
         return None
 
 
-def make_sink(buffer: Any, extend: bool) -> Sink:
-    """Return the sink for ``buffer`` (or for no buffer)."""
+def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink:
+    """Return the sink for ``buffer`` (or for no buffer).
+
+    Args:
+        buffer: Where batches go.
+        extend: Whole batches at once; else step by step.
+        stacked: Whether the first dimension of batches is that of workers.
+    """
     if buffer is None:
         return YieldSink()
     if not extend:
-        return AddSink(buffer)
+        return AddSink(buffer, stacked)
     storage = getattr(buffer, "storage", None)  # TorchRL's buffers have one, too
     return EnvTimeSink(buffer) if getattr(storage, "ndim", 1) == 2 else ExtendSink(buffer)
 

@@ -62,6 +62,10 @@ class SharedMemory:
             ) from err
         return start
 
+    def clear(self) -> None:
+        """Give everything back; what was mapped must not be touched any more."""
+        os.ftruncate(self.fd, 0)
+
     def map(self) -> mmap.mmap:
         """Return a mapping of all there is now; the same object until it has grown."""
         size = self.nbytes

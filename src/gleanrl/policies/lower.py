@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,13 +14,14 @@ from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
 from gleanrl.core.keys import Key, as_key, as_keys, show
 from gleanrl.policies.adapt import TensorCall
 from gleanrl.policies.calls import tensor_call
-from gleanrl.policies.distributions import Draw, recipe_of
+from gleanrl.policies.distributions import Draw, are_settings, recipe_of, watches_distribution
 from gleanrl.policies.exploration import ExplorationType, set_exploration_type
 from gleanrl.policies.probe import Probed, Unit
-from gleanrl.policies.structure import Watch, is_plain, qualified, units_of, uses
+from gleanrl.policies.structure import is_plain, qualified, units_of, uses
 from gleanrl.policies.tape import Cell, Check, Tape
-from gleanrl.policies.tensors import is_known, keeps_nothing, lower_tensors
+from gleanrl.policies.tensors import is_known, keeps_nothing, lower_tensors, writes_input
 from gleanrl.policies.values import lower_q_values, picks_actions
+from gleanrl.policies.watch import Watch, functions_are_genuine
 
 _SAFE_MODULE = "torchrl.modules.tensordict_module.probabilistic.SafeProbabilisticModule"
 _TRIALS = 4
@@ -30,9 +30,9 @@ Found: TypeAlias = dict[Key, torch.Tensor]
 _SKIPPED = ("_",)
 """TensorDict's name for an output that is thrown away."""
 
-Agreed: TypeAlias = dict[tuple[int, ExplorationType], tuple[Any, tuple[Any, ...]]]
-"""Modules that were found to act as their calls do, by identity and exploration type: the module
-(held, so that its identity stays its own) and the attributes it had then."""
+Agreed: TypeAlias = dict[tuple[Any, ...], Watch]
+"""Modules that were found to act as their calls do, by identity, exploration type, shapes and types
+of what they read: what they were then (which holds them, so that identities stay their own)."""
 
 
 @dataclass(slots=True)
@@ -134,12 +134,15 @@ class Builder:
 
     def build(self, kind: ExplorationType | None, lower: bool = True) -> Parts:
         """Take the policy apart for ``kind``; with ``lower=False`` every unit is kept."""
-        watch = Watch()
-        units = self._units(watch)
-        if not lower or kind is None:
-            return Parts([Kept(unit) for unit in units], watch)
-        with _quiet(kind, self._device):
-            return Parts(self._parts(units, kind, watch), watch)
+        try:
+            watch = Watch()
+            units = self._units(watch)
+            if not lower or kind is None or not functions_are_genuine():
+                return Parts([Kept(unit) for unit in units], watch)
+            with _quiet(kind, self._device):
+                return Parts(self._parts(units, kind, watch), watch)
+        except Exception:  # whatever cannot be understood is called as it is
+            return Parts([Kept(self._probed.whole)], Watch())
 
     def _parts(
         self, units: Sequence[Unit], kind: ExplorationType, watch: Watch
@@ -214,7 +217,7 @@ class _Work:
 
         Whatever goes wrong on the way, the unit is called as it is instead.
         """
-        used, marks = dict(self._used), (len(self._tape.calls), len(self._tape.checks))
+        used, mark = dict(self._used), self._tape.mark()
         try:
             found = self._lower(unit)
         except Exception:
@@ -225,7 +228,7 @@ class _Work:
             self._written.update(found)
             return True
         self._used = used
-        del self._tape.calls[marks[0] :], self._tape.checks[marks[1] :]
+        self._tape.cut(mark)
         return False
 
     def _lower(self, unit: Unit) -> Found | None:
@@ -261,6 +264,8 @@ class _Work:
         if not set(reads) <= set(unit.visible):
             return None
         args = [self._read(key) for key in reads]
+        if writes_input(fn) and any(map(self._is_given, args)):
+            return None
         if is_known(fn) and len(args) == 1 and names is None:
             values = lower_tensors(self._tape, self._watch, fn, args[0])  # type: ignore[arg-type]  # is_known
             pairs = zip(writes, values, strict=True)
@@ -287,7 +292,6 @@ class _Work:
         if values is None:
             return None
         found = dict(zip(keys, values, strict=True))
-        self._watch.add(module)
         return found if self._agrees(module, reads, found, self._tape.calls[mark:]) else None
 
     # -- distributions ---------------------------------------------------------------------------
@@ -320,7 +324,6 @@ class _Work:
         keys = [as_key(module.dist_sample_keys[0])]
         keys += [as_key(module.log_prob_key)] if draw.log_prob else []
         found = {key: value for key, value in zip(keys, drawn, strict=False) if value is not None}
-        self._watch.add(module)
         return found if self._agrees(module, reads, found, self._tape.calls[mark:]) else None
 
     def _agrees(
@@ -334,17 +337,36 @@ class _Work:
 
         Only the distribution runs here, on parameters that the policy gave; the policy does not.
         """
-        kind, now = self._kind, tuple(vars(module).values())
-        _, then = self._agreed.get((id(module), kind), (None, None))
-        if then is not None and len(then) == len(now) and all(map(operator.is_, then, now)):
-            return True
+        given = tuple((key, self._cells[key].shape, self._cells[key].dtype) for key in reads)
+        name = id(module), self._kind, given
+        watch = self._agreed.get(name)
+        if watch is None or watch.changed():
+            watch = Watch()
+            watch.add(module)
+            if not self._same(module, reads, found, calls, watch):
+                return False
+            self._agreed[name] = watch
+        self._watch.include(watch)
+        return True
+
+    def _same(
+        self,
+        module: Any,
+        reads: Sequence[Key],
+        found: Mapping[Key, torch.Tensor],
+        calls: Sequence[Callable[[], Any]],
+        watch: Watch,
+    ) -> bool:
         device = self._cells[reads[0]].device
         for trial in range(_TRIALS):
             td = TensorDict({}, batch_size=self._batch_shape)
             for key in reads:
                 td.set(key, self._cells[key].clone())
-            _seed(device, trial)
             try:
+                draws = isinstance(module, ProbabilisticTensorDictModule) and not trial
+                if draws and not watches_distribution(watch, module.get_dist(td)):
+                    return False
+                _seed(device, trial)
                 td = module(td)
             except (ValueError, RuntimeError):
                 return False  # It will say itself what is wrong when it is called as it is.
@@ -356,7 +378,6 @@ class _Work:
                 return False
             if not all(_identical(td.get(key), value) for key, value in found.items()):
                 return False
-        self._agreed[id(module), kind] = module, now
         return True
 
     def _read(self, key: Key) -> torch.Tensor:
@@ -364,6 +385,11 @@ class _Work:
         if cell is self._roots.get(key):
             self._used[key] = cell
         return cell
+
+    def _is_given(self, value: torch.Tensor) -> bool:
+        """Tell whether ``value`` lies in the memory of a root entry."""
+        place = value.untyped_storage().data_ptr()
+        return any(place == root.untyped_storage().data_ptr() for root in self._roots.values())
 
 
 def _cell(unit: Unit, key: Key) -> torch.Tensor:
@@ -398,6 +424,7 @@ def _is_understood(module: Any, safe: bool) -> bool:
         and state.get("_generator") is None
         and state.get("_generator_key") is None
         and type(module.distribution_kwargs) is dict
+        and are_settings(module.distribution_kwargs)
     )
 
 

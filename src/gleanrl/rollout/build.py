@@ -97,8 +97,7 @@ class SourceBuilder:
         return kind(made, first, policies, self._policies, self.rollout)  # type: ignore[arg-type]  # each its own
 
     def _policies(self, env: Env | Pool, first: Window, own: bool = False) -> Policies:
-        user = self._user_policy(own)
-        complete_exploration(user, env.inner)
+        user = complete_exploration(self._user_policy(own), env.inner)
         policy = make_policy(
             user,
             env=env.layout,
@@ -136,11 +135,10 @@ class SourceBuilder:
                 shown = _shown(env, root, layout, judges)
                 away = None if known.device.type == "cpu" else known.device
                 return actor_of(known.inner, known.carried, known.learnt, shown, away)
-            chosen = self._user_policy(own)
+            chosen = complete_exploration(self._user_policy(own), env)
             if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
                 after.append(root)
                 return Actor()
-            complete_exploration(chosen, env)
             shown = _shown(env, root, layout, judges)
             actor, left = make_actor(chosen, shown, self.policy, self.rollout.exploration)
             after.append(left)

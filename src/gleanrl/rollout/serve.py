@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import pickle
 import socket
@@ -33,11 +34,14 @@ class Surroundings:
     environment: Mapping[str, str]
     directory: str
     path: tuple[str, ...]
+    authkey: bytes
+    """What `multiprocessing` authenticates with: proxies of a user's manager connect by it."""
 
     @classmethod
     def here(cls) -> Surroundings:
         """Take down those of this process."""
-        return cls(dict(os.environ), os.getcwd(), tuple(sys.path))
+        authkey = bytes(multiprocessing.current_process().authkey)
+        return cls(dict(os.environ), os.getcwd(), tuple(sys.path), authkey)
 
     def enter(self) -> None:
         """Make them those of this process."""
@@ -45,6 +49,7 @@ class Surroundings:
         os.environ.update(self.environment)
         os.chdir(self.directory)
         sys.path[:] = self.path
+        multiprocessing.current_process().authkey = self.authkey
 
 
 @dataclass(frozen=True, slots=True)

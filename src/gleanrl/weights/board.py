@@ -7,8 +7,8 @@ three buffers that takes three publications during one copy, so a retry is rare.
     word 0: publications so far     words 1-3: per buffer, 2n once publication n is in it
     words 4-6: version in each      words 7-9: serial in each
 
-The words are 64-bit and aligned. On processors that reorder stores (not x86) the interpreter's own
-work between two of them is what keeps them apart.
+The words are 64-bit and aligned. Where the processor reorders stores or loads, `fence` keeps the
+words apart from what they announce.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from gleanrl.core.errors import GleanError, WeightsError
 from gleanrl.core.messages import BoardRef, Snapshot
 from gleanrl.core.protocols import Array, SharedMemory
+from gleanrl.memory.fence import fence
 
 _ALIGN = 64
 _BUFFERS = 3
@@ -72,6 +73,7 @@ class Board:
         number = words[0] + 1
         buffer = number % _BUFFERS
         words[_STATE + buffer] = 2 * number - 1
+        fence()  # nothing is written into a buffer that is not marked
         words[_VERSION + buffer], words[_SERIAL + buffer] = version, serial
         if self._sources is None:
             with torch.no_grad():
@@ -79,7 +81,9 @@ class Board:
         else:
             for target, source in zip(self._bytes[buffer], self._sources, strict=True):
                 target[:] = source
+        fence()  # all of it is there before it is announced
         words[_STATE + buffer] = 2 * number
+        fence()
         words[0] = number
 
     def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -143,10 +147,13 @@ class _Reader:
         for _ in range(_MOST_TRIES):
             number = int(words[0])
             buffer = number % _BUFFERS
+            fence()
             if words[_STATE + buffer] != 2 * number:
                 continue
+            fence()  # nothing is read before its mark was, nor the mark again before all is
             np.copyto(self._own, self._buffers[buffer])
             version, serial = int(words[_VERSION + buffer]), int(words[_SERIAL + buffer])
+            fence()
             if words[_STATE + buffer] == 2 * number:
                 self._seen = number
                 return version, serial

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from gleanrl.core.errors import ConfigError
 
 
@@ -38,31 +41,23 @@ class WeightSyncScheme:
         self.sync = sync
 
     @staticmethod
-    def from_backend(name: str) -> WeightSyncScheme:
+    def from_backend(backend: str, **kwargs: Any) -> WeightSyncScheme:
         """Return the scheme that fits a backend.
 
         Args:
-            name: ``"none"``, ``"direct"``, ``"inline"``, ``"shared"``, ``"thread"``, ``"process"``,
-                ``"multiprocessing"``, ``"distributed"``, ``"rpc"`` or ``"ray"``.
+            backend: ``"none"`` or ``"direct"`` (nothing is sent), ``"inline"``, ``"shared"``,
+                ``"thread"``, ``"process"``, ``"multiprocessing"``, ``"distributed"``, ``"rpc"`` or
+                ``"ray"``.
+            **kwargs: Arguments of the scheme.
 
         Raises:
             ConfigError: no such backend.
         """
-        kinds: dict[str, type[WeightSyncScheme]] = {
-            "none": NoWeightSyncScheme,
-            "direct": WeightSyncScheme,
-            "inline": WeightSyncScheme,
-            "shared": SharedMemWeightSyncScheme,
-            "thread": SharedMemWeightSyncScheme,
-            "process": MultiProcessWeightSyncScheme,
-            "multiprocessing": MultiProcessWeightSyncScheme,
-            "distributed": DistributedWeightSyncScheme,
-            "rpc": RPCWeightSyncScheme,
-            "ray": RayWeightSyncScheme,
-        }
-        if name not in kinds:
-            raise ConfigError(f"no weight sync scheme for {name!r}; known are {sorted(kinds)}")
-        return kinds[name]()
+        if backend not in _SCHEMES:
+            raise ConfigError(
+                f"Unsupported weight-sync backend {backend!r}: it must be one of {sorted(_SCHEMES)}"
+            )
+        return _SCHEMES[backend](**kwargs)
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
@@ -150,3 +145,17 @@ class NoWeightSyncScheme(WeightSyncScheme):
     """Never update the model: a fixed policy."""
 
     applies = False
+
+
+_SCHEMES: Mapping[str, type[WeightSyncScheme]] = {
+    "none": NoWeightSyncScheme,
+    "direct": NoWeightSyncScheme,
+    "inline": WeightSyncScheme,
+    "shared": SharedMemWeightSyncScheme,
+    "thread": SharedMemWeightSyncScheme,
+    "process": MultiProcessWeightSyncScheme,
+    "multiprocessing": MultiProcessWeightSyncScheme,
+    "distributed": DistributedWeightSyncScheme,
+    "rpc": RPCWeightSyncScheme,
+    "ray": RayWeightSyncScheme,
+}

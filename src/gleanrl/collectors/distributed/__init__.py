@@ -1,21 +1,35 @@
 """Collectors whose workers are nodes: other machines, or processes reached like them."""
 
+from gleanrl.collectors.absent import refuse
+from gleanrl.collectors.distributed.default_configs import DEFAULT_SLURM_CONF
 from gleanrl.collectors.distributed.groups import DistributedCollector, DistributedSyncCollector
 from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.distributed.rpc import RPCCollector
+from gleanrl.collectors.legacy import DistributedWeightUpdater, RPCWeightUpdater
 from gleanrl.engine.launchers.delayed import submitit_delayed_launcher
 
 DistributedDataCollector = DistributedCollector
 DistributedSyncDataCollector = DistributedSyncCollector
 RPCDataCollector = RPCCollector
 
+__getattr__ = refuse(
+    __name__,
+    {
+        "RayEvalWorker": "evaluate with a RayCollector of one actor and "
+        "exploration_type=ExplorationType.DETERMINISTIC"
+    },
+)
+
 __all__ = [
+    "DEFAULT_SLURM_CONF",
     "DistributedCollector",
     "DistributedDataCollector",
     "DistributedSyncCollector",
     "DistributedSyncDataCollector",
+    "DistributedWeightUpdater",
     "RPCCollector",
     "RPCDataCollector",
+    "RPCWeightUpdater",
     "RayCollector",
     "submitit_delayed_launcher",
 ]

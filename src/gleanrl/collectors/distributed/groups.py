@@ -86,6 +86,7 @@ class DistributedCollector(NodesCollector):
         backend: str = "gloo",
         update_after_each_batch: bool = False,
         max_weight_update_interval: int | None = -1,
+        update_interval: int | None = None,
         launcher: str | Launcher = "submitit",
         tcp_port: int | str | None = None,
         num_sub_threads: int = 1,
@@ -158,6 +159,7 @@ class DistributedCollector(NodesCollector):
                 to all nodes, or with ``sync=False`` to the one that the last batch came from.
             max_weight_update_interval: Batches after which a node gets new weights at the latest;
                 -1 for never.
+            update_interval: Another name of ``max_weight_update_interval``.
             launcher: ``"mp"``: processes of this machine. ``"submitit"``: Slurm jobs.
                 ``"submitit_delayed"``: jobs that `submitit_delayed_launcher` has started.
                 ``"torchrun"``: the other ranks of this very job. ``"manual"``: whoever runs the
@@ -168,7 +170,7 @@ class DistributedCollector(NodesCollector):
             cat_results: See `MultiSyncCollector`; for ``sync=True``.
             set_truncated: See `Collector`.
             replay_buffer: Anything with ``extend``, here; batches go there and ``None`` is yielded.
-            extend_buffer: ``False`` adds step by step.
+            extend_buffer: ``False`` adds step by step, one element per step and node.
             trust_policy: See `Collector`.
             compile_policy: See `Collector`.
             weight_updater: Retired; see `MultiCollector`.
@@ -180,8 +182,9 @@ class DistributedCollector(NodesCollector):
             trajs_per_write: See `Collector`.
             traj_format: See `Collector`.
             traj_quota: See `Collector`.
-            pre_collect_hook: Called here before each batch is asked for.
-            post_collect_hook: Called here with each batch.
+            pre_collect_hook: Called in every node before each of its rollouts.
+            post_collect_hook: Called in every node with each of its rollouts; see
+                `MultiCollector`.
             init_fn: Called first on every node.
             num_envs: Environments of each node.
             categorical_action_encoding: See `Collector`.
@@ -213,6 +216,10 @@ class DistributedCollector(NodesCollector):
             CollectorTimeout: nodes did not come up in time.
         """
         given = with_defaults(**{k: v for k, v in locals().items() if k not in NOT_ARGUMENTS})
+        if update_interval is not None:
+            if max_weight_update_interval not in (None, -1):
+                raise ConfigError("update_interval is max_weight_update_interval: give one of them")
+            given.max_weight_update_interval = whole("update_interval", update_interval, least=1)
         if on_failure == "relaunch":
             check_replaces(launcher)
         serve_elsewhere(launcher, start_timeout)

@@ -147,7 +147,7 @@ class NodesCollector(LaunchedCollector):
         init_fn, told.init_fn = told.init_fn, None
         factory = nested_factory(
             SimpleNamespace(**{**vars(told), "collector_class": given.collector_class}),
-            super()._factory(told, worker, own),
+            self._builder(told, worker, own),
             self._asked[worker],
         )
         functions: Any = own.create_env_fn

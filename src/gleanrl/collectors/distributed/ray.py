@@ -155,7 +155,7 @@ class RayCollector(NodesCollector):
             cat_results: See `MultiSyncCollector`; for ``sync=True``.
             set_truncated: See `Collector`.
             replay_buffer: Anything with ``extend``, here; batches go there and ``None`` is yielded.
-            extend_buffer: ``False`` adds step by step.
+            extend_buffer: ``False`` adds step by step, one element per step and actor.
             use_env_creator: Accepted for compatibility; what builds environments always travels.
             no_cuda_sync: Accepted for compatibility.
             trust_policy: See `Collector`.
@@ -171,8 +171,9 @@ class RayCollector(NodesCollector):
             trajs_per_write: See `Collector`.
             traj_format: See `Collector`.
             traj_quota: See `Collector`.
-            pre_collect_hook: Called here before each batch is asked for.
-            post_collect_hook: Called here with each batch.
+            pre_collect_hook: Called in every actor before each of its rollouts.
+            post_collect_hook: Called in every actor with each of its rollouts; see
+                `MultiCollector`.
             init_fn: Called first in every actor.
             num_envs: Environments of each actor.
             categorical_action_encoding: See `Collector`.

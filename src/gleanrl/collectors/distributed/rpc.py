@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from gleanrl.collectors import workers
 from gleanrl.collectors.distributed.groups import DistributedCollector
+from gleanrl.collectors.legacy import RPCWeightUpdater
 from gleanrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from gleanrl.engine.backends.rpc import RPCBackend
+
+__all__ = ["RPCCollector", "RPCDataCollector", "RPCWeightUpdater"]
 
 _OPTIONS = {"num_worker_threads", "rpc_timeout", "device_maps", "devices"}
 _HIDDEN_OPTIONS = {"_transports", "_channels"}
@@ -24,8 +27,12 @@ class RPCCollector(DistributedCollector):
     of torch.distributed.rpc, of which a process can be in one only: there can be one `RPCCollector`
     at a time. It uses no default process group and leaves yours alone.
 
-    What RPC carries is not authenticated. Its agents listen on the interface of ``host`` only (the
-    loopback interface for ``launcher="mp"``), unless ``TP_SOCKET_IFNAME`` names another.
+    **Torch's RPC agents and their store do not authenticate, and agents unpickle what anybody sends
+    who reaches their ports**, on this machine and on every node. Such a message can run code as
+    you. They listen on the interface of ``host`` only, unless ``TP_SOCKET_IFNAME`` names another.
+    With ``launcher="mp"`` that is the loopback interface, which other users of the machine reach;
+    for any other a warning says so once. `DistributedCollector` unpickles only what is
+    authenticated.
 
     Example:
         >>> from gleanrl.collectors import RPCCollector
@@ -82,6 +89,9 @@ class RPCCollector(DistributedCollector):
 
         kwargs.pop("kind")
         return RPCBackend(*args, options=self._tensorpipe, devices=self._visible, **kwargs)
+
+
+RPCDataCollector = RPCCollector
 
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from typing import Any, TypeAlias
@@ -13,8 +14,9 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key
+from gleanrl.memory.fence import fence
 from gleanrl.memory.replay import saving
-from gleanrl.memory.replay.fence import fence
+from gleanrl.memory.replay.forking import Forkable
 from gleanrl.memory.replay.items import single, stack
 from gleanrl.memory.replay.limiter import RateLimiter
 from gleanrl.memory.replay.places import flat_places, shown, stored
@@ -28,10 +30,12 @@ from gleanrl.memory.replay.writers import RoundRobinWriter, Writer
 
 Transform: TypeAlias = Callable[[Any], Any]
 _ATTEMPTS = 4
+_LOCAL = ("_lock", "_prefetcher")
+"""What every process, and every copy, makes anew."""
 _NOTHING: Mapping[str, torch.Tensor] = {}
 
 
-class ReplayBuffer:
+class ReplayBuffer(Forkable):
     """Holds rows of experience and hands out samples of them.
 
     A row is what stands behind the first batch dimension of what is given to `extend`. Samples are
@@ -54,6 +58,7 @@ class ReplayBuffer:
         generator: torch.Generator | None = None,
         dim_extend: int | None = None,
         limiter: RateLimiter | None = None,
+        lock_timeout: float | None = None,
     ) -> None:
         """Put the parts together; nothing is allocated before the first data.
 
@@ -74,11 +79,13 @@ class ReplayBuffer:
             dim_extend: Which dimension of the data for `extend` is time (or rows); for
                 ``[env, time]`` storages 1 by default, else 0.
             limiter: Bounds the samples per insert while a collector is running.
+            lock_timeout: Seconds that any process waits for another one that holds the lock of a
+                shared buffer and makes no progress (it was stopped); 60 by default.
 
         Raises:
             ConfigError: arguments that do not go together.
         """
-        self._storage: Storage = _made(storage, lambda: ListStorage(1000))
+        self._storage = made_storage(storage)
         self._sampler: Sampler = _made(sampler, RandomSampler)
         self._writer: Writer = _made(writer, RoundRobinWriter)
         self._collate = collate_fn
@@ -92,6 +99,8 @@ class ReplayBuffer:
         self._with_index = isinstance(self._sampler, PrioritizedSampler)
         self._reset_local()
         self._check(batch_size, prefetch)
+        if lock_timeout is not None:
+            self._storage.lock_timeout = lock_timeout
         if shared:
             self.share()
 
@@ -106,12 +115,36 @@ class ReplayBuffer:
             raise ConfigError("pin_memory=True needs an accelerator, and there is none")
 
     def _reset_local(self) -> None:
-        self._lock = threading.RLock()
+        Forkable.__init__(self)
         self._prefetcher = (
             Prefetcher(self._make, self._sampler, self._lock, self._prefetch)
             if self._prefetch
             else None
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplayBuffer:
+        """Return a buffer with copies of all rows and of the sampler; it is shared if this one is.
+
+        A ``generator`` is copied with its state.
+        """
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        with self._lock:
+            copy.deepcopy(self._storage, memo)  # first: others know its ledger
+            if self._generator is not None:
+                memo[id(self._generator)] = self._generator.clone_state()
+            with self._rewound():
+                for name, value in vars(self).items():
+                    if name not in _LOCAL:
+                        vars(twin)[name] = copy.deepcopy(value, memo)
+        twin._reset_local()
+        return twin
+
+    def _after_fork(self, consistent: bool) -> None:
+        """Begin to make samples anew in a forked child; and epochs, if one was being drawn from."""
+        if not consistent:
+            self._sampler.restart()
+            self._reset_local()
 
     @property
     def storage(self) -> Storage:
@@ -172,7 +205,8 @@ class ReplayBuffer:
 
         Raises:
             ReplayError: nothing is there to be sampled.
-            CollectorTimeout: `limiter` held this back for its timeout.
+            CollectorTimeout: `limiter` held this back for its timeout, or another process stands
+                still while it holds the lock of this shared buffer.
         """
         size = self.batch_size if batch_size is None else batch_size
         if size is None or size < 1:
@@ -292,14 +326,19 @@ class ReplayBuffer:
             }
 
     def _sampler_state(self) -> dict[str, Any]:
-        """Return the sampler's state before the samples that were made ahead."""
-        if self._prefetcher is None:
+        with self._rewound():
             return self._sampler.state_dict()
+
+    @contextlib.contextmanager
+    def _rewound(self) -> Iterator[None]:
+        """Have the sampler where it was before the samples that were made ahead."""
         position = self._sampler.position()
-        self._sampler.seek(self._prefetcher.position())
-        state = self._sampler.state_dict()
-        self._sampler.seek(position)
-        return state
+        if self._prefetcher is not None:
+            self._sampler.seek(self._prefetcher.position())
+        try:
+            yield
+        finally:
+            self._sampler.seek(position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put a state back, replacing what is stored.
@@ -307,9 +346,15 @@ class ReplayBuffer:
         Raises:
             ConfigError: it is of other rows.
         """
-        with self._lock:
-            self._load(state["storage"], state["sampler"])
-            self.batch_size = state["batch_size"]
+        missing = {"storage", "sampler", "batch_size"} - set(state)
+        size = state.get("batch_size")
+        if missing or not (size is None or (isinstance(size, int) and size > 0)):
+            raise ConfigError(
+                f"this is no state of a replay buffer: missing {sorted(missing) or 'nothing'}, "
+                f"batch_size {size!r}"
+            )
+        self._load(state["storage"], state["sampler"])
+        self.batch_size = size
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write everything to the directory ``path``: raw tensors and JSON, no pickle."""
@@ -322,21 +367,24 @@ class ReplayBuffer:
         Raises:
             ConfigError: ``path`` holds nothing such, or other rows.
         """
-        with self._lock:
-            self._load(*saving.read(path))
+        self._load(*saving.read(path))
 
     def _load(self, storage: dict[str, Any], sampler: dict[str, Any]) -> None:
-        self._forget()
-        if self.limiter is not None:
-            self.limiter.restart(self._storage.ledger)
-        same = storage.get("slots") == self._storage.ledger.slots or not self._storage.ledger.ready
-        saving.load_storage(self._storage, storage)
-        # Places mean nothing in a ring of another size, and with them what samplers know.
-        same = same and storage.get("slots") == self._storage.ledger.slots
-        if sampler and same:
-            self._sampler.load_state_dict(sampler, self._storage)
-        else:
-            self._sampler.restart()
+        """Replace rows and the sampler's state, or change nothing."""
+        with self._lock:
+            saving.check_storage(self._storage, storage)
+            # Places mean nothing in a ring of another size, and with them what samplers know.
+            same = saving.same_places(self._storage, storage)
+            if sampler and same:
+                self._sampler.check_state_dict(sampler, saving.frames_of(storage))
+            saving.load_storage(self._storage, storage)
+            self._forget()
+            if self.limiter is not None:
+                self.limiter.restart(self._storage.ledger)
+            if sampler and same:
+                self._sampler.load_state_dict(sampler, self._storage)
+            else:
+                self._sampler.restart()
 
     def _forget(self) -> None:
         if self._prefetcher is not None:
@@ -424,14 +472,19 @@ class ReplayBuffer:
             data.set(name, marks if flag is None else flag | marks)
 
     def __getstate__(self) -> dict[str, Any]:
-        local = ("_lock", "_prefetcher")
-        state = {name: value for name, value in self.__dict__.items() if name not in local}
+        state = {name: value for name, value in self.__dict__.items() if name not in _LOCAL}
         state["_generator"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset_local()
+
+
+def made_storage(storage: Storage | Callable[[], Storage] | None) -> Storage:
+    """Return a storage, from itself or from what makes it; a list of 1000 by default."""
+    found: Storage = _made(storage, lambda: ListStorage(1000))
+    return found
 
 
 def _made(part: Any, default: Callable[[], Any]) -> Any:

@@ -7,6 +7,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -23,37 +24,27 @@ _NORESERVE = 0x4000
 
 def nbytes_of(shapes: Shapes) -> int:
     """Return how many bytes tensors of these shapes take one after another."""
-    return sum(aligned(_nbytes(shape, dtype)) for shape, dtype in shapes)
+    return sum(aligned(_nbytes(*shape)) for shape in shapes)
 
 
 def carve(memory: mmap.mmap, shapes: Shapes) -> list[torch.Tensor]:
     """Lay tensors over ``memory``, one after another."""
-    whole, start, tensors = torch.frombuffer(memory, dtype=torch.uint8), 0, []
-    for shape, dtype in shapes:
-        nbytes = _nbytes(shape, dtype)
-        tensors.append(whole[start : start + nbytes].view(dtype).view(shape))
-        start += aligned(nbytes)
-    return tensors
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return [
+        whole[start : start + _nbytes(shape, dtype)].view(dtype).view(shape)
+        for start, (shape, dtype) in zip(starts_of(shapes), shapes, strict=True)
+    ]
+
+
+def starts_of(shapes: Shapes) -> list[int]:
+    """Return where tensors of these shapes begin."""
+    return [0, *accumulate(aligned(_nbytes(*shape)) for shape in shapes)][:-1]
 
 
 def sparse(nbytes: int) -> mmap.mmap:
     """Return zeroed private memory, of which only what is touched is taken from the machine."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
     return mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=flags)
-
-
-def check_memory(nbytes: int, frames: int) -> None:
-    """Refuse what is larger than the machine.
-
-    Raises:
-        ConfigError: ``frames`` of ``nbytes`` together are.
-    """
-    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > room:
-        raise ConfigError(
-            f"a buffer of {frames:,} such frames takes {nbytes:,} bytes and this "
-            f"machine has {room:,}: lower max_size, or use LazyMemmapStorage"
-        )
 
 
 def check_disk(nbytes: int, frames: int, directory: str) -> None:

@@ -8,20 +8,21 @@ has copied a whole row. Ledgers lie in shared memory if their rows do.
 Every change is written down first, as absolute values, and the word that makes it valid last.
 Whoever enters next finishes what a process that was killed inside left there.
 
-The order this needs is what x86-64 gives, and elsewhere the lock; `fence` is for a reader's second
-look.
+Writers get the order this needs from the lock. Readers do without it: `fence` keeps what they copy
+between their two looks at the stamps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from gleanrl.core.errors import ReplayError
+from gleanrl.core.errors import ConfigError, ReplayError
+from gleanrl.memory.fence import fence
 from gleanrl.memory.replay.gate import Gate
 from gleanrl.memory.replay.reservation import Reservation
 
@@ -38,7 +39,9 @@ _HEADER = 64
 _READY, _SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _OWNERS, _BASE, _EPOCH = range(9)
 _OP, _ENTRY, _FIRST, _N, _OWNER, _TO_CURSOR, _TO_COUNT, _TO_LIVE, _TO_CHANGES = range(10, 19)
 _LAYOUT_SIZE, _SPARE, _SPARE_NEXT = 19, 20, 21
-_RESERVE, _COMMIT, _REVOKE, _EMPTY = 1, 2, 3, 4
+_RESERVE, _COMMIT, _REVOKE, _EMPTY, _LOAD = 1, 2, 3, 4, 5
+_POSITIONS, _COUNTS = 1 << 42, 1 << 53
+"""Beyond these nothing real comes, and far below where stamps and counters overflow."""
 
 
 class Ledger:
@@ -69,6 +72,17 @@ class Ledger:
     def words_for(max_slots: int) -> int:
         """Return how many words a ledger of ``max_slots`` rows needs."""
         return _HEADER + 3 * _ENTRIES + 2 * _LOG + _LAYOUT_WORDS + max_slots
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
+        """Return the ledger itself: its storage makes the copy, all others only compare it."""
+        return self
+
+    def take_over(self, other: Ledger) -> None:
+        """Become what ``other`` is, but for what is being written there; both in their sections."""
+        self._all[:] = other._all
+        self.flow[:] = 0
+        for entry in np.flatnonzero(self._table[:, 0]).tolist():
+            self._enact(_REVOKE, Reservation(entry, *map(int, self._table[entry])))
 
     @property
     def ready(self) -> bool:
@@ -200,8 +214,7 @@ class Ledger:
     def empty(self, count: bool = True) -> None:
         """Forget all rows; those being written right now are forgotten when they are committed."""
         with self.section():
-            slots = max(self.slots, 1)
-            cursor = -(-int(self._h[_CURSOR]) // slots) * slots
+            cursor = self._next_lap()
             self._enact(
                 _EMPTY,
                 Reservation(0, 0, cursor, 0),
@@ -243,22 +256,59 @@ class Ledger:
                 "stamps": torch.from_numpy(np.maximum(self.stamps[: self.top], 0)),
             }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Put back what `snapshot` returned, into a ring of the same size; inside `section`.
+    def clear_for(self, state: Mapping[str, Any]) -> None:
+        """Forget all rows, so that those of a state can be put in their place; inside `section`.
 
         Raises:
-            ReplayError: somebody is writing.
+            ReplayError: somebody is writing; nothing was forgotten.
         """
         if self._table[:, 0].any():
             self._sweep()
         if self._table[:, 0].any():
             raise ReplayError("a replay buffer cannot be loaded while rows of it are being written")
+        if self._cursor_after(state, self._next_lap()) >= _POSITIONS:
+            raise ReplayError("this buffer has numbered too many rows to be loaded: make a new one")
+        self.empty()
+        fence()
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        verbatim: bool = False,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Show the rows of a checked `snapshot`, which were copied; after `clear_for`.
+
+        Their positions are moved behind all that were ever given out, so that no reader takes them
+        for rows that it has seen.
+
+        Args:
+            state: Cursor, counters and stamps, of a ring of the same size.
+            verbatim: Keep positions as they are: this ledger is new.
+            then: What belongs to it: if the process ends before, nothing was restored.
+        """
+        h, cursor = self._h, state["cursor"]
+        after = cursor if verbatim else self._cursor_after(state, int(h[_BASE]))
         stamps = state["stamps"].numpy()
-        self.stamps[:] = 0
-        self.stamps[: len(stamps)] = stamps
-        self._h[_CURSOR], self._h[_BASE] = state["cursor"], state["base"]
-        self._h[_COUNT], self._h[_LIVE] = state["count"], int(np.count_nonzero(stamps > 0))
-        self._h[_EPOCH] += 1
+        h[_TO_CURSOR] = after
+        h[_OP] = _LOAD
+        shift = np.where(stamps > 0, after - cursor, 0) << _OWNER_BITS
+        np.add(stamps, shift, out=self.stamps[: len(stamps)])
+        h[_BASE] = state["base"] if verbatim else h[_BASE]
+        h[_CURSOR], h[_COUNT] = after, state["count"]
+        h[_LIVE] = int(np.count_nonzero(stamps > 0))
+        h[_EPOCH] += 1
+        then()
+        h[_OP] = 0
+
+    def _next_lap(self) -> int:
+        slots = max(self.slots, 1)
+        return -(-int(self._h[_CURSOR]) // slots) * slots
+
+    def _cursor_after(self, state: Mapping[str, Any], base: int) -> int:
+        """Return the cursor once the rows of a state lie behind the position ``base``."""
+        after = base + _span(state)
+        return int(after + (state["cursor"] - after) % max(self.slots, 1))
 
     def mark(self, rows: Words) -> None:
         """Commit single places out of order, as the newest rows (no ring; private ledgers)."""
@@ -352,6 +402,11 @@ class Ledger:
         self._apply()
 
     def _recover(self) -> None:
+        if self._h[_OP] == _LOAD:
+            # What was to be shown cannot be known any more; the positions are used up.
+            self._h[_CURSOR] = self._h[_TO_CURSOR]
+            self.empty()
+            return
         reserving = self._h[_OP] == _RESERVE
         reservation = Reservation(*(int(self._h[w]) for w in (_ENTRY, _OWNER, _FIRST, _N)))
         self._apply()
@@ -389,3 +444,45 @@ class Ledger:
                 np.subtract(-base, self._ramp[: stop - start], out=out)
             else:
                 np.multiply(self._ramp[: stop - start], 0, out=out)
+
+
+def check_ring(state: Mapping[str, Any], slots: int) -> None:
+    """Check cursor, counters and stamps of a `Ledger.snapshot`, before anything believes them.
+
+    Raises:
+        ConfigError: they contradict each other, or are beyond what any buffer reaches.
+    """
+    cursor, base, count = (state[name] for name in ("cursor", "base", "count"))
+    for name, value, most in (
+        ("cursor", cursor, _POSITIONS),
+        ("base", base, _POSITIONS),
+        ("count", count, _COUNTS),
+        ("slots", slots, _POSITIONS),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < most:
+            raise ConfigError(f"a replay buffer's {name} is no number like {value!r:.50}")
+    stamps = state["stamps"]
+    if not isinstance(stamps, torch.Tensor) or stamps.dtype != torch.int64 or stamps.ndim != 1:
+        raise ConfigError("a replay buffer's stamps are int64 [rows]")
+    if slots < 1 or base > cursor or base % slots or len(stamps) != min(cursor - base, slots):
+        raise ConfigError(
+            f"rows {base} to {cursor} of a replay buffer of {slots} slots are not {len(stamps)}"
+        )
+    whole = stamps[stamps != 0]
+    places = (whole >> _OWNER_BITS) - 1
+    if len(whole) and not base <= int(places.min()) <= int(places.max()) < cursor:
+        raise ConfigError(f"stamps of a replay buffer lie outside its rows, {base} to {cursor}")
+    if len(torch.unique(places)) < len(places) or count < len(places):
+        raise ConfigError(
+            f"{len(places)} rows of a replay buffer that counted {count} are not one each"
+        )
+    if _span(state) >= _POSITIONS // 2:
+        raise ConfigError(f"rows of a replay buffer lie {_span(state)} positions apart")
+
+
+def _span(state: Mapping[str, Any]) -> int:
+    """Return how far behind the cursor the oldest row is."""
+    stamps, cursor = state["stamps"], state["cursor"]
+    whole = stamps[stamps > 0]
+    oldest = int(whole.min() >> _OWNER_BITS) - 1 if len(whole) else cursor
+    return max(int(cursor) - oldest, len(stamps))

@@ -14,7 +14,7 @@ is touched only as far as they were ever needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,9 +87,16 @@ def _agreed(layout: RowLayout, once: tuple[Any, ...]) -> RowLayout:
 class Successors:
     """Links the rows of one storage, and gives out its spare places."""
 
-    def __init__(self, rows: Rows, ledger: Ledger) -> None:
-        """Link ``rows``, whose stamps are in ``ledger``."""
+    def __init__(self, rows: Rows, ledger: Ledger, take_room: Callable[[range], None]) -> None:
+        """Link ``rows``, whose stamps are in ``ledger``.
+
+        Args:
+            rows: The rows.
+            ledger: Their stamps.
+            take_room: Is called before spare places are written for the first time.
+        """
         self._rows = rows
+        self._take_room = take_room
         self._ledger = ledger
         self._envs = rows.layout.envs or 1
         self._lead = 1 if rows.layout.envs is None else 2
@@ -125,6 +132,18 @@ class Successors:
             mine = found[chosen].to(places.device).reshape(len(spare), *places.shape[1:])
             places.index_copy_(0, where, mine)
 
+    def grow(self, size: int) -> None:
+        """Have at least ``size`` spare places, taken or not; inside `section`.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        first = self._ledger.spare
+        if size > first:
+            self._take_room(range(first, size))
+            self._owners[first:size] = 0
+            self._ledger.spare = size
+
     def rebuild(self) -> None:
         """Note who has which spare place, after rows were put back; inside `section`."""
         frames = self._rows.frames
@@ -153,8 +172,7 @@ class Successors:
             if len(found) < need:
                 first, missing = ledger.spare, need - len(found)
                 size = min(self._rows.frames, first + max(missing, first // 4))
-                self._owners[first:size] = 0
-                ledger.spare = size
+                self.grow(size)
                 found = np.concatenate([found, np.arange(first, first + missing)])
             self._owners[found] = numbers
             if need:

@@ -9,7 +9,15 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.memory.replay.samplers import Draw, Sampler, empty_error, stamps_of, whole
+from gleanrl.memory.replay.ledger import Ledger
+from gleanrl.memory.replay.samplers import (
+    Draw,
+    Sampler,
+    empty_error,
+    saved_tensor,
+    stamps_of,
+    whole,
+)
 from gleanrl.memory.replay.storages import Storage
 from gleanrl.memory.replay.sumtree import SumTree
 
@@ -42,6 +50,7 @@ class PrioritizedSampler(Sampler):
         self.eps = eps
         self._tree = SumTree(max_capacity)
         self._max = 1.0
+        self._ledger: Ledger | None = None
         self._version = (0, -1)
         self._known = np.zeros(max_capacity, np.int64)
 
@@ -106,22 +115,22 @@ class PrioritizedSampler(Sampler):
 
         The mark is taken first: what changes meanwhile is looked at again.
         """
-        version = storage.ledger.version
-        if version == self._version:
+        ledger, version = storage.ledger, storage.ledger.version
+        if ledger is self._ledger and version == self._version:
             return
         if storage.max_size > self.max_capacity:
             raise ConfigError(
                 f"max_capacity ({self.max_capacity}) is less than the storage's max_size "
                 f"({storage.max_size})"
             )
-        recent = storage.ledger.changes(self._version)
+        recent = ledger.changes(self._version) if ledger is self._ledger else None
         if recent is None:
             self._rescan(storage)
         else:
             for first, count in recent:
                 for start, stop, _ in storage.ledger.pieces(first, count):
                     self._fresh(storage, np.arange(start, stop))
-        self._version = version
+        self._ledger, self._version = ledger, version
 
     def _rescan(self, storage: Storage) -> None:
         stamps = storage.ledger.stamps
@@ -144,11 +153,17 @@ class PrioritizedSampler(Sampler):
         """Return all priorities (raised to alpha) and the largest that was given."""
         return {"priorities": self._tree.leaves.clone(), "max_priority": self._max}
 
+    def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
+        """Refuse what are no priorities, or those of another capacity."""
+        saved, most = saved_tensor(state, "priorities", torch.float64), state.get("max_priority")
+        if len(saved) != self.max_capacity:
+            raise ConfigError(f"{len(saved)} priorities for a capacity of {self.max_capacity}")
+        largest = float(saved.max()) if len(saved) else 0.0
+        if not isinstance(most, float) or not (saved >= 0).all() or max(most, largest) == math.inf:
+            raise ConfigError(f"priorities are finite and not negative: {saved}, at most {most!r}")
+
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
         """Put priorities back."""
         self._follow(storage)
-        saved = state["priorities"]
-        if len(saved) != self.max_capacity:
-            raise ConfigError(f"{len(saved)} priorities for a capacity of {self.max_capacity}")
-        self._tree.fill(saved)
-        self._max = float(state["max_priority"])
+        self._tree.fill(state["priorities"])
+        self._max = state["max_priority"]

@@ -69,6 +69,27 @@ class RowLayout:
         ]
         return [*shapes, ((slots * (self.envs or 1),), _LINK.dtype)] if self.once else shapes
 
+    def extents(self, slots: int, spare: range | None = None) -> list[tuple[int, int, int]]:
+        """Return parts of the memory that `shapes` describes.
+
+        Args:
+            slots: Slots of the ring.
+            spare: Which spare places; by default what is needed besides all of them.
+
+        Returns:
+            Number of the tensor, first byte in it, and bytes.
+        """
+        found, frames = [], slots * (self.envs or 1)
+        for number, field in enumerate(self.stored):
+            if spare is None:
+                found.append((number, 0, frames * field.nbytes))
+            elif field.key in self.once:
+                begin = (frames + spare.start) * field.nbytes
+                found.append((number, begin, len(spare) * field.nbytes))
+        if self.once and spare is None:
+            found.append((len(self.stored), 0, frames * _LINK.nbytes))
+        return found
+
     def to_json(self) -> bytes:
         """Describe the layout."""
         fields = [[list(f.key), list(f.shape), str(f.dtype)[6:]] for f in self.fields]
@@ -315,6 +336,10 @@ class Rows:
             self.places(key)[self.frames :].view(self.frames, *shapes[key])
             for key in self.layout.once
         ]
+
+    def spare_up_to(self, number: int) -> list[torch.Tensor]:
+        """Return the first spare places."""
+        return [places[:number] for places in self.spare()]
 
     def places(self, key: Key) -> torch.Tensor:
         """Return the frames of what is stored once, and its spare places behind them."""

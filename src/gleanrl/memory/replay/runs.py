@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from gleanrl.memory.replay.fence import fence
+from gleanrl.memory.fence import fence
 from gleanrl.memory.replay.ledger import STEP, Ledger
 from gleanrl.memory.replay.storages import Storage
 
@@ -90,6 +90,7 @@ class RunFinder:
         before = rows - 1
         before[before < 0] += len(self._stamps)
         new, old = stamps[rows], stamps[before]
+        fence()  # rows are looked at between two looks at their stamps
         same = self._same(storage, rows, before)
         fence()
         new[new != stamps[rows]] = 0

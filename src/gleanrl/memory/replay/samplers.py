@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gleanrl.core.errors import ReplayError
+from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.memory.replay.storages import Storage
 
 _TRIES = 8
@@ -63,8 +63,19 @@ class Sampler:
         """Return the sampler's state."""
         return {}
 
+    def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
+        """Check a state before anything is loaded.
+
+        Args:
+            state: What `load_state_dict` will be given.
+            frames: Places of the ring.
+
+        Raises:
+            ConfigError: it is not of such a sampler.
+        """
+
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
-        """Put a state back, after the rows it belongs to."""
+        """Put a checked state back, after the rows it belongs to."""
         self.restart()
 
 
@@ -165,12 +176,31 @@ class SamplerWithoutReplacement(Sampler):
         """Return what is left of the epoch."""
         return {"order": self._order[self._next :].clone()}
 
+    def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
+        """Refuse what names no places, or one twice."""
+        order = saved_tensor(state, "order", torch.int64)
+        inside = not len(order) or 0 <= int(order.min()) <= int(order.max()) < frames
+        if not inside or len(torch.unique(order)) < len(order):
+            raise ConfigError(f"an epoch over other places than those of {frames} frames: {order}")
+
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
         """Continue the epoch."""
         self._order, self._next = state["order"].clone(), 0
         self._stamps = stamps_of(storage, self._order)
         whole = self._stamps > 0
         self._order, self._stamps = self._order[whole], self._stamps[whole]
+
+
+def saved_tensor(state: dict[str, Any], name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a one-dimensional tensor of a sampler's state.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = state.get(name)
+    if not isinstance(found, torch.Tensor) or found.dtype != dtype or found.ndim != 1:
+        raise ConfigError(f"this sampler's state has {name!r} ({dtype}); given: {sorted(state)}")
+    return found
 
 
 def stamps_of(storage: Storage, index: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import stat
-import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,9 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import next_key
-from gleanrl.memory.replay.fence import fence
+from gleanrl.memory import durable
+from gleanrl.memory.replay.dumps import FOLDER, META, named, new_folder, publish
+from gleanrl.memory.replay.ledger import check_ring
 from gleanrl.memory.replay.once import follow
 from gleanrl.memory.replay.rows import RowLayout, dtype_named
 from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage
@@ -24,10 +24,8 @@ from gleanrl.memory.replay.writers import RoundRobinWriter
 
 _FORMAT = "gleanrl replay buffer"
 _VERSION = 1
-_META = "meta.json"
 _PART = 1024
 """Slots that are put together at a time for a storage of another size."""
-_FOLDER = re.compile(r"data-[0-9a-f]{32}")
 
 
 def storage_state(storage: Storage, copied: bool = True) -> dict[str, Any]:
@@ -68,16 +66,87 @@ def storage_state(storage: Storage, copied: bool = True) -> dict[str, Any]:
 
 def keep_unchanged(storage: Storage, state: dict[str, Any]) -> None:
     """Drop rows from ``state`` that somebody wrote while they were copied."""
-    fence()
     stamps = state["stamps"]
-    stamps[stamps != storage.ledger.words[: len(stamps)]] = 0
+    with storage.ledger.section():
+        stamps[stamps != storage.ledger.words[: len(stamps)]] = 0
+
+
+def check_storage(storage: Storage, state: Any) -> None:
+    """Check that a state can be loaded, before anything is changed.
+
+    Raises:
+        ConfigError: it contradicts itself, or is of rows that this storage cannot hold.
+    """
+    try:
+        if isinstance(storage, ListStorage):
+            _check_items(state)
+        else:
+            _check_tensors(state)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as err:
+        if isinstance(err, ConfigError):
+            raise
+        raise ConfigError(f"this is no state of a replay buffer: {err!r}") from err
+
+
+def _check_items(state: Mapping[str, Any]) -> None:
+    if state.get("items") is None:
+        raise ConfigError("this state is of tensors, and this buffer's storage is a list")
+    check_ring(state, state["slots"])
+    if not isinstance(state["items"], list) or len(state["items"]) < len(state["stamps"]):
+        raise ConfigError(f"this state lacks items: it has {len(state['stamps'])} rows")
+
+
+def _check_tensors(state: Mapping[str, Any]) -> None:
+    if "items" in state:
+        raise ConfigError("this state is of a list, and this buffer's storage holds tensors")
+    if state["layout"] is None:
+        return
+    check_ring(state, state["slots"])
+    layout, top = RowLayout.from_json(state["layout"].encode()), len(state["stamps"])
+    lead = (top,) if layout.envs is None else (top, layout.envs)
+    expected = [((*lead, *field.shape), field.dtype) for field in layout.stored]
+    found = state["tensors"]
+    if layout.once:
+        frames, most = state["slots"] * (layout.envs or 1), len(found[-1])
+        once = [field for field in layout.fields if field.key in layout.once]
+        _check_links(found[-1 - len(once)], frames + min(most, frames))
+        expected += [((most, *field.shape), field.dtype) for field in once]
+    if [(tuple(t.shape), t.dtype) for t in found] != expected:
+        raise ConfigError("the tensors of this state are not of the layout that it describes")
+
+
+def _check_links(links: torch.Tensor, places: int) -> None:
+    if links.numel() and not 0 <= int(links.min()) <= int(links.max()) < places:
+        raise ConfigError("this state links rows to successors that are not there")
+
+
+def frames_of(state: Mapping[str, Any]) -> int:
+    """Return how many frames the ring of a checked state has."""
+    return int(state.get("slots", 0)) * _envs(state)
+
+
+def _envs(state: Mapping[str, Any]) -> int:
+    layout = state.get("layout")
+    return 1 if layout is None else RowLayout.from_json(layout.encode()).envs or 1
+
+
+def same_places(storage: Storage, state: Mapping[str, Any]) -> bool:
+    """Tell whether rows of a checked state are put where they were: samplers' places hold then."""
+    ledger = storage.ledger
+    slots = ledger.slots if ledger.ready else storage.max_size // _envs(state)
+    return bool(state.get("slots") == slots)
 
 
 def load_storage(storage: Storage, state: dict[str, Any]) -> None:
     """Put rows back: at the same places if the sizes agree, else in the order of their age.
 
+    Args:
+        storage: Whose rows are replaced.
+        state: What `check_storage` accepted.
+
     Raises:
-        ConfigError: the state is of rows this storage cannot hold.
+        ConfigError: the storage holds other rows.
+        ReplayError: somebody is writing.
     """
     if isinstance(storage, ListStorage):
         _load_items(storage, state)
@@ -87,21 +156,17 @@ def load_storage(storage: Storage, state: dict[str, Any]) -> None:
         storage.ledger.empty()
         return
     rows = storage.initialise(RowLayout.from_json(state["layout"].encode()))
-    top = len(state["stamps"])
-    if storage.ledger.slots == state["slots"]:
-        with storage.ledger.section():
-            storage.ledger.restore(state)
+    with storage.ledger.section():
+        if storage.ledger.slots == state["slots"]:
             number = len(rows.tensors)
-            for tensor, saved in zip(rows.tensors, state["tensors"][:number], strict=True):
-                tensor[:top].copy_(saved)
-            storage.restore_spare(state["tensors"][number:])
-        return
-    order = torch.from_numpy(_by_age(state["stamps"])[-storage.ledger.slots :])
-    storage.ledger.empty()
-    for start in range(0, len(order), _PART):
-        data = _frames(rows.layout, state, order[start : start + _PART])
-        RoundRobinWriter().extend(storage, data, 0)
-    storage.ledger.add_count(state["count"] - len(order))
+            storage.put_back(state, state["tensors"][:number], state["tensors"][number:])
+            return
+        order = torch.from_numpy(_by_age(state["stamps"])[-storage.ledger.slots :])
+        storage.ledger.clear_for(state)
+        for start in range(0, len(order), _PART):
+            data = _frames(rows.layout, state, order[start : start + _PART])
+            RoundRobinWriter().extend(storage, data, 0)
+        storage.ledger.add_count(state["count"] - len(order))
 
 
 def _frames(layout: RowLayout, state: dict[str, Any], slots: torch.Tensor) -> Any:
@@ -118,15 +183,17 @@ def _frames(layout: RowLayout, state: dict[str, Any], slots: torch.Tensor) -> An
 
 
 def _load_items(storage: ListStorage, state: dict[str, Any]) -> None:
-    if state.get("items") is None:
-        raise ConfigError("this state is of tensors, and this buffer's storage is a list")
     with storage.ledger.section():
+        storage.ledger.clear_for(state)
+        if storage.ledger.slots == state["slots"]:
+            storage.items[:] = state["items"]
+            storage.ledger.restore(state)
+            return
         items = [state["items"][place] for place in _by_age(state["stamps"])]
-        storage.ledger.empty()
         storage.items.clear()
         if items:
             RoundRobinWriter().extend(storage, items, 0)
-        storage.ledger.add_count(state["count"] - len(items))
+        storage.ledger.add_count(state["count"] - min(len(items), storage.ledger.slots))
 
 
 def _by_age(stamps: torch.Tensor) -> Any:
@@ -138,17 +205,22 @@ def _by_age(stamps: torch.Tensor) -> Any:
 def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any]) -> None:
     """Write a buffer to the directory ``path``.
 
-    What an earlier call left there stays valid until this one is complete.
+    What an earlier call left there stays valid until this one is complete and on the disk.
 
     Raises:
         ConfigError: the storage is a list of objects.
+        OSError: the disk is full; what an earlier call left there is still there.
     """
     if isinstance(storage, ListStorage):
         raise ConfigError("ListStorage holds any object, and files hold tensors: use state_dict()")
     root = Path(path)
     root.mkdir(parents=True, exist_ok=True)
-    folder = root / f"data-{uuid.uuid4().hex}"
-    folder.mkdir()
+    with new_folder(root) as folder:
+        publish(folder, _write_tensors(folder, storage, sampler))
+
+
+def _write_tensors(folder: Path, storage: Storage, sampler: dict[str, Any]) -> str:
+    """Write all tensors; return the description."""
     state = storage_state(storage, copied=False)
     meta: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "folder": folder.name}
     files: list[dict[str, Any]] = []
@@ -163,12 +235,7 @@ def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any
         files.append(_save(folder, len(files), value))
     meta["sampler"] = {k: v for k, v in sampler.items() if k not in tensors}
     meta |= {"storage": state, "sampler_tensors": list(tensors), "files": files}
-    fresh = root / f"{_META}.{folder.name}"
-    fresh.write_text(json.dumps(meta, indent=1))
-    fresh.replace(root / _META)
-    for old in root.iterdir():
-        if old.name != folder.name and _FOLDER.fullmatch(old.name):
-            shutil.rmtree(old, ignore_errors=True)
+    return json.dumps(meta, indent=1)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -180,11 +247,21 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         ConfigError: there is no such buffer, or its files are not what they are said to be.
     """
     root = Path(path)
+    while True:
+        folder = named(root)
+        try:
+            return _read(root)
+        except ConfigError:
+            if named(root) == folder:  # otherwise another dump replaced this one while it was read
+                raise
+
+
+def _read(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
-        meta = json.loads(_regular(root / _META).read_text())
+        meta = json.loads(_regular(root / META).read_text())
         if meta["format"] != _FORMAT or meta["version"] != _VERSION:
             raise ConfigError(f"{root} holds {meta['format']!r}, version {meta['version']!r}")
-        if not _FOLDER.fullmatch(meta["folder"]) or (root / meta["folder"]).is_symlink():
+        if not FOLDER.fullmatch(meta["folder"]) or (root / meta["folder"]).is_symlink():
             raise ConfigError(f"{root} names {meta['folder']!r} as its data")
         folder = root / meta["folder"]
         found = [_load(folder, number, entry) for number, entry in enumerate(meta["files"])]
@@ -192,7 +269,6 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         number = int(meta["tensors"])
         if storage.get("layout") is not None:
             storage["tensors"], storage["stamps"] = found[:number], found[number]
-            _check(root, storage)
             number += 1
         sampler |= zip(meta["sampler_tensors"], found[number:], strict=True)
     except (OSError, KeyError, TypeError, AttributeError, IndexError, ValueError) as err:
@@ -202,30 +278,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     return storage, sampler
 
 
-def _check(root: Path, state: dict[str, Any]) -> None:
-    layout, top = RowLayout.from_json(state["layout"].encode()), len(state["stamps"])
-    lead = (top,) if layout.envs is None else (top, layout.envs)
-    expected = [((*lead, *field.shape), field.dtype) for field in layout.stored]
-    found = state["tensors"]
-    if layout.once:
-        most = len(found[-1])
-        once = [field for field in layout.fields if field.key in layout.once]
-        _check_links(root, found[-1 - len(once)], state["slots"] * (layout.envs or 1) + most)
-        expected += [((most, *field.shape), field.dtype) for field in once]
-    if [(tuple(t.shape), t.dtype) for t in found] != expected:
-        raise ConfigError(f"the files in {root} are not of the layout that {_META} describes")
-    if state["stamps"].dtype != torch.int64 or not 0 <= top <= state["slots"]:
-        raise ConfigError(f"{root} holds {top} rows of {state['slots']}")
-
-
-def _check_links(root: Path, links: torch.Tensor, places: int) -> None:
-    if links.numel() and not 0 <= int(links.min()) <= int(links.max()) < places:
-        raise ConfigError(f"{root} links rows to successors that are not there")
-
-
 def _save(folder: Path, number: int, tensor: torch.Tensor) -> dict[str, Any]:
     data = tensor.detach().cpu().contiguous()
-    data.reshape(-1).view(torch.uint8).numpy().tofile(_file(folder, number))
+    durable.write_new(_file(folder, number), data.reshape(-1).view(torch.uint8).numpy())
     return {"shape": list(data.shape), "dtype": str(data.dtype)[6:]}
 
 

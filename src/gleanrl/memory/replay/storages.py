@@ -6,7 +6,6 @@ import copy
 import mmap
 import os
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,9 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
+from gleanrl.memory import durable
+from gleanrl.memory.available import check_memory
+from gleanrl.memory.fence import fence
 from gleanrl.memory.replay import files
 from gleanrl.memory.replay.files import anonymous, closing, opened, unnamed_file
 from gleanrl.memory.replay.gate import ProcessGate, ThreadGate
@@ -26,13 +28,13 @@ from gleanrl.memory.replay.reservation import Reservation
 from gleanrl.memory.replay.rows import RowLayout, Rows, batch_shape, describe, flatten
 from gleanrl.memory.shared import SharedMemory
 
-_MAKING = threading.RLock()
-
 
 class Storage:
     """Rows and the ledger that says which of them are whole."""
 
     shareable = False
+    lock_timeout = 60.0
+    """See `ReplayBuffer`."""
     compact: bool | Sequence[NestedKey] = False
     """Which observations are stored once; see `LazyTensorStorage`."""
 
@@ -49,8 +51,34 @@ class Storage:
         self.max_size = max_size
         self.ndim = ndim
         self.shared = False
-        words = np.zeros(Ledger.words_for(max_size), np.int64)
-        self.ledger = Ledger(max_size, ThreadGate(), words)
+        self.ledger = self._private_ledger()
+
+    def _private_ledger(self) -> Ledger:
+        words = np.zeros(Ledger.words_for(self.max_size), np.int64)
+        return Ledger(self.max_size, ThreadGate(), words)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
+        """Return a storage with copies of all rows; it is shared if this one is."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            vars(twin)[name] = None if name in self._OWN else copy.deepcopy(value, memo)
+        with self.ledger.section():
+            twin._open()
+            memo[id(self.ledger)] = twin.ledger
+            twin._copy_rows(self)
+        return twin
+
+    _OWN: tuple[str, ...] = ("ledger",)
+    """What no two storages have in common."""
+
+    def _open(self) -> None:
+        """Make what `_OWN` names, empty."""
+        self.ledger = self._private_ledger()
+
+    def _copy_rows(self, other: Any) -> None:
+        """Copy all rows of a storage of the same kind, inside its ledger's section."""
+        self.ledger.take_over(other.ledger)
 
     @property
     def envs(self) -> int:
@@ -131,11 +159,13 @@ class LazyTensorStorage(Storage):
     def rows(self) -> Rows | None:
         """The tensors, ``None`` while nothing was stored by anybody."""
         if self._rows is None and self.ledger.ready:
-            with _MAKING:  # two threads must not both make tensors: one would write into its own
+            with (
+                self.ledger.section()
+            ):  # two threads must not both make tensors: one would write into its own
                 if self._rows is None:
                     layout = RowLayout.from_json(self.ledger.layout())
                     rows = Rows(layout, self.ledger.slots, self._allocate)
-                    self._successors = Successors(rows, self.ledger) if layout.once else None
+                    self._successors = self._link_up(rows) if layout.once else None
                     self._rows = rows  # last: who sees it uses the other as well
         return self._rows
 
@@ -242,37 +272,91 @@ class LazyTensorStorage(Storage):
             return
         if self.device.type != "cpu":
             raise ConfigError(f"a storage on {self.device} cannot be shared between processes")
+        kept = dict(vars(self))
+        try:
+            self._move()
+        except BaseException:  # the disk is full, for one
+            vars(self).update(kept)
+            raise
+
+    def _move(self) -> None:
         before, old = self.ledger, self.rows
         state = before.snapshot()
-        self._words, self._gate = anonymous(), ProcessGate(SharedMemory().fd)
-        self._words.reserve(8 * Ledger.words_for(self.max_size))
-        self._memory = self._new_file()
         self.shared = True
-        self._map_ledger()
+        self._open()
         self.ledger.flow[:] = before.flow
         if old is None:
             return
-        self._rows, spare = None, before.spare
-        rows = self.initialise(old.layout)
-        for new, tensor in zip(rows.tensors, old.tensors, strict=True):
-            new[: before.top].copy_(tensor[: before.top])
+        spare = before.spare
+        self.initialise(old.layout)
         with self.ledger.section():
-            self.ledger.restore(state)
-            self.restore_spare([places[:spare] for places in old.spare()])
+            self.put_back(
+                state, [t[: before.top] for t in old.tensors], old.spare_up_to(spare), True
+            )
 
-    def restore_spare(self, kept: Sequence[torch.Tensor]) -> None:
-        """Put back the spare places of rows that were put back, inside the ledger's section."""
-        rows = self.rows
-        if rows is None or self._successors is None:
+    def put_back(
+        self,
+        state: Mapping[str, Any],
+        stored: Sequence[torch.Tensor],
+        spare: Sequence[torch.Tensor],
+        verbatim: bool = False,
+    ) -> None:
+        """Replace all rows by those of a checked state, which nobody sees before they are whole.
+
+        Inside the ledger's section.
+
+        Args:
+            state: Cursor, counters and stamps.
+            stored: The stored fields of slots from the first on.
+            spare: The spare places from the first on.
+            verbatim: See `Ledger.restore`.
+        """
+        rows, successors = self.rows, self._successors
+        assert rows is not None
+        if successors is not None:
+            successors.grow(max(map(len, spare)))
+        self.ledger.clear_for(state)
+        for to, saved in zip((*rows.tensors, *rows.spare()), (*stored, *spare), strict=True):
+            to[: len(saved)].copy_(saved)
+        fence()
+        if successors is None:
+            self.ledger.restore(state, verbatim)
+        else:
+            self.ledger.restore(state, verbatim, successors.rebuild)
+
+    _OWN = ("ledger", "_rows", "_successors", "_memory", "_words", "_gate")
+
+    def _open(self) -> None:
+        self._rows = self._successors = self._memory = self._words = self._gate = None
+        if self.shared:
+            self._words, self._gate = anonymous(), ProcessGate(SharedMemory().fd)
+            self._words.reserve(8 * Ledger.words_for(self.max_size))
+            self._map_ledger()
+            self._memory = self._new_file()
+        else:
+            self.ledger = self._private_ledger()
+
+    def _copy_rows(self, other: LazyTensorStorage) -> None:
+        old, top, spare = other.rows, other.ledger.top, other.ledger.spare
+        if old is not None:
+            self._reserve_memory(old.layout, old.slots)
+            self._take_room(old.layout, old.slots, range(spare))
+        with self.ledger.section():
+            self.ledger.take_over(other.ledger)
+            new = self.rows
+        if old is None or new is None:
             return
-        for places, saved in zip(rows.spare(), kept, strict=True):
-            places[: len(saved)].copy_(saved)
-        self.ledger.spare = max(self.ledger.spare, *map(len, kept))
-        self._successors.rebuild()
+        for to, tensor in zip(new.tensors, old.tensors, strict=True):
+            to[:top].copy_(tensor[:top])
+        for to, tensor in zip(new.spare_up_to(spare), old.spare_up_to(spare), strict=True):
+            to.copy_(tensor)
+        if old.layout.once:
+            new.owners[:spare].copy_(old.owners[:spare])
 
     def _map_ledger(self) -> None:
         assert self._words is not None
         assert self._gate is not None
+        self._gate.timeout = self.lock_timeout
         words = np.frombuffer(self._words.map(), np.int64)
         self.ledger = Ledger(self.max_size, self._gate, words)
 
@@ -282,11 +366,22 @@ class LazyTensorStorage(Storage):
     def _reserve_memory(self, layout: RowLayout, slots: int) -> None:
         self._check_room(layout.nbytes * slots)
         if self._memory is not None:
+            self._memory.clear()
             self._memory.reserve(max(files.nbytes_of(layout.shapes(slots)), mmap.PAGESIZE))
+            self._take_room(layout, slots, None)
+
+    def _take_room(self, layout: RowLayout, slots: int, spare: range | None) -> None:
+        """Take what is mapped from where it comes from; memory is taken when it is touched."""
+
+    def _link_up(self, rows: Rows) -> Successors:
+        return Successors(
+            rows, self.ledger, lambda spare: self._take_room(rows.layout, rows.slots, spare)
+        )
 
     def _check_room(self, nbytes: int) -> None:
         if self.device.type == "cpu":
-            files.check_memory(nbytes, self.max_size)
+            what = f"{self.max_size:,} such frames"
+            check_memory(nbytes, what, "lower max_size, or use LazyMemmapStorage", "memory")
 
     def _allocate(
         self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]
@@ -312,11 +407,9 @@ class LazyTensorStorage(Storage):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        gate = state["_gate"]
         self.__dict__.update(state)
         self._words, self._memory = opened(state["_words"]), opened(state["_memory"])
-        known = ProcessGate.known(gate.identity)
-        self._gate = ProcessGate(gate.open()) if known is None else known
+        self._gate = ProcessGate.of(state["_gate"])
         self._rows = self._successors = None
         self._map_ledger()
 
@@ -346,11 +439,29 @@ class LazyMemmapStorage(LazyTensorStorage):
         os.makedirs(self.scratch_dir, exist_ok=True)
         self._memory = self._new_file()
 
+    def _open(self) -> None:
+        super()._open()
+        self._memory = self._memory or self._new_file()
+
     def _new_file(self) -> SharedMemory:
         return closing(SharedMemory(unnamed_file(self.scratch_dir)))
 
     def _check_room(self, nbytes: int) -> None:
         files.check_disk(nbytes, self.max_size, self.scratch_dir)
+
+    def _take_room(self, layout: RowLayout, slots: int, spare: range | None) -> None:
+        """Take blocks of the disk: one that is full must not end the process later."""
+        assert self._memory is not None
+        starts = files.starts_of(layout.shapes(slots))
+        for number, first, nbytes in layout.extents(slots, spare):
+            try:
+                durable.take_room(self._memory.fd, starts[number] + first, nbytes)
+            except OSError as err:
+                raise OSError(
+                    err.errno,
+                    f"{err.strerror}: {nbytes:,} bytes of a buffer of {self.max_size:,} frames in "
+                    f"{self.scratch_dir}; lower max_size, or give another scratch_dir",
+                ) from err
 
 
 class ListStorage(Storage):

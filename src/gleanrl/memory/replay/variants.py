@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import NestedKey, as_key, show
-from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.memory.replay.buffer import ReplayBuffer, made_storage
 from gleanrl.memory.replay.prioritized import PrioritizedSampler
 from gleanrl.memory.replay.storages import Storage
 
@@ -54,8 +55,15 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     """A replay buffer with a `PrioritizedSampler`; ``alpha``, ``beta``, ``eps`` are its."""
 
     def __init__(
-        self, *, alpha: float, beta: float, eps: float = 1e-8, storage: Storage, **arguments: Any
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        storage: Storage | Callable[[], Storage] | None = None,
+        **arguments: Any,
     ) -> None:
+        storage = made_storage(storage)
         sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps)
         super().__init__(storage=storage, sampler=sampler, **arguments)
 
@@ -64,7 +72,14 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     """A `TensorDictReplayBuffer` with a `PrioritizedSampler`."""
 
     def __init__(
-        self, *, alpha: float, beta: float, eps: float = 1e-8, storage: Storage, **arguments: Any
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        storage: Storage | Callable[[], Storage] | None = None,
+        **arguments: Any,
     ) -> None:
+        storage = made_storage(storage)
         sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps)
         super().__init__(storage=storage, sampler=sampler, **arguments)

@@ -1,0 +1,31 @@
+"""Settings of Slurm jobs and RPC under TorchRL's names: pass them, or changed copies."""
+
+from typing import Any
+
+TCP_PORT = "10003"
+"""The port nodes connect to unless ``TCP_PORT`` in the environment names another."""
+
+DEFAULT_SLURM_CONF: dict[str, Any] = {
+    "timeout_min": 10,
+    "slurm_partition": "train",
+    "slurm_cpus_per_task": 32,
+    "slurm_gpus_per_node": 0,
+}
+"""For ``slurm_kwargs=``: the jobs of nodes."""
+
+DEFAULT_SLURM_CONF_MAIN: dict[str, Any] = {**DEFAULT_SLURM_CONF, "slurm_gpus_per_node": 1}
+"""For `submitit_delayed_launcher`: the job of the learner."""
+
+DEFAULT_TENSORPIPE_OPTIONS: dict[str, Any] = {
+    "num_worker_threads": 16,
+    "rpc_timeout": 10_000,
+    "_transports": ["uv"],
+}
+"""For ``tensorpipe_options=``."""
+
+__all__ = [
+    "DEFAULT_SLURM_CONF",
+    "DEFAULT_SLURM_CONF_MAIN",
+    "DEFAULT_TENSORPIPE_OPTIONS",
+    "TCP_PORT",
+]

@@ -1,0 +1,186 @@
+"""Shared buffers whose processes are stopped, fork, or open them in several threads at once."""
+
+import os
+import pickle
+import signal
+import threading
+
+import pytest
+import torch
+from tensordict import TensorDict
+from test_replay_shared import finish, start
+
+from gleanrl import (
+    CollectorTimeout,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+)
+
+
+def rows(first, count):
+    number = torch.arange(first, first + count)
+    return TensorDict({"number": number, "twice": number * 2}, [count])
+
+
+def forked(body, seconds=30):
+    """Run ``body`` in a forked child; return its process id."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(seconds)
+        try:
+            body()
+        except BaseException as err:
+            os.write(2, f"{err!r}\n".encode())
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+def ended_well(child):
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_process_stopped_inside_is_named_and_blocks_nobody_for_ever(tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), shared=True, lock_timeout=0.4)
+    rb.extend(rows(0, 10))
+
+    def stop():
+        with rb.storage.ledger.section():
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    child = forked(stop)
+    assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+    for blocked in (lambda: rb.extend(rows(10, 5)), rb.share, lambda: rb.dumps(tmp_path)):
+        with pytest.raises(CollectorTimeout, match=f"process {child} "):
+            blocked()
+    os.kill(child, signal.SIGCONT)
+    assert ended_well(child)
+    rb.extend(rows(10, 5))
+    assert len(rb) == 15
+
+
+class Held(LazyTensorStorage):
+    """Copying rows takes until it is told to end."""
+
+    def gather(self, index, extra):
+        self.copying.set()
+        assert self.leave.wait(60)
+        return super().gather(index, extra)
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_child_can_sample_though_a_thread_was_sampling_when_it_was_forked(prefetch, leaves):
+    rb = ReplayBuffer(
+        storage=Held(20), sampler=SamplerWithoutReplacement(), batch_size=5, prefetch=prefetch
+    )
+    rb.storage.copying, rb.storage.leave = threading.Event(), threading.Event()
+    rb.extend(rows(0, 20))
+    thread = threading.Thread(target=rb.sample)
+    thread.start()
+    assert rb.storage.copying.wait(30)
+    if leaves:  # within the fork's patience
+        threading.Timer(0.2, rb.storage.leave.set).start()
+
+    def sample():
+        rb.storage.leave.set()
+        rb.extend(rows(20, 5))
+        numbers = [number for batch in rb for number in batch["number"].tolist()]
+        assert sorted(numbers) == list(range(5, 25)), numbers
+
+    child = forked(sample)
+    rb.storage.leave.set()
+    thread.join()
+    assert ended_well(child)
+    rb.extend(rows(20, 5))  # nobody is locked out here, either
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_children_forked_at_any_moment_work(shared):
+    sampler = PrioritizedSampler(64, 1.0, 1.0)
+    rb = ReplayBuffer(storage=LazyTensorStorage(64), sampler=sampler, shared=shared)
+    rb.extend(rows(0, 64))
+    done = threading.Event()
+
+    def work():
+        first = 64
+        while not done.is_set():
+            rb.extend(rows(first, 7))
+            rb.update_priority(torch.arange(10), torch.rand(10))
+            rb.sample(16)
+            first += 7
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+
+    def check():
+        for first in range(0, 128, 16):
+            rb.extend(rows(first, 16))
+            sample = rb.sample(32)
+            assert (sample["twice"] == 2 * sample["number"]).all()
+
+    try:
+        assert all([ended_well(forked(check)) for _ in range(10)])
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    rb.extend(rows(0, 64))
+    assert len(rb) == 64
+
+
+def test_a_child_forked_while_a_list_was_written_can_write_it():
+    rb = ReplayBuffer(storage=ListStorage(10))
+    inside, leave = threading.Event(), threading.Event()
+
+    def write():
+        with rb.storage.ledger.section():
+            reservation = rb.storage.ledger.reserve(4)
+            inside.set()
+            assert leave.wait(60)
+            rb.storage.ledger.revoke(reservation)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert inside.wait(30)
+
+    def fill():
+        rb.extend(list(range(10)))
+        assert sorted(rb[:]) == list(range(10))
+
+    child = forked(fill)
+    leave.set()
+    thread.join()
+    assert ended_well(child)
+
+
+OPEN_TWICE = """
+import gleanrl.memory.replay.handles as handles, threading, contextlib
+both, opened = threading.Barrier(2), []
+open_file = handles.Handle.open
+
+def slow(self):
+    with contextlib.suppress(threading.BrokenBarrierError):
+        both.wait(2)  # both threads get here, unless one waits for the other
+    return open_file(self)
+
+handles.Handle.open = slow
+threads = [threading.Thread(target=lambda: opened.append(pickle.loads(blob))) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+one, other = opened
+one.extend(rows(1, 0, 3))
+other.extend(rows(1, 3, 3))
+assert len(one) == len(other) == 6
+say(one.storage.ledger.gate is other.storage.ledger.gate)
+"""
+
+
+def test_threads_that_open_one_buffer_at_once_share_one_gate():
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), shared=True)
+    assert finish(start(rb, OPEN_TWICE, blob=pickle.dumps(rb)))
+    assert rb.write_count == 6
