@@ -23,7 +23,6 @@ from torchrl.modules import AdditiveGaussianModule, GRUModule, LSTMModule
 from torchrl.testing.mocking_classes import CountingEnvWithString
 
 from gleanrl.collectors import Collector
-from gleanrl.core.errors import PolicyError
 from gleanrl.envs import SerialEnv as OurSerialEnv
 
 with warnings.catch_warnings():

@@ -66,8 +66,7 @@ def learn_loose(
     states = [
         Field(key[1:], tuple(value.shape[root.ndim :]), value.dtype)
         for key, value in ((key, _stacked(out, key)) for key in sorted(written) if key[0] == NEXT)
-        if value is not None
-        and (adapted.in_keys is None or key[1:] in adapted.in_keys)
+        if value is not None and (adapted.in_keys is None or key[1:] in adapted.in_keys)
     ]
     fed = {state.key for state in states}
     silence = out.select(*(written - set(actions) - fed)).apply(torch.zeros_like)
