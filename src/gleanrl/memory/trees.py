@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import Group
@@ -51,3 +51,19 @@ def _build(
     more, their_names = own.get(at, ((), []))
     size = torch.Size((*shape, *more)) if more else shape
     return TensorDict._new_unsafe(source=tree, batch_size=size, names=[*names, *their_names])
+
+
+def groups_of(data: TensorDictBase, at: Key = ()) -> list[Group]:
+    """Return the nested parts of ``data`` whose batch size is not that of ``data``."""
+    found, ndim = [], data.ndim
+
+    def look(part: TensorDictBase, key: Key) -> None:
+        for name, value in part.items():
+            if isinstance(value, TensorDictBase):
+                more = tuple(value.batch_size[ndim:])
+                if more:
+                    found.append(Group((*key, name), more, tuple(value.names[ndim:])))
+                look(value, (*key, name))
+
+    look(data, at)
+    return found

@@ -16,9 +16,10 @@ from gleanrl.core.keys import NEXT, Key, as_key, next_key
 from gleanrl.core.layout import EnvLayout, Field, Group
 from gleanrl.core.options import RolloutOptions
 from gleanrl.envs.tensordict_layout import EndFlags, spec_groups
+from gleanrl.memory.trees import groups_of
 from gleanrl.policies.carried import Actor
 from gleanrl.rollout.plan import RolloutPlan
-from gleanrl.rollout.recorder import StepFields, groups_of
+from gleanrl.rollout.recorder import StepFields
 from gleanrl.rollout.tensordict_loop import Expected
 
 

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.keys import Key
-from gleanrl.core.layout import Field, Group, Layout
+from gleanrl.core.layout import Field, Layout
 from gleanrl.core.protocols import Window
 from gleanrl.memory.trees import tensordict_over
 from gleanrl.memory.window import batch_rows
@@ -248,19 +248,3 @@ def _write_some(node: _Node, data: TensorDictBase, t: int) -> bool:
 def _copied(root: TensorDictBase, shown: Sequence[Key]) -> TensorDictBase | None:
     kept = root.select(*shown, strict=False)
     return None if kept.is_empty() else kept.clone()
-
-
-def groups_of(data: TensorDictBase, at: Key = ()) -> list[Group]:
-    """Return the nested parts of ``data`` whose batch size is not that of ``data``."""
-    found, ndim = [], data.ndim
-
-    def look(part: TensorDictBase, key: Key) -> None:
-        for name, value in part.items():
-            if isinstance(value, TensorDictBase):
-                more = tuple(value.batch_size[ndim:])
-                if more:
-                    found.append(Group((*key, name), more, tuple(value.names[ndim:])))
-                look(value, (*key, name))
-
-    look(data, at)
-    return found
