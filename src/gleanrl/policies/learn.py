@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, next_key, show
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.policies.adapt import Adapted
 from gleanrl.policies.exploration import ExplorationType, set_exploration_type
-from gleanrl.policies.probe import Probed, run_once
+from gleanrl.policies.probe import Probed, call_on, run_once
 from gleanrl.policies.states import first_states
 from gleanrl.policies.structure import modules_of
 from gleanrl.policies.untouched import untouched
@@ -67,6 +68,66 @@ class Learnt:
         return known and set(self.fed) == set(self.states)
 
 
+class GivesIndex(PolicyError):
+    """A policy gave an index where the environment wants a one-hot vector."""
+
+
+class IndexToOneHot:
+    """A policy whose actions are indices, for an environment that wants one-hot vectors."""
+
+    def __init__(self, adapted: Adapted, actions: Sequence[Field]) -> None:
+        """Call ``adapted``; its actions become what ``actions`` describe."""
+        self.in_keys, self.out_keys = adapted.in_keys, adapted.out_keys
+        self._call = adapted.call
+        self._actions = tuple(actions)
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Call the policy and convert its actions."""
+        out = call_on(self._call, tensordict)
+        for field in self._actions:
+            index = out.get(field.key)
+            if index.ndim < out.ndim + len(field.shape):
+                hot = torch.nn.functional.one_hot(index.long(), field.shape[-1])
+                out.set(field.key, hot.to(field.dtype))
+        return out
+
+
+def learn_converted(
+    policy: Any,
+    adapted: Adapted,
+    env: EnvLayout,
+    root: TensorDictBase,
+    exploration: ExplorationType,
+    *,
+    as_written: bool = False,
+    one_hot: Collection[Key] = (),
+) -> tuple[Adapted, Learnt]:
+    """Call the policy once as `learn` does; convert its actions if it gives indices for one-hot.
+
+    Args:
+        policy: See `learn`.
+        adapted: See `learn`.
+        env: See `learn`.
+        root: See `learn`.
+        exploration: See `learn`.
+        as_written: See `learn`.
+        one_hot: Actions that the environment wants as one-hot vectors.
+
+    Returns:
+        How the policy is called from now on, and what that call showed.
+    """
+    try:
+        return adapted, learn(
+            policy, adapted, env, root, exploration, as_written=as_written, one_hot=one_hot
+        )
+    except GivesIndex as err:
+        warnings.warn(f"{err}; they are converted", UserWarning, stacklevel=2)
+        wanted = [field for field in env.actions if field.key in one_hot]
+        converted = IndexToOneHot(adapted, wanted)
+        again = Adapted(converted, adapted.in_keys, adapted.out_keys)
+        return again, learn(policy, again, env, root, exploration, as_written=as_written)
+
+
 def learn(
     policy: Any,
     adapted: Adapted,
@@ -75,6 +136,7 @@ def learn(
     exploration: ExplorationType,
     *,
     as_written: bool = False,
+    one_hot: Collection[Key] = (),
 ) -> Learnt:
     """Call the policy once on ``root`` and leave no trace, neither in it nor in the policy.
 
@@ -85,8 +147,10 @@ def learn(
         root: What the first reset returned, on the policy's device.
         exploration: How the policy acts in that call.
         as_written: The environment judges actions itself: they are taken as they are written.
+        one_hot: Actions that the environment wants as one-hot vectors.
 
     Raises:
+        GivesIndex: an index was given for one of these.
         PolicyError: it does not fit the environment.
     """
     asks = adapted.in_keys is not None and IS_INIT in adapted.in_keys
@@ -106,7 +170,7 @@ def learn(
         and key not in owned
         and (adapted.in_keys is None or key[1:] in adapted.in_keys)
     )
-    actions = _actions(env, outputs, policy, as_written)
+    actions = _actions(env, outputs, policy, as_written, one_hot)
     rewrites = tuple(key for key in outputs if key in given and key not in provided)
     extras = _extras(env, outputs, {*owned, *(field.key for field in actions)})
     return Learnt(probed, (*actions, *extras), provided, fed, tells_init, rewrites, after)
@@ -257,7 +321,11 @@ def _reason(
 
 
 def _actions(
-    env: EnvLayout, outputs: Mapping[Key, torch.Tensor], policy: Any, as_written: bool
+    env: EnvLayout,
+    outputs: Mapping[Key, torch.Tensor],
+    policy: Any,
+    as_written: bool,
+    wants_one_hot: Collection[Key],
 ) -> tuple[Field, ...]:
     """Return the fields of the actions: the environment's, or as they were written."""
     one_hot, found = _draws_one_hot(policy), []
@@ -266,12 +334,22 @@ def _actions(
         if value is None:
             wrote = ", ".join(map(show, outputs)) or "nothing"
             raise PolicyError(f"the policy did not write {show(field.key)}; it wrote {wrote}")
+        if field.key in wants_one_hot and _is_index(env, field, value):
+            raise GivesIndex(
+                f"the policy gives indices as {show(field.key)}; the environment was made with "
+                "categorical_action_encoding=False and wants one-hot vectors"
+            )
         if as_written:
             found.append(_field(env, field.key, value))
         else:
             _check_action(env, field, value, field.key in one_hot)
             found.append(field)
     return tuple(found)
+
+
+def _is_index(env: EnvLayout, field: Field, value: torch.Tensor) -> bool:
+    whole = not value.is_floating_point() and not value.is_complex()
+    return whole and tuple(value.shape) == (*env.batch_shape, *field.shape[:-1])
 
 
 def _extras(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from gleanrl.policies.adapt import adapt
 from gleanrl.policies.carried import Actor, CarriedPolicy
 from gleanrl.policies.compiled import Options, accelerate
 from gleanrl.policies.exploration import ExplorationType
-from gleanrl.policies.learn import Learnt, learn
+from gleanrl.policies.learn import Learnt, learn_converted
 from gleanrl.policies.loose import learn_loose
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.policies.random import RandomActions, RandomPolicy, SpecActions
@@ -39,6 +39,7 @@ def make_policy(
     policy_device: torch.device | str | None = None,
     inference: bool = False,
     fast: bool = True,
+    one_hot: Collection[Key] = (),
 ) -> RandomActions | ProgramPolicy:
     """Make a `Policy` of what the user gave.
 
@@ -58,6 +59,7 @@ def make_policy(
         policy_device: Where the policy is; the device of its first weight by default.
         inference: Run under ``inference_mode``; for private copies only.
         fast: Replace what is proven equal to tensor calls by these.
+        one_hot: Actions that the environment wants as one-hot vectors.
 
     Raises:
         PolicyTypeError: the policy cannot be called with what the environment gives.
@@ -77,8 +79,9 @@ def make_policy(
     observed = [field.key for field in env.observations]
     acted: list[Key] = [field.key for field in env.actions]
     adapted = adapt(policy, observed, acted, trust=trust_policy)
+    root = root_of(env, probe, device)
+    adapted, learnt = learn_converted(policy, adapted, env, root, exploration, one_hot=one_hot)
     call = accelerate(adapted.call, compile_policy, cudagraph_policy, device)
-    learnt = learn(policy, adapted, env, root_of(env, probe, device), exploration)
     return ProgramPolicy(
         policy,
         call,
@@ -101,6 +104,8 @@ class Shown:
     rewarded: Sequence[Key]
     layout: EnvLayout | None
     """The environment's side of a step; ``None`` if it is not fixed."""
+    one_hot: Collection[Key] = ()
+    """Actions that it wants as one-hot vectors, and would not take as indices."""
     judges: bool = True
     """Whether the environment takes actions as they are written."""
 
@@ -123,18 +128,27 @@ def make_actor(
     """
     root, device = shown.root, device_of(policy, options.device)
     adapted = adapt(policy, shown.observed, shown.acted, trust=options.trust_policy)
-    call = accelerate(adapted.call, options.compile_policy, options.cudagraph_policy, device)
     away = None if device.type == (root.device or torch.device("cpu")).type else device
     given = root if away is None else root.to(away)
     if shown.layout is None:
         kept = (*shown.observed, *shown.rewarded)
         loose = learn_loose(policy, adapted, given, shown.acted, kept, exploration)
         fed = tuple(state.key for state in loose.states)
+        call = accelerate(adapted.call, options.compile_policy, options.cudagraph_policy, device)
         actor = Actor(
             policy, CarriedPolicy(call), loose.states, fed, loose.needs_is_init, loose.silence, away
         )
         return actor, root
-    learnt = learn(policy, adapted, shown.layout, given, exploration, as_written=shown.judges)
+    adapted, learnt = learn_converted(
+        policy,
+        adapted,
+        shown.layout,
+        given,
+        exploration,
+        as_written=shown.judges,
+        one_hot=shown.one_hot,
+    )
+    call = accelerate(adapted.call, options.compile_policy, options.cudagraph_policy, device)
     taken_apart = options.fast and call is adapted.call
     carried = CarriedPolicy(call, learnt if taken_apart else None, shown.layout.batch_shape, device)
     return actor_of(policy, carried, learnt, shown, away), learnt.after

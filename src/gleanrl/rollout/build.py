@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from gleanrl.envs.gym_env import GymEnv
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.make import Made, make_env
 from gleanrl.envs.pool import NextStepPool
+from gleanrl.envs.specs import OneHot
 from gleanrl.envs.tensordict_handle import TensorDictHandle
 from gleanrl.envs.tensordict_layout import (
     is_tensordict_env,
@@ -109,6 +110,7 @@ class SourceBuilder:
             cudagraph_policy=self.policy.cudagraph_policy,
             policy_device=self.policy.device,
             fast=self.policy.fast,
+            one_hot=_one_hot(env.action_specs),
         )
         self._check_inputs(policy.states, policy.needs_is_init)
         stand_in = RandomActions(env.random, env.layout.actions, policy)
@@ -186,8 +188,13 @@ def _shown(env: Any, root: TensorDictBase, layout: EnvLayout | None, judges: boo
         acted=[key for key, _ in spec_leaves(env.full_action_spec)],
         rewarded=[key for key, _ in spec_leaves(env.full_reward_spec)],
         layout=layout,
+        one_hot=() if judges else _one_hot(dict(spec_leaves(env.full_action_spec))),
         judges=judges,
     )
+
+
+def _one_hot(specs: Mapping[Key, Any]) -> list[Key]:
+    return [key for key, spec in specs.items() if isinstance(spec, OneHot)]
 
 
 def _check_rewrites(keys: Sequence[Key]) -> None:
