@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from benchmarks.machine import machine, versions
 def document(results: Sequence[Result], settings: dict[str, Any], memory: Any) -> dict[str, Any]:
     """Return everything as one JSON-ready dictionary."""
     return {
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "machine": machine(),
         "settings": settings,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -102,7 +102,7 @@ class Results:
             "policy": self.policy,
             "seconds_per_setting": self.seconds,
             "cores": self.cores,
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": versions(),
             "settings": [_row_json(row, best) for row in self.rows],
             **dict(line for line in self.advice() if line[0] == "command"),

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -113,7 +113,7 @@ class Run:
         self.writer: DatasetWriter | None = None
         self._options = options
         self._seed = seed
-        self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._created = datetime.now(UTC).isoformat(timespec="seconds")
         if options.out is not None:
             self.writer = DatasetWriter(options.out, total)
 
