@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from gleanrl.core.options import limit
+from gleanrl.core.options import limit, read_device
 
 
 class Setting:
@@ -64,13 +63,12 @@ class Settings:
         """Keep what is shown of the arguments ``given``."""
         kept = {name: given[name] for name in _AS_GIVEN if name in given}
         truths = {name: bool(given.get(name)) for name in _TRUTHS}
-        device = given["device"]
         self._settings = {
             **kept,
             **truths,
             "compiled_policy": bool(given.get("compile_policy")),
             "cudagraphed_policy": bool(given.get("cudagraph_policy")),
-            "device": torch.device(device) if isinstance(device, str | int) else device,
+            "device": read_device("device", given["device"]),
             "extend_buffer": extend,
             "max_frames_per_traj": limit(given["max_frames_per_traj"]) or 0,
             "preemptive_threshold": _one(given.get("preemptive_threshold")),

@@ -179,16 +179,21 @@ class DevicePlan:
         Raises:
             ConfigError: a device that does not exist here.
         """
-        default = _device("device", device)
-        policy = _device("policy_device", policy_device) or default
-        env = _device("env_device", env_device) or default
-        storing = _device("storing_device", storing_device) or default
+        default = read_device("device", device)
+        policy = read_device("policy_device", policy_device) or default
+        env = read_device("env_device", env_device) or default
+        storing = read_device("storing_device", storing_device) or default
         if storing is None and policy == env:
             storing = policy
         return cls(policy=policy, env=env, storing=storing)
 
 
-def _device(name: str, value: torch.device | str | int | None) -> torch.device | None:
+def read_device(name: str, value: torch.device | str | int | None) -> torch.device | None:
+    """Return the device that the argument ``name`` means, ``None`` for none.
+
+    Raises:
+        ConfigError: torch does not know it, or has none like it here.
+    """
     if value is None:
         return None
     try:
