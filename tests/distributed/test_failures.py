@@ -5,9 +5,11 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import rig
@@ -22,6 +24,8 @@ from gleanrl import (
     RPCCollector,
     WorkerDied,
 )
+from gleanrl.engine.backends.joining import Joining
+from gleanrl.engine.backends.network import NetworkBackend
 from gleanrl.engine.launchers.local import LocalLauncher
 from gleanrl.engine.launchers.manual import ManualLauncher
 from gleanrl.rollout.handshake import Invitation, join
@@ -252,6 +256,44 @@ def test_an_interrupt_does_not_lose_a_replacement(monkeypatch):
         until_back(collector, 0)
 
 
+@contextmanager
+def ctrl_c_after(function):
+    """Send SIGINT right when a function returns in this thread, the first time it does."""
+    sent = []
+
+    def trace(frame, event, arg):
+        if frame.f_code is not function.__code__:
+            return None
+        if event == "return" and not sent:
+            sent.append(frame)
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.settrace(trace)
+    try:
+        yield sent
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
+@pytest.mark.parametrize("where", [NetworkBackend._drop, Joining.pop], ids=["drop", "pop"])
+def test_ctrl_c_between_two_halves_of_a_change_loses_no_node(where):
+    with relaunching(rig.counting(0), rig.counting(1)) as collector:
+        collector.next()
+        kill(collector, 1)
+        with ctrl_c_after(where) as sent, rig.in_time(4 * rig.LIMIT):
+            with pytest.raises(KeyboardInterrupt):
+                for _ in iter(collector.rollout, None):
+                    pass
+            assert sent
+        deadline = time.monotonic() + 6 * rig.LIMIT
+        while number_in(collector.next()) != 1 or collector._engine.lives[1] != 1:
+            assert time.monotonic() < deadline, "the replacement was lost"
+
+
 @pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
 @pytest.mark.parametrize("seeded", [True, False])
 def test_streams_of_a_replacement_follow_from_the_seed_and_repeat_nothing(seeded):
@@ -401,7 +443,7 @@ def test_shutting_down_while_a_replacement_joins(tmp_path, how):
         if how == "half in":  # it has shown the secret, and says no more
             backend = collector._engine.backend
             guest = Invitation(*backend.address, 1, backend._secret)
-            sock, _ = join(guest, 5.0)
+            sock = join(guest, 5.0).sock
             assert sock.recv(10)
             assert number_in(collector.next()) == 0
         begin = time.monotonic()

@@ -1,5 +1,6 @@
 """Nodes that schedulers, torchrun or people start. Real processes, on this machine."""
 
+import errno
 import json
 import os
 import re
@@ -324,6 +325,32 @@ def test_a_delayed_node_waits_for_the_learner_no_longer_than_the_main_job_lives(
     assert meeting.next_learner(1, 0.0) is None
 
 
+def test_a_file_that_cannot_be_read_for_the_moment_is_waited_for(tmp_path, monkeypatch):
+    keeper, read, write = Keeper(tmp_path), Path.read_text, Path.replace
+    keeper.call([Invitation("10.0.0.5", 10003, 0, b"a secret of sixteen bytes")])
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    answers = iter([stale, "", '{"beat": 1', stale])
+
+    def read_late(path, *args):
+        answer = next(answers, None)
+        if isinstance(answer, OSError):
+            raise answer
+        return read(path, *args) if answer is None else answer
+
+    monkeypatch.setattr(Path, "read_text", read_late)
+    assert Meeting(tmp_path).next_learner(0, 2 * SOON).port == 10003
+    assert next(answers, None) is None
+
+    def replace_late(*args):
+        monkeypatch.setattr(Path, "replace", write)
+        raise stale
+
+    monkeypatch.setattr(Path, "replace", replace_late)
+    keeper.dismiss()  # written with the next sign of life
+    keeper.close()
+    assert Meeting(tmp_path).next_learner(1, 0.0) is None
+
+
 # -- torchrun --------------------------------------------------------------------------------------
 
 
@@ -393,6 +420,25 @@ def test_a_rank_that_fails_leaves_its_reason(as_rank):
     launcher = make_launcher("torchrun", None)
     assert "(rank 1) failed: ConnectionRefusedError" in launcher.fate(0, 0.0)
     assert launcher.fate(1, 0.0) is None
+
+
+def test_a_rank_that_is_terminated_leaves_its_reason_in_the_store_as_well(as_rank, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    as_rank(1, 2)
+    node = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "RANK": "1"})
+    as_rank(0, 2)
+    with DistributedCollector(
+        ["CartPole-v1"], frames_per_batch=8, launcher="torchrun", tcp_port=0
+    ) as collector:
+        collector.next()
+        node.terminate()
+        with pytest.raises(WorkerDied, match="told to end by SIGTERM"):
+            for _ in iter(collector.next, None):
+                pass
+    assert node.wait(20) == 128 + signal.SIGTERM
+    launcher = make_launcher("torchrun", None)
+    assert "(rank 1) was told to end by SIGTERM" in launcher.fate(0, SOON)
 
 
 def test_torchrun_without_torchrun_is_an_error_that_says_so(monkeypatch):
@@ -500,7 +546,7 @@ def test_the_number_of_a_node_comes_from_what_started_it(monkeypatch):
 
     def learner():
         with listener.accept()[0] as connection:
-            connection.sendall(b"gleanrl1" + bytes(32))
+            connection.sendall(b"gleanrl2" + bytes(32))
             answer.extend(connection.recv(100))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

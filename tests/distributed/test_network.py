@@ -16,6 +16,7 @@ from gleanrl.engine.backends.zygote import NODE, Zygote
 from gleanrl.rollout.node import Going
 from gleanrl.rollout.serve import Surroundings
 
+pytestmark = pytest.mark.filterwarnings("ignore:RPCCollector. torch.distributed.rpc unpickles")
 # Of this process's own: hosts that a killed run left behind would answer in place of ours.
 NUMBER = os.getpid() % (1 << 14)
 HERE, THERE = (f"10.213.{NUMBER >> 6}.{4 * (NUMBER & 63) + end}" for end in (1, 2))

@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import warnings
 from collections import defaultdict
 from contextlib import suppress
@@ -559,3 +560,26 @@ def test_updates_after_each_batch_go_on_without_a_lost_node():
         for _ in range(30):
             last = collector.next()
         assert rows(last)[0][0] == 1 - number
+
+
+def test_an_argument_that_cannot_be_pickled_costs_no_node():
+    with nodes(rig.counting(0)) as collector:
+        with pytest.raises(TypeError, match="pickle"):
+            collector.map_fn("env.__setattr__", [("number", (row for row in ()))])
+        assert collector.next().shape == (8,)
+
+
+class Exits:
+    """Ends the thread that unpickles it."""
+
+    def __reduce__(self):
+        return sys.exit, (7,)
+
+
+def test_a_node_whose_connection_cannot_be_read_any_more_ends_and_says_why(tidy_nodes):
+    with nodes(rig.counting(0), heartbeat=600.0) as collector:
+        pid = collector.map_fn("env.pid")[0]
+        with rig.in_time(2 * rig.LIMIT):
+            with pytest.raises(WorkerDied, match="failed while it read .*SystemExit: 7"):
+                collector.map_fn("env.__setattr__", [("number", Exits())])
+            rig.await_end([pid])

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import rig
 import torch
-from node_rig import run_learner
+from node_rig import addresses_listened_on, run_learner
 from tensordict.nn import TensorDictModule
 from torch import distributed as dist
 from torch import nn
@@ -26,6 +26,7 @@ from gleanrl import (
     WorkerError,
 )
 from gleanrl.engine.backends.process import zygote
+from gleanrl.engine.launchers.address import outward
 from gleanrl.weight_update import RPCWeightSyncScheme, WeightSyncScheme
 
 
@@ -490,3 +491,42 @@ def test_wrong_arguments_are_named(make, options, message):
 def test_tensorpipe_options_are_used(make):
     collector = make(*two(), tensorpipe_options={"num_worker_threads": 2, "rpc_timeout": 30.0})
     assert collector.next().numel() == 16
+
+
+# -- strangers -------------------------------------------------------------------------------------
+
+
+def test_nothing_listens_beyond_the_interface_of_the_nodes(make):
+    collector = make(*two())
+    for pid in (os.getpid(), *collector.map_fn("env.pid")):
+        assert addresses_listened_on(pid) == {"127.0.0.1"}
+
+
+BEYOND = """
+    import sys, warnings
+    sys.path.insert(0, {rig!r})
+    import rig
+    from gleanrl import RPCCollector
+    from gleanrl.engine.launchers.address import outward
+
+    for _ in range(2):
+        with RPCCollector(
+            [rig.counting(0), rig.counting(1)],
+            frames_per_batch=8,
+            launcher="mp",
+            tcp_port=0,
+            host=outward(),
+        ) as collector:
+            collector.next()
+            pids = collector.map_fn("env.pid")
+    print(*pids, flush=True)
+"""
+
+
+def test_the_user_is_told_once_that_rpc_unpickles_what_others_on_the_network_send():
+    try:
+        outward()
+    except ConfigError:
+        pytest.skip("this machine has no network")
+    done = run_learner(BEYOND)
+    assert done.stderr.count("UserWarning: RPCCollector: torch.distributed.rpc unpickles") == 1

@@ -1,8 +1,10 @@
 """Laws: workers in processes give the data of workers here, nothing is lost, weights never mix."""
 
+import gc
 import os
 import threading
 from collections import defaultdict
+from pathlib import Path
 
 import gymnasium as gym
 import pytest
@@ -570,3 +572,27 @@ def test_frames_that_do_not_divide_are_rounded_up_with_a_warning(monkeypatch):
     monkeypatch.setenv("RL_WARNINGS", "0")
     with open_two("sync", total_frames=30) as collector:
         assert sum(batch.numel() for batch in collector) == 32
+
+
+def memory_mapped():
+    """Return how many mappings of shared memory this process has."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("/memfd:")
+
+
+def test_an_interruptor_keeps_nothing_of_old_collectors_alive():
+    interruptor = Interruptor()
+    before = memory_mapped()
+    for _ in range(2):
+        collector = MultiSyncCollector(
+            [rig.counting(0)], frames_per_batch=4, interruptor=interruptor
+        )
+        collector.next()
+        collector.shutdown()
+        del collector
+        assert memory_mapped() <= before
+    interruptor.stop_collection()
+    with MultiSyncCollector(
+        [rig.counting(0)], frames_per_batch=4, interruptor=interruptor
+    ) as collector:
+        assert collector.next()["collector", "mask"].sum() == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import rig
 
+from gleanrl import MultiSyncCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.engine.backends import process
@@ -279,3 +280,108 @@ def test_a_backend_without_zygote_leaves_no_descriptors(monkeypatch):
     gc.collect()
     with rig.nothing_left_behind(), pytest.raises(OSError, match="no more processes"):
         ProcessBackend(1)
+
+
+LEARNER = """
+    import os, signal
+    import rig
+    from gleanrl import MultiSyncCollector
+
+    collector = MultiSyncCollector([rig.counting(0), rig.counting(1)], frames_per_batch=8)
+    {fork}
+    if os.fork() == 0:  # holds all that the learner has open, and outlives it
+        os.close(1)
+        os.close(2)
+        signal.pause()
+        os._exit(0)
+    print(*collector.map_fn("env.pid"), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+FORKS = {"by Python": "", "by foreign code": "import ctypes; os.fork = ctypes.CDLL(None).fork"}
+
+
+@pytest.mark.parametrize("how", FORKS)
+def test_workers_end_with_a_killed_learner_that_has_a_forked_child(how):
+    source = textwrap.dedent(LEARNER).format(fork=FORKS[how])
+    path = os.pathsep.join(filter(None, [str(Path(rig.__file__).parent), *sys.path]))
+    learner = subprocess.Popen(
+        [sys.executable, "-c", source],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+    try:
+        out, _ = learner.communicate(timeout=60)
+        rig.await_end([int(word) for word in out.split()])
+        assert len(out.split()) == 2
+    finally:
+        os.killpg(learner.pid, signal.SIGKILL)  # the child
+
+
+class Forks(rig.Count):
+    """Has a child that lives on; is killed at its tenth step."""
+
+    def reset(self, **options):
+        if os.fork() == 0:
+            signal.pause()
+            os._exit(0)
+        return super().reset(**options)
+
+    def step(self, action):
+        if self.steps == 10:
+            rig.kill()
+        return super().step(action)
+
+
+def test_the_death_of_a_worker_that_has_a_forked_child_is_noticed():
+    before = rig.workers()
+    with MultiSyncCollector([Forks], frames_per_batch=8, timeout=None) as collector:
+        own = rig._children((rig.workers() - before).pop())
+        with rig.in_time(), pytest.raises(WorkerDied, match="signal 9"):
+            for _ in collector:
+                pass
+    for pid in own:
+        os.kill(pid, signal.SIGKILL)
+
+
+NO_MORE = """
+import errno, os, pathlib
+real = os.fork
+
+def fork():
+    flag = pathlib.Path({flag!r})
+    if flag.exists():
+        flag.unlink()
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return real()
+
+os.fork = fork
+"""
+
+
+def test_a_fork_that_fails_is_an_error_of_that_worker_alone(tmp_path, monkeypatch):
+    flag = tmp_path / "full"
+    (tmp_path / "sitecustomize.py").write_text(NO_MORE.format(flag=str(flag)))
+    monkeypatch.syspath_prepend(tmp_path)  # of the process that forks, which has sys.path
+    said = run(
+        f"""
+        import pathlib
+        import rig
+        from gleanrl import MultiSyncCollector, WorkerDied
+        flag = pathlib.Path({str(flag)!r})
+        first = MultiSyncCollector([rig.counting(0)], frames_per_batch=8)
+        for inner in ({{}}, {{"num_workers": 1, "collector_class": None}}):
+            flag.touch()
+            try:
+                MultiSyncCollector([rig.counting(0), rig.counting(1)], frames_per_batch=8)
+            except WorkerDied as err:
+                print(err)
+            print(first.next().numel())
+        second = MultiSyncCollector([rig.counting(0), rig.counting(1)], frames_per_batch=8)
+        print(second.next().numel())
+        second.shutdown()
+        first.shutdown()
+        """
+    )
+    assert said.count("no process could be started: Resource temporarily unavailable") == 2
+    assert [line for line in said.splitlines() if line.isdigit()] == ["8"] * 3

@@ -181,3 +181,21 @@ def test_inline_workers_run_in_the_order_they_were_asked():
     assert check_stamps(batch) == [0, 10**6]
     assert batch.device == torch.device("cpu")
     engine.close(1.0)
+
+
+@pytest.mark.parametrize("quick", [0, 1])
+def test_a_command_has_only_those_rollouts_made_again_that_came_before_it(quick):
+    slow = 1 - quick
+    engine = make_engine({(slow, 0): Act(after=10.0)})
+    budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
+    for _ in range(2):  # begins a batch; takes in what has come of it
+        assert not engine.ready(budget, feed=True, timeout=None)
+    command = m.SetState({"rollouts": 100})
+    engine.request_each({0: command, 1: command}, timeout=None, discard=budget)
+    batch, _ = engine.collect(budget)
+    stamps = check_stamps(batch)
+    assert stamps[quick] == quick * 10**6 + 100
+    assert stamps[slow] == slow * 10**6  # the slow one came to it after the command
+    assert engine.discarded == 16
+    assert (budget.delivered, budget.under_way) == (32, 0)
+    assert check_stamps(engine.collect(budget)[0])[quick] == quick * 10**6 + 101

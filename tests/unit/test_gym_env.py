@@ -143,7 +143,7 @@ def test_discrete_actions_are_indices_that_begin_where_the_space_does():
 def test_discrete_actions_can_be_one_hot():
     inner = Counter()
     env = GymEnv(inner, categorical_action_encoding=False)
-    assert env.action_spec == OneHot(3)
+    assert env.action_spec == OneHot(3, dtype=torch.int64)
     env.step(env.reset().set("action", torch.tensor([0, 1, 0])))
     assert inner.actions == [2]
 

@@ -1,6 +1,7 @@
 """What users may give as a policy, and what they are told when it does not fit."""
 
 import functools
+from collections import UserList
 from typing import Optional
 
 import pytest
@@ -284,7 +285,7 @@ def test_changing_the_observation_in_place_does_not_change_what_is_collected():
 
 
 def test_modules_see_the_batch_shape_of_the_environment():
-    seen = []
+    seen = UserList()  # a list that construction does not put back
 
     def policy(td):
         seen.append((td.batch_size, td["observation"].shape, td["done"].shape))

@@ -1,6 +1,7 @@
 """Construction calls the policy once, on the real first observation, and leaves no trace."""
 
 import random
+from collections import UserList
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ class Spy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.calls = []
+        self.calls = UserList()  # a list that construction does not put back
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("last", torch.zeros(()))
         self.norm = nn.BatchNorm1d(4)
@@ -79,7 +80,7 @@ def test_modules_inside_closures_are_left_as_they_were():
 
 
 def test_a_lowered_policy_is_not_called_again_by_rollouts_to_come():
-    calls = []
+    calls = UserList()  # a list that construction does not put back
     inner = nn.Linear(4, 3)
     inner.register_forward_hook(lambda *a: calls.append(1))
     policy = ProbSeq(

@@ -12,7 +12,7 @@ from gleanrl.envs.specs import Bounded, Categorical, Composite
 from gleanrl.policies import RandomActions, RandomPolicy, make_policy
 
 FLOATS = ((3,), torch.float32)
-SPEC = Bounded(-1.0, 1.0, (3,), torch.float32)
+SPEC = Bounded(-1.0, 1.0, (3,), dtype=torch.float32)
 
 
 def made(policy, env, random=no_random):
@@ -56,7 +56,7 @@ def test_with_a_spec_it_draws_what_its_calls_draw(spec, batch):
 
 def test_a_spec_of_the_whole_batch_is_drawn_from_once():
     env = layout((5,), FLOATS)
-    whole = Bounded(-1.0, 1.0, (5, 3), torch.float32)
+    whole = Bounded(-1.0, 1.0, (5, 3), dtype=torch.float32)
     ours = made(RandomPolicy(whole), env)
     window, carry = windows(env, ours)
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def test_several_actions_come_from_a_composite():
         observations=(Field(OBS, (4,), torch.float32),),
         actions=(
             Field(("hand", "grip"), (), torch.int64),
-            Field(("hand", "move"), (3,), torch.float32),
+            Field(("hand", "move"), (3,), dtype=torch.float32),
         ),
         rewards=(),
     )
@@ -93,7 +93,7 @@ def test_several_actions_come_from_a_composite():
             RandomPolicy(Categorical(2)),
             r"as torch.int64 of shape \(\); the environment wants torch.float32",
         ),
-        (RandomPolicy(Bounded(-1, 1, (2,), torch.float32)), r"of shape \(2,\)"),
+        (RandomPolicy(Bounded(-1, 1, (2,), dtype=torch.float32)), r"of shape \(2,\)"),
         (RandomPolicy(SPEC, "move"), "writes 'move'; the environment reads 'action'"),
         (RandomPolicy(Composite({"move": SPEC})), "has no 'action'"),
     ],

@@ -3,12 +3,18 @@
 from gleanrl.envs.specs import (
     Binary,
     Bounded,
+    BoundedContinuous,
+    BoundedDiscrete,
     Categorical,
     Composite,
     MultiCategorical,
+    MultiOneHot,
+    NonTensor,
     OneHot,
     TensorSpec,
     Unbounded,
+    UnboundedContinuous,
+    UnboundedDiscrete,
 )
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.limiter import RateLimiter
@@ -40,12 +46,16 @@ from gleanrl.memory.replay.writers import (
 __all__ = [
     "Binary",
     "Bounded",
+    "BoundedContinuous",
+    "BoundedDiscrete",
     "Categorical",
     "Composite",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
     "MultiCategorical",
+    "MultiOneHot",
+    "NonTensor",
     "OneHot",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
@@ -64,5 +74,7 @@ __all__ = [
     "TensorDictRoundRobinWriter",
     "TensorSpec",
     "Unbounded",
+    "UnboundedContinuous",
+    "UnboundedDiscrete",
     "Writer",
 ]

@@ -13,7 +13,9 @@ from gleanrl.core.errors import CollectorTimeout, GleanError, WorkerDied
 from gleanrl.core.protocols import Backend
 
 _NOTICE = 60.0
-"""Seconds without any reply after which the user is told who is being waited for."""
+"""Seconds without a reply of a worker after which the user is told that it is waited for."""
+_LOOKS = 12
+"""How often that is looked at meanwhile."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +76,9 @@ class Dispatcher:
         self._lost: dict[int, WorkerDied | CollectorTimeout] = {}
         self.heard = [time.monotonic()] * workers
         """When each worker last replied."""
+        self._next_look = 0.0
+        self._told: dict[int, float] = {}
+        """When the user was last told of a worker that is waited for."""
 
     @property
     def alive(self) -> list[int]:
@@ -300,23 +305,53 @@ class Dispatcher:
     def wait(self, timeout: float | None) -> bool:
         """Wait for one reply like `pump`; return ``False`` when time is up.
 
-        Without a deadline the user is told now and then who is being waited for.
+        Without a deadline the user is told now and then who is being waited for; ``False`` is then
+        returned now and then, too.
         """
         if timeout is not None and timeout < 0:
             return False
         try:
-            self.pump(_NOTICE if timeout is None else timeout)
+            self.pump(_NOTICE / _LOOKS if timeout is None else timeout)
+            replied = True
         except CollectorTimeout:
-            if timeout is None:
-                waiting = sorted({t.worker for t in self._open.values()} | self.joining)
-                warnings.warn(
-                    f"still waiting for workers {waiting}, which live but have not replied for "
-                    f"{_NOTICE:.0f} s; timeout= bounds how long a rollout may take",
-                    UserWarning,
-                    stacklevel=2,
-                )
-            return False
-        return True
+            replied = False
+        if timeout is None:
+            self.warn_silent()
+        return replied
+
+    def warn_silent(self) -> None:
+        """Warn of workers that have owed a reply for a minute, however often others reply.
+
+        Raises:
+            WorkerDied: a worker's process has ended, and collection cannot go on.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _NOTICE / _LOOKS
+        if self._silent(now):
+            self.take_in()  # their replies may have come while the learner was busy
+            self.raise_lost()
+        silent = self._silent(now)
+        if silent:
+            self._told.update(dict.fromkeys(silent, now))
+            warnings.warn(
+                f"still waiting for workers {silent}, which live but have not replied for "
+                f"{_NOTICE:.0f} s; timeout= bounds how long a rollout may take",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def _silent(self, now: float) -> list[int]:
+        """Return the workers that owe a reply for long, and of which the user was not just told."""
+        since = dict.fromkeys(self.joining, 0.0)
+        for ticket in self._open.values():
+            since[ticket.worker] = min(since.get(ticket.worker, ticket.posted), ticket.posted)
+        return sorted(
+            worker
+            for worker, posted in since.items()
+            if now - max(posted, self.heard[worker], self._told.get(worker, 0.0)) >= _NOTICE
+        )
 
     def forget(self, ticket: Ticket) -> None:
         """Ignore the ticket's reply when it comes."""
@@ -341,6 +376,7 @@ class Dispatcher:
             new = worker not in self._lost or worker in self.joining
             if new:
                 self._lost[worker] = error
+                self.heard[worker] = time.monotonic()  # from then on a replacement is waited for
             self.joining.discard(worker)
             self._occupied.pop(worker, None)
             for ticket in [t for t in self._open.values() if t.worker == worker]:

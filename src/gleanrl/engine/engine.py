@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -18,6 +18,7 @@ from gleanrl.core.protocols import Backend, SourceFactory
 from gleanrl.engine.budget import Budget, Tally
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 from gleanrl.engine.gather import Gather, Rollouts
+from gleanrl.engine.interrupts import Deferred
 from gleanrl.engine.turns import Turn, Turns
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.window import RolloutWindow
@@ -151,7 +152,7 @@ class Engine:
             ClosedError: after `close`.
             CollectorTimeout: a rollout took longer than ``timeout`` seconds.
         """
-        with self.turn(None), self._alone():
+        with self._shielded(), self.turn(None), self._alone():
             self._check_usable("; make a new one to collect more")
             assert self._gather is not None
             batch, rollouts = self._gather.batch(budget, timeout, feed)
@@ -173,6 +174,10 @@ class Engine:
                 f"{os.getpid()}, forked from it; make a collector of its own here"
             )
         return Turn(self._turns, timeout)
+
+    def _shielded(self) -> AbstractContextManager[None]:
+        """Keep Ctrl-C out of the middle of changes, unless workers run in this very thread."""
+        return nullcontext() if self.backend.inline else Deferred()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -236,7 +241,7 @@ class Engine:
             ClosedError: after `close`, except for reading.
             Exception: what the first worker to fail raised; all were heard out.
         """
-        with self.turn(timeout), self._alone():
+        with self._shielded(), self.turn(timeout), self._alone():
             reading = all(isinstance(c, m.GetState | m.Get) for c in commands.values())
             if not (self._closed and reading):
                 self._check_usable()
@@ -257,7 +262,7 @@ class Engine:
             ClosedError: after `close`.
             WorkerDied: a worker's process ended.
         """
-        with self.turn(None), self._alone():
+        with self._shielded(), self.turn(None), self._alone():
             self._check_usable()
             for worker, command in commands.items():
                 self.dispatcher.post(worker, command, watch=True)
@@ -269,7 +274,7 @@ class Engine:
             ClosedError: after `close`.
             WorkerDied: a worker's process ended.
         """
-        with self.turn(None), self._alone():
+        with self._shielded(), self.turn(None), self._alone():
             self._check_usable()
             self.dispatcher.check()
 
@@ -286,7 +291,7 @@ class Engine:
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
         """Tell whether `collect` would give a batch now; see `Gather.ready`."""
-        with self.turn(None), self._alone():
+        with self._shielded(), self.turn(None), self._alone():
             self._check_usable()
             assert self._gather is not None
             return self._gather.ready(budget, feed, timeout)

@@ -68,13 +68,20 @@ class _Round:
     """A batch on its way."""
 
     slot: int
-    deadline: float | None
+    timeout: float | None
+    random: bool
+    """Whether its rollouts act at random."""
+    deadline: float | None = None
     tickets: list[Ticket] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     asked: int = 0
     """Workers that were asked, or could not be."""
     interrupted: bool = False
     """Whether somebody who waited for it was interrupted: the time since does not count."""
+
+    def renew(self) -> None:
+        """Count time from now on."""
+        self.deadline = None if self.timeout is None else time.monotonic() + self.timeout
 
 
 class SyncGather:
@@ -140,9 +147,9 @@ class SyncGather:
         """Finish a round; one that nobody waits for any longer stays begun."""
         if begun.interrupted:
             begun.interrupted = False
-            begun.deadline = None if timeout is None else time.monotonic() + timeout
+            begun.renew()
         try:
-            self._ask(begun, budget.random)
+            self._ask(begun)
             self._slots.prepare(begun.slot)  # workers are at it, and nobody waits for this
             reports = self._finish(begun, timeout)
         except Exception as err:
@@ -162,25 +169,26 @@ class SyncGather:
     def _begin(self, budget: Budget, timeout: float | None) -> _Round:
         """Ask every worker for its part of a slot."""
         self._let_run(finished=0)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        begun = _Round(self._slots.acquire(), deadline)
+        begun = _Round(self._slots.acquire(), timeout, budget.random)
+        begun.renew()
         self._begun = begun
-        random = budget.random
         budget.dispatch(sum(self._frames))
-        self._ask(begun, random)
+        self._ask(begun)
         return begun
 
-    def _ask(self, begun: _Round, random: bool) -> None:
+    def _ask(self, begun: _Round) -> None:
         """Ask the workers that were not asked yet."""
         for worker, window in enumerate(self._slots.windows(begun.slot)):
             if worker < begun.asked:
                 continue
-            try:
-                ticket = self._dispatcher.post(worker, m.Collect(window, random))
-                begun.tickets.append(ticket)
-            except (WorkerDied, CollectorTimeout) as err:
-                begun.errors.append(err)
+            self._ask_for(begun, worker, window)
             begun.asked = worker + 1
+
+    def _ask_for(self, begun: _Round, worker: int, window: m.WindowRef) -> None:
+        try:
+            begun.tickets.append(self._dispatcher.post(worker, m.Collect(window, begun.random)))
+        except (WorkerDied, CollectorTimeout) as err:
+            begun.errors.append(err)
 
     def _finish(self, begun: _Round, timeout: float | None) -> list[m.Report]:
         """Wait for all replies.
@@ -243,6 +251,8 @@ class SyncGather:
         begun = self._begun
         assert begun is not None
         self._dispatcher.check()
+        if timeout is None:
+            self._dispatcher.warn_silent()
         finished = sum(ticket.reply is not None for ticket in begun.tickets)
         self._let_run(finished)
         late = begun.deadline is not None and time.monotonic() > begun.deadline
@@ -254,17 +264,26 @@ class SyncGather:
         return self._begun is None
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
-        """Drop the rollouts under way if one of them is to go: a batch is of one piece."""
+        """Have the rollouts that are to go made again, each by its worker; the others stay.
+
+        Which workers had begun theirs before a command came is a matter of chance: what they make
+        after it is not.
+        """
         begun = self._begun
-        if begun is None or not any(
-            ticket.reply is not None and ticket.arrived < since.get(ticket.worker, 0)
-            for ticket in begun.tickets
-        ):
+        if begun is None:
             return 0
-        reports = self._complete(begun, budget, None)
-        budget.cancel(sum(self._frames))
-        self._slots.release(begun.slot)
-        return sum(report.frames for report in reports)
+        stale = [t for t in begun.tickets if t.reply and t.arrived < since.get(t.worker, 0)]
+        if not stale:
+            return 0
+        begun.tickets = [ticket for ticket in begun.tickets if ticket not in stale]
+        self._let_run(sum(ticket.reply is not None for ticket in begun.tickets))
+        begun.renew()
+        windows = self._slots.windows(begun.slot)
+        for ticket in stale:
+            self._ask_for(begun, ticket.worker, windows[ticket.worker])
+        begun.tickets.sort(key=lambda ticket: ticket.worker)
+        replies = (ticket.reply for ticket in stale)
+        return sum(reply.report.frames for reply in replies if isinstance(reply, m.Rolled))
 
 
 def _failures(tickets: Sequence[Ticket]) -> list[BaseException]:

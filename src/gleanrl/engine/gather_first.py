@@ -93,6 +93,8 @@ class AsyncGather:
         """Tell whether a rollout has arrived."""
         if feed and self._dispatcher.intact:
             self._feed_all(budget)
+        if timeout is None:
+            self._dispatcher.warn_silent()
         if timeout is not None or self._first() is None:
             self._catch_up(timeout)
         if self._first() is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gleanrl.core.errors import ConfigError
@@ -20,7 +22,8 @@ class Interruptor:
     def __init__(self) -> None:
         """Start with collection allowed."""
         self._byte = bytearray(1)
-        self._attached: list[Stop] = []
+        self._attached: list[Callable[[], Stop | None]] = []
+        """References to the bytes of collectors, which keep none of these alive."""
 
     @property
     def byte(self) -> Stop:
@@ -28,9 +31,13 @@ class Interruptor:
         return self._byte
 
     def attach(self, byte: Stop) -> None:
-        """Have ``byte``, which workers look at, follow the flag from now on."""
+        """Have ``byte``, which workers look at, follow the flag for as long as it exists."""
         byte[0] = self._byte[0]
-        self._attached.append(byte)
+        try:
+            reference: Callable[[], Stop | None] = weakref.ref(byte)
+        except TypeError:  # a plain bytearray, which keeps nothing else alive
+            reference = partial(_itself, byte)
+        self._attached = [each for each in self._attached if each() is not None] + [reference]
 
     def start_collection(self) -> None:
         """Let rollouts run to their full length."""
@@ -42,12 +49,22 @@ class Interruptor:
 
     def _set(self, value: int) -> None:
         self._byte[0] = value
-        for byte in self._attached:
-            byte[0] = value
+        for attached in self._attached:
+            byte = attached()
+            if byte is not None:
+                byte[0] = value
 
     def collection_stopped(self) -> bool:
         """Tell whether `stop_collection` was called last."""
         return bool(self._byte[0])
+
+
+def _itself(byte: Stop) -> Stop:
+    return byte
+
+
+class _Byte(bytearray):
+    """A stop byte of a collector's own, which can be referred to weakly."""
 
 
 class PolledStop(bytearray):
@@ -73,7 +90,7 @@ def stop_byte(interruptor: Any) -> Stop:
     if interruptor is None:
         return bytearray(1)
     if isinstance(interruptor, Interruptor):
-        byte = bytearray(1)  # one of the collector's own: it raises it when it shuts down
+        byte = _Byte(1)  # one of the collector's own: it raises it when it shuts down
         interruptor.attach(byte)
         return byte
     return PolledStop(interruptor)

@@ -20,8 +20,8 @@ from gleanrl.engine.backends.process import ProcessBackend
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.exchange import Exchange
 from gleanrl.envs.base import EnvBase
-from gleanrl.envs.declared import Declared, EnvSpecs, batched
-from gleanrl.envs.recipe import Recipe, check_recipes, dealt
+from gleanrl.envs.declared import Declared, EnvSpecs, widened
+from gleanrl.envs.recipe import Recipe, check_recipes, dealt, ignored
 from gleanrl.envs.stock import Methods
 from gleanrl.rollout.row import RESET, Todo
 from gleanrl.rollout.stepping import Described, SteppingBuilder
@@ -58,6 +58,8 @@ class ParallelEnv(EnvBase):
         device: torch.device | str | None = None,
         num_sub_threads: int = 1,
         timeout: float | None = None,
+        shutdown_timeout: float = _CLOSE_S,
+        **torchrl: Any,
     ) -> None:
         """Remember the arguments; nothing is made yet.
 
@@ -72,10 +74,14 @@ class ParallelEnv(EnvBase):
             num_sub_threads: torch threads of each worker.
             timeout: Seconds that one step or reset may take; then workers are killed. ``None``
                 waits as long as they live.
+            shutdown_timeout: Seconds that `close` waits for workers; then they are killed.
+            torchrl: TorchRL's other arguments (see `ignored`); data are the same whatever they say.
 
         Raises:
             ConfigError: arguments that are wrong or do not fit together.
         """
+        ignored("ParallelEnv", torchrl)
+        self._close_s = seconds("shutdown_timeout", shutdown_timeout)
         self.num_workers = whole("num_workers", num_workers, least=1)
         number = self.num_workers if num_envs is None else whole("num_envs", num_envs, least=1)
         if number < self.num_workers:
@@ -91,7 +97,7 @@ class ParallelEnv(EnvBase):
         self._threads = whole("num_sub_threads", num_sub_threads, least=1)
         self._timeout = timeout if timeout is None else seconds("timeout", timeout)
         self.num_envs = number
-        self.is_closed = False
+        super().__init__()
         self._engine: Engine | None = None
 
     # -- start and end ---------------------------------------------------------------------------
@@ -99,6 +105,7 @@ class ParallelEnv(EnvBase):
     @property
     def _known(self) -> Declared:
         self.start()
+        assert self._declared is not None
         return self._declared
 
     def start(self) -> None:
@@ -138,7 +145,7 @@ class ParallelEnv(EnvBase):
         first = found[0]
         for worker, other in enumerate(found):
             _check_alike(first, other, self._parts[worker].start)
-        wide = EnvSpecs(*(batched(tree, (self.num_envs,), first.batch) for tree in first.specs))
+        wide = EnvSpecs(*(widened(tree, (self.num_envs,)) for tree in first.specs))
         device = first.device if self._wanted is None else self._wanted
         self._declared = Declared(wide, (self.num_envs, *first.batch), device)
         layouts = [layout for layout in engine.layouts if layout is not None]
@@ -155,7 +162,7 @@ class ParallelEnv(EnvBase):
     def _close(self) -> None:
         if self._engine is not None:
             self._closing.detach()
-            self._engine.close(_CLOSE_S, raise_on_error=True)
+            self._engine.close(self._close_s, raise_on_error=True)
 
     @contextmanager
     def _workers(self) -> Iterator[Engine]:
@@ -238,7 +245,7 @@ class ParallelEnv(EnvBase):
             self._exchange.settle(self._timeout)
         return self._exchange
 
-    def _reset(self, tensordict: TensorDictBase | None, **options: Any) -> TensorDictBase:
+    def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
         keys = [] if tensordict is None else self._given_masks(tensordict)
         if tensordict is not None and keys:
             return self._reset_some(tensordict, keys, options)
@@ -325,21 +332,34 @@ class ParallelEnv(EnvBase):
             found = engine.request_all(command, _CONTROL_S)
         return [value for values in found for value in values]
 
-    def _set_seed(self, seed: int, static: bool) -> None:
+    _returns_all = True
+
+    def _set_seed(self, seed: int | None) -> None:
+        self._spread_seed(whole("seed", seed, least=0), False)
+
+    def _seed_all(self, seed: int | None, static: bool) -> None:
+        if static:
+            self._spread_seed(whole("seed", seed, least=0), True)
+        else:
+            self._set_seed(seed)
+
+    def _spread_seed(self, seed: int, static: bool) -> None:
         with self._workers() as engine:
             each = self.batch_size[1:].numel()
             firsts = [seed if static else seed + part.start * each for part in self._parts]
             seeds = {w: m.Seed(first, static) for w, first in enumerate(firsts)}
             engine.request_each(dict(seeds), _CONTROL_S)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # of environments
         """Return the state of every environment, ``"worker0"`` and so on."""
         with self._workers() as engine:
             found = engine.request_all(m.GetState(), _CONTROL_S)
         states = [state[f"worker{i}"] for state in found for i in range(len(state))]
         return {f"worker{i}": state for i, state in enumerate(states)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(  # type: ignore[override]  # of environments
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
         """Restore what `state_dict` returned; not strict, the environments it has a state for.
 
         Raises:

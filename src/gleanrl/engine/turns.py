@@ -6,6 +6,7 @@ import threading
 from collections import deque
 
 from gleanrl.core.errors import CollectorTimeout
+from gleanrl.engine.interrupts import interruptible
 
 
 class Turns:
@@ -38,7 +39,7 @@ class Turns:
             self._waiting.append(gate)
         given = False
         try:
-            given = gate.acquire(timeout=-1 if timeout is None else timeout)
+            given = interruptible(gate.acquire, True, -1 if timeout is None else timeout)
         finally:
             with self._mutex:
                 if not given and gate in self._waiting:

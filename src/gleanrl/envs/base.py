@@ -3,59 +3,157 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from torch import nn
 
-from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import NEXT, TIME, NestedKey, next_key
+from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, show
 from gleanrl.core.options import whole
-from gleanrl.envs.declared import Declared, EnvSpecs
-from gleanrl.envs.specs import Composite, TensorSpec
+from gleanrl.envs.declared import Declared, EnvSpecs, widened, with_all_flags
+from gleanrl.envs.specs import Binary, Composite, Unbounded
+from gleanrl.envs.tensordict_layout import is_spec_group
 
 Self = TypeVar("Self", bound="EnvBase")
 TensorDictPolicy = Callable[[TensorDictBase], Any]
 
 
-class EnvBase(abc.ABC):
+class EnvBase(nn.Module, abc.ABC):
     """An environment, or a batch of them, that is reset and stepped with TensorDicts.
 
-    The interface is the one TorchRL users know; what a subclass adds is four methods: `_reset`,
-    `_step`, `_set_seed` and `_close`. Data are a root part (observations, end flags, actions) and
-    what a step leads to under ``"next"`` (observations, rewards, end flags).
+    The interface is that of TorchRL's class of this name. A subclass adds `_reset`, `_step` and
+    `_set_seed`, and assigns its specs: ``self.observation_spec = ...``, and likewise
+    ``action_spec``, ``reward_spec``, ``done_spec`` and ``state_spec`` (or ``full_..._spec``).
+    Data are a root part (observations, end flags, actions) and what a step leads to under
+    ``"next"`` (observations, rewards, end flags).
+
+    Example:
+        >>> from gleanrl.data import Categorical, Composite, Unbounded
+        >>> class Counter(EnvBase):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.observation_spec = Composite(count=Unbounded((1,)))
+        ...         self.action_spec = Categorical(2)
+        ...     def _reset(self, tensordict=None):
+        ...         return TensorDict({"count": torch.zeros(1)})
+        ...     def _step(self, tensordict):
+        ...         count = tensordict["count"] + 1
+        ...         return TensorDict({"count": count, "reward": count, "done": count >= 5})
+        ...     def _set_seed(self, seed):
+        ...         pass
+        >>> Counter().rollout(9)["next", "reward"].flatten().tolist()
+        [1.0, 2.0, 3.0, 4.0, 5.0]
     """
+
+    batch_locked = True
+    """Whether data always have the environment's batch size."""
+    _returns_all = False
+    """Whether `_reset` and `_step` return every entry, of every element, that is declared."""
+    _batch: torch.Size = torch.Size(())
+    _device: torch.device | None = None
+    _may_begin_done = False
 
     def __init__(
         self,
-        specs: EnvSpecs,
-        batch_size: Sequence[int] = (),
+        *,
         device: torch.device | str | None = None,
+        batch_size: Sequence[int] | None = None,
+        run_type_checks: bool = False,
+        allow_done_after_reset: bool = False,
+        spec_locked: bool = True,
+        auto_reset: bool = False,
     ) -> None:
-        """Declare the data.
+        """Prepare an environment; specs may be assigned before or after.
 
         Args:
-            specs: With the batch dimensions in front.
+            device: Where data are; ``None`` for host memory, unmarked.
             batch_size: ``()`` for a single environment.
-            device: Where data are returned; ``None`` for host memory, unmarked.
+            run_type_checks: Compare what steps return with the specs' dtypes.
+            allow_done_after_reset: Allow episodes that are over when they begin.
+            spec_locked: Accepted for compatibility: specs can be assigned at any time.
+            auto_reset: Not supported.
+
+        Raises:
+            ConfigError: ``auto_reset=True``.
         """
+        super().__init__()
+        if auto_reset:
+            raise ConfigError(
+                "auto_reset=True (an environment that resets itself within a step) is not "
+                "supported; return the final observation from _step and start over in _reset"
+            )
         self.is_closed = False
-        self._declared = Declared(specs, tuple(batch_size), device)
+        self.run_type_checks = run_type_checks
+        self._may_begin_done = allow_done_after_reset
+        if batch_size is not None:
+            self._batch = torch.Size(batch_size)
+        if device is not None:
+            self._device = torch.device(device)
+        self._declared: Declared | None = None
+
+    def _declare(self, specs: EnvSpecs) -> None:
+        """Declare all data at once."""
+        self._declared = Declared(specs, tuple(self._batch), self._device, self.batch_locked)
+
+    def _assign(self, group: str, key: str, spec: Any) -> None:
+        """Declare the data of one group: specs by name, or one spec, which is called ``key``."""
+        if not is_spec_group(spec):
+            spec = Composite({key: spec}, shape=self._batch)
+        elif tuple(spec.shape[: len(self._batch)]) != tuple(self._batch):
+            raise ConfigError(
+                f"{group}_spec has shape {tuple(spec.shape)}, which does not begin with the "
+                f"environment's batch size {tuple(self._batch)}"
+            )
+        if not self.specs_assigned:
+            vars(self)["_assigned"] = self._groups()
+        vars(self)["_assigned"][group] = widened(spec)
+        self._declared = None
+
+    @property
+    def specs_assigned(self) -> bool:
+        """Whether specs were assigned one by one. Internal to the package."""
+        return "_assigned" in vars(self)
+
+    def _groups(self) -> dict[str, Composite]:
+        """Return what is declared already, by group."""
+        declared = vars(self).get("_declared")
+        if declared is None:
+            return {}
+        names = ("observation", "action", "reward", "done", "state")
+        return {name: getattr(declared.specs, name) for name in names}
 
     @property
     def _known(self) -> Declared:
         """What is declared; a subclass that has to find out first overrides this."""
-        return self._declared
+        declared = vars(self).get("_declared")
+        if declared is None:
+            given = dict(vars(self).get("_assigned", {}))
+            given.setdefault(
+                "reward", Composite(reward=Unbounded((*self._batch, 1)), shape=self._batch)
+            )
+            flag = Binary(shape=(*self._batch, 1), dtype=torch.bool)
+            given.setdefault("done", Composite(done=flag, shape=self._batch))
+            for group in ("observation", "action", "state"):
+                given.setdefault(group, Composite(shape=self._batch))
+            given["done"] = with_all_flags(given["done"])
+            self._declare(EnvSpecs(**given))
+            declared = self._declared
+        assert declared is not None
+        return declared
 
     # -- for subclasses --------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _reset(self, tensordict: TensorDictBase | None, **options: Any) -> TensorDictBase:
-        """Start episodes and return the whole root part.
+    def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
+        """Start episodes and return the root part.
 
         Args:
-            tensordict: With ``"_reset"`` masks if only some environments are to be reset.
+            tensordict: With ``"_reset"`` masks if only some environments are to be reset; what is
+                returned for the others is not used then.
             options: What the user gave to `reset`.
         """
 
@@ -64,11 +162,14 @@ class EnvBase(abc.ABC):
         """Carry out the actions in ``tensordict`` and return what belongs under ``"next"``."""
 
     @abc.abstractmethod
-    def _set_seed(self, seed: int, static: bool) -> None:
-        """Seed environment ``i`` with ``seed + i`` (``seed`` if static) from its next reset on."""
+    def _set_seed(self, seed: int | None) -> None:
+        """Seed what the environment draws."""
 
-    @abc.abstractmethod
-    def _close(self) -> None:
+    def _seed_all(self, seed: int | None, static: bool) -> None:
+        """Seed environment ``i`` with ``seed + i`` (``seed`` if static) from its next reset on."""
+        self._set_seed(seed)
+
+    def _close(self) -> None:  # nothing to release is usual
         """Release what the environment holds. Called once."""
 
     # -- data ------------------------------------------------------------------------------------
@@ -84,44 +185,122 @@ class EnvBase(abc.ABC):
         return self._known.device
 
     @property
-    def full_observation_spec(self) -> Composite:
+    def full_observation_spec(self) -> Any:
         """Specs of everything shown, at the root and under ``"next"``."""
         return self._known.specs.observation
 
+    @full_observation_spec.setter
+    def full_observation_spec(self, spec: Any) -> None:
+        self._assign("observation", "observation", spec)
+
     @property
-    def full_action_spec(self) -> Composite:
+    def observation_spec(self) -> Any:
+        """Specs of everything shown, at the root and under ``"next"``."""
+        return self._known.specs.observation
+
+    @observation_spec.setter
+    def observation_spec(self, spec: Any) -> None:
+        self._assign("observation", "observation", spec)
+
+    @property
+    def full_action_spec(self) -> Any:
         """Specs of all actions."""
         return self._known.specs.action
 
-    @property
-    def full_reward_spec(self) -> Composite:
-        """Specs of all rewards."""
-        return self._known.specs.reward
+    @full_action_spec.setter
+    def full_action_spec(self, spec: Any) -> None:
+        self._assign("action", "action", spec)
 
     @property
-    def full_done_spec(self) -> Composite:
-        """Specs of all end flags."""
-        return self._known.specs.done
-
-    @property
-    def observation_spec(self) -> Composite:
-        """Specs of everything shown."""
-        return self._known.specs.observation
-
-    @property
-    def action_spec(self) -> TensorSpec | Composite:
+    def action_spec(self) -> Any:
         """The spec of the action if there is exactly one, else that of all of them."""
         return _single(self._known.specs.action)
 
+    @action_spec.setter
+    def action_spec(self, spec: Any) -> None:
+        self._assign("action", "action", spec)
+
     @property
-    def reward_spec(self) -> TensorSpec | Composite:
+    def full_reward_spec(self) -> Any:
+        """Specs of all rewards."""
+        return self._known.specs.reward
+
+    @full_reward_spec.setter
+    def full_reward_spec(self, spec: Any) -> None:
+        self._assign("reward", "reward", spec)
+
+    @property
+    def reward_spec(self) -> Any:
         """The spec of the reward if there is exactly one, else that of all of them."""
         return _single(self._known.specs.reward)
 
+    @reward_spec.setter
+    def reward_spec(self, spec: Any) -> None:
+        self._assign("reward", "reward", spec)
+
     @property
-    def done_spec(self) -> TensorSpec | Composite:
+    def full_done_spec(self) -> Any:
+        """Specs of all end flags."""
+        return self._known.specs.done
+
+    @full_done_spec.setter
+    def full_done_spec(self, spec: Any) -> None:
+        self._assign("done", "done", spec)
+
+    @property
+    def done_spec(self) -> Any:
         """The spec of the end flag if there is exactly one, else that of all of them."""
         return _single(self._known.specs.done)
+
+    @done_spec.setter
+    def done_spec(self, spec: Any) -> None:
+        self._assign("done", "done", spec)
+
+    @property
+    def full_state_spec(self) -> Any:
+        """Specs of what is told besides actions."""
+        return self._known.specs.state
+
+    @full_state_spec.setter
+    def full_state_spec(self, spec: Any) -> None:
+        self._assign("state", "state", spec)
+
+    @property
+    def state_spec(self) -> Any:
+        """Specs of what is told besides actions."""
+        return self._known.specs.state
+
+    @state_spec.setter
+    def state_spec(self, spec: Any) -> None:
+        self._assign("state", "state", spec)
+
+    @property
+    def input_spec(self) -> Composite:
+        """Specs of what is told: ``"full_action_spec"`` and ``"full_state_spec"``."""
+        specs = self._known.specs
+        told = {"full_action_spec": specs.action, "full_state_spec": specs.state}
+        return Composite(told, shape=self.batch_size)
+
+    @property
+    def output_spec(self) -> Composite:
+        """Specs of what is returned, as ``"full_..._spec"``."""
+        specs = self._known.specs
+        returned = {
+            "full_observation_spec": specs.observation,
+            "full_reward_spec": specs.reward,
+            "full_done_spec": specs.done,
+        }
+        return Composite(returned, shape=self.batch_size)
+
+    @property
+    def observation_keys(self) -> list[NestedKey]:
+        """Keys of everything shown, without ``"next"``."""
+        return _spelled(self._known.specs.observation)
+
+    @property
+    def state_keys(self) -> list[NestedKey]:
+        """Keys of what is told besides actions."""
+        return _spelled(self._known.specs.state)
 
     @property
     def action_keys(self) -> list[NestedKey]:
@@ -149,19 +328,35 @@ class EnvBase(abc.ABC):
         """Keys of all end flags, without ``"next"``."""
         return _spelled(self._known.specs.done)
 
+    @property
+    def reward_key(self) -> NestedKey:
+        """The key of the only reward.
+
+        Raises:
+            ConfigError: there is not exactly one.
+        """
+        if len(self.reward_keys) != 1:
+            raise ConfigError(f"this environment has the reward keys {self.reward_keys}, not one")
+        return self.reward_keys[0]
+
+    @property
+    def reset_keys(self) -> list[NestedKey]:
+        """Keys of the masks that say what to reset."""
+        keys = self._known.ends.reset_keys
+        return [key[0] if len(key) == 1 else key for key in keys]
+
     def fake_tensordict(self) -> TensorDictBase:
         """Return one step filled with zeros: right keys, shapes and dtypes, nothing stepped."""
-        fake = TensorDict({}, batch_size=self.batch_size, device=self.device)
         specs = self._known.specs
-        for tree in (specs.observation, specs.action, specs.done):
-            for key, spec in tree.items():
-                fake.set(key, spec.zero())
+        fake = TensorDict({}, batch_size=self.batch_size, device=self.device)
+        for tree in (specs.observation, specs.state, specs.action, specs.done):
+            fake.update(tree.zero())
+        after = TensorDict({}, batch_size=self.batch_size, device=self.device)
         for tree in (specs.observation, specs.reward, specs.done):
-            for key, spec in tree.items():
-                fake.set(next_key(key), spec.zero())
-        return fake
+            after.update(tree.zero())
+        return fake.set(NEXT, after)
 
-    def to(self: Self, device: torch.device | str) -> Self:
+    def to(self: Self, device: torch.device | str) -> Self:  # type: ignore[override]
         """Return data on ``device`` from now on. Changes and returns this environment."""
         self._known.to(device)
         return self
@@ -176,30 +371,101 @@ class EnvBase(abc.ABC):
 
     # -- stepping --------------------------------------------------------------------------------
 
-    def reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
+    def reset(
+        self,
+        tensordict: TensorDictBase | None = None,
+        *,
+        set_state: bool | None = None,
+        **options: Any,
+    ) -> TensorDictBase:
         """Start episodes.
 
         Args:
             tensordict: Root data, updated in place. If it has ``"_reset"`` masks, only environments
                 that they name are reset, and the others keep their data.
+            set_state: Accepted for compatibility, without effect.
             options: Passed on to what is wrapped.
 
         Returns:
             ``tensordict``, or the new root data.
+
+        Raises:
+            EnvError: `_reset` returned no TensorDict, or episodes that are over.
         """
-        root = self._complete(self._reset(tensordict, **options))
+        known = self._known
+        root = self._checked(self._reset(tensordict, **options), "_reset")
+        masks = {} if tensordict is None else _given(tensordict, known.ends.reset_keys)
+        if not self._returns_all:
+            self._begin(root, tensordict, masks)
+        root = self._complete(root)
         if tensordict is None:
             return root
-        for group in self._known.ends.groups:
-            tensordict.pop((*group.prefix, "_reset"), None)
+        for key in masks:
+            del tensordict[key]
         return tensordict.update(root)
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Carry out the actions in ``tensordict`` and set ``"next"`` in it.
 
         Entries that ``"next"`` has already stay unless the environment makes them itself.
+
+        Raises:
+            EnvError: `_step` returned no TensorDict, or no reward.
         """
-        return self._finish(tensordict, self._complete(self._step(tensordict)))
+        after = self._checked(self._step(tensordict), "_step")
+        if not self._returns_all:
+            self._complete_step(after)
+        return self._finish(tensordict, self._complete(after))
+
+    def _checked(self, data: Any, what: str) -> TensorDictBase:
+        if not isinstance(data, TensorDictBase):
+            raise EnvError(f"{type(self).__name__}.{what} returned {data!r:.100}, not a TensorDict")
+        return data
+
+    def _begin(
+        self,
+        root: TensorDictBase,
+        before: TensorDictBase | None,
+        masks: Mapping[Key, torch.Tensor],
+    ) -> None:
+        """Add end flags to what a reset returned, and what environments not reset had before."""
+        _complete_flags(self._known, root)
+        for prefix in {key[:-1] for key in masks}:
+            mask = masks[(*prefix, "_reset")]
+            old = None if before is None else before.get(prefix, None) if prefix else before
+            new = root.get(prefix) if prefix else root
+            if old is not None and not mask.all():
+                inner = {key[len(prefix)] for key in masks if len(key) > len(prefix) + 1}
+                _keep(new, old, mask, inner if not prefix else set())
+        if not self._may_begin_done and self._known.ends.any(root):
+            for group in self._known.ends.groups:
+                part = masks.get((*group.prefix, "_reset"))
+                done = root.get((*group.prefix, "done"))
+                if bool((done if part is None else done[part]).any()):
+                    raise EnvError(
+                        f"{type(self).__name__}._reset returned episodes that are over ("
+                        f"{show((*group.prefix, 'done'))} is set); pass "
+                        "allow_done_after_reset=True to EnvBase.__init__ if that is meant"
+                    )
+
+    def _complete_step(self, after: TensorDictBase) -> None:
+        """Add flags that follow from others, and give rewards their declared shape."""
+        _complete_flags(self._known, after)
+        lead = after.batch_size[: after.ndim - len(self.batch_size)]
+        for key, spec in self._known.specs.reward.leaves().items():
+            reward = after.get(key, None)
+            if reward is None:
+                raise EnvError(
+                    f"{type(self).__name__}._step returned no {show(key)}; it returned "
+                    f"{sorted(map(str, after.keys(True, True)))}"
+                )
+            shape = (*lead, *spec.shape)
+            if tuple(reward.shape) != shape and reward.numel() == math.prod(shape):
+                after.set(key, reward.reshape(shape))
+        if self.run_type_checks:
+            for tree in (self._known.specs.observation, self._known.specs.reward):
+                for key, spec in tree.leaves().items():
+                    spec.type_check(after.get(key), key)
 
     def _finish(self, tensordict: TensorDictBase, after: TensorDictBase) -> TensorDictBase:
         given = tensordict.get(NEXT, None)
@@ -212,10 +478,8 @@ class EnvBase(abc.ABC):
         """Return the root data that follow a finished step."""
         # `copy`, because `exclude` alone would share the branches of nested data with the step.
         root, after = tensordict.exclude(NEXT).copy(), tensordict.get(NEXT)
-        for tree in (self._known.specs.observation, self._known.specs.done):
-            for key in tree.keys():
-                root.set(key, after.get(key))
-        return root
+        rewards = self._known.specs.reward.leaves()
+        return root.update(after.exclude(*rewards))
 
     def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reset where the root end flags are set; return the root data."""
@@ -235,7 +499,10 @@ class EnvBase(abc.ABC):
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw actions; set them in ``tensordict`` if one is given."""
-        drawn = self._known.specs.action.rand()
+        ahead: Sequence[int] = ()
+        if tensordict is not None and not self.batch_locked:
+            ahead = tensordict.batch_size[: tensordict.ndim - len(self.batch_size)]
+        drawn = self._known.specs.action.rand(ahead)
         return drawn if tensordict is None else tensordict.update(drawn)
 
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -248,10 +515,18 @@ class EnvBase(abc.ABC):
         policy: TensorDictPolicy | None = None,
         callback: Callable[[EnvBase, TensorDictBase], Any] | None = None,
         *,
+        actions: Iterable[Any] | None = None,
         auto_reset: bool = True,
-        break_when_any_done: bool = True,
+        auto_cast_to_device: bool = False,
+        break_when_any_done: bool | None = None,
+        break_when_all_done: bool | None = None,
+        return_contiguous: bool | None = False,
         tensordict: TensorDictBase | None = None,
         set_truncated: bool = False,
+        out: TensorDictBase | None = None,
+        trust_policy: bool = False,
+        storing_device: torch.device | str | None = None,
+        set_state: bool | None = None,
     ) -> TensorDictBase:
         """Take up to ``max_steps`` steps.
 
@@ -260,24 +535,62 @@ class EnvBase(abc.ABC):
             policy: Sets actions in the TensorDict it is given, or returns one with them; ``None``
                 acts at random.
             callback: Called with this environment and each finished step.
+            actions: Taken one after the other instead of asking a policy.
             auto_reset: Start with `reset`; otherwise with ``tensordict``.
-            break_when_any_done: Stop where an episode ends; otherwise it is reset and goes on.
+            auto_cast_to_device: Hand data to the policy on its device.
+            break_when_any_done: Stop where an episode ends; the default. Otherwise it is reset and
+                goes on.
+            break_when_all_done: Stop once every environment has ended; one that has repeats its
+                last step until then.
+            return_contiguous: Accepted for compatibility: steps are stacked densely if they can be.
             tensordict: Root data to start with if ``auto_reset`` is false.
             set_truncated: Mark the last step as truncated where the episode did not end by itself.
+            out: Data are also copied into it, and it is returned.
+            trust_policy: Accepted for compatibility, without effect.
+            storing_device: Where data are returned.
+            set_state: Accepted for compatibility, without effect.
 
         Returns:
             ``[*batch_size, T]`` data, last dimension named ``"time"``.
 
         Raises:
-            ConfigError: ``auto_reset=False`` without ``tensordict``.
+            ConfigError: ``auto_reset=False`` without ``tensordict``, or arguments that exclude each
+                other.
         """
         if not auto_reset and tensordict is None:
             raise ConfigError("auto_reset=False needs tensordict=, the root data to start with")
+        if break_when_any_done and break_when_all_done:
+            raise ConfigError("break_when_any_done and break_when_all_done exclude each other")
+        if actions is not None:
+            if policy is not None:
+                raise ConfigError("actions and policy exclude each other")
+            policy = _Recorded(actions, self.action_key)
+        if auto_cast_to_device and policy is not None:
+            policy = _moving(policy, self.device)
+        any_done = not break_when_all_done if break_when_any_done is None else break_when_any_done
         root = self.reset() if auto_reset or tensordict is None else tensordict
+        take = self._take_until_all if break_when_all_done else self._take_steps
+        steps = take(max_steps, policy, callback, root, any_done)
+        if set_truncated:
+            self._truncate(steps[-1])
+        if storing_device is not None:
+            steps = [step.to(storing_device) for step in steps]
+        stacked = LazyStackedTensorDict.maybe_dense_stack(steps, steps[0].ndim)
+        stacked.names = [*steps[0].names, TIME]
+        return stacked if out is None else out.update_(stacked)
+
+    def _take_steps(
+        self,
+        max_steps: int,
+        policy: TensorDictPolicy | None,
+        callback: Callable[[EnvBase, TensorDictBase], Any] | None,
+        root: TensorDictBase,
+        any_done: bool,
+    ) -> list[TensorDictBase]:
         steps = []
         for _ in range(max_steps):
             root = self._act(policy, root)
-            if callback is None and not break_when_any_done:
+            if callback is None and not any_done:
                 finished, root = self.step_and_maybe_reset(root)
                 steps.append(finished)
                 continue
@@ -286,14 +599,36 @@ class EnvBase(abc.ABC):
                 callback(self, finished)
             steps.append(finished)
             root = self.step_mdp(finished)
-            if break_when_any_done and self._known.ends.any(root):
+            if any_done and self._known.ends.any(root):
                 break
             root = self.maybe_reset(root)
-        if set_truncated:
-            self._truncate(steps[-1])
-        stacked = LazyStackedTensorDict.maybe_dense_stack(steps, len(self.batch_size))
-        stacked.names = [None] * len(self.batch_size) + [TIME]
-        return stacked
+        return steps
+
+    def _take_until_all(
+        self,
+        max_steps: int,
+        policy: TensorDictPolicy | None,
+        callback: Callable[[EnvBase, TensorDictBase], Any] | None,
+        root: TensorDictBase,
+        any_done: bool,
+    ) -> list[TensorDictBase]:
+        steps: list[TensorDictBase] = []
+        over: torch.Tensor | None = None
+        for _ in range(max_steps):
+            finished = self.step(self._act(policy, root))
+            root = self.step_mdp(finished)
+            if over is not None and bool(over.any()):
+                finished = torch.where(over, steps[-1], finished)
+            if callback is not None:
+                callback(self, finished)
+            steps.append(finished)
+            ended = torch.zeros(finished.batch_size.numel(), dtype=torch.bool)
+            ended[self._known.ends.ended(finished.get(NEXT))] = True
+            now = ended.reshape(finished.batch_size)
+            over = now if over is None else over | now
+            if bool(over.all()):
+                break
+        return steps
 
     def _act(self, policy: TensorDictPolicy | None, root: TensorDictBase) -> TensorDictBase:
         if policy is None:
@@ -310,13 +645,17 @@ class EnvBase(abc.ABC):
                 after.set(done, torch.ones_like(after.get(done)))
 
     def _complete(self, data: TensorDictBase) -> TensorDictBase:
-        for key in self._known.silent:
-            data.set(key, self._known.specs.done[key].zero())
+        known = self._known
+        for key in known.silent:
+            data.set(
+                key,
+                known.specs.done[key].zero(data.batch_size[: data.ndim - len(known.batch_size)]),
+            )
         return data
 
     # -- life ------------------------------------------------------------------------------------
 
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> Any:
         """Seed every environment, from its next reset on.
 
         Args:
@@ -329,15 +668,20 @@ class EnvBase(abc.ABC):
         Raises:
             ConfigError: ``seed`` is no whole number of 0 or more.
         """
-        seed = whole("seed", seed, least=0)
-        self._set_seed(seed, static_seed)
+        if seed is not None:
+            seed = whole("seed", seed, least=0)
+        self._seed_all(seed, static_seed)
+        if seed is None:
+            return None
         return seed if static_seed else seed + self.batch_size.numel() - 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # of environments
         """Return what must survive a restart; empty unless a subclass keeps something."""
         return {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(  # type: ignore[override]  # of environments
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
         """Restore what `state_dict` returned.
 
         Raises:
@@ -346,8 +690,8 @@ class EnvBase(abc.ABC):
         if state_dict and strict:
             raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state_dict)}")
 
-    def close(self) -> None:
-        """Release the environment. Idempotent."""
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Release the environment. Idempotent, whatever ``raise_if_closed`` says."""
         if not self.is_closed:
             self.is_closed = True
             self._close()
@@ -359,9 +703,77 @@ class EnvBase(abc.ABC):
         self.close()
 
 
-def _single(tree: Composite) -> TensorSpec | Composite:
-    return next(iter(tree.items()))[1] if len(tree) == 1 else tree
+def _single(tree: Composite) -> Any:
+    leaves = list(tree.leaves().values())
+    return leaves[0] if len(leaves) == 1 else tree
 
 
 def _spelled(tree: Composite) -> list[NestedKey]:
-    return [key[0] if len(key) == 1 else key for key in tree.keys()]
+    return [key[0] if len(key) == 1 else key for key in tree.leaves()]
+
+
+def _given(data: TensorDictBase, keys: Iterable[Key]) -> dict[Key, torch.Tensor]:
+    found = {key: data.get(key, None) for key in keys}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _complete_flags(known: Declared, data: TensorDictBase) -> None:
+    """Set end flags that are missing: they follow from those that are there, or are down."""
+    lead = data.batch_size[: data.ndim - len(known.batch_size)]
+    for group in known.ends.groups:
+        keys = [(*group.prefix, name) for name in ("done", "terminated", "truncated")]
+        done, dead, late = (data.get(key, None) for key in keys)
+        if done is None:
+            there = [flag for flag in (dead, late) if flag is not None]
+            down = known.specs.done[keys[0]].zero(lead)
+            done = torch.stack(there).any(0) if there else down
+            data.set(keys[0], done)
+        if dead is None:
+            data.set(keys[1], done.clone() if late is None else done & ~late)
+        if late is None and group.truncated:
+            data.set(keys[2], torch.zeros_like(done))
+
+
+def _keep(
+    new: TensorDictBase, old: TensorDictBase, mask: torch.Tensor, apart: Container[str]
+) -> None:
+    """Put back into ``new`` what ``old`` has where ``mask`` is not set."""
+    chosen = mask.reshape(*new.batch_size, -1).any(-1)
+    for name, value in new.items():
+        was = old.get(name, None)
+        if was is None or name in apart:
+            continue
+        if isinstance(value, TensorDictBase):
+            new.set(name, torch.where(chosen, value, was))
+        elif isinstance(value, torch.Tensor):
+            where = chosen.reshape(*chosen.shape, *[1] * (value.ndim - chosen.ndim))
+            new.set(name, torch.where(where, value, was))
+
+
+class _Recorded:
+    """A policy that takes given actions, one after the other."""
+
+    def __init__(self, actions: Iterable[Any], key: NestedKey) -> None:
+        self._actions = iter(actions)
+        self._key = key
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        action = next(self._actions)
+        if isinstance(action, TensorDictBase):
+            return tensordict.update(action)
+        return tensordict.set(self._key, torch.as_tensor(action))
+
+
+def _moving(policy: TensorDictPolicy, back: torch.device | None) -> TensorDictPolicy:
+    """Return ``policy``, called with data on its device."""
+    tensors = policy.parameters() if isinstance(policy, nn.Module) else iter(())
+    device = next((tensor.device for tensor in tensors), None)
+    if device is None:
+        return policy
+
+    def call(tensordict: TensorDictBase) -> Any:
+        moved = tensordict.to(device)
+        found = policy(moved)
+        return (moved if found is None else found).to(back or "cpu")
+
+    return call

@@ -14,7 +14,7 @@ from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import InfoKeys
 from gleanrl.core.protocols import Array, Window
-from gleanrl.envs.declared import EnvSpecs, batched
+from gleanrl.envs.declared import EnvSpecs
 from gleanrl.envs.returned import check_flag, check_reset, check_rewards, not_five, write_rewards
 from gleanrl.envs.spaces import (
     action_decoder,
@@ -24,7 +24,7 @@ from gleanrl.envs.spaces import (
     observation_leaves,
     space_spec,
 )
-from gleanrl.envs.specs import Binary, TensorSpec, Unbounded
+from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded
 from gleanrl.envs.step_calls import StepCalls
 from gleanrl.envs.writers import InfoWriter, Writer, info_fields, make_writer
 
@@ -98,13 +98,15 @@ class GymBatch:
             leaf.key: _shown(leaf.space, field.dtype)
             for leaf, field in zip(self._leaves, self.observations, strict=False)
         }
-        shown |= {field.key: Unbounded(field.shape, field.dtype) for field in self._infos.values()}
+        shown |= {
+            field.key: Unbounded(field.shape, dtype=field.dtype) for field in self._infos.values()
+        }
         told = {leaf.key: space_spec(leaf.space, categorical) for leaf in self._told}
         return EnvSpecs(
-            observation=batched(shown, batch),
-            action=batched(told, batch),
-            reward=batched({REWARD: Unbounded((1,), torch.float32)}, batch),
-            done=batched({key: Binary((1,), torch.bool) for key in FLAGS}, batch),
+            observation=Composite(shown).expand(batch),
+            action=Composite(told).expand(batch),
+            reward=Composite({REWARD: Unbounded((1,), dtype=torch.float32)}).expand(batch),
+            done=Composite({key: Binary(1, dtype=torch.bool) for key in FLAGS}).expand(batch),
         )
 
     def begin(self, window: Window, now: Window) -> None:
@@ -179,4 +181,4 @@ def _flags(given: Sequence[Any], name: str) -> Array:
 
 def _shown(space: gym.Space[Any], dtype: torch.dtype) -> TensorSpec:
     spec = space_spec(space)
-    return spec if spec.dtype == dtype else Unbounded(spec.shape, dtype)
+    return spec if spec.dtype == dtype else Unbounded(spec.shape, dtype=dtype)

@@ -114,7 +114,8 @@ class GymEnv(EnvBase):
         )
         self._now: Window = now
         self.batch.begin(window, now)
-        super().__init__(specs, source.batch_shape, device)
+        super().__init__(device=device, batch_size=source.batch_shape)
+        self._declare(specs)
 
     @property
     def members(self) -> tuple[gym.Env[Any, Any], ...]:
@@ -134,7 +135,7 @@ class GymEnv(EnvBase):
 
     # -- stepping --------------------------------------------------------------------------------
 
-    def _reset(self, tensordict: TensorDictBase | None, **options: Any) -> TensorDictBase:
+    def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
         chosen = range(len(self._envs))
         if mask is not None:
@@ -176,8 +177,16 @@ class GymEnv(EnvBase):
 
     # -- life ------------------------------------------------------------------------------------
 
-    def _set_seed(self, seed: int, static: bool) -> None:
-        self.batch.seed(seed, static)
+    _returns_all = True
+
+    def _set_seed(self, seed: int | None) -> None:
+        self.batch.seed(whole("seed", seed, least=0), False)
+
+    def _seed_all(self, seed: int | None, static: bool) -> None:
+        if static:
+            self.batch.seed(whole("seed", seed, least=0), True)
+        else:
+            self._set_seed(seed)
 
     def _close(self) -> None:
         for env in self._envs:

@@ -38,6 +38,42 @@ def make_tensordict_env(recipe: Recipe, kwargs: Mapping[str, Any]) -> Any:
     )
 
 
+_IGNORED = frozenset(
+    {
+        "allow_step_when_done",
+        "consolidate",
+        "daemon",
+        "memmap",
+        "metadata_from_workers",
+        "mp_start_method",
+        "non_blocking",
+        "num_sub_threads",
+        "num_threads",
+        "pin_memory",
+        "policy_proof",
+        "serial_for_single",
+        "share_individual_td",
+        "shared_memory",
+        "shutdown_timeout",
+        "use_buffers",
+    }
+)
+
+
+def ignored(name: str, arguments: Mapping[str, Any]) -> None:
+    """Accept arguments of TorchRL's batched environments that change how data move, not which.
+
+    Processes are always forked from a clean one, data always go through shared memory where they
+    fit it, and stepping an environment that has ended is always left to the environment.
+
+    Raises:
+        TypeError: an argument that TorchRL's have not either.
+    """
+    unknown = sorted(arguments.keys() - _IGNORED)
+    if unknown:
+        raise TypeError(f"{name} got unexpected arguments: {', '.join(unknown)}")
+
+
 def dealt(name: str, given: Any, number: int, argument: str = "num_workers") -> list[Any]:
     """Return one entry of ``given`` per environment: each its own, or all the same one.
 

@@ -15,10 +15,10 @@ from gleanrl.core.keys import NEXT, Key
 from gleanrl.core.options import whole
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.closing import closed_on_error
-from gleanrl.envs.declared import EnvSpecs, batched
+from gleanrl.envs.declared import EnvSpecs, widened
 from gleanrl.envs.gym_batch import GymSource
 from gleanrl.envs.gym_env import GymEnv
-from gleanrl.envs.recipe import Recipe, dealt, make_tensordict_env
+from gleanrl.envs.recipe import Recipe, dealt, ignored, make_tensordict_env
 from gleanrl.envs.stock import Methods, is_stock, stock
 from gleanrl.envs.tensordict_handle import load_env_state
 from gleanrl.envs.tensordict_layout import EndFlags, is_tensordict_env, spec_leaves
@@ -46,6 +46,7 @@ class SerialEnv(EnvBase):
         *,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         device: torch.device | str | None = None,
+        **torchrl: Any,
     ) -> None:
         """Make the environments.
 
@@ -54,10 +55,12 @@ class SerialEnv(EnvBase):
             create_env_fn: An id, or a callable that makes one per call; or one of these for each.
             create_env_kwargs: Arguments of the callable, or of each of them.
             device: Where data are returned; the environments' own device by default.
+            torchrl: TorchRL's other arguments (see `ignored`); data are the same whatever they say.
 
         Raises:
             ConfigError: the wrong number of callables, or environments that do not fit together.
         """
+        ignored("SerialEnv", torchrl)
         num_workers = whole("num_workers", num_workers, least=1)
         makers = dealt("create_env_fn", create_env_fn, num_workers)
         kwargs = dealt("create_env_kwargs", create_env_kwargs or {}, num_workers)
@@ -90,15 +93,14 @@ class SerialEnv(EnvBase):
         first = envs[0]
         self._inner = tuple(first.batch_size)
         batch = (len(envs), *self._inner)
-        wide = [
-            batched(dict(spec_leaves(tree)), (len(envs),), self._inner) for tree in trees(first)
-        ]
+        wide = EnvSpecs(*(widened(tree, (len(envs),)) for tree in trees(first)))
         self._inner_ends = EndFlags(first.full_done_spec, self._inner)
-        super().__init__(EnvSpecs(*wide), batch, device if device is not None else first.device)
+        super().__init__(device=device if device is not None else first.device, batch_size=batch)
+        self._declare(wide)
 
     # -- stepping --------------------------------------------------------------------------------
 
-    def _reset(self, tensordict: TensorDictBase | None, **options: Any) -> TensorDictBase:
+    def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
         masks = [] if tensordict is None else _present(tensordict, self._inner_ends.reset_keys)
         if tensordict is None or not masks:
             return self._stack([env.reset(**options) for env in self._envs])
@@ -152,16 +154,29 @@ class SerialEnv(EnvBase):
 
     # -- life ------------------------------------------------------------------------------------
 
-    def _set_seed(self, seed: int, static: bool) -> None:
+    _returns_all = True
+
+    def _set_seed(self, seed: int | None) -> None:
+        self._spread_seed(whole("seed", seed, least=0), False)
+
+    def _seed_all(self, seed: int | None, static: bool) -> None:
+        if static:
+            self._spread_seed(whole("seed", seed, least=0), True)
+        else:
+            self._set_seed(seed)
+
+    def _spread_seed(self, seed: int, static: bool) -> None:
         sizes = [env.batch_size.numel() for env in self._envs]
         for env, offset in zip(self._envs, accumulate(sizes, initial=0), strict=False):
             env.set_seed(seed if static else seed + offset, static_seed=static)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # of environments
         """Return the state of every environment, ``"worker0"`` and so on."""
         return {f"worker{i}": env.state_dict() for i, env in enumerate(self._envs)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(  # type: ignore[override]  # of environments
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
         """Restore what `state_dict` returned; not strict, the environments it has a state for.
 
         Raises:
@@ -263,7 +278,7 @@ def gym_source(env: Any) -> GymSource | None:
 
 def gym_parts(env: Any) -> list[EnvBase]:
     """Return ``env`` and the environments in it, to any depth; empty if not all are stock."""
-    if not isinstance(env, (GymEnv, SerialEnv)) or not is_stock(env):
+    if not isinstance(env, (GymEnv, SerialEnv)) or not is_stock(env) or env.specs_assigned:
         return []
     parts: list[EnvBase] = [env]
     for member in env.members if isinstance(env, SerialEnv) else ():

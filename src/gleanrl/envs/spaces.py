@@ -143,12 +143,12 @@ def space_spec(space: gym.Space[Any], categorical: bool = True) -> TensorSpec:
 @space_spec.register
 def _(space: spaces.Box, categorical: bool = True) -> TensorSpec:
     low, high = torch.from_numpy(space.low.copy()), torch.from_numpy(space.high.copy())
-    return Bounded(low, high, space.shape, low.dtype)
+    return Bounded(low, high, space.shape, dtype=low.dtype)
 
 
 @space_spec.register
 def _(space: spaces.Discrete, categorical: bool = True) -> TensorSpec:
-    return Categorical(int(space.n)) if categorical else OneHot(int(space.n))
+    return Categorical(int(space.n)) if categorical else OneHot(int(space.n), dtype=torch.int64)
 
 
 @space_spec.register
@@ -158,7 +158,7 @@ def _(space: spaces.MultiDiscrete, categorical: bool = True) -> TensorSpec:
 
 @space_spec.register
 def _(space: spaces.MultiBinary, categorical: bool = True) -> TensorSpec:
-    return Binary(space.shape, torch.int8)
+    return Binary(shape=space.shape, dtype=torch.int8)
 
 
 Decoder: TypeAlias = Callable[[np.ndarray[Any, Any]], Sequence[Any]]

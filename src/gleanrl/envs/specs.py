@@ -1,19 +1,45 @@
-"""Tensor specs: the set of values one tensor may take.
+"""Tensor specs: the set of values one tensor, or one entry of data, may take.
 
-The names and meanings are those TorchRL users know (``Bounded``, ``Categorical``, ...); the methods
-are the common core of the two: ``shape``, ``dtype``, ``device``, ``rand``, ``zero``, ``is_in``.
-Everything random is drawn from torch's global generator.
+Names, arguments and meanings are those TorchRL users know. Everything random is drawn from torch's
+global generator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase
 
+from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key, NestedKey, as_key
+
+Device: TypeAlias = torch.device | str | int | None
+Size: TypeAlias = Sequence[int] | int
+
+
+@dataclass(frozen=True, eq=False)
+class Interval:
+    """What numbers lie between; either side may be infinite."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How many values there are to choose from."""
+
+    n: int
+
+
+def _size(shape: Size) -> torch.Size:
+    return torch.Size((shape,) if isinstance(shape, int) else shape)
 
 
 class TensorSpec:
@@ -21,44 +47,192 @@ class TensorSpec:
 
     stepwise = False
     """Whether ``rand([T, P])`` equals ``T`` calls of ``rand([P])`` draw for draw."""
+    _last = 0
+    """How many of the last dimensions belong together: views and indices leave them alone."""
 
     def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device | str | None = None,
+        self, shape: Size = (), device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         """Describe tensors of ``shape`` and ``dtype`` on ``device`` (CPU by default)."""
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
-        self.device = torch.device(device or "cpu")
+        self.shape = _size(shape)
+        self.device = torch.device("cpu" if device is None else device)
+        self.dtype: Any = torch.get_default_dtype() if dtype is None else dtype
 
-    def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
+    # -- values ----------------------------------------------------------------------------------
+
+    def rand(self, shape: Size = ()) -> Any:
         """Draw ``[*shape, *self.shape]`` values: standard normal, cast to the dtype."""
-        return torch.randn((*shape, *self.shape), device=self.device).to(self.dtype)
+        return torch.randn((*_size(shape), *self.shape), device=self.device).to(self.dtype)
 
-    def zero(self, shape: Sequence[int] = ()) -> torch.Tensor:
+    def sample(self, shape: Size = ()) -> Any:
+        """Draw values, as `rand`."""
+        return self.rand(shape)
+
+    def zero(self, shape: Size = ()) -> Any:
         """Return zeros ``[*shape, *self.shape]`` (in range or not)."""
-        return torch.zeros((*shape, *self.shape), dtype=self.dtype, device=self.device)
+        return torch.zeros((*_size(shape), *self.shape), dtype=self.dtype, device=self.device)
 
-    def is_in(self, value: torch.Tensor) -> bool:
+    def zeros(self, shape: Size = ()) -> Any:
+        """Return zeros, as `zero`."""
+        return self.zero(shape)
+
+    def one(self, shape: Size = ()) -> Any:
+        """Return ones ``[*shape, *self.shape]`` (in range or not)."""
+        return torch.ones((*_size(shape), *self.shape), dtype=self.dtype, device=self.device)
+
+    def ones(self, shape: Size = ()) -> Any:
+        """Return ones, as `one`."""
+        return self.one(shape)
+
+    def is_in(self, value: Any) -> bool:
         """Tell whether ``value`` (with any leading dimensions) belongs to the set."""
+        if not isinstance(value, torch.Tensor):
+            return False
         trailing = value.shape[value.ndim - len(self.shape) :]
         return value.dtype == self.dtype and trailing == self.shape
 
-    def to(self, device: torch.device | str) -> TensorSpec:
-        """Return the same spec on another device."""
-        moved = object.__new__(type(self))
-        moved.__dict__.update(self.__dict__)
-        moved.device = torch.device(device)
+    def contains(self, value: Any) -> bool:
+        """Tell whether ``value`` belongs to the set, as `is_in`."""
+        return self.is_in(value)
+
+    def assert_is_in(self, value: Any) -> None:
+        """Raise an `AssertionError` unless ``value`` belongs to the set."""
+        if not self.is_in(value):
+            raise AssertionError(f"{value} is not in {self}")
+
+    def project(self, value: torch.Tensor) -> torch.Tensor:
+        """Return ``value``, moved into the set if it is not there."""
+        return value if self.is_in(value) else self._project(value)
+
+    def _project(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def encode(self, value: Any, *, ignore_device: bool = False) -> torch.Tensor:
+        """Return numbers, arrays or tensors as a tensor of this dtype, and device unless ignored.
+
+        Raises:
+            ConfigError: they do not fit the shape.
+        """
+        device = None if ignore_device else self.device
+        if isinstance(value, np.ndarray) and any(stride < 0 for stride in value.strides):
+            value = value.copy()
+        found = torch.as_tensor(value, dtype=self.dtype, device=device)
+        missing = len(self.shape) - found.ndim
+        if found.shape[max(-missing, 0) :] != self.shape:
+            if found.numel() != math.prod(self.shape):
+                raise ConfigError(f"a value of shape {tuple(found.shape)} does not fit {self}")
+            found = found.reshape(self.shape)
+        return found
+
+    def to_numpy(self, value: torch.Tensor, safe: bool | None = None) -> Any:
+        """Return ``value`` as a numpy array; ``safe`` checks first that it is in the set."""
+        if safe:
+            self.assert_is_in(value)
+        return value.detach().cpu().numpy()
+
+    def type_check(self, value: torch.Tensor, key: NestedKey | None = None) -> None:
+        """Check the dtype of ``value``.
+
+        Raises:
+            TypeError: it is another one.
+        """
+        if value.dtype != self.dtype:
+            where = "" if key is None else f" of {key!r}"
+            raise TypeError(f"the dtype{where} is {value.dtype}; the spec has {self.dtype}")
+
+    @property
+    def space(self) -> Any:
+        """What values are chosen from."""
+        low, high = (torch.full(self.shape, bound) for bound in (-torch.inf, torch.inf))
+        return Interval(low, high)
+
+    @property
+    def domain(self) -> str:
+        """Whether values are ``"continuous"`` or ``"discrete"``."""
+        return "continuous" if self.dtype.is_floating_point else "discrete"
+
+    def cardinality(self) -> float | int:
+        """Return how many different values there are."""
+        return math.inf
+
+    # -- other specs -----------------------------------------------------------------------------
+
+    def clone(self) -> Any:
+        """Return a copy."""
+        return copy.copy(self)
+
+    def to(self, dest: torch.dtype | Device) -> Any:
+        """Return the same spec on another device, or for another dtype."""
+        moved = copy.copy(self)
+        if isinstance(dest, torch.dtype):
+            moved.dtype = dest
+        else:
+            moved.device = torch.device("cpu" if dest is None else dest)
         return moved
 
-    def expand(self, *shape: int) -> TensorSpec:
+    def cpu(self) -> Any:
+        """Return the same spec on the CPU."""
+        return self.to("cpu")
+
+    def cuda(self, device: int | None = None) -> Any:
+        """Return the same spec on a GPU."""
+        return self.to("cuda" if device is None else f"cuda:{device}")
+
+    def expand(self, *shape: Any) -> Any:
         """Return the same spec with leading dimensions added; ``shape`` is the new whole shape."""
-        wide = object.__new__(type(self))
-        wide.__dict__.update(self.__dict__)
-        wide.shape = torch.Size(shape)
-        return wide
+        wide = _size(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return self._viewed(lambda tensor: tensor.expand(wide))
+
+    def unsqueeze(self, dim: int) -> Any:
+        """Return the same spec with a dimension of size one at ``dim``."""
+        return self._viewed(lambda tensor: tensor.unsqueeze(dim))
+
+    def squeeze(self, dim: int | None = None) -> Any:
+        """Return the same spec without dimensions of size one."""
+        return self._viewed(lambda t: t.squeeze() if dim is None else t.squeeze(dim))
+
+    def reshape(self, *shape: Any) -> Any:
+        """Return the same spec in another shape."""
+        return self._viewed(lambda tensor: tensor.reshape(*shape))
+
+    def view(self, *shape: Any) -> Any:
+        """Return the same spec in another shape."""
+        return self.reshape(*shape)
+
+    def flatten(self, start_dim: int, end_dim: int) -> Any:
+        """Return the same spec with dimensions put together."""
+        return self._viewed(lambda tensor: tensor.flatten(start_dim, end_dim))
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
+        """Return the same spec with a dimension taken apart."""
+        where = dim % self.ndim
+        return self.reshape((*self.shape[:where], *sizes, *self.shape[where + 1 :]))
+
+    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
+        """Return the specs of the slices along ``dim``."""
+        where = (slice(None),) * (dim % self.ndim)
+        return tuple(self[(*where, index)] for index in range(self.shape[dim]))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._viewed(lambda tensor: tensor[index])
+
+    def _viewed(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        shape = view(torch.empty(self.shape, device="meta")).shape
+        last = self._last
+        if last and shape[len(shape) - last :] != self.shape[len(self.shape) - last :]:
+            raise ConfigError(f"the last dimensions of {self} belong together; they cannot change")
+        other = copy.copy(self)
+        other.shape = shape
+        return other
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions there are."""
+        return len(self.shape)
+
+    def ndimension(self) -> int:
+        """Return how many dimensions there are."""
+        return len(self.shape)
 
     def _details(self) -> str:
         return ""
@@ -86,48 +260,87 @@ class TensorSpec:
 class Unbounded(TensorSpec):
     """Any tensor of one shape and dtype."""
 
+    def __init__(
+        self, shape: Size = (1,), device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Describe tensors of ``shape`` and ``dtype``."""
+        super().__init__(shape, device, dtype)
+
+    def rand(self, shape: Size = ()) -> torch.Tensor:
+        """Draw: floats standard normal, flags fairly, whole numbers from all that there are."""
+        size = (*_size(shape), *self.shape)
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            return torch.randn(size, dtype=self.dtype, device=self.device)
+        if self.dtype == torch.bool:
+            return torch.randint(2, size, device=self.device).bool()
+        found = torch.iinfo(self.dtype)
+        return torch.randint(found.min, found.max, size, dtype=self.dtype, device=self.device)
+
 
 class Bounded(TensorSpec):
     """Tensors between ``low`` and ``high``, both included; either may be infinite."""
 
     def __init__(
         self,
-        low: torch.Tensor | float,
-        high: torch.Tensor | float,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device | str | None = None,
+        low: Any = None,
+        high: Any = None,
+        shape: Size | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **legacy: Any,
     ) -> None:
-        """Describe ``[*shape]`` tensors with ``low <= value <= high`` elementwise."""
-        super().__init__(shape, dtype, device)
-        self.low = torch.as_tensor(low, dtype=dtype).expand(self.shape)
-        self.high = torch.as_tensor(high, dtype=dtype).expand(self.shape)
-        wide = torch.float64
-        self._finite_low = torch.isfinite(self.low.to(wide))
-        self._finite_high = torch.isfinite(self.high.to(wide))
-        self.stepwise = bool((self._finite_low & self._finite_high).all())
+        """Describe ``[*shape]`` tensors with ``low <= value <= high`` elementwise.
 
-    def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
+        Args:
+            low: A number or a tensor.
+            high: A number or a tensor.
+            shape: That of the bounds by default.
+            device: The CPU by default.
+            dtype: That of the bounds if they are tensors, else torch's default.
+            legacy: ``minimum`` and ``maximum``, the bounds' old names.
+
+        Raises:
+            ConfigError: a bound is missing.
+        """
+        low, high = legacy.pop("minimum", low), legacy.pop("maximum", high)
+        if low is None or high is None or legacy:
+            raise ConfigError(f"Bounded needs low= and high=, got {low}, {high}, {sorted(legacy)}")
+        given = [x for x in (low, high) if isinstance(x, torch.Tensor | np.ndarray)]
+        bounds = [torch.as_tensor(x) for x in (low, high)]
+        if dtype is None and given:
+            dtype = torch.as_tensor(given[0]).dtype
+        if shape is None:
+            shape = (bounds[0] + bounds[1]).shape
+        super().__init__(shape, device, dtype)
+        self.low, self.high = (
+            bound.to(self.device, self.dtype).expand(self.shape) for bound in bounds
+        )
+        self._find_stepwise()
+
+    def _find_stepwise(self) -> None:
+        finite = torch.isfinite(self.low.double()) & torch.isfinite(self.high.double())
+        self.stepwise = bool(finite.all())
+
+    @property
+    def space(self) -> Interval:
+        """The bounds."""
+        return Interval(self.low, self.high)
+
+    def rand(self, shape: Size = ()) -> torch.Tensor:
         """Draw uniformly; where a side is infinite, exponentially or normally."""
-        size = (*shape, *self.shape)
+        size = (*_size(shape), *self.shape)
         low, high = self.low.to(self.device), self.high.to(self.device)
         if not self.dtype.is_floating_point:
             draw = torch.rand(size, dtype=torch.float64, device=self.device)
             span = high.to(torch.float64) - low.to(torch.float64) + 1
             return (low.to(torch.float64) + (draw * span).floor()).to(self.dtype)
-        if self.stepwise:
-            draw = torch.rand(size, dtype=self.dtype, device=self.device)
-            return torch.minimum(low + draw * (high - low), high)
         draw = torch.rand(size, dtype=self.dtype, device=self.device)
+        if self.stepwise:
+            return torch.minimum(low + draw * (high - low), high)
         tail = torch.empty(size, dtype=self.dtype, device=self.device).exponential_()
         normal = torch.randn(size, dtype=self.dtype, device=self.device)
-        finite_low = self._finite_low.to(self.device)
-        finite_high = self._finite_high.to(self.device)
-        zero = torch.zeros((), dtype=self.dtype, device=self.device)
-        safe_low, safe_high = (
-            torch.where(finite_low, low, zero),
-            torch.where(finite_high, high, zero),
-        )
+        finite_low, finite_high = low.isfinite(), high.isfinite()
+        safe_low, safe_high = low.nan_to_num(0, 0, 0), high.nan_to_num(0, 0, 0)
         return torch.where(
             finite_low & finite_high,
             safe_low + draw * (safe_high - safe_low),
@@ -136,18 +349,34 @@ class Bounded(TensorSpec):
             ),
         )
 
-    def is_in(self, value: torch.Tensor) -> bool:
+    def is_in(self, value: Any) -> bool:
         """Tell whether ``value`` has the shape and dtype and lies within the bounds."""
         if not super().is_in(value):
             return False
         here = value.to(self.low.device)
         return bool(((here >= self.low) & (here <= self.high)).all())
 
-    def expand(self, *shape: int) -> TensorSpec:
-        """Return the same spec with leading dimensions added."""
-        return Bounded(
-            self.low.expand(shape), self.high.expand(shape), shape, self.dtype, self.device
-        )
+    def _project(self, value: torch.Tensor) -> torch.Tensor:
+        low, high = self.low.to(value.device), self.high.to(value.device)
+        return torch.minimum(torch.maximum(value, low), high).to(self.dtype)
+
+    def to(self, dest: torch.dtype | Device) -> Bounded:
+        """Return the same spec on another device, or for another dtype."""
+        moved: Bounded = super().to(dest)
+        moved.low, moved.high = (x.to(moved.device, moved.dtype) for x in (self.low, self.high))
+        return moved
+
+    def cardinality(self) -> float | int:
+        """Return how many different values there are."""
+        if self.dtype.is_floating_point:
+            return math.inf
+        return int((self.high.long() - self.low.long() + 1).prod())
+
+    def _viewed(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Bounded:
+        other: Bounded = super()._viewed(view)
+        other.low, other.high = view(self.low), view(self.high)
+        other._find_stepwise()
+        return other
 
     def _details(self) -> str:
         return f"low={self.low.flatten()[:3].tolist()}, high={self.high.flatten()[:3].tolist()}, "
@@ -161,22 +390,66 @@ class Categorical(TensorSpec):
     def __init__(
         self,
         n: int,
-        shape: Sequence[int] = (),
+        shape: Size = (),
+        device: Device = None,
         dtype: torch.dtype = torch.int64,
-        device: torch.device | str | None = None,
+        mask: torch.Tensor | None = None,
     ) -> None:
-        """Describe index tensors of ``shape`` (a scalar by default)."""
-        super().__init__(shape, dtype, device)
-        self.n = n
+        """Describe index tensors of ``shape`` (a scalar by default).
 
-    def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
-        """Draw uniformly among the ``n`` indices."""
-        size = (*shape, *self.shape)
+        Args:
+            n: How many values there are.
+            shape: Of the tensors.
+            device: The CPU by default.
+            dtype: Of the tensors.
+            mask: Which of the ``n`` values are allowed now.
+        """
+        super().__init__(() if shape is None else shape, device, dtype)
+        self.n = int(n)
+        self.update_mask(mask)
+
+    def update_mask(self, mask: torch.Tensor | None) -> None:
+        """Say which values are allowed now, ``[..., n]``; ``None`` for all."""
+        self.mask = None if mask is None else mask.bool()
+
+    @property
+    def space(self) -> Choices:
+        """How many values there are."""
+        return Choices(self.n)
+
+    def rand(self, shape: Size = ()) -> torch.Tensor:
+        """Draw uniformly among the indices that are allowed."""
+        size = torch.Size((*_size(shape), *self.shape))
+        if self.mask is not None:
+            return _masked(self.mask, self.n, size).to(self.device, self.dtype)
         return torch.randint(self.n, size, device=self.device).to(self.dtype)
 
-    def is_in(self, value: torch.Tensor) -> bool:
-        """Tell whether every index is in range."""
-        return super().is_in(value) and bool(((value >= 0) & (value < self.n)).all())
+    def is_in(self, value: Any) -> bool:
+        """Tell whether every index is in range and allowed."""
+        inside = super().is_in(value) and bool(((value >= 0) & (value < self.n)).all())
+        return inside and (self.mask is None or _allowed(self.mask, self.n, value))
+
+    def _project(self, value: torch.Tensor) -> torch.Tensor:
+        return value.round().clamp(0, self.n - 1).to(self.dtype)
+
+    def cardinality(self) -> int:
+        """Return how many different values there are."""
+        return int(self.n ** math.prod(self.shape))
+
+    def enumerate(self, use_mask: bool = False) -> torch.Tensor:
+        """Return all values along a new first dimension."""
+        values = torch.arange(self.n, dtype=self.dtype, device=self.device)
+        return values.view(-1, *[1] * self.ndim).expand(self.n, *self.shape)
+
+    def to_one_hot(self, value: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
+        """Return indices as one-hot vectors."""
+        if safe:
+            self.assert_is_in(value)
+        return torch.nn.functional.one_hot(value.long(), self.n).bool()
+
+    def to_one_hot_spec(self) -> OneHot:
+        """Return the spec of the same choice as one-hot vectors."""
+        return OneHot(self.n, (*self.shape, self.n), self.device)
 
     def _details(self) -> str:
         return f"n={self.n}, "
@@ -186,29 +459,91 @@ class OneHot(TensorSpec):
     """One-hot vectors of ``n`` elements along the last dimension."""
 
     stepwise = True
+    _last = 1
 
     def __init__(
         self,
         n: int,
-        shape: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.int64,
-        device: torch.device | str | None = None,
+        shape: Size | None = None,
+        device: Device = None,
+        dtype: torch.dtype = torch.bool,
+        use_register: bool = False,
+        mask: torch.Tensor | None = None,
     ) -> None:
-        """Describe ``[..., n]`` one-hot tensors."""
-        super().__init__((n,) if shape is None else shape, dtype, device)
-        self.n = n
+        """Describe ``[..., n]`` one-hot tensors.
 
-    def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
-        """Draw uniformly among the ``n`` vectors."""
-        index = torch.randint(self.n, (*shape, *self.shape[:-1]), device=self.device)
+        Args:
+            n: How many values there are.
+            shape: Of the tensors; ends in ``n``.
+            device: The CPU by default.
+            dtype: Of the tensors.
+            use_register: Accepted for compatibility; without effect.
+            mask: Which of the ``n`` values are allowed now.
+        """
+        super().__init__((n,) if shape is None else shape, device, dtype)
+        self.n = int(n)
+        self.update_mask(mask)
+
+    def update_mask(self, mask: torch.Tensor | None) -> None:
+        """Say which values are allowed now, ``[..., n]``; ``None`` for all."""
+        self.mask = None if mask is None else mask.bool()
+
+    @property
+    def space(self) -> Choices:
+        """How many values there are."""
+        return Choices(self.n)
+
+    def rand(self, shape: Size = ()) -> torch.Tensor:
+        """Draw uniformly among the vectors that are allowed."""
+        size = torch.Size((*_size(shape), *self.shape[:-1]))
+        if self.mask is not None:
+            index = _masked(self.mask, self.n, size).to(self.device)
+        else:
+            index = torch.randint(self.n, size, device=self.device)
         return torch.nn.functional.one_hot(index, self.n).to(self.dtype)
 
-    def is_in(self, value: torch.Tensor) -> bool:
-        """Tell whether ``value`` is one-hot."""
+    def is_in(self, value: Any) -> bool:
+        """Tell whether ``value`` is one-hot, and allowed."""
         if not super().is_in(value):
             return False
         binary = ((value == 0) | (value == 1)).all()
-        return bool(binary & (value.sum(-1) == 1).all())
+        one = bool(binary & (value.sum(-1) == 1).all())
+        return one and (self.mask is None or _allowed(self.mask, self.n, value.long().argmax(-1)))
+
+    def _project(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(value.float().argmax(-1), self.n).to(self.dtype)
+
+    def encode(self, value: Any, *, ignore_device: bool = False) -> torch.Tensor:
+        """Return an index, or a one-hot vector, as a one-hot vector."""
+        found = torch.as_tensor(value, device=None if ignore_device else self.device)
+        if found.shape[found.ndim - len(self.shape) :] == self.shape and found.ndim:
+            return found.to(self.dtype)
+        return torch.nn.functional.one_hot(found.long(), self.n).to(self.dtype)
+
+    def to_numpy(self, value: torch.Tensor, safe: bool | None = None) -> Any:
+        """Return the indices of one-hot vectors as a numpy array."""
+        if safe:
+            self.assert_is_in(value)
+        return value.long().argmax(-1).cpu().numpy()
+
+    def to_categorical(self, value: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
+        """Return one-hot vectors as indices."""
+        if safe:
+            self.assert_is_in(value)
+        return value.long().argmax(-1)
+
+    def to_categorical_spec(self) -> Categorical:
+        """Return the spec of the same choice as indices."""
+        return Categorical(self.n, self.shape[:-1], self.device)
+
+    def cardinality(self) -> int:
+        """Return how many different values there are."""
+        return int(self.n ** math.prod(self.shape[:-1]))
+
+    def enumerate(self, use_mask: bool = False) -> torch.Tensor:
+        """Return all values along a new first dimension."""
+        values = torch.eye(self.n, dtype=self.dtype, device=self.device)
+        return values.view(-1, *[1] * (self.ndim - 1), self.n).expand(self.n, *self.shape)
 
     def _details(self) -> str:
         return f"n={self.n}, "
@@ -222,28 +557,120 @@ class MultiCategorical(TensorSpec):
     def __init__(
         self,
         nvec: Sequence[int] | torch.Tensor,
-        shape: Sequence[int] | None = None,
+        shape: Size | None = None,
+        device: Device = None,
         dtype: torch.dtype = torch.int64,
-        device: torch.device | str | None = None,
     ) -> None:
         """Describe index tensors shaped like ``nvec`` (with leading dimensions if given)."""
         self.nvec = torch.as_tensor(nvec, dtype=torch.int64)
-        super().__init__(self.nvec.shape if shape is None else shape, dtype, device)
+        self._last = self.nvec.ndim
+        super().__init__(self.nvec.shape if shape is None else shape, device, dtype)
 
-    def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
+    @property
+    def space(self) -> tuple[Choices, ...]:
+        """How many values there are per element."""
+        return tuple(map(Choices, self.nvec.flatten().tolist()))
+
+    def rand(self, shape: Size = ()) -> torch.Tensor:
         """Draw every element uniformly."""
-        size = (*shape, *self.shape)
+        size = (*_size(shape), *self.shape)
         draw = torch.rand(size, dtype=torch.float64, device=self.device)
         return (draw * self.nvec.to(self.device)).floor().to(self.dtype)
 
-    def is_in(self, value: torch.Tensor) -> bool:
+    def is_in(self, value: Any) -> bool:
         """Tell whether every index is in range."""
         return super().is_in(value) and bool(
             ((value >= 0) & (value < self.nvec.to(value.device))).all()
         )
 
+    def _project(self, value: torch.Tensor) -> torch.Tensor:
+        most = self.nvec.to(value.device) - 1
+        return torch.minimum(value.round().clamp(0), most).to(self.dtype)
+
+    def cardinality(self) -> int:
+        """Return how many different values there are."""
+        return math.prod(self.nvec.expand(self.shape).flatten().tolist())
+
+    def to_one_hot_spec(self) -> MultiOneHot:
+        """Return the spec of the same choices as one-hot vectors."""
+        nvec = self.nvec.tolist()
+        return MultiOneHot(nvec, (*self.shape[:-1], sum(nvec)), self.device)
+
     def _details(self) -> str:
         return f"nvec={self.nvec.tolist()}, "
+
+
+class MultiOneHot(TensorSpec):
+    """One-hot vectors side by side along the last dimension, ``nvec[i]`` elements each."""
+
+    stepwise = True
+    _last = 1
+
+    def __init__(
+        self,
+        nvec: Sequence[int],
+        shape: Size | None = None,
+        device: Device = None,
+        dtype: torch.dtype = torch.bool,
+        use_register: bool = False,
+    ) -> None:
+        """Describe ``[..., sum(nvec)]`` tensors; ``use_register`` is without effect."""
+        self.nvec = [int(n) for n in nvec]
+        super().__init__((sum(self.nvec),) if shape is None else shape, device, dtype)
+
+    @property
+    def space(self) -> tuple[Choices, ...]:
+        """How many values there are per vector."""
+        return tuple(map(Choices, self.nvec))
+
+    def rand(self, shape: Size = ()) -> torch.Tensor:
+        """Draw every vector uniformly."""
+        size = (*_size(shape), *self.shape[:-1], len(self.nvec))
+        draw = torch.rand(size, dtype=torch.float64, device=self.device)
+        return self._of((draw * torch.tensor(self.nvec, device=self.device)).long())
+
+    def _of(self, index: torch.Tensor) -> torch.Tensor:
+        one_hot = torch.nn.functional.one_hot
+        parts = [one_hot(index[..., i], n) for i, n in enumerate(self.nvec)]
+        return torch.cat(parts, -1).to(self.dtype)
+
+    def to_categorical(self, value: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
+        """Return the vectors as indices."""
+        if safe:
+            self.assert_is_in(value)
+        parts = torch.split(value, self.nvec, -1)
+        return torch.stack([part.float().argmax(-1) for part in parts], -1)
+
+    def is_in(self, value: Any) -> bool:
+        """Tell whether every part of ``value`` is one-hot."""
+        if not super().is_in(value):
+            return False
+        return bool((self._of(self.to_categorical(value)).to(value.device) == value).all())
+
+    def _project(self, value: torch.Tensor) -> torch.Tensor:
+        return self._of(self.to_categorical(value))
+
+    def encode(self, value: Any, *, ignore_device: bool = False) -> torch.Tensor:
+        """Return indices, or the vectors themselves, as one-hot vectors."""
+        found = torch.as_tensor(value, device=None if ignore_device else self.device)
+        if found.shape[-1:] == self.shape[-1:]:
+            return found.to(self.dtype)
+        return self._of(found.long())
+
+    def to_numpy(self, value: torch.Tensor, safe: bool | None = None) -> Any:
+        """Return the indices as a numpy array."""
+        return self.to_categorical(value, safe).cpu().numpy()
+
+    def to_categorical_spec(self) -> MultiCategorical:
+        """Return the spec of the same choices as indices."""
+        return MultiCategorical(self.nvec, (*self.shape[:-1], len(self.nvec)), self.device)
+
+    def cardinality(self) -> int:
+        """Return how many different values there are."""
+        return int(math.prod(self.nvec) ** math.prod(self.shape[:-1]))
+
+    def _details(self) -> str:
+        return f"nvec={self.nvec}, "
 
 
 class Binary(TensorSpec):
@@ -253,87 +680,423 @@ class Binary(TensorSpec):
 
     def __init__(
         self,
-        shape: Sequence[int],
-        dtype: torch.dtype = torch.bool,
-        device: torch.device | str | None = None,
+        n: int | None = None,
+        shape: Size | None = None,
+        device: Device = None,
+        dtype: torch.dtype = torch.int8,
     ) -> None:
-        """Describe 0/1 tensors of ``shape``."""
-        super().__init__(shape, dtype, device)
+        """Describe 0/1 tensors: of ``shape``, or vectors of ``n``.
 
-    def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
+        Raises:
+            ConfigError: neither, or a shape that does not end in ``n``.
+        """
+        if shape is None and n is None:
+            raise ConfigError("Binary needs n=, the length of its vectors, or shape=")
+        size = _size((n or 0,) if shape is None else shape)
+        if n is not None and size[-1:] != (n,):
+            raise ConfigError(f"Binary(n={n}) needs a shape that ends in {n}, not {tuple(size)}")
+        super().__init__(size, device, dtype)
+        self.n = size[-1] if size else 1
+
+    @property
+    def space(self) -> Choices:
+        """How many elements a vector has."""
+        return Choices(self.n)
+
+    def rand(self, shape: Size = ()) -> torch.Tensor:
         """Draw fair bits."""
-        return torch.randint(2, (*shape, *self.shape), device=self.device).to(self.dtype)
+        size = (*_size(shape), *self.shape)
+        return torch.randint(2, size, device=self.device).to(self.dtype)
 
-    def is_in(self, value: torch.Tensor) -> bool:
+    def is_in(self, value: Any) -> bool:
         """Tell whether every element is 0 or 1."""
         return super().is_in(value) and bool(((value == 0) | (value == 1)).all())
 
+    def _project(self, value: torch.Tensor) -> torch.Tensor:
+        return (value > 0).to(self.dtype)
 
-class Composite:
-    """Named specs, nested by key, with common leading dimensions."""
+    def cardinality(self) -> int:
+        """Return how many different values there are."""
+        return int(2 ** math.prod(self.shape))
+
+    def _viewed(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Binary:
+        other: Binary = super()._viewed(view)
+        other.n = other.shape[-1] if other.shape else 1
+        return other
+
+
+class NonTensor(TensorSpec):
+    """Anything that is no tensor."""
 
     def __init__(
         self,
-        specs: Mapping[NestedKey, TensorSpec] | None = None,
-        shape: Sequence[int] = (),
-        device: torch.device | str | None = None,
+        shape: Size = (1,),
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        example_data: Any = None,
+        **unused: Any,
     ) -> None:
-        """Group ``specs``; nested keys are tuples. ``shape`` is what all of them start with."""
-        self._specs: dict[Key, TensorSpec] = {as_key(k): v for k, v in (specs or {}).items()}
-        self.shape = torch.Size(shape)
-        self.device = torch.device(device or "cpu")
+        """Describe data of any kind, one for all elements of ``shape``; ``example_data`` shows it.
 
-    def keys(self) -> list[Key]:
-        """Return the keys of the leaves as tuples."""
-        return list(self._specs)
+        Other arguments that TorchRL has are accepted without effect.
+        """
+        super().__init__(shape, device, dtype)
+        self.dtype = dtype
+        self.example_data = example_data
 
-    def items(self) -> list[tuple[Key, TensorSpec]]:
-        """Return leaf keys with their specs."""
-        return list(self._specs.items())
+    def rand(self, shape: Size = ()) -> Any:
+        """Return the example."""
+        size = (*_size(shape), *self.shape)
+        return NonTensorData(self.example_data, batch_size=size)
 
-    def __iter__(self) -> Iterator[Key]:
+    zero = one = rand
+
+    def is_in(self, value: Any) -> bool:
+        """Tell whether it is no tensor."""
+        return not isinstance(value, torch.Tensor)
+
+    def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
+        """Return ``value`` as data of a TensorDict."""
+        return NonTensorData(value, batch_size=self.shape)
+
+    def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
+        """Return what ``value`` holds."""
+        return getattr(value, "data", value)
+
+    def type_check(self, value: Any, key: NestedKey | None = None) -> None:
+        """Do nothing: every type is right."""
+
+    @property
+    def domain(self) -> str:
+        """Not known."""
+        return ""
+
+
+def _masked(mask: torch.Tensor, n: int, size: torch.Size) -> torch.Tensor:
+    """Draw indices ``[*size]`` among those that ``mask`` ``[..., n]`` allows."""
+    weights = mask.expand(*size, n).reshape(-1, n).float()
+    return torch.multinomial(weights, 1).reshape(size)
+
+
+def _allowed(mask: torch.Tensor, n: int, index: torch.Tensor) -> bool:
+    wide = mask.expand(*index.shape, n).to(index.device)
+    return bool(wide.gather(-1, index.long().unsqueeze(-1)).all())
+
+
+UnboundedContinuous = UnboundedDiscrete = Unbounded
+BoundedContinuous = BoundedDiscrete = Bounded
+
+Spec: TypeAlias = "TensorSpec | Composite"
+
+
+class Composite:
+    """Named specs, in groups to any depth, with common leading dimensions per group."""
+
+    def __init__(
+        self,
+        specs: Mapping[Any, Any] | None = None,
+        *,
+        shape: Size = (),
+        device: Device = None,
+        **named: Any,
+    ) -> None:
+        """Group ``specs``.
+
+        Args:
+            specs: By name; nested keys are tuples. Mappings become groups, ``None`` is left open.
+            shape: What the shapes of all of them start with.
+            device: Told by `device`; specs are taken to it. ``None`` leaves them where they are.
+            named: More specs. TorchRL's further options are accepted without effect.
+        """
+        self._specs: dict[str, Any] = {}
+        self.shape = _size(() if shape is None else shape)
+        self._device = None if device is None else torch.device(device)
+        for option in ("data_cls", "step_mdp_static", "names"):
+            named.pop(option, None)
+        for key, spec in {**(specs or {}), **named}.items():
+            self.set(key, spec)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where values are."""
+        return self._device
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """What the shapes of all specs start with."""
+        return self.shape
+
+    @property
+    def ndim(self) -> int:
+        """How many leading dimensions there are."""
+        return len(self.shape)
+
+    def ndimension(self) -> int:
+        """Return how many leading dimensions there are."""
+        return len(self.shape)
+
+    # -- access ----------------------------------------------------------------------------------
+
+    def keys(
+        self,
+        include_nested: bool = False,
+        leaves_only: bool = False,
+        *,
+        is_leaf: Any = None,
+        step_mdp_static_only: bool = False,
+        sort: bool = False,
+    ) -> list[Any]:
+        """Return the names; of groups within groups, too, if ``include_nested``."""
+        found = [key for key, _ in self.items(include_nested, leaves_only)]
+        return sorted(found, key=str) if sort else found
+
+    def items(
+        self, include_nested: bool = False, leaves_only: bool = False, **unused: Any
+    ) -> list[tuple[Any, Any]]:
+        """Return names with their specs."""
+        found: list[tuple[Any, Any]] = []
+        for name, spec in self._specs.items():
+            group = isinstance(spec, Composite)
+            if not (group and leaves_only):
+                found.append((name, spec))
+            if group and include_nested:
+                found += [
+                    ((name, *as_key(key)), inner) for key, inner in spec.items(True, leaves_only)
+                ]
+        return found
+
+    def values(self, include_nested: bool = False, leaves_only: bool = False) -> list[Any]:
+        """Return the specs."""
+        return [spec for _, spec in self.items(include_nested, leaves_only)]
+
+    def leaves(self) -> dict[Key, Any]:
+        """Return every leaf by its full key."""
+        return {as_key(k): spec for k, spec in self.items(True, True) if spec is not None}
+
+    def __iter__(self) -> Iterator[str]:
         return iter(self._specs)
 
     def __len__(self) -> int:
         return len(self._specs)
 
+    def is_empty(self, recurse: bool = False) -> bool:
+        """Tell whether there is nothing in it."""
+        return not (self.leaves() if recurse else self._specs)
+
     def __contains__(self, key: NestedKey) -> bool:
-        return as_key(key) in self._specs
+        try:
+            self[key]
+        except KeyError:
+            return False
+        return True
 
-    def __getitem__(self, key: NestedKey) -> TensorSpec | Composite:
-        path = as_key(key)
-        if path in self._specs:
-            return self._specs[path]
-        size = len(path)
-        below: dict[NestedKey, TensorSpec] = {
-            k[size:]: v for k, v in self._specs.items() if k[:size] == path
-        }
-        if not below:
-            raise KeyError(f"{key!r} is not in this spec; it has {sorted(self._specs)}")
-        return Composite(below, self.shape, self.device)
+    def __getitem__(self, key: Any) -> Any:
+        if not _is_key(key):
+            return self._mapped(lambda spec: spec[key], lambda tensor: tensor[key])
+        path, here = as_key(key), self
+        for part in path:
+            if not isinstance(here, Composite) or part not in here._specs:
+                raise KeyError(f"{key!r} is not in this spec; it has {self.keys(True)}")
+            here = here._specs[part]
+        return here
 
-    def rand(self, shape: Sequence[int] = ()) -> TensorDict:
+    def get(self, key: NestedKey, default: Any = None) -> Any:
+        """Return the spec called ``key``, or ``default``."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def set(self, key: NestedKey, spec: Any) -> Composite:
+        """Set the spec called ``key``, making groups as they are needed.
+
+        Raises:
+            ConfigError: its shape does not begin with that of this group.
+        """
+        name, *rest = as_key(key)
+        if isinstance(spec, Mapping):
+            spec = Composite(spec, shape=self.shape)
+        if rest:
+            group = self._specs.get(name)
+            if not isinstance(group, Composite):
+                group = self._specs[name] = Composite(shape=self.shape, device=self._device)
+            group.set(tuple(rest), spec)
+            return self
+        if spec is not None and tuple(spec.shape[: self.ndim]) != tuple(self.shape):
+            raise ConfigError(
+                f"the spec of {name!r} has shape {tuple(spec.shape)}, which does not begin with "
+                f"{tuple(self.shape)}, the shape of its group"
+            )
+        self._specs[name] = spec if spec is None or self._device is None else spec.to(self._device)
+        return self
+
+    def __setitem__(self, key: NestedKey, spec: Any) -> None:
+        self.set(key, spec)
+
+    def __delitem__(self, key: NestedKey) -> None:
+        self.pop(key)
+
+    def pop(self, key: NestedKey, *default: Any) -> Any:
+        """Take out the spec called ``key``; return ``default`` if there is none."""
+        if key not in self and default:
+            return default[0]
+        *path, name = as_key(key)
+        group = self[tuple(path)] if path else self
+        return group._specs.pop(name)
+
+    def update(self, specs: Mapping[Any, Any] | Composite) -> Composite:
+        """Set all of ``specs``; groups that are there already are updated."""
+        for key, spec in specs.items():
+            mine = self.get(key)
+            if isinstance(mine, Composite) and isinstance(spec, (Composite, Mapping)):
+                mine.update(spec)
+            else:
+                self.set(key, spec)
+        return self
+
+    def empty(self) -> Composite:
+        """Return a group like this one with nothing in it."""
+        return Composite(shape=self.shape, device=self._device)
+
+    def lock_(self, recurse: bool | None = None) -> Composite:
+        """Accepted for compatibility: groups are not locked."""
+        return self
+
+    unlock_ = lock_
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def rand(self, shape: Size = ()) -> TensorDict:
         """Draw every leaf, in order; batch size is ``[*shape, *self.shape]``."""
-        return self._fill({k: s.rand(shape) for k, s in self._specs.items()}, shape)
+        return self._fill(lambda spec: spec.rand(_size(shape)), shape)
 
-    def zero(self, shape: Sequence[int] = ()) -> TensorDict:
+    sample = rand
+
+    def zero(self, shape: Size = ()) -> TensorDict:
         """Return zeros for every leaf; batch size is ``[*shape, *self.shape]``."""
-        return self._fill({k: s.zero(shape) for k, s in self._specs.items()}, shape)
+        return self._fill(lambda spec: spec.zero(_size(shape)), shape)
+
+    zeros = zero
+
+    def one(self, shape: Size = ()) -> TensorDict:
+        """Return ones for every leaf; batch size is ``[*shape, *self.shape]``."""
+        return self._fill(lambda spec: spec.one(_size(shape)), shape)
+
+    ones = one
+
+    def _fill(self, make: Callable[[Any], Any], shape: Size) -> TensorDict:
+        values = {name: make(spec) for name, spec in self._specs.items() if spec is not None}
+        return TensorDict(values, batch_size=(*_size(shape), *self.shape), device=self._device)
 
     def is_in(self, value: TensorDictBase) -> bool:
         """Tell whether every leaf is present and in its set."""
-        found: dict[Key, Any] = {key: value.get(key, None) for key in self._specs}
+        found: dict[Key, Any] = {key: value.get(key, None) for key in self.leaves()}
         return all(
-            isinstance(found[key], torch.Tensor) and spec.is_in(found[key])
-            for key, spec in self._specs.items()
+            found[k] is not None and spec.is_in(found[k]) for k, spec in self.leaves().items()
         )
 
-    def _fill(self, values: Mapping[Key, torch.Tensor], shape: Sequence[int]) -> TensorDict:
-        out = TensorDict({}, batch_size=(*shape, *self.shape))
-        for key, value in values.items():
-            out.set(key, value)
-        return out
+    contains = is_in
+
+    def assert_is_in(self, value: TensorDictBase) -> None:
+        """Raise an `AssertionError` unless ``value`` belongs to the set."""
+        if not self.is_in(value):
+            raise AssertionError(f"{value} is not in {self}")
+
+    def project(self, value: TensorDictBase) -> TensorDictBase:
+        """Move every leaf of ``value`` into its set; changes and returns ``value``."""
+        for key, spec in self.leaves().items():
+            value.set(key, spec.project(value.get(key)))
+        return value
+
+    def encode(self, values: Mapping[str, Any], *, ignore_device: bool = False) -> TensorDict:
+        """Return numbers, arrays or tensors by name as a TensorDict."""
+        found = {
+            name: self._specs[name].encode(value, ignore_device=ignore_device)
+            for name, value in values.items()
+        }
+        return TensorDict(found, batch_size=self.shape)
+
+    def to_numpy(self, value: TensorDictBase, safe: bool | None = None) -> dict[str, Any]:
+        """Return every entry of ``value`` as a numpy array."""
+        return {name: self[name].to_numpy(item, safe) for name, item in value.items()}
+
+    def type_check(self, value: Any, key: NestedKey | None = None) -> None:
+        """Check the dtypes of ``value``, or of one entry called ``key``.
+
+        Raises:
+            TypeError: one is another.
+        """
+        if key is not None:
+            self[key].type_check(value, key)
+            return
+        for name, spec in self.leaves().items():
+            spec.type_check(value.get(name), name)
+
+    # -- other specs -----------------------------------------------------------------------------
+
+    def _mapped(
+        self,
+        change: Callable[[Any], Any],
+        view: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        device: torch.device | None = None,
+    ) -> Composite:
+        shape = view(torch.empty(self.shape, device="meta")).shape
+        specs = {k: spec if spec is None else change(spec) for k, spec in self._specs.items()}
+        return Composite(specs, shape=shape, device=device or self._device)
+
+    def clone(self) -> Composite:
+        """Return a copy."""
+        return self._mapped(lambda spec: spec.clone())
+
+    def to(self, dest: torch.dtype | Device) -> Composite:
+        """Return the same specs on another device, or for another dtype."""
+        if isinstance(dest, torch.dtype):
+            return self._mapped(lambda spec: spec.to(dest))
+        where = torch.device("cpu" if dest is None else dest)
+        return self._mapped(lambda spec: spec.to(where), device=where)
+
+    def cpu(self) -> Composite:
+        """Return the same specs on the CPU."""
+        return self.to("cpu")
+
+    def expand(self, *shape: Any) -> Composite:
+        """Return the same specs with leading dimensions added: ``shape`` is the new shape."""
+        wide = _size(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return self._mapped(
+            lambda spec: spec.expand((*wide, *spec.shape[self.ndim :])),
+            lambda tensor: tensor.expand(wide),
+        )
+
+    def unsqueeze(self, dim: int) -> Composite:
+        """Return the same specs with a dimension of size one at ``dim``."""
+        where = dim if dim >= 0 else dim + self.ndim + 1
+        return self._mapped(lambda spec: spec.unsqueeze(where), lambda t: t.unsqueeze(where))
+
+    def squeeze(self, dim: int | None = None) -> Composite:
+        """Return the same specs without leading dimensions of size one."""
+        dims = [d for d in range(self.ndim) if self.shape[d] == 1] if dim is None else [dim]
+        found = self
+        for where in reversed([d % max(self.ndim, 1) for d in dims]):
+            found = found._squeezed(where)
+        return found
+
+    def _squeezed(self, dim: int) -> Composite:
+        return self._mapped(lambda spec: spec.squeeze(dim), lambda tensor: tensor.squeeze(dim))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Composite):
+            return NotImplemented
+        same = (self.shape, self._device) == (other.shape, other._device)
+        return same and self._specs == other._specs
+
+    __hash__ = None  # type: ignore[assignment]  # compared by value
 
     def __repr__(self) -> str:
-        inside = ", ".join(f"{'.'.join(k)}: {s!r}" for k, s in self._specs.items())
+        inside = ", ".join(f"{name}: {spec!r}" for name, spec in self._specs.items())
         return f"Composite({inside}, shape={tuple(self.shape)})"
+
+
+def _is_key(key: Any) -> bool:
+    return isinstance(key, str) or (
+        isinstance(key, tuple) and bool(key) and all(isinstance(part, str) for part in key)
+    )

@@ -11,6 +11,8 @@ import operator
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from torch import nn
+
 C = TypeVar("C", bound=type)
 
 
@@ -33,6 +35,8 @@ class Methods:
 def _counts(cls: type, name: str) -> bool:
     value = inspect.getattr_static(cls, name)
     if name.startswith("__") and name != "__getattribute__":
+        return False
+    if vars(nn.Module).get(name) is value:  # none of these is called while stepping
         return False
     # A class method, looked up on a subclass, is another object; they only construct.
     return not isinstance(value, classmethod) and (callable(value) or isinstance(value, property))

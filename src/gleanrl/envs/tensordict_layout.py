@@ -102,6 +102,11 @@ def is_tensordict_env(obj: Any) -> bool:
     )
 
 
+def is_spec_group(spec: Any) -> bool:
+    """Tell whether ``spec`` groups others by name, as a ``Composite`` does."""
+    return isinstance(spec, _SpecTree)
+
+
 def spec_leaves(spec: Any, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
     """Yield every leaf of nested specs with its full key."""
     for name, item in spec.items():
@@ -220,8 +225,14 @@ class EndFlags:
     root's flag upon which environments are reset.
     """
 
-    def __init__(self, spec: Any, batch: tuple[int, ...]) -> None:
-        """Read the groups off the nested specs of all flags."""
+    def __init__(self, spec: Any, batch: tuple[int, ...], locked: bool = True) -> None:
+        """Read the groups off the nested specs of all flags.
+
+        Args:
+            spec: The nested specs.
+            batch: The dimensions that all of them begin with.
+            locked: Whether data always have these shapes.
+        """
         fields = {key: _field(key, leaf, None, batch) for key, leaf in spec_leaves(spec)}
         names: dict[Key, set[str]] = {}
         for key in fields:
@@ -241,7 +252,8 @@ class EndFlags:
         self._envs = math.prod(batch)
         # Asking a single flag is five times as fast as asking any of several.
         probe = {
-            key: bool if math.prod(shape) == 1 else _any_set for key, shape in self._shapes.items()
+            key: bool if locked and math.prod(shape) == 1 else _any_set
+            for key, shape in self._shapes.items()
         }
         self._probes = tuple(
             (prefix, tuple((name, probe[(*prefix, name)]) for name in sorted(found)))

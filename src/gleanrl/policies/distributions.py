@@ -7,12 +7,15 @@ module it stands for before it is used.
 
 from __future__ import annotations
 
+import dis
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import distributions as D
@@ -20,6 +23,7 @@ from torch import distributions as D
 from gleanrl.policies.exploration import ExplorationType
 from gleanrl.policies.structure import qualified
 from gleanrl.policies.tape import Tape
+from gleanrl.policies.watch import Watch, is_genuine
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -60,13 +64,43 @@ Recipe: TypeAlias = Callable[[Draw], Drawn | None]
 def recipe_of(kind: Any) -> Recipe | None:
     """Return how to draw from distributions of class ``kind``, ``None`` if unknown.
 
-    Known are exact classes, and classes of the user's that are `Independent` but for how they are
-    built.
+    Known are exact classes, and classes of the user's that only build an `Independent` normal.
     """
+    if not isinstance(kind, type):
+        return None
     known = _RECIPES.get(qualified(kind))
-    if known is None and isinstance(kind, type) and _only_builds(kind, D.Independent):
-        return partial(_independent, kind)
-    return known
+    if known is not None:
+        return known if all(map(is_genuine, kind.__mro__[:-1])) else None
+    return partial(_independent, kind) if _only_builds(kind, D.Independent) else None
+
+
+def are_settings(options: Mapping[str, Any]) -> bool:
+    """Tell whether ``options`` of a distribution are values that a `Watch` can compare."""
+    return all(
+        value is None or type(value) in (bool, int, float, torch.Tensor, np.ndarray)
+        for value in options.values()
+    )
+
+
+def watches_distribution(watch: Watch, distribution: Any) -> bool:
+    """Add the classes of all that ``distribution`` is built of; ``False`` if one was patched."""
+    seen: set[int] = set()
+    todo: list[Any] = [distribution]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, (list, tuple)):
+            todo.extend(item)
+        elif isinstance(item, _BUILT_OF) and id(item) not in seen:
+            # The outermost may be a class of the user's: `recipe_of` looked at it.
+            if seen and not all(map(is_genuine, type(item).__mro__[:-1])):
+                return False
+            seen.add(id(item))
+            watch.add_class(type(item))
+            todo.extend(vars(item).values())
+    return True
+
+
+_BUILT_OF = (D.Distribution, D.transforms.Transform, D.constraints.Constraint)
 
 
 # -- categorical ---------------------------------------------------------------------------------
@@ -203,14 +237,43 @@ def _independent(kind: Callable[..., Any], draw: Draw) -> Drawn | None:
 _PLAIN_BODY = {"__init__", "__module__", "__doc__", "__qualname__", "__annotations__"}
 _PLAIN_BODY |= {"__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"}
 _PLAIN_BODY |= {"__abstractmethods__", "_abc_impl"}
+_STRAIGHT = (
+    *("LOAD_", "CALL", "PRECALL", "KW_NAMES", "PUSH_NULL", "POP_TOP", "RETURN_", "RESUME"),
+    *("COPY_FREE_VARS", "CACHE", "NOP", "EXTENDED_ARG"),
+)
+_NAMED = {"__init__", "Normal", "distributions", "normal"}
 
 
 def _only_builds(kind: type, base: type) -> bool:
-    """Tell whether ``kind`` is ``base``, or a subclass that defines nothing but ``__init__``."""
-    if not issubclass(kind, base):
+    """Tell whether ``kind`` is ``base``, or a subclass that does nothing but call its ``__init__``.
+
+    Its own ``__init__`` must run straight through and call nothing but classes of
+    ``torch.distributions``: then what it does with one pair of parameters it does with all.
+    """
+    if not issubclass(kind, base) or type(kind) is not type(base):
         return False
     own = kind.__mro__[: kind.__mro__.index(base)]
-    return all(set(vars(cls)) <= _PLAIN_BODY for cls in own)
+    return all(is_genuine(cls) for cls in base.__mro__[:-1]) and all(
+        set(vars(cls)) <= _PLAIN_BODY and _runs_straight(vars(cls).get("__init__")) for cls in own
+    )
+
+
+def _runs_straight(function: Any) -> bool:
+    if function is None:
+        return True
+    if type(function) is not FunctionType:
+        return False
+    given = {"super": super, **function.__globals__}
+    known = (super, D.Normal, D.Independent, D.normal, D, torch)
+    for name in function.__code__.co_names:
+        # A name is an attribute or a global; a global must be what it is named after.
+        if name in given and not any(given[name] is one for one in known):
+            return False
+        if name not in given and name not in _NAMED:
+            return False
+    return all(
+        step.opname.startswith(_STRAIGHT) for step in dis.get_instructions(function.__code__)
+    )
 
 
 def _gaussian(draw: Draw, event_dims: int, known: set[str]) -> Drawn | None:

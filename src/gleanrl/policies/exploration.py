@@ -13,6 +13,7 @@ from tensordict.nn import set_interaction_type as set_exploration_type
 from tensordict.nn.probabilistic import interaction_type
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.policies.random import RandomPolicy
 from gleanrl.policies.structure import modules_of, qualified
 
 __all__ = [
@@ -29,20 +30,32 @@ _MODES = {
     "mean": ExplorationType.MEAN,
     "deterministic": ExplorationType.DETERMINISTIC,
 }
+_RANDOM = "torchrl.modules.tensordict_module.exploration.RandomPolicy"
+_ENV = "torchrl.envs.common.EnvBase"
 _NOISE = "torchrl.modules.tensordict_module.exploration.AdditiveGaussianModule"
 
 
-def complete_exploration(policy: Any, env: Any) -> None:
-    """Give TorchRL's Gaussian noise modules that were made without spec that of ``env``.
+def complete_exploration(policy: Any, env: Any) -> Any:
+    """Give what ``policy`` lacks from the specs of ``env``, as TorchRL's collectors do.
 
-    Environments other than TorchRL's have no specs that the modules could use: nothing happens, and
-    the module says what it lacks when it is called.
+    Its Gaussian noise modules that were made without spec get the action's, its ``RandomPolicy``
+    the specs of all actions. Environments other than TorchRL's have no specs that these could use:
+    a noise module says what it lacks when it is called, random actions are drawn by ``env``.
+
+    Returns:
+        The policy to act with.
     """
+    if any(qualified(kind) == _RANDOM for kind in type(policy).__mro__):
+        own = any(qualified(kind) == _ENV for kind in type(env).__mro__)
+        if own and policy.action_spec is None:
+            policy.set_action_spec_from_env(env)
+        return RandomPolicy() if policy.action_spec is None else policy
     spec = getattr(env, "action_spec_unbatched", None)
     for module in modules_of(policy) if spec is not None else ():
         noise: Any = module
         if any(qualified(kind) == _NOISE for kind in type(noise).__mro__) and noise.spec is None:
             noise.spec = spec
+    return policy
 
 
 def exploration_type() -> ExplorationType | None:

@@ -16,9 +16,10 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import Window
 from gleanrl.policies.adapt import Adapted
 from gleanrl.policies.exploration import ExplorationType, set_exploration_type
-from gleanrl.policies.probe import Probed, run_once, untouched
+from gleanrl.policies.probe import Probed, run_once
 from gleanrl.policies.states import first_states
 from gleanrl.policies.structure import modules_of
+from gleanrl.policies.untouched import untouched
 
 FAILURES = (KeyError, RuntimeError, TypeError, AttributeError, ValueError, IndexError)
 """What a policy may raise because the state it is given does not suit it."""

@@ -15,8 +15,9 @@ from gleanrl.core.layout import Field
 from gleanrl.policies.adapt import Adapted
 from gleanrl.policies.exploration import ExplorationType, set_exploration_type
 from gleanrl.policies.learn import FAILURES, declared_states, explain, same_shape
-from gleanrl.policies.probe import call_on, untouched
+from gleanrl.policies.probe import call_on
 from gleanrl.policies.states import first_states
+from gleanrl.policies.untouched import untouched
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,22 +14,23 @@ from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
 from gleanrl.core.keys import Key, as_key, as_keys, show
 from gleanrl.policies.adapt import TensorCall
 from gleanrl.policies.calls import tensor_call, tensordict_call
-from gleanrl.policies.distributions import Draw, recipe_of
+from gleanrl.policies.distributions import Draw, are_settings, recipe_of, watches_distribution
 from gleanrl.policies.exploration import ExplorationType, set_exploration_type
 from gleanrl.policies.probe import Probed, Unit
-from gleanrl.policies.structure import Watch, qualified, units_of, uses
+from gleanrl.policies.structure import qualified, units_of, uses
 from gleanrl.policies.tape import Cell, Check, Tape
-from gleanrl.policies.tensors import is_known, keeps_nothing, lower_tensors
+from gleanrl.policies.tensors import is_known, keeps_nothing, lower_tensors, writes_input
 from gleanrl.policies.values import lower_q_values, picks_actions
+from gleanrl.policies.watch import Watch, functions_are_genuine
 
 _SAFE_MODULE = "torchrl.modules.tensordict_module.probabilistic.SafeProbabilisticModule"
 _TRIALS = 4
 _SKIPPED = ("_",)
 """TensorDict's name for an output that is thrown away."""
 
-Agreed: TypeAlias = dict[tuple[int, ExplorationType | None], tuple[Any, tuple[Any, ...]]]
-"""Modules that were found to act as their calls do, by identity and exploration type: the module
-(held, so that its identity stays its own) and the attributes it had then."""
+Agreed: TypeAlias = dict[tuple[Any, ...], Watch]
+"""Modules that were found to act as their calls do, by identity, exploration type, shapes and types
+of what they read: what they were then (which holds them, so that identities stay their own)."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Builder:
 
     def build(self, kind: ExplorationType | None, lower: bool = True) -> Program:
         """Make the program for ``kind``; with ``lower=False`` every unit is called as it is."""
-        lower = lower and kind is not None
+        lower = lower and kind is not None and functions_are_genuine()
         with _quiet(kind, self._device):
             work = _Work(self._inputs, self._constants, self._batch_shape, kind, self._agreed)
             for unit in self._units(work.program.watch):
@@ -163,6 +163,8 @@ class _Work:
         if not set(reads) <= set(unit.visible) or not set(expected) <= set(unit.writes):
             return False
         args = [self._read(key) for key in reads]
+        if writes_input(fn) and any(map(self._is_given, args)):
+            return False
         if is_known(fn) and len(args) == 1 and names is None:
             values = lower_tensors(self._tape, self.program.watch, fn, args[0])  # type: ignore[arg-type]  # is_known
             self._cells.update(
@@ -185,15 +187,14 @@ class _Work:
         reads, keys = as_keys(module.in_keys), as_keys(module.out_keys)
         if not set(reads) <= set(unit.visible):
             return False
-        mark = len(self._tape.calls)
+        mark = self._tape.mark()
         found = lower_q_values(self._tape, module.action_space, self._read(reads[0]))
         if found is not None and len(found) == len(keys):
             values = dict(zip(keys, found, strict=True))
-            if self._agrees(module, reads, values, self._tape.calls[mark:]):
+            if self._agrees(module, reads, values, self._tape.calls[mark[0] :]):
                 self._cells.update(values)
-                self.program.watch.add(module)
                 return True
-        del self._tape.calls[mark:]
+        self._tape.cut(mark)
         return False
 
     # -- distributions ---------------------------------------------------------------------------
@@ -217,7 +218,7 @@ class _Work:
             and callable(getattr(module.distribution_class, "rsample_and_log_prob", None)),
             name=", ".join(map(show, reads)),
         )
-        mark = len(self._tape.calls), len(self._tape.checks)
+        mark = self._tape.mark()
         drawn = recipe(draw)
         if drawn is not None:
             keys = [as_key(module.dist_sample_keys[0])]
@@ -227,9 +228,8 @@ class _Work:
             }
             if self._agrees(module, reads, found, self._tape.calls[mark[0] :]):
                 self._cells.update(found)
-                self.program.watch.add(module)
                 return True
-        del self._tape.calls[mark[0] :], self._tape.checks[mark[1] :]
+        self._tape.cut(mark)
         return False
 
     def _agrees(
@@ -243,17 +243,36 @@ class _Work:
 
         Only the distribution runs here, on parameters that the policy gave; the policy does not.
         """
-        kind, now = self.program.kind, tuple(vars(module).values())
-        _, then = self._agreed.get((id(module), kind), (None, None))
-        if then is not None and len(then) == len(now) and all(map(operator.is_, then, now)):
-            return True
+        given = tuple((key, self._cells[key].shape, self._cells[key].dtype) for key in reads)
+        name = id(module), self.program.kind, given
+        watch = self._agreed.get(name)
+        if watch is None or watch.changed():
+            watch = Watch()
+            watch.add(module)
+            if not self._same(module, reads, found, calls, watch):
+                return False
+            self._agreed[name] = watch
+        self.program.watch.include(watch)
+        return True
+
+    def _same(
+        self,
+        module: Any,
+        reads: Sequence[Key],
+        found: Mapping[Key, torch.Tensor],
+        calls: Sequence[Callable[[], Any]],
+        watch: Watch,
+    ) -> bool:
         device = self._cells[reads[0]].device
         for trial in range(_TRIALS):
             td = TensorDict({}, batch_size=self._batch_shape)
             for key in reads:
                 td.set(key, self._cells[key].clone())
-            _seed(device, trial)
             try:
+                draws = isinstance(module, ProbabilisticTensorDictModule) and not trial
+                if draws and not watches_distribution(watch, module.get_dist(td)):
+                    return False
+                _seed(device, trial)
                 td = module(td)
             except (ValueError, RuntimeError):
                 return False  # It will say itself what is wrong when it is called as it is.
@@ -265,8 +284,6 @@ class _Work:
                 return False
             if not all(_identical(td.get(key), value) for key, value in found.items()):
                 return False
-        if kind is not None:
-            self._agreed[id(module), kind] = module, now
         return True
 
     # -- anything else -----------------------------------------------------------------------------
@@ -283,6 +300,11 @@ class _Work:
         if cell is self._roots.get(key):
             self._used[key] = cell
         return cell
+
+    def _is_given(self, value: torch.Tensor) -> bool:
+        """Tell whether ``value`` lies in the memory of a root entry."""
+        place = value.untyped_storage().data_ptr()
+        return any(place == root.untyped_storage().data_ptr() for root in self._roots.values())
 
     def _cell(self, unit: Unit, key: Key) -> torch.Tensor:
         seen = unit.writes[key].detach()
@@ -316,6 +338,7 @@ def _is_understood(module: Any, safe: bool) -> bool:
         and state.get("_generator") is None
         and state.get("_generator_key") is None
         and type(module.distribution_kwargs) is dict
+        and are_settings(module.distribution_kwargs)
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +10,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from gleanrl.core.errors import PolicyError, PolicyTypeError
 from gleanrl.core.keys import Key, as_key, is_private, show
-from gleanrl.core.streams import preserved
-from gleanrl.policies.structure import children_of, modules_of, selects, units_of
+from gleanrl.policies.structure import children_of, selects, units_of
 
 
 @dataclass(slots=True)
@@ -165,46 +162,3 @@ def _dropped(policy: Any, td: TensorDictBase) -> list[Key]:
         return []
     kept = _out_keys(policy)
     return [key for key in _entries(td) if key not in kept]
-
-
-@contextmanager
-def untouched(policy: Any) -> Iterator[None]:
-    """Leave random streams and the policy's buffers as they were before the body."""
-    modules = list(modules_of(policy))
-    generators = [(one, one.get_state()) for one in _generators(modules)]
-    buffers = [(module, _copies(module)) for module in modules]
-    try:
-        with preserved():
-            yield
-    finally:
-        for generator, state in generators:
-            generator.set_state(state)
-        for module, copies in buffers:
-            _restore(module, copies)
-
-
-def _generators(modules: Sequence[nn.Module]) -> list[torch.Generator]:
-    return [
-        value
-        for module in modules
-        for value in vars(module).values()
-        if isinstance(value, torch.Generator)
-    ]
-
-
-def _copies(module: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    return {
-        name: (buffer, buffer.detach().clone())
-        for name, buffer in vars(module)["_buffers"].items()
-        if buffer is not None and not is_lazy(buffer)
-    }
-
-
-def _restore(module: nn.Module, copies: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    buffers = vars(module)["_buffers"]
-    with torch.no_grad():
-        for name, (buffer, values) in copies.items():
-            if buffers.get(name) is not buffer:
-                buffers[name] = buffer
-            if not torch.equal(buffer, values):
-                buffer.copy_(values)

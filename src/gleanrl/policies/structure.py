@@ -1,12 +1,11 @@
-"""What a policy is made of, and whether it still is what it was.
+"""What a policy is made of.
 
 All knowledge of how ``nn.Module`` and TensorDict's containers work inside is here.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,37 +16,50 @@ from tensordict.nn import (
     skip_existing,
 )
 from torch import nn
+from torch.utils._device import DeviceContext
+
+from gleanrl.policies.watch import calls_as_written
 
 # nn.Module offers no public way to ask for hooks; calling a module whose hooks are all empty is
 # calling its ``forward`` and nothing else.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS: tuple[Mapping[Any, Any], ...] = (
-    torch.nn.modules.module._global_forward_hooks,
-    torch.nn.modules.module._global_forward_pre_hooks,
-    torch.nn.modules.module._global_backward_hooks,
-    torch.nn.modules.module._global_backward_pre_hooks,
-)
 # How far modules are looked for behind functions, methods and partials.
 _DEPTH = 3
 
 
 def may_lower(device: torch.device) -> bool:
     """Tell whether nothing in force around modules would change what a bare call does."""
-    return (
-        not any(_GLOBAL_HOOKS)
-        and not skip_existing()
-        and not torch.is_autocast_enabled(device.type)
+    try:
+        return (
+            not any(getattr(nn.modules.module, f"_global{name}") for name in _HOOKS)
+            and not skip_existing()
+            and not torch.is_autocast_enabled(device.type)
+            and not torch._C._len_torch_dispatch_stack()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and (not torch._C._len_torch_function_stack() or _only_places(device))
+        )
+    except AttributeError:
+        return False  # This torch says none of it where others do.
+
+
+def _only_places(device: torch.device) -> bool:
+    """Tell whether the modes in force only say that new tensors go to the CPU, as they do."""
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's
+    return device.type == "cpu" and all(
+        type(mode) is DeviceContext and mode.device.type == "cpu" for mode in modes
     )
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Tell whether calling ``module`` is the same as calling its class's ``forward``."""
+    """Tell whether calling ``module`` is the same as calling its class's ``forward``.
+
+    And whether that is the library's: no class of the user's replaces anything that a call uses.
+    """
     state = vars(module)
     return (
-        type(module).__call__ is nn.Module.__call__
-        and "forward" not in state
+        calls_as_written(module)
         and state.get("_compiled_call_impl") is None
-        and not any(state[name] for name in _HOOKS)
+        and not any(state.get(name) for name in _HOOKS)
     )
 
 
@@ -149,36 +161,3 @@ def _full(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:
         return False
-
-
-class Watch:
-    """Notices when modules are no longer what they were: attributes, hooks, children, weights."""
-
-    def __init__(self) -> None:
-        """Watch nothing yet."""
-        self._empty: list[Mapping[Any, Any]] = []
-        self._parts: list[tuple[Mapping[Any, Any], tuple[Any, ...]]] = []
-        self._tensors: list[tuple[torch.Tensor, int]] = []
-
-    def add(self, module: nn.Module) -> None:
-        """Remember ``module`` as it is now (not what is below it)."""
-        state = vars(module)
-        named = [state[name] for name in ("_parameters", "_buffers", "_modules", *_HOOKS)]
-        own = [value for name, value in state.items() if type(value) is dict and name[0] != "_"]
-        for part in (state, *named, *own):
-            if part:
-                self._parts.append((part, tuple(part.values())))
-            else:
-                self._empty.append(part)
-        for tensor in (*state["_parameters"].values(), *state["_buffers"].values()):
-            if tensor is not None:
-                self._tensors.append((tensor, tensor.data_ptr()))
-
-    def changed(self) -> bool:
-        """Tell whether anything was replaced; values changed in place are no change."""
-        if any(self._empty):
-            return True
-        for part, values in self._parts:
-            if len(part) != len(values) or not all(map(operator.is_, part.values(), values)):
-                return True
-        return any(tensor.data_ptr() != pointer for tensor, pointer in self._tensors)

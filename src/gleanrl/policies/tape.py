@@ -98,6 +98,14 @@ class Tape:
         self.calls: list[Callable[[], Any]] = []
         self.checks: list[Check] = []
 
+    def mark(self) -> tuple[int, int]:
+        """Return a place to `cut` at."""
+        return len(self.calls), len(self.checks)
+
+    def cut(self, mark: tuple[int, int]) -> None:
+        """Forget what was recorded since ``mark``; nothing else was changed by recording it."""
+        del self.calls[mark[0] :], self.checks[mark[1] :]
+
     def __call__(self, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Call ``fn``, which takes ``out``, and return the buffer every replay writes to."""
         result = fn(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -15,8 +15,9 @@ from tensordict.nn import (
 )
 from torch import nn
 
-from gleanrl.policies.structure import Watch, is_plain, qualified, uses
+from gleanrl.policies.structure import is_plain, qualified, uses
 from gleanrl.policies.tape import Tape
+from gleanrl.policies.watch import Watch
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -32,16 +33,20 @@ _IN_PLACE: dict[type, Callable[[Any], Callable[[Tensor], Any]]] = {
     nn.SELU: lambda m: partial(F.selu, inplace=True),
     nn.SiLU: lambda m: partial(F.silu, inplace=True),
     nn.Mish: lambda m: partial(F.mish, inplace=True),
-    nn.ReLU6: lambda m: partial(F.relu6, inplace=True),
+    nn.ReLU6: lambda m: partial(F.hardtanh, min_val=m.min_val, max_val=m.max_val, inplace=True),
     nn.Hardtanh: lambda m: partial(F.hardtanh, min_val=m.min_val, max_val=m.max_val, inplace=True),
     nn.LeakyReLU: lambda m: partial(F.leaky_relu, negative_slope=m.negative_slope, inplace=True),
 }
+_NUMBERS = ("alpha", "min_val", "max_val", "negative_slope", "scale_lb", "bias", "p")
+"""Settings that become part of recorded calls; only numbers are sure to stay what they are."""
 # Modules that make one new tensor from one tensor and hold nothing but parameters.
 _PURE = (nn.GELU, nn.Softplus, nn.Softsign, nn.Softmax, nn.LogSoftmax, nn.LayerNorm, nn.RMSNorm)
 # Subclasses of nn.Sequential that add nothing for one input; their packages are not imported here.
 _SEQUENTIALS = {"torchrl.modules.models.models.MLP": "_reshape_out"}
 _NORMAL_PARAMETERS = (NormalParamExtractor, AddStateIndependentNormalScale)
-_OTHERS = (nn.Linear, nn.Identity, AddStateIndependentNormalScale)
+_OTHERS = (nn.Identity, AddStateIndependentNormalScale)
+# Modules whose result may be their input.
+_VIEWS = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)
 _LIBRARIES = ("torch.nn.", "torchrl.modules.models.")
 _SCALE_MAPPINGS: tuple[Callable[..., Tensor], ...] = (torch.exp, F.softplus)
 
@@ -67,15 +72,41 @@ def keeps_nothing(module: Any) -> bool:
     )
 
 
+def writes_input(module: Any) -> bool:
+    """Tell whether ``module`` may change its input in place, as its first activation can."""
+    for leaf in _leaves(module) if isinstance(module, nn.Module) else ():
+        if any(vars(part).get("inplace") for part in leaf.modules()):
+            return True
+        if type(leaf) not in _VIEWS:
+            return False
+    return False
+
+
 def _is_known_leaf(module: nn.Module) -> bool:
-    if not is_plain(module):
+    kind, state = type(module), vars(module)
+    if not is_plain(module) or not _are_numbers(state):
         return False
-    kind = type(module)
     if kind is NormalParamExtractor:
         return _is_known_mapping(module.scale_mapping)
     if kind is nn.Dropout:
         return not module.training or not module.p
+    if kind is nn.Linear:
+        return _is_dense(module.weight) and (module.bias is None or _is_dense(module.bias))
     return kind in _IN_PLACE or kind in _PURE or kind in _OTHERS
+
+
+def _are_numbers(state: Mapping[str, Any]) -> bool:
+    return all(type(state[name]) in (int, float) for name in _NUMBERS if name in state)
+
+
+def _is_dense(weight: Any) -> bool:
+    """Tell whether ``weight`` is real numbers in memory, and no tensor with a mind of its own."""
+    return (
+        type(weight) in (nn.Parameter, Tensor)
+        and weight.layout is torch.strided
+        and weight.is_floating_point()
+        and not weight.is_meta
+    )
 
 
 def lower_tensors(tape: Tape, watch: Watch, module: nn.Module, value: Tensor) -> tuple[Tensor, ...]:
@@ -97,9 +128,11 @@ def lower_tensors(tape: Tape, watch: Watch, module: nn.Module, value: Tensor) ->
         if isinstance(part, nn.Linear):
             values, private = (_linear(tape, part, first),), True
         elif type(part) in _IN_PLACE:
-            values = (_activation(tape, part, first, private or getattr(part, "inplace", False)),)
-            private = True
+            in_place = private or bool(vars(part).get("inplace"))
+            values, private = (_activation(tape, part, first, in_place),), True
         elif isinstance(part, NormalParamExtractor):
+            if isinstance(part.scale_mapping, nn.Module):
+                watch.add(part.scale_mapping)
             values = (*_normal_parameters(tape, part, first), *values[1:])
         elif isinstance(part, AddStateIndependentNormalScale):
             values = (first, tape.fill(partial(_second, part, first)))
@@ -174,7 +207,7 @@ def _second(module: Callable[[Tensor], Sequence[Tensor]], value: Tensor) -> Tens
 
 def _is_known_mapping(mapping: Any) -> bool:
     if type(mapping) is biased_softplus:
-        return is_plain(mapping)
+        return is_plain(mapping) and _are_numbers(vars(mapping))
     return any(mapping is known for known in _SCALE_MAPPINGS)
 
 

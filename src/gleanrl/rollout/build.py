@@ -74,10 +74,9 @@ class SourceBuilder:
         return Rollout(made, self._policies, self.rollout)
 
     def _carry(self, made: Carried) -> Source:
-        user = self._user_policy()
+        user = complete_exploration(self._user_policy(), made.env)
         if user is None or (isinstance(user, RandomPolicy) and user.action_spec is None):
             return CarrierRollout(made.env, None, self.rollout, first=made.first)
-        complete_exploration(user, made.env)
         env, first = made.env, made.first
         observed = [key for key, _ in spec_leaves(env.full_observation_spec)]
         acted = [key for key, _ in spec_leaves(env.full_action_spec)]
@@ -100,8 +99,7 @@ class SourceBuilder:
         return source
 
     def _policies(self, env: Env | Pool, probe: Window, own: bool = False) -> Policies:
-        user = self._user_policy(own)
-        complete_exploration(user, env.inner)
+        user = complete_exploration(self._user_policy(own), env.inner)
         policy = make_policy(
             user,
             env=env.layout,

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import struct
 import sys
+import weakref
 from collections import deque
+from collections.abc import Iterable
 
 _HEADER = struct.Struct("=Q")
 _CHUNK = 1 << 18
+_open: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for channel in list(_open):
+        channel.close()
+
+
+# A forked child must not keep the connections of its parent open beyond its parent's end.
+os.register_at_fork(after_in_child=_close_all)
 
 
 class Channel:
@@ -20,6 +33,7 @@ class Channel:
         """Take over ``sock``."""
         sock.setblocking(False)
         self._socket = sock
+        _open.add(self)
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
@@ -41,8 +55,12 @@ class Channel:
         Raises:
             ConnectionError: the other side is gone.
         """
-        self._out.append(memoryview(_HEADER.pack(len(frame)) + frame))
+        self._out.extend(self._packed(frame))
         self.flush()
+
+    def _packed(self, frame: bytes) -> Iterable[memoryview]:
+        """Return ``frame`` as it travels."""
+        return (memoryview(_HEADER.pack(len(frame)) + frame),)
 
     def flush(self) -> None:
         """Send what waits, as far as it is taken.
@@ -79,6 +97,7 @@ class Channel:
             EOFError: the other side is gone and every frame it sent was returned.
         """
         ended = False
+        frames: list[bytes] = []
         while True:
             try:
                 chunk = self._socket.recv(_CHUNK)
@@ -90,14 +109,15 @@ class Channel:
                 ended = True
                 break
             self._in += chunk
+            frames += self._cut()
             if len(chunk) < _CHUNK:
                 break
-        frames = self._cut()
         if ended and not frames:
             raise EOFError("the other side is gone")
         return frames
 
     def _cut(self) -> list[bytes]:
+        """Take the whole frames out of what has come."""
         frames, start, size = [], 0, _HEADER.size
         while len(self._in) - start >= size:
             (length,) = _HEADER.unpack_from(self._in, start)

@@ -4,8 +4,11 @@
     node    -> learner  nonce, index, HMAC(secret, "node", both nonces, index)
     learner -> node     patience, HMAC(secret, "learner", both nonces, index, patience)
 
-Sizes are fixed and nothing is unpickled: a stranger gets no further than this. What follows on the
-connection is neither encrypted nor signed; whoever can change packets between the two is trusted.
+Sizes are fixed and nothing is unpickled: a stranger gets no further than this. Both sides derive
+keys from the secret and all that was said, and every later frame is authenticated with these (see
+`rollout.sealed`). Who passes this introduction on therefore knows no key, and can neither change
+nor add anything. Addresses are no part of it, so that tunnels and address translators may be in
+between. Frames are not encrypted.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ import struct
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gleanrl.core.errors import ConfigError, GleanError
 
-_MAGIC = b"gleanrl1"
+_NAME, _VERSION = b"gleanrl", b"2"
+_MAGIC = _NAME + _VERSION
 _NONCE = 32
 _INDEX = struct.Struct("=i")
 _PATIENCE = struct.Struct("=d")
@@ -74,6 +79,30 @@ def secret_from(text: str) -> bytes:
     return secret
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class Keys:
+    """What authenticates the frames of one connection."""
+
+    node: bytes
+    """Of those that the node sends."""
+    learner: bytes
+
+    @classmethod
+    def of(cls, secret: bytes, *said: bytes) -> Keys:
+        """Derive the keys of the connection on which ``said`` was said."""
+        session = _sign(secret, b"session", *said)
+        return cls(_sign(session, b"from the node"), _sign(session, b"from the learner"))
+
+
+class Joined(NamedTuple):
+    """A connection to the learner, on which it has let a node in."""
+
+    sock: socket.socket
+    keys: Keys
+    patience: float
+    """Seconds without a sign of life after which either side takes the other for gone."""
+
+
 class Introduction:
     """The learner's side of letting a node in; never waits."""
 
@@ -93,6 +122,8 @@ class Introduction:
         self._sock, self._secret, self._patience = sock, secret, patience
         self._mine = secrets.token_bytes(_NONCE)
         self._answer = bytearray()
+        self.keys: Keys | None = None
+        """Of the connection, once the node was let in."""
         self._say(_MAGIC + self._mine)
 
     def hear(self) -> int | None:
@@ -122,6 +153,7 @@ class Introduction:
                 "a connection was refused: it does not know this collector's secret"
             )
         told = _PATIENCE.pack(self._patience)
+        self.keys = Keys.of(self._secret, self._mine, theirs, index, told)
         self._say(told + _sign(self._secret, b"learner", self._mine, theirs, index, told))
         return int(_INDEX.unpack(index)[0])
 
@@ -134,8 +166,8 @@ class Introduction:
             raise HandshakeError("a connection took nothing before it was let in")
 
 
-def join(invitation: Invitation, timeout: float) -> tuple[socket.socket, float]:
-    """Connect to the learner as one of its nodes; return the connection and its patience.
+def join(invitation: Invitation, timeout: float) -> Joined:
+    """Connect to the learner as one of its nodes.
 
     Raises:
         HandshakeError: who answers is not the learner.
@@ -144,17 +176,21 @@ def join(invitation: Invitation, timeout: float) -> tuple[socket.socket, float]:
     deadline = time.monotonic() + timeout
     sock = _connect((invitation.host, invitation.port), deadline)
     try:
-        patience = _introduce(sock, invitation, deadline)
+        return _introduce(sock, invitation, deadline)
     except BaseException:
         sock.close()
         raise
-    return sock, patience
 
 
-def _introduce(sock: socket.socket, invitation: Invitation, deadline: float) -> float:
+def _introduce(sock: socket.socket, invitation: Invitation, deadline: float) -> Joined:
     where = f"{invitation.host}:{invitation.port}"
     hello = _receive(sock, len(_MAGIC) + _NONCE, deadline)
     if not hello.startswith(_MAGIC):
+        if hello.startswith(_NAME):
+            raise HandshakeError(
+                f"the learner at {where} speaks another version of the nodes' protocol; install "
+                "the same GleanRL on both"
+            )
         raise HandshakeError(f"{where} is no GleanRL learner")
     theirs, mine = hello[len(_MAGIC) :], secrets.token_bytes(_NONCE)
     index = _INDEX.pack(invitation.node)
@@ -171,7 +207,8 @@ def _introduce(sock: socket.socket, invitation: Invitation, deadline: float) -> 
     expected = _sign(invitation.secret, b"learner", theirs, mine, index, told)
     if not hmac.compare_digest(answer[_PATIENCE.size :], expected):
         raise HandshakeError(f"{where} does not know this collector's secret")
-    return float(_PATIENCE.unpack(told)[0])
+    keys = Keys.of(invitation.secret, theirs, mine, index, told)
+    return Joined(sock, keys, float(_PATIENCE.unpack(told)[0]))
 
 
 def keep_alive(sock: socket.socket, patience: float) -> None:

@@ -6,6 +6,7 @@ somebody cancels a job.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -27,15 +28,22 @@ class Leaving:
     through the wake-up descriptor, whatever the main thread is doing, and another thread reads it.
     """
 
-    def __init__(self, link: Link, signals: Sequence[signal.Signals], label: str) -> None:
+    def __init__(
+        self,
+        link: Link,
+        signals: Sequence[signal.Signals],
+        label: str,
+        note: Callable[[str], object],
+    ) -> None:
         """Prepare.
 
         Args:
             link: The node's end of its connection.
             signals: That make it leave.
             label: Of what this process belongs to, for the learner: ``"Slurm job 12"``.
+            note: Also told why it leaves.
         """
-        self._link, self._signals, self._label = link, signals, label
+        self._link, self._signals, self._label, self._note = link, signals, label, note
         self._before: dict[signal.Signals, signal._HANDLER] = {}
         self._got: int | None = None
 
@@ -92,7 +100,10 @@ class Leaving:
         end.daemon = True
         end.start()
         self._got = number
-        self._link.leave(f"was told to end by {number.name} ({self._label}) and left")
+        reason = f"was told to end by {number.name} ({self._label}) and left"
+        self._link.leave(reason)
+        with contextlib.suppress(Exception):  # the connection has told it already
+            self._note(reason)
 
     def _hold(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)

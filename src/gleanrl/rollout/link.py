@@ -6,7 +6,7 @@ One byte says what a frame is. Commands and replies are those of `rollout.wire`;
     S byte            raise the stop byte, or take it back (from the learner)
     K length key val  half of agreeing on a process group (both ways)
     W board           weights are on their way (from the learner), were taken (from the node)
-    L reason          the node was told to end, and leaves (from the node)
+    L reason          the node ends, because it was told to or cannot go on (from the node)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import struct
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Sequence
 
@@ -25,7 +26,8 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError
 from gleanrl.rollout.channel import Channel
 from gleanrl.rollout.inbox import Inbox
-from gleanrl.rollout.serve import frame_of, unreadable
+from gleanrl.rollout.sealed import ForgedFrameError
+from gleanrl.rollout.serve import frame_of, said, unreadable
 from gleanrl.rollout.wire import CommandReader, head_of
 
 BEAT, STOP, KEY, WEIGHTS, LEAVE = b"H", b"S", b"K", b"W", b"L"
@@ -137,14 +139,32 @@ class Link:
     def _run(self) -> None:
         try:
             self._read()
-        except (EOFError, OSError):
+        except (EOFError, OSError) as err:
             # A learner goes away as soon as it has the answer to its last command.
             expected = self.leaving or (self._closing and self._over.wait(_LAST))
             if not expected and not self._over.is_set():
-                sys.stderr.write(f"node {self._worker}: the learner is gone\n")
-                sys.stderr.flush()
-                # Whatever the environment is doing: nobody waits for it any more.
-                os._exit(1)
+                self._abort(
+                    str(err) if isinstance(err, ForgedFrameError) else "the learner is gone"
+                )
+        except BaseException as err:  # even SystemExit: it would end this thread and nothing else
+            problem = (
+                f"failed while it read from its connection ({type(err).__name__}: {said(err)})"
+            )
+            self._tell_problem(problem)
+            self._abort(problem, traceback.format_exc())
+
+    def _tell_problem(self, problem: str) -> None:
+        """Tell the learner why this node ends, if that can be done without waiting for it."""
+        if self._sending.acquire(timeout=_LAST):
+            with contextlib.suppress(Exception):
+                self._channel.post(LEAVE + problem.encode())
+
+    def _abort(self, why: str, details: str = "") -> None:
+        """End this process, whatever the environment is doing: nobody waits for it any more."""
+        with contextlib.suppress(Exception):  # there may be no stderr
+            sys.stderr.write(f"{details}node {self._worker}: {why}\n")
+            sys.stderr.flush()
+        os._exit(1)
 
     def _read(self) -> None:
         readable = select.poll()

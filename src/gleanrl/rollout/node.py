@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,12 +20,12 @@ from gleanrl.memory.arena import window_over
 from gleanrl.memory.landing import mark_of, pieces_of
 from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
-from gleanrl.rollout.channel import Channel
 from gleanrl.rollout.handshake import HandshakeError, Invitation, join, keep_alive
 from gleanrl.rollout.inbox import Addressed, work
 from gleanrl.rollout.leaving import Leaving
 from gleanrl.rollout.link import Link, key_frame, weights_frame
 from gleanrl.rollout.pair import NODE, ConnectionStore, Pair, Transfer
+from gleanrl.rollout.sealed import SealedChannel
 from gleanrl.rollout.serve import Surroundings, settle
 from gleanrl.rollout.streams import enter_life
 from gleanrl.rollout.worker import Worker
@@ -106,7 +106,10 @@ def main(fd: int) -> None:
 
 
 def run_node(
-    invitation: Invitation, signals: Sequence[signal.Signals] = (), label: str = ""
+    invitation: Invitation,
+    signals: Sequence[signal.Signals] = (),
+    label: str = "",
+    note: Callable[[str], object] = bool,
 ) -> None:
     """Serve the learner that ``invitation`` is from, until it says so or goes away.
 
@@ -115,16 +118,17 @@ def run_node(
         signals: That make the node end in order, after it has told the learner; only in the main
             thread. Others do what they did before.
         label: Of what this process belongs to, for the learner when a signal came.
+        note: Told why the node leaves then, besides the learner.
 
     Raises:
         HandshakeError: who answers there is not the learner, or does not want this node.
         OSError: nobody answers.
         SystemExit: one of ``signals`` came.
     """
-    sock, patience = join(invitation, invitation.patience)
+    sock, keys, patience = join(invitation, invitation.patience)
     keep_alive(sock, patience)
     address = str(sock.getsockname()[0])
-    channel = Channel(sock)
+    channel = SealedChannel(sock, sends=keys.node, receives=keys.learner)
     try:
         first, *others = channel.wait()
     except EOFError:
@@ -132,13 +136,13 @@ def run_node(
             f"the learner at {invitation.host}:{invitation.port} has no place for node "
             f"{invitation.node}: it has joined already, or is one too many"
         ) from None
-    # The other side has shown that it is the learner: from here on its pickles are loaded.
+    # The learner has authenticated, and so is all that comes: its pickles are loaded.
     boot: Boot = pickle.loads(first)
     sys.path.extend(entry for entry in boot.path if entry not in sys.path)
     settle(boot.threads)
     link = Link(channel, invitation.node, patience)
     link.start(others)
-    with Leaving(link, signals, label) if signals else contextlib.nullcontext():
+    with Leaving(link, signals, label, note) if signals else contextlib.nullcontext():
         boot.serve(link, invitation.node, address)
     link.finish()
     channel.close()

@@ -198,6 +198,8 @@ class TensorDictRow:
         batch = self._shapes.get(at, tuple(self._env.batch_size))
         if isinstance(data, LazyStackedTensorDict) or tuple(data.batch_size) != batch:
             return False
+        if any(name is not None for name in data.names):
+            return False
         for name, value in data.items():
             key = (*at, name)
             if isinstance(value, torch.Tensor):

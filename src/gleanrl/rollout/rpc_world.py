@@ -1,14 +1,15 @@
 """Entering and leaving the one world of torch.distributed.rpc that a process can be in.
 
 Rank 0 is the learner, ranks 1, 2, ... are nodes. They find each other through a `TCPStore` on the
-learner's interface; what an RPC carries is not authenticated, so the agents listen on that
-interface only.
+learner's interface. Torch's agents and their store ask nobody who connects for a secret, and agents
+unpickle what they are sent: they listen on that interface only, and the user is told.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
@@ -33,6 +34,7 @@ process, whether or not anything is on its way."""
 _LONG = 3600.0
 _listens: str | None = None
 """The interface that TensorPipe listens on in this process: it looks once."""
+_warned = False
 _SIOCGIFADDR = 0x8915
 _INTERFACES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -198,6 +200,22 @@ def check_interface(address: str) -> None:
             f"to {interface} ({address}): set TP_SOCKET_IFNAME before the first RPCCollector, or "
             "begin a new process"
         )
+
+
+def warn_of_strangers(address: str) -> None:
+    """Warn, once per process, that RPC takes pickles from whoever reaches ``address``."""
+    global _warned
+    if _warned or ipaddress.ip_address(address).is_loopback:
+        return
+    _warned = True
+    interface = os.environ.get(_INTERFACES[0]) or _interface_of(address) or address
+    warnings.warn(
+        "RPCCollector: torch.distributed.rpc unpickles what anybody sends who reaches its ports on "
+        f"{interface} ({address}), here and on all nodes, and asks for no secret: keep others off "
+        "that network with a firewall, or use DistributedCollector, which authenticates first",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 @contextlib.contextmanager

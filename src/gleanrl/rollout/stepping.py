@@ -23,10 +23,12 @@ from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Payload, Report, Snapshot
 from gleanrl.core.protocols import Source, Stop, Window
 from gleanrl.envs.closing import closed_on_error
+from gleanrl.envs.declared import widened
 from gleanrl.envs.meta import EnvMetaData, describe
 from gleanrl.envs.recipe import Recipe, make_tensordict_env
 from gleanrl.envs.serial import SerialEnv, Signature, signature, trees
-from gleanrl.envs.tensordict_layout import EndFlags, spec_leaves
+from gleanrl.envs.specs import Composite
+from gleanrl.envs.tensordict_layout import EndFlags
 from gleanrl.rollout.row import TODO, GymRow, Row, Todo, make_row
 
 
@@ -39,7 +41,7 @@ class Described:
     batch: tuple[int, ...]
     """Shape of one of them."""
     device: torch.device | None
-    specs: tuple[dict[Key, Any], ...]
+    specs: tuple[Composite, ...]
     """Of one environment: what it shows, is told, is rewarded with, its end flags."""
     signature: Signature
     inputs: tuple[Key, ...]
@@ -105,7 +107,7 @@ class Stepping:
             number=len(self.envs),
             batch=tuple(first.batch_size),
             device=first.device,
-            specs=tuple(dict(spec_leaves(tree)) for tree in trees(first)),
+            specs=tuple(widened(tree) for tree in trees(first)),
             signature=signature(first),
             inputs=() if row is None else row.inputs,
             groups={} if row is None else row.groups,

@@ -24,8 +24,12 @@ class RPCCollector(DistributedCollector):
     of torch.distributed.rpc, of which a process can be in one only: there can be one `RPCCollector`
     at a time. It uses no default process group and leaves yours alone.
 
-    What RPC carries is not authenticated. Its agents listen on the interface of ``host`` only (the
-    loopback interface for ``launcher="mp"``), unless ``TP_SOCKET_IFNAME`` names another.
+    **Torch's RPC agents and their store do not authenticate, and agents unpickle what anybody sends
+    who reaches their ports**, on this machine and on every node. Such a message can run code as
+    you. They listen on the interface of ``host`` only, unless ``TP_SOCKET_IFNAME`` names another.
+    With ``launcher="mp"`` that is the loopback interface, which other users of the machine reach;
+    for any other a warning says so once. `DistributedCollector` unpickles only what is
+    authenticated.
 
     Example:
         >>> from gleanrl.collectors import RPCCollector

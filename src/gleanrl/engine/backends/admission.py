@@ -10,9 +10,10 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.rollout.handshake import HandshakeError, Introduction
+from gleanrl.rollout.handshake import HandshakeError, Introduction, Keys
 
 LOOK = 0.5
 """Seconds between two looks at what became of nodes that have not joined yet."""
@@ -58,6 +59,15 @@ class _Stranger:
     deadline: float
 
 
+class Guest(NamedTuple):
+    """A node that was let in."""
+
+    node: int
+    """Its index."""
+    sock: socket.socket
+    keys: Keys
+
+
 class Admission:
     """Lets nodes in, any number at a time: whoever says nothing delays nobody.
 
@@ -81,12 +91,12 @@ class Admission:
         self._poller.register(self._bell, select.POLLIN)
         self._poller.register(listener, select.POLLIN)
 
-    def wait(self, timeout: float) -> list[tuple[int, socket.socket]]:
-        """Return nodes that were let in: index and connection, which becomes the caller's.
+    def wait(self, timeout: float) -> list[Guest]:
+        """Return nodes that were let in; their connections become the caller's.
 
         Returns as soon as there is one, after ``timeout`` seconds or an `interrupt` with none.
         """
-        let_in: list[tuple[int, socket.socket]] = []
+        let_in: list[Guest] = []
         deadline = time.monotonic() + timeout
         while True:
             now = time.monotonic()
@@ -100,9 +110,7 @@ class Admission:
             if events.pop(self._listener.fileno(), None):
                 self._take_in()
             for fd in events:
-                index = self._hear(fd)
-                if index is not None:
-                    let_in.append((index, self._drop(fd)))
+                let_in += self._hear(fd)
             if let_in or time.monotonic() >= deadline:
                 return let_in
 
@@ -129,12 +137,16 @@ class Admission:
         room = len(self._strangers) < _MOST
         self._poller.modify(self._listener, select.POLLIN if room else 0)
 
-    def _hear(self, fd: int) -> int | None:
+    def _hear(self, fd: int) -> list[Guest]:
+        introduction = self._strangers[fd].introduction
         try:
-            return self._strangers[fd].introduction.hear()
+            index = introduction.hear()
         except HandshakeError:
             self._drop(fd).close()
-            return None
+            return []
+        if index is None or introduction.keys is None:
+            return []
+        return [Guest(index, self._drop(fd), introduction.keys)]
 
     def _drop(self, fd: int) -> socket.socket:
         self._poller.unregister(fd)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 from collections import deque
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gleanrl.core.errors import WorkerDied
-from gleanrl.engine.backends.admission import LOOK, Admission
+from gleanrl.engine.backends.admission import LOOK, Admission, Guest
 from gleanrl.engine.backends.network_node import RemoteNode
 from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.rollout.handshake import Invitation
@@ -42,7 +41,7 @@ class Joining:
         self,
         launcher: Launcher,
         admission: Admission,
-        take: Callable[[int, socket.socket], RemoteNode],
+        take: Callable[[Guest], RemoteNode],
         greet: Greet,
         invitation: Callable[[int], Invitation],
         timeout: float,
@@ -140,8 +139,8 @@ class Joining:
                 except Exception as err:  # whatever a scheduler says
                     self._fail(index, each, f"could not be started ({err})")
             try:
-                for index, sock in [] if self._closing else self._admission.wait(LOOK):
-                    self._let_in(index, sock)
+                for guest in [] if self._closing else self._admission.wait(LOOK):
+                    self._let_in(guest)
             except Exception as err:  # nobody can be let in any more: no thread, no descriptor
                 for index, each in wanted:
                     self._fail(index, each, f"could not be let in ({err})")
@@ -163,14 +162,15 @@ class Joining:
             done = "joined" if wanted.node is None else "built its environments"
             self._fail(index, wanted, f"had not {done} within {self._timeout} s")
 
-    def _let_in(self, index: int, sock: socket.socket) -> None:
+    def _let_in(self, guest: Guest) -> None:
+        index = guest.node
         with self._lock:
             wanted = self._wanted.get(index)
             if wanted is None or wanted.node is not None or self._closing:
-                sock.close()
+                guest.sock.close()
                 return
             try:
-                node = wanted.node = self._take(index, sock)
+                node = wanted.node = self._take(guest)
             except WorkerDied:  # gone already; there may be another
                 return
             wanted.deadline = time.monotonic() + self._timeout

@@ -7,7 +7,6 @@ import ctypes
 import os
 import pickle
 import select
-import socket
 import sys
 import time
 from collections import deque
@@ -19,17 +18,19 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory
-from gleanrl.engine.backends.admission import LOOK, Admission, listen
+from gleanrl.engine.backends.admission import LOOK, Admission, Guest, listen
 from gleanrl.engine.backends.network_node import NEWS, RemoteNode
 from gleanrl.engine.backends.network_weights import NetworkBoard
 from gleanrl.engine.backends.pickling import pickled
 from gleanrl.engine.backends.process import reply_in
 from gleanrl.engine.backends.told import ToldByte
+from gleanrl.engine.interrupts import interruptible
 from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.rollout import link
 from gleanrl.rollout.handshake import Invitation, keep_alive, new_secret
 from gleanrl.rollout.node import Boot, NodeBoot
 from gleanrl.rollout.pair import check_kind
+from gleanrl.rollout.sealed import ForgedFrameError
 from gleanrl.rollout.wire import head_of
 from gleanrl.rollout.worker import OpenWindow
 from gleanrl.weights.flat import plan_flat
@@ -52,6 +53,7 @@ class NetworkBackend:
 
     inline = False
     memory = None
+    _node_class = RemoteNode
 
     def __init__(
         self,
@@ -122,11 +124,12 @@ class NetworkBackend:
                     f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
                 )
             self._check_started(missing)
-            for index, sock in self._admission.wait(min(left, LOOK)):
-                if index in missing and index not in joined:
-                    joined[index] = self._welcome(self._remote(index, sock), blobs[index])
+            for guest in self._admission.wait(min(left, LOOK)):
+                if guest.node in missing and guest.node not in joined:
+                    node = self._welcome(self._remote(guest), blobs[guest.node])
+                    joined[guest.node] = node
                 else:
-                    sock.close()
+                    guest.sock.close()
         self._nodes.extend(joined[worker] for worker in range(len(blobs)))
         self._all_in(blobs)
 
@@ -149,15 +152,15 @@ class NetworkBackend:
                 error.worker = worker
                 raise error
 
-    def _remote(self, index: int, sock: socket.socket) -> RemoteNode:
+    def _remote(self, guest: Guest) -> RemoteNode:
         """Take over the connection of a node that was let in."""
         try:
-            keep_alive(sock, self._patience)
-            return RemoteNode(index, sock, self._open_window)
+            keep_alive(guest.sock, self._patience)
+            return self._node_class(guest, self._open_window)
         except OSError as err:
-            sock.close()
-            error = WorkerDied(f"worker {index} was gone as soon as it had joined ({err})")
-            error.worker = index
+            guest.sock.close()
+            error = WorkerDied(f"worker {guest.node} was gone as soon as it had joined ({err})")
+            error.worker = guest.node
             raise error from None
 
     def _welcome(self, node: RemoteNode, factory: bytes) -> RemoteNode:
@@ -262,7 +265,7 @@ class NetworkBackend:
         left: float | None = 0.0  # first what is there: the learner may have been away for long
         nap, longest = _NAPS
         while True:
-            for fd, events in self._poller.poll(left):
+            for fd, events in interruptible(self._poller.poll, left):
                 self._turn_to(fd, events)
             place = self._whole()
             if place is not None:
@@ -273,7 +276,7 @@ class NetworkBackend:
             limit = self._next_silence(now)
             left = limit if deadline is None else min(limit, deadline - now)
             if self._frames:  # announced but not here, and nobody tells when it is
-                time.sleep(nap)
+                interruptible(time.sleep, nap)
                 nap, left = min(2 * nap, longest), 0.0
 
     def _next_silence(self, now: float) -> float:
@@ -303,24 +306,35 @@ class NetworkBackend:
     def _serve(self, node: RemoteNode, events: int) -> None:
         # Read first: what a node sent before it ended is whole, and so is what it is about.
         if events & ~select.EPOLLOUT:
-            try:
-                frames = node.channel.read()
-            except (EOFError, OSError) as err:
-                if self._owed(node) and node.in_flight(_IN_FLIGHT):
-                    return  # what it had sent comes first; this is told again till then
-                raise self._died(node, f"closed its connection ({err})") from None
-            node.heard = time.monotonic()
-            for frame in frames:
-                if frame[:1] == link.WEIGHTS:
-                    self._boards[link.read_weights(frame)].taken(node)
-                elif frame[:1] == link.LEAVE:
-                    node.leaving = frame[1:].decode()
-                elif frame[:1] != link.BEAT:
-                    self._frames.append((node, frame))
+            self._hear(node)
         if events & select.EPOLLOUT:
             node.flush()
         if node.channel.fileno() >= 0:
             self._watch(node)
+
+    def _hear(self, node: RemoteNode) -> None:
+        """Take in what ``node`` has sent.
+
+        Raises:
+            WorkerDied: its connection has ended, or is not its alone.
+        """
+        try:
+            frames = node.channel.read()
+        except ForgedFrameError as err:
+            node.leaving = f"was let go of: {err}"
+            raise self._died(node, node.leaving) from None
+        except (EOFError, OSError) as err:
+            if self._owed(node) and node.in_flight(_IN_FLIGHT):
+                return  # what it had sent comes first; this is told again till then
+            raise self._died(node, f"closed its connection ({err})") from None
+        node.heard = time.monotonic()
+        for frame in frames:
+            if frame[:1] == link.WEIGHTS:
+                self._boards[link.read_weights(frame)].taken(node)
+            elif frame[:1] == link.LEAVE:
+                node.leaving = frame[1:].decode()
+            elif frame[:1] != link.BEAT:
+                self._frames.append((node, frame))
 
     def _died(self, node: RemoteNode, how: str, patience: float = NEWS) -> WorkerDied:
         """Take leave of ``node``; its launcher may know more within ``patience`` seconds."""
@@ -329,7 +343,7 @@ class NetworkBackend:
         else:
             node.listen()
         # Before it is dropped: an interrupt meanwhile must not lose the news.
-        fate = node.fate(self._launcher, how, patience)
+        fate = interruptible(node.fate, self._launcher, how, patience)
         self._drop(node)
         error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
         error.worker = node.index

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import select
-import socket
 import threading
 import time
 
@@ -12,13 +11,14 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout
+from gleanrl.engine.backends.admission import Guest
 from gleanrl.engine.backends.arrival import Arrival
 from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.memory.landing import Landing
 from gleanrl.rollout import link
-from gleanrl.rollout.channel import Channel
 from gleanrl.rollout.node import BOARD_TAG, ROLLOUT_TAG
 from gleanrl.rollout.pair import LEARNER, ConnectionStore, Pair, Transfer
+from gleanrl.rollout.sealed import SealedChannel
 from gleanrl.rollout.wire import CommandWriter, head_of
 from gleanrl.rollout.worker import OpenWindow
 
@@ -29,16 +29,17 @@ NEWS = 2.0
 class RemoteNode:
     """A connection to a node, its process group, and what it has been asked for."""
 
-    def __init__(self, index: int, sock: socket.socket, open_window: OpenWindow) -> None:
-        """Take over ``sock``, on which the node was let in."""
-        self.index = index
+    def __init__(self, guest: Guest, open_window: OpenWindow) -> None:
+        """Take over the connection on which the node was let in."""
+        sock, keys = guest.sock, guest.keys
+        self.index = guest.node
         self.address = str(sock.getpeername()[0])
         self._here = str(sock.getsockname()[0])
-        self.channel = Channel(sock)
+        self.channel = SealedChannel(sock, sends=keys.learner, receives=keys.node)
         self.heard = time.monotonic()
         """When it last gave a sign of life."""
         self.leaving: str | None = None
-        """Why it has said that it ends, if it has."""
+        """Why it ends, if it has said so or this side ends it."""
         self._ended: float | None = None
         """When its connection was seen to have ended."""
         self._sending = threading.Lock()
@@ -113,10 +114,11 @@ class RemoteNode:
 
     def post(self, ticket: int, command: m.Command) -> None:
         """Send ``command`` as far as the connection takes it."""
+        frame = self._writer.write(ticket, command)  # it raises what the user's objects raise
         try:
             if isinstance(command, m.Collect):
                 self._arriving[ticket] = self._expect(ticket, command.window)
-            self.put(self._writer.write(ticket, command))
+            self.put(frame)
         except BaseException:  # an interrupt: the two sides may expect different rollouts now
             self.channel.hang_up()
             raise

@@ -28,6 +28,7 @@ from gleanrl.core.errors import (
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.engine.backends.pickling import pickled
 from gleanrl.engine.backends.zygote import Zygote
+from gleanrl.engine.interrupts import interruptible
 from gleanrl.memory.available import check_memory
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.rollout.channel import Channel
@@ -45,6 +46,8 @@ _starting = threading.RLock()
 
 def _forget() -> None:
     global _zygote, _starting
+    if _zygote is not None:  # which has to hear of the end of its owner
+        _zygote.close()
     _zygote, _starting = None, threading.RLock()
 
 
@@ -198,7 +201,7 @@ class ProcessBackend:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._frames:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = self._poller.poll(left)
+            ready = interruptible(self._poller.poll, left)
             if not ready and (left is not None and left <= 0.0):
                 raise CollectorTimeout(f"no worker replied within {timeout} s")
             for fd, events in ready:
@@ -219,12 +222,13 @@ class ProcessBackend:
                 self._poller.modify(channel.fileno(), select.EPOLLIN)
 
     def _died(self, process: _Process) -> WorkerDied:
+        # First: an interrupt meanwhile must not lose the news.
+        status = interruptible(self._zygote.exit_status, process.pid, 2.0)
         if process.channel.fileno() >= 0:
             self._poller.unregister(process.channel.fileno())
             self._ends.unregister(process.channel.fileno())
             self._by_fd.pop(process.channel.fileno())
             process.channel.close()
-        status = self._zygote.exit_status(process.pid, 2.0)
         if status is None:
             how = "closed its connection"
         elif status < 0:

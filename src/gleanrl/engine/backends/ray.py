@@ -27,6 +27,7 @@ from gleanrl.engine.backends.ray_session import (
     store_capacity,
 )
 from gleanrl.engine.backends.told import ToldByte
+from gleanrl.engine.interrupts import interruptible
 from gleanrl.rollout.actor import COLLECTED, GROUPS, ActorBoot, Answer, RayWorker
 from gleanrl.rollout.wire import CommandWriter
 from gleanrl.rollout.worker import OpenWindow
@@ -249,10 +250,11 @@ class RayBackend:
         if not references:
             return []
         try:
-            found: list[Any] = self._ray.wait(references, num_returns=1, timeout=timeout)[0]
+            ready = interruptible(self._ray.wait, references, num_returns=1, timeout=timeout)
         except OSError as err:
             why = f"Ray on this machine has ended or cannot be reached ({err})"
             raise WorkerDied(f"all workers (Ray actors) are lost: {why}") from err
+        found: list[Any] = ready[0]
         return found
 
     def _take(self, reference: Any) -> None:
@@ -260,7 +262,7 @@ class RayBackend:
         if expected is None:  # of an actor whose death was found meanwhile
             return
         try:
-            value = self._ray.get(reference)
+            value = interruptible(self._ray.get, reference)
         except (self._ray.exceptions.RayError, OSError) as err:  # the latter if the store is gone
             self._mourn(expected.actor, _reason(err))
             return

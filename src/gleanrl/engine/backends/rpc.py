@@ -18,13 +18,13 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout
 from gleanrl.core.protocols import SourceFactory
+from gleanrl.engine.backends.admission import Guest
 from gleanrl.engine.backends.network import NetworkBackend
 from gleanrl.engine.backends.network_node import RemoteNode
 from gleanrl.engine.backends.rpc_weights import RpcBoard
 from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.memory.landing import Landing
 from gleanrl.rollout import link
-from gleanrl.rollout.handshake import keep_alive
 from gleanrl.rollout.rpc_node import LEAVE, RpcBoot
 from gleanrl.rollout.rpc_post import Data, Post, paste
 from gleanrl.rollout.rpc_world import (
@@ -34,6 +34,7 @@ from gleanrl.rollout.rpc_world import (
     check_outside,
     leave,
     open_store,
+    warn_of_strangers,
 )
 from gleanrl.rollout.wire import head_of
 from gleanrl.rollout.worker import OpenWindow
@@ -43,12 +44,56 @@ _LOOK = 0.2
 """Seconds between two looks at whether all nodes have entered the world."""
 
 
+class RpcNode(RemoteNode):
+    """One node, seen from the learner: messages go by RPC."""
+
+    def __init__(self, guest: Guest, open_window: OpenWindow) -> None:
+        """Take over the connection on which the node was let in."""
+        super().__init__(guest, open_window)
+        self.mail: Post | None = None
+        """Carries messages, once the world was entered."""
+        self.arrived: dict[int, Data] = {}
+        """Rollouts that have come, by ticket."""
+        self._windows: dict[int, m.WindowRef] = {}
+        """Where those that are due belong."""
+
+    def connect(self, kind: str, patience: float) -> None:
+        """Do nothing: all nodes enter the world at once."""
+
+    def post(self, ticket: int, command: m.Command) -> None:
+        """Send ``command``."""
+        assert self.mail is not None
+        if isinstance(command, m.Collect):
+            self._windows[ticket] = command.window
+        self.mail.send(self.index + 1, self._writer.write(ticket, command))
+
+    def is_here(self, ticket: int) -> bool:
+        """Return True: rollouts travel with their reply."""
+        return True
+
+    def land(self, ticket: int) -> None:
+        """If ``ticket`` is that of a rollout, copy it into its window."""
+        data, reference = self.arrived.get(ticket), self._windows.get(ticket)
+        if data is not None and reference is not None:
+            landing = self._landings.get(reference.slot)
+            if landing is None:
+                landing = Landing(self._open_window(reference), reference)
+                self._landings[reference.slot] = landing
+            paste(data, landing.pieces)
+            landing.settle()
+        # Last: an interrupt meanwhile must not lose it.
+        self.arrived.pop(ticket, None)
+        self._windows.pop(ticket, None)
+
+
 class RPCBackend(NetworkBackend):
     """A `NetworkBackend` whose commands, replies, rollouts and weights travel by RPC.
 
     Nodes are let in on connections of their own, which tell who is gone; they and the learner then
     enter an RPC world. Every RPC puts one message down and returns, however many are under way.
     """
+
+    _node_class = RpcNode
 
     def __init__(
         self,
@@ -81,7 +126,9 @@ class RPCBackend(NetworkBackend):
             ConfigError: RPC is initialised in this process already, or the port is taken.
         """
         check_outside()
-        check_interface(socket.gethostbyname(host or launcher.address()))
+        address = socket.gethostbyname(host or launcher.address())
+        check_interface(address)
+        warn_of_strangers(address)
         super().__init__(
             open_window,
             launcher,
@@ -102,10 +149,6 @@ class RPCBackend(NetworkBackend):
         self._poller.register(self._event, select.EPOLLIN)
 
     # -- start -----------------------------------------------------------------------------------
-
-    def _remote(self, index: int, sock: socket.socket) -> RemoteNode:
-        keep_alive(sock, self._patience)
-        return RpcNode(index, sock, self._open_window)
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
         """Have one node started per factory, let them in and enter an RPC world with them.
@@ -242,45 +285,3 @@ class RPCBackend(NetworkBackend):
                 self._post.close()
             self._store = None  # a forked child has not the thread that this would wait for
         os.close(self._event)
-
-
-class RpcNode(RemoteNode):
-    """One node, seen from the learner: messages go by RPC."""
-
-    def __init__(self, index: int, sock: socket.socket, open_window: OpenWindow) -> None:
-        """Take over ``sock``, on which the node was let in."""
-        super().__init__(index, sock, open_window)
-        self.mail: Post | None = None
-        """Carries messages, once the world was entered."""
-        self.arrived: dict[int, Data] = {}
-        """Rollouts that have come, by ticket."""
-        self._windows: dict[int, m.WindowRef] = {}
-        """Where those that are due belong."""
-
-    def connect(self, kind: str, patience: float) -> None:
-        """Do nothing: all nodes enter the world at once."""
-
-    def post(self, ticket: int, command: m.Command) -> None:
-        """Send ``command``."""
-        assert self.mail is not None
-        if isinstance(command, m.Collect):
-            self._windows[ticket] = command.window
-        self.mail.send(self.index + 1, self._writer.write(ticket, command))
-
-    def is_here(self, ticket: int) -> bool:
-        """Return True: rollouts travel with their reply."""
-        return True
-
-    def land(self, ticket: int) -> None:
-        """If ``ticket`` is that of a rollout, copy it into its window."""
-        data, reference = self.arrived.get(ticket), self._windows.get(ticket)
-        if data is not None and reference is not None:
-            landing = self._landings.get(reference.slot)
-            if landing is None:
-                landing = Landing(self._open_window(reference), reference)
-                self._landings[reference.slot] = landing
-            paste(data, landing.pieces)
-            landing.settle()
-        # Last: an interrupt meanwhile must not lose it.
-        self.arrived.pop(ticket, None)
-        self._windows.pop(ticket, None)

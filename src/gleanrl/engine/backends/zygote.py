@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TextIO
 
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
@@ -34,7 +34,8 @@ from gleanrl.core.errors import CollectorTimeout, WorkerDied
 _REQUEST = struct.Struct("=4sq")
 """What is asked for, and the number of the fork that it is about."""
 _REPLY = struct.Struct("=cqi")
-"""``F`` and a process id, or ``E`` and how that process ended; the number of its fork between."""
+"""``F`` and a process id, ``E`` and how that process ended, or ``X`` and why there is none; the
+number of its fork between, 0 for a zygote that a worker has asked for."""
 _MAX_FDS = 8
 WORKER, NODE = b"work", b"node"
 """What can be forked."""
@@ -43,7 +44,7 @@ _PROGRAM = """\
 import sys
 sys.path[:] = [entry for entry in sys.path if entry]
 from gleanrl.engine.backends.zygote import main
-main(int(sys.argv[1]))
+main(*map(int, sys.argv[1:]))
 """
 _PR_SET_PDEATHSIG = 1
 _ARROW = "JE_ARROW_MALLOC_CONF"
@@ -68,14 +69,16 @@ class Zygote:
         """Process ids by number of the fork."""
         self._numbers: dict[int, int] = {}
         """The latest fork that got a process id."""
+        self._refused: dict[int, int] = {}
+        """Error numbers of forks that failed."""
         self._statuses: dict[int, int] = {}
         """How workers ended, by number of the fork: process ids come round again."""
         # Several collectors, in several threads, share it. Reentrant, because the garbage collector
         # may close one collector in the middle of another's fork; whoever reads a message notes it
         # for all.
         self._lock = threading.RLock()
-        with theirs:
-            self._process = None if _asked_for(theirs) else _spawned(theirs)
+        with theirs, _own_process() as owner:
+            self._process = None if _asked_for(theirs, owner) else _spawned(theirs, owner)
 
     @property
     def alive(self) -> bool:
@@ -99,7 +102,7 @@ class Zygote:
 
         Raises:
             CollectorTimeout: the zygote did not answer in time.
-            WorkerDied: the zygote itself ended.
+            WorkerDied: this process could not be started, or the zygote itself ended.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -107,11 +110,17 @@ class Zygote:
             number = self._asked
             try:
                 self._ask_for(what, number, fds)
-                while number not in self._forks:
+                while not {number, 0}.intersection((*self._forks, *self._refused)):
                     self._hear(deadline, timeout)
             except BaseException:  # also Ctrl-C: nobody will know the worker that may come yet
                 self._ask_for(b"kill", number)
                 raise
+            if number not in self._forks:
+                error = self._refused.pop(number, None) or self._refused[0]
+                raise WorkerDied(
+                    f"no process could be started: {os.strerror(error)}; fewer workers, or a "
+                    "higher limit of processes, descriptors (ulimit -u, -n) or memory would help"
+                )
             pid = self._forks.pop(number)
             self._numbers[pid] = number
             return pid
@@ -155,7 +164,7 @@ class Zygote:
                 f"the process that starts workers ended{self._how()}; its message is above"
             )
         kind, number, value = _REPLY.unpack(message)
-        (self._forks if kind == b"F" else self._statuses)[number] = value
+        {b"F": self._forks, b"E": self._statuses, b"X": self._refused}[kind][number] = value
 
     def _how(self) -> str:
         if self._process is None:
@@ -186,28 +195,42 @@ class Zygote:
             self._process.wait(5)
 
 
-def _asked_for(theirs: socket.socket) -> bool:
+@contextlib.contextmanager
+def _own_process() -> Iterator[Sequence[int]]:
+    """Open a descriptor that tells when this process ends; none where the kernel has no such."""
+    try:
+        watched = os.pidfd_open(os.getpid())
+    except OSError:
+        yield ()
+        return
+    try:
+        yield (watched,)
+    finally:
+        os.close(watched)
+
+
+def _asked_for(theirs: socket.socket, owner: Sequence[int]) -> bool:
     """Ask the zygote that this process was forked from for another one, if there is one."""
     if _ask is None:
         return False
     try:
-        socket.send_fds(_ask, [b"zygote"], [theirs.fileno()])
+        socket.send_fds(_ask, [b"zygote"], [theirs.fileno(), *owner])
     except OSError:  # it is gone
         return False
     return True
 
 
-def _spawned(theirs: socket.socket) -> subprocess.Popen[bytes]:
+def _spawned(theirs: socket.socket, owner: Sequence[int]) -> subprocess.Popen[bytes]:
     path = [
         os.fsdecode(entry) for entry in sys.path if isinstance(entry, str | bytes | os.PathLike)
     ]
     # Not one of the three that stand for something else, which may be free in this process.
-    fd = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+    fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in (theirs.fileno(), *owner)]
     try:
         # A session of its own: Ctrl-C in the terminal is the learner's to handle.
         return subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(fd)],
-            pass_fds=(fd,),
+            [sys.executable, "-c", _PROGRAM, *map(str, fds)],
+            pass_fds=fds,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=_inherited(sys.__stdout__),
@@ -215,7 +238,8 @@ def _spawned(theirs: socket.socket) -> subprocess.Popen[bytes]:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         )
     finally:
-        os.close(fd)
+        for fd in fds:
+            os.close(fd)
 
 
 def _inherited(stream: TextIO | None) -> int | None:
@@ -226,16 +250,24 @@ def _inherited(stream: TextIO | None) -> int | None:
 # -- in the zygote ---------------------------------------------------------------------------------
 
 
-def main(fd: int) -> None:
-    """Import what workers need, then fork on request until the learner is gone."""
+def main(fd: int, owner: int = -1) -> None:
+    """Import what workers need, then fork on request until the learner is gone.
+
+    Args:
+        fd: The connection to the learner.
+        owner: A descriptor that tells when the learner's process ends; -1 for none.
+    """
     from gleanrl.rollout import node, serve
 
-    os.set_inheritable(fd, False)
+    for each in (fd, owner):
+        if each >= 0:
+            os.set_inheritable(each, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _import_pandas()
     code = 1
     try:
-        _Zygote(socket.socket(fileno=fd), {WORKER: serve.main, NODE: node.main}).run()
+        works: Mapping[bytes, Callable[..., None]] = {WORKER: serve.main, NODE: node.main}
+        _Zygote(socket.socket(fileno=fd), owner, works).run()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -263,9 +295,19 @@ def _import_pandas() -> None:
 class _Zygote:
     """The loop of a zygote: one thread, no state but its children."""
 
-    def __init__(self, control: socket.socket, works: Mapping[bytes, Callable[..., None]]) -> None:
-        """Serve the owner at the other end of ``control``; ``works`` is what can be forked."""
+    def __init__(
+        self, control: socket.socket, owner: int, works: Mapping[bytes, Callable[..., None]]
+    ) -> None:
+        """Serve the owner.
+
+        Args:
+            control: The connection to it.
+            owner: A descriptor that tells when its process ends; -1 for none.
+            works: What can be forked.
+        """
         self._control = control
+        # A process that the owner has forked may hold the connection open after its end.
+        self._owner = [owner] if owner >= 0 else []
         self._works = works
         self._pid = os.getpid()
         self._children: dict[int, int] = {}
@@ -285,7 +327,9 @@ class _Zygote:
         try:
             while True:
                 watched = [self._control.fileno(), self._asked.fileno(), self._woken]
-                ready = select.select(watched, [], [])[0]
+                ready = select.select(watched + self._owner, [], [])[0]
+                if set(ready).intersection(self._owner):
+                    return
                 if self._woken in ready:
                     os.read(self._woken, 4096)
                     self._report_ended()
@@ -313,9 +357,14 @@ class _Zygote:
             for pid in [pid for pid, of in self._children.items() if of == number]:
                 os.kill(pid, signal.SIGKILL)
             return True
-        pid = self._fork(lambda: self._become_worker(what, fds))
-        for fd in fds:
-            os.close(fd)
+        try:
+            pid = self._fork(lambda: self._become_worker(what, fds))
+        except OSError as err:  # too many processes, too little memory: the others stay
+            self._control.send(_REPLY.pack(b"X", number, err.errno or 0))
+            return True
+        finally:
+            for fd in fds:
+                os.close(fd)
         self._children[pid] = number
         self._control.send(_REPLY.pack(b"F", number, pid))
         return True
@@ -323,8 +372,15 @@ class _Zygote:
     def _fork_zygote(self) -> None:
         """Fork a zygote for a worker; it serves that one over the descriptor that came along."""
         _, fds, _, _ = socket.recv_fds(self._asked, 64, _MAX_FDS)
-        self._quiet.add(self._fork(lambda: self._become_zygote(fds[0])))
-        os.close(fds[0])
+        try:
+            if fds:  # else this process had no descriptor left for them: the worker is told by that
+                self._quiet.add(self._fork(lambda: self._become_zygote(*fds)))
+        except OSError as err:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fds[0])) as told:
+                told.send(_REPLY.pack(b"X", 0, err.errno or 0))
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def _fork(self, become: Callable[[], None]) -> int:
         """Run ``become`` in a child, to its end."""
@@ -351,10 +407,10 @@ class _Zygote:
         self._leave()
         self._works[what](*fds)
 
-    def _become_zygote(self, fd: int) -> None:
+    def _become_zygote(self, fd: int, owner: int = -1) -> None:
         self._leave()
         self._ask.close()
-        _Zygote(socket.socket(fileno=fd), self._works).run()
+        _Zygote(socket.socket(fileno=fd), owner, self._works).run()
 
     def _leave(self) -> None:
         """Let go of what only the process that forked this one may use."""
@@ -362,8 +418,8 @@ class _Zygote:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._control, self._asked):
             end.close()
-        for pipe in (self._woken, self._wake):
-            os.close(pipe)
+        for fd in (self._woken, self._wake, *self._owner):
+            os.close(fd)
 
     def _report_ended(self) -> None:
         while self._children or self._quiet:

@@ -174,7 +174,7 @@ class Jobs:
 
     def _has_result(self, job: Any) -> bool:
         # Otherwise submitit would wait for it.
-        found: bool = self.cluster == "debug" or job.paths.result_pickle.exists()
+        found: bool = self.cluster == "debug" or _is_there(job.paths.result_pickle)
         return found
 
     # -- the end ---------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Jobs:
         """
         self._wait_for_end(timeout)
         for job in self._jobs:
-            if not self._is_over(job) and not job.paths.result_pickle.exists():
+            if not self._is_over(job) and not _is_there(job.paths.result_pickle):
                 with contextlib.suppress(Exception):  # not found, or ended meanwhile
                     job.cancel(check=False)
         if self.here:
@@ -204,7 +204,7 @@ class Jobs:
         """Whether a job is known to have ended; asks no scheduler."""
         if self.here:
             return bool(job.done())
-        finished: bool = job.paths.result_pickle.exists()
+        finished = _is_there(job.paths.result_pickle)
         return finished or bool(job.watcher.is_done(job.job_id, mode="cache"))
 
 
@@ -216,6 +216,14 @@ def _submitit() -> Any:
             "launcher='submitit' and 'submitit_delayed' need submitit: pip install "
             "'gleanrl[submitit]'; launcher='mp' runs nodes on this machine without it"
         ) from err
+
+
+def _is_there(path: Path) -> bool:
+    """Tell whether ``path`` exists; a stale handle of a network's file system says it does not."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def private_folder(parent: Path) -> Path:

@@ -8,6 +8,7 @@ user alone, because the secret lies there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import threading
@@ -24,6 +25,8 @@ _BEAT = 5.0
 _SILENCE = 180.0
 """Seconds without one after which it counts as dead: file systems on a network may show a file as
 it was a minute ago."""
+_PASSING = {errno.ENOENT, errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN}
+"""Error numbers of files that may be there the next time somebody looks."""
 _LOOK, _LAZY_LOOK = 0.1, 1.0
 _SOON = 30.0
 """Seconds of looking often."""
@@ -56,13 +59,21 @@ class Meeting:
         self._folder = folder
 
     def read(self) -> Notice | None:
-        """Return what the main job is at, ``None`` if it has not started."""
+        """Return what the main job is at, ``None`` if that cannot be read now.
+
+        It has not started, or a file system on a network shows what is not there any more, or only
+        a part of what is: the next look will tell.
+        """
         # On a network this also drops what this host remembers of the folder.
         with contextlib.suppress(OSError):
             os.listdir(self._folder)
         try:
             return Notice(**json.loads((self._folder / "learner.json").read_text()))
-        except FileNotFoundError:
+        except ValueError:
+            return None
+        except OSError as err:
+            if err.errno not in _PASSING:
+                raise
             return None
 
     def write(self, notice: Notice) -> None:
@@ -110,11 +121,11 @@ class Meeting:
                     return None
                 if notice.serial > after and notice.host:
                     return notice
-                if notice != last:
-                    last, heard = notice, now
-                elif now - heard > _SILENCE:
-                    raise GleanError(f"the main job has shown no sign of life for {_SILENCE:.0f} s")
-            elif now - start > timeout:
+            if notice not in (None, last):
+                last, heard = notice, now
+            elif last is not None and now - heard > _SILENCE:
+                raise GleanError(f"the main job has shown no sign of life for {_SILENCE:.0f} s")
+            elif last is None and now - start > timeout:
                 raise CollectorTimeout(f"the main job did not start within {timeout:.0f} s")
             # No file system on a network tells of a change.
             time.sleep(_LOOK if now - start < _SOON else _LAZY_LOOK)
@@ -133,12 +144,17 @@ class Keeper:
         threading.Thread(target=self._beat, name="gleanrl keeper", daemon=True).start()
 
     def _change(self, **fields: float | str | bool) -> None:
+        """Write a changed notice; where that fails for the moment, the next sign of life does."""
         with self._lock:
             if self._notice.over:
                 return
             changed = replace(self._notice, **fields)  # type: ignore[arg-type]
             self._notice = replace(changed, beat=changed.beat + 1)
-            self._meeting.write(self._notice)
+            try:
+                self._meeting.write(self._notice)
+            except OSError as err:
+                if err.errno not in _PASSING:
+                    raise
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT):

@@ -6,6 +6,7 @@ it becomes node RANK - 1 instead. Rank 0 tells the others where it listens throu
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -134,7 +135,7 @@ class TorchrunLauncher:
         return self._store
 
     def fate(self, node: int, timeout: float) -> str | None:
-        """Return what rank ``node + 1`` said when it failed."""
+        """Return what rank ``node + 1`` said when it ended."""
         key, deadline = self._job.end_key(node), time.monotonic() + timeout
         store = self._connected()
         try:
@@ -145,7 +146,7 @@ class TorchrunLauncher:
                 time.sleep(_LOOK)
         except RuntimeError:  # there is no store any more
             return None
-        return f"(rank {node + 1}) failed: {store.get(key).decode()}"
+        return f"(rank {node + 1}) {store.get(key).decode()}"
 
     def stop(self, timeout: float) -> None:
         """Do nothing: ranks are torchrun's, and nodes end with their connections."""
@@ -182,8 +183,9 @@ def serve_as_rank(patience: float) -> None:
             invitation,
             (signal.SIGTERM, signal.SIGINT) if main else (),
             f"rank {job.rank}: torchrun, or whoever runs it, ends the job",
+            functools.partial(store.set, job.end_key(node)),
         )
     except Exception as err:
-        store.set(job.end_key(node), f"{type(err).__name__}: {err}")
+        store.set(job.end_key(node), f"failed: {type(err).__name__}: {err}")
         raise
     raise SystemExit(0)
