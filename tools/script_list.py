@@ -153,6 +153,7 @@ SCRIPTS: tuple[Script, ...] = (
         "collector.init_random_frames=512",
         "optim.steps_per_batch=2",
         "optim.init_random_frames=512",
+        "buffer.prb=0",
         "buffer.size=4000",
         "buffer.batch_size=32",
         "loss.num_q_values=3",
