@@ -75,8 +75,9 @@ def _tutorial(
 _ON_POLICY = ("collector.frames_per_batch=320", "collector.total_frames=3200")
 _NODES = (
     *("--total_frames", "2000", "--frames_per_batch", "200", "--num_workers", "2"),
-    *("--env", "CartPole-v1"),
+    *("--num_nodes", "2", "--env", "CartPole-v1"),
 )
+_GLOO = (*_NODES, "--backend", "gloo")
 _PONG = ("logger.num_test_episodes=1", "logger.test_interval=100000000")
 _IMPALA = ("collector.num_workers=2", "collector.total_frames=16000", "loss.batch_size=4", *_PONG)
 
@@ -228,11 +229,11 @@ SCRIPTS: tuple[Script, ...] = (
     Script("examples/collectors/mp_collector_mps.py"),
     Script(
         "examples/distributed/collectors/single_machine/generic.py",
-        _NODES,
+        _GLOO,
     ),
     Script(
         "examples/distributed/collectors/single_machine/sync.py",
-        _NODES,
+        _GLOO,
     ),
     Script(
         "examples/distributed/collectors/single_machine/rpc.py",
