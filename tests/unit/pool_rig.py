@@ -18,7 +18,7 @@ from gleanrl.core.options import RolloutOptions
 from gleanrl.envs.vector import make_vector
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.cursor import CursorRollout
-from gleanrl.rollout.rollout import Rollout
+from gleanrl.rollout.rollout import Rollout, check_can_cut
 
 OBS, ACTION, REWARD = ("observation",), ("action",), ("reward",)
 DONE, TERMINATED, TRUNCATED = ("done",), ("terminated",), ("truncated",)
@@ -96,6 +96,9 @@ class Uniform:
     def finish(self, steps):
         pass
 
+    def forget(self):
+        pass
+
 
 class FromObservation(Uniform):
     """A deterministic policy: the action is a hash of the observation."""
@@ -156,7 +159,11 @@ def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(),
     def make_policies(env, probe):
         return Made(policy(env), Uniform(env), needs_is_init)
 
-    return kind(env, make_policies, RolloutOptions(**options))
+    rollout_options = RolloutOptions(**options)
+    first = RolloutWindow.allocate(env.layout.observations, env.layout.num_envs, 1)
+    check_can_cut(env, rollout_options)
+    env.reset(first)
+    return kind(env, first, make_policies(env, first), make_policies, rollout_options)
 
 
 def collect(source, steps, stop=GO):

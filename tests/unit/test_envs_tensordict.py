@@ -1,30 +1,25 @@
-"""TensorDict environments stepped into windows, compared with how TorchRL itself steps them."""
+"""Environments with TensorDict methods give what their own methods and TorchRL's collector give."""
 
 import warnings
 from functools import partial
 
-import gymnasium as gym
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
-from torch import nn
-from torchrl.data import Binary, Bounded, Composite, Unbounded
+from tensordict import LazyStackedTensorDict
+from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs import (
     Compose,
     DoubleToFloat,
-    EnvBase,
     GymEnv,
     InitTracker,
     ObservationNorm,
     RewardSum,
     SerialEnv,
     StepCounter,
-    TensorDictPrimer,
     TransformedEnv,
 )
 from torchrl.testing.mocking_classes import (
     CountingEnv,
-    CountingEnvWithString,
     EnvWithDynamicSpec,
     HeterogeneousCountingEnv,
     MultiAgentCountingEnv,
@@ -32,73 +27,46 @@ from torchrl.testing.mocking_classes import (
     NestedCountingEnv,
 )
 
-from gleanrl.core.errors import EnvError
-from gleanrl.core.layout import Field
+from gleanrl import Collector
 from gleanrl.envs import GymEnv as OurGymEnv
 from gleanrl.envs import SerialEnv as OurSerialEnv
-from gleanrl.envs import tensordict_env
-from gleanrl.envs.gymnasium import GymnasiumEnv
-from gleanrl.envs.serial import gym_source
-from gleanrl.envs.tensordict_env import TensorDictEnv
-from gleanrl.envs.tensordict_layout import EndFlags, is_tensordict_env, needs_carrier
-from gleanrl.memory.trees import nest
-from gleanrl.memory.window import RolloutWindow
 
 
-class Driver:
-    """Steps a `TensorDictEnv` the way a rollout does."""
+@pytest.fixture
+def collect():
+    """Collect one batch; collectors are shut down after the test."""
+    opened = []
 
-    def __init__(self, env, steps, extra=()):
-        self.env = TensorDictEnv(env) if is_tensordict_env(env) else env
-        layout = self.env.layout
-        flags = [Field(k, g.shape, torch.bool) for g in layout.dones for k in g.keys()]
-        self.flags = [*(f.key for f in flags), *(("next", *f.key) for f in flags)]
-        fields = [*layout.observations, *layout.actions, *flags, *extra]
-        fields += [
-            Field(("next", *f.key), f.shape, f.dtype)
-            for f in (*layout.observations, *layout.rewards, *flags)
-        ]
-        self.window = RolloutWindow.allocate(fields, layout.num_envs, steps)
-        self.carry = RolloutWindow.allocate(layout.observations, layout.num_envs, 1)
-        self.env.reset(self.carry)
-        self.ended = []
+    def one(env, policy=None, frames=24, batches=1, seed=None, **options):
+        if seed is not None:
+            torch.manual_seed(seed)
+        source = Collector(env, policy, frames_per_batch=frames, **options)
+        opened.append(source)
+        found = [batch.clone() for _, batch in zip(range(batches), source, strict=False)]
+        return torch.cat(found, -1)
 
-    def roll(self, act=None, cut=None, steps=None):
-        """Roll out ``steps`` steps; ``act(t)`` may write actions, ``cut`` maps steps to envs."""
-        window, env = self.window, self.env
-        steps = window.steps if steps is None else steps
-        for key in self.flags:
-            window.tensor(key).zero_()
-        for field in env.layout.observations:
-            window.tensor(field.key)[:, 0] = self.carry.tensor(field.key)[:, 0]
-        env.begin(window, self.carry)
-        self.ended = []
-        for t in range(steps):
-            (act or env.random)(t)
-            self.ended.append(list(env.step(t, (cut or {}).get(t, ()))))
-        env.finish(steps)
-        lead = env.layout.batch_shape
-        flat = {k: window.tensor(k).clone() for k in window.keys()}
-        flat = {k: v.view(*lead, *v.shape[1:]) for k, v in flat.items()}
-        return TensorDict(nest(flat), batch_size=(*lead, window.steps))[..., :steps]
-
-    def act_with(self, value):
-        """Return an ``act`` that writes ``value`` to every action."""
-
-        def act(t):
-            for field in self.env.layout.actions:
-                self.window.tensor(field.key)[:, t] = value
-
-        return act
+    yield one
+    for source in opened:
+        source.shutdown()
 
 
-def reference(env, steps):
-    """Step ``env`` with its own methods and random actions."""
+def reference(env, steps, act=None, seed=5):
+    """Step ``env`` with its own methods; the random stream is that of a collector."""
+    torch.manual_seed(seed)
     root, taken = env.reset(), []
+    torch.manual_seed(seed)  # building a collector leaves the stream as it was
     for _ in range(steps):
-        step, root = env.step_and_maybe_reset(env.rand_action(root))
+        step, root = env.step_and_maybe_reset((act or env.rand_action)(root))
         taken.append(step.clone())
-    return torch.stack(taken, len(env.batch_size))
+    return LazyStackedTensorDict.maybe_dense_stack(taken, len(env.batch_size))
+
+
+def ones(td):
+    return td.set("action", torch.ones(*td.batch_size, 1, dtype=torch.int8))
+
+
+def flat(value):
+    return value.flatten().tolist()
 
 
 def cartpole_with_transforms():
@@ -138,238 +106,87 @@ def make(request):
     return ENVS[request.param]
 
 
-def test_data_equal_those_of_the_environments_own_methods(make):
+@pytest.mark.parametrize("fast", [True, False])
+def test_data_equal_those_of_the_environments_own_methods(collect, make, fast):
     theirs, ours = make(), make()
     theirs.set_seed(3)
-    torch.manual_seed(5)
-    expected = reference(theirs, 25)
+    expected = reference(theirs, 24)
     ours.set_seed(3)
-    torch.manual_seed(5)
-    got = Driver(ours, 25).roll()
+    got = collect(ours, frames=expected.numel(), seed=5, fast=fast).exclude("collector")
+    assert set(got.keys(True, True)) == set(expected.keys(True, True))
     for key in expected.keys(True, True):
         assert torch.equal(got[key], expected[key]), key
 
 
 @pytest.mark.parametrize("name", ["cartpole", "transforms", "serial", "groups"])
-def test_data_equal_those_of_torchrls_collector(name):
+def test_data_equal_those_of_torchrls_collector(collect, name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing it warns about itself
-        from torchrl.collectors import Collector
+        from torchrl.collectors import Collector as TheirCollector
     theirs, ours = ENVS[name](), ENVS[name]()
     theirs.set_seed(3)
-    collector = Collector(theirs, frames_per_batch=24, total_frames=24)
+    torch.manual_seed(5)
+    collector = TheirCollector(theirs, frames_per_batch=24, total_frames=24)
     torch.manual_seed(5)
     (expected,) = collector
     collector.shutdown()
     ours.set_seed(3)
-    torch.manual_seed(5)
-    got = Driver(ours, expected.shape[-1]).roll()
+    got = collect(ours, seed=5)
     for key in expected.exclude("collector").keys(True, True):
         assert torch.equal(got[key], expected[key]), key
 
 
-def test_taking_our_environments_apart_changes_no_data():
-    make = partial(OurSerialEnv, 2, lambda: OurGymEnv("CartPole-v1", num_envs=2))
-    inside = gym_source(make())
-    fast = GymnasiumEnv(inside.envs, inside.batch_shape)
+def test_taking_our_environments_apart_changes_no_data(collect):
+    build = partial(OurSerialEnv, 2, lambda: OurGymEnv("CartPole-v1", num_envs=2))
     batches = []
-    for env in (TensorDictEnv(make()), fast):
-        assert env.seed(4) == 7
-        torch.manual_seed(5)
-        batches.append(Driver(env, 40).roll(cut={9: (2,)}))
+    for fast in (True, False):
+        env = build()
+        assert env.set_seed(4) == 7
+        batches.append(
+            collect(env, frames=120, batches=2, seed=5, fast=fast, max_frames_per_traj=15)
+        )
     assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
-    assert (batches[0] == batches[1]).all()
+    assert batches[0]["next", "truncated"].any()
+    assert batches[0]["next", "terminated"].any()
+    for key in batches[0].keys(True, True):
+        assert torch.equal(batches[0][key], batches[1][key]), key
 
 
-def test_layout_has_every_key_of_the_environment(make):
-    expected = {k if isinstance(k, tuple) else (k,) for k in reference(make(), 2).keys(True, True)}
-    assert set(Driver(make(), 2).window.keys()) == expected
+def test_two_rollouts_continue_each_other(collect, make):
+    batches = []
+    for count in (1, 2):
+        env = make()
+        env.set_seed(0)
+        frames = 24 * env.batch_size.numel() // count
+        batches.append(collect(env, frames=frames, batches=count, seed=0))
+    assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
+    for key in batches[0].keys(True, True):
+        assert torch.equal(batches[0][key], batches[1][key]), key
 
 
-def test_two_rollouts_continue_each_other(make):
-    env = make()
-    env.set_seed(0)
-    torch.manual_seed(0)
-    whole = Driver(env, 20).roll()
-    env = make()
-    env.set_seed(0)
-    torch.manual_seed(0)
-    driver = Driver(env, 10)
-    halves = torch.cat([driver.roll(), driver.roll()], len(env.batch_size))
-    assert (halves == whole).all()
+def test_state_of_transforms_survives(collect):
+    def build():
+        return TransformedEnv(GymEnv("Pendulum-v1"), ObservationNorm(in_keys=["observation"]))
 
-
-def test_final_observation_is_the_true_one_and_the_next_root_that_of_the_reset():
-    driver = Driver(CountingEnv(max_steps=2), 8)
-    data = driver.roll(driver.act_with(1))
-    assert data["observation"].flatten().tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
-    assert data["next", "observation"].flatten().tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
-    assert data["next", "done"].flatten().tolist() == [False, False, True] * 2 + [False] * 2
-    assert not data["done"].any()
-    assert driver.ended == [[], [], [0], [], [], [0], [], []]
-
-
-def test_a_cut_truncates_and_resets_that_environment_only():
-    driver = Driver(SerialEnv(3, lambda: GymEnv("Pendulum-v1")), 6)
-    data = driver.roll(cut={2: (1,)})
-    truncated = data["next", "truncated"].squeeze(-1)
-    assert truncated.nonzero().tolist() == [[1, 2]]
-    assert torch.equal(data["next", "done"], data["next", "truncated"])
-    assert not data["next", "terminated"].any()
-    assert driver.ended[2] == [1]
-    continues = (data["observation"][:, 1:] == data["next", "observation"][:, :-1]).all(-1)
-    assert (~continues).nonzero().tolist() == [[1, 2]]
-
-
-def test_a_cut_resets_what_transforms_count():
-    env = TransformedEnv(
-        SerialEnv(2, lambda: GymEnv("Pendulum-v1")),
-        Compose(StepCounter(), RewardSum(), InitTracker()),
-    )
-    data = Driver(env, 5).roll(cut={1: (0,)})
-    assert data["step_count"].squeeze(-1).tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
-    assert data["next", "step_count"][0].flatten().tolist() == [1, 2, 1, 2, 3]
-    assert data["is_init"].squeeze(-1)[0].tolist() == [True, False, True, False, False]
-    sums = data["next", "reward"][0].flatten()
-    assert torch.allclose(data["next", "episode_reward"][0, 2], sums[2])
-
-
-def test_a_cut_does_not_touch_the_flags_of_an_environment_that_ends_by_itself():
-    driver = Driver(CountingEnv(max_steps=2, batch_size=[2]), 4, [TRUNCATED_BELOW])
-
-    def act(t):
-        driver.window.tensor(("action",))[:, t, 0] = torch.tensor([1, 0])
-
-    data = driver.roll(act, cut={2: (0, 1)})
-    assert data["next", "terminated"].squeeze(-1)[:, 2].tolist() == [True, False]
-    assert data["next", "truncated"].squeeze(-1)[:, 2].tolist() == [False, True]
-    assert data["next", "done"].squeeze(-1)[:, 2].tolist() == [True, True]
-    assert driver.ended[2] == [0, 1]
-
-
-TRUNCATED_BELOW = Field(("next", "truncated"), (1,), torch.bool)
-
-
-def test_every_group_is_cut():
-    driver = Driver(MultiKeyCountingEnv(max_steps=50, batch_size=[2]), 4)
-    data = driver.roll(cut={1: (1,)})
-    for prefix in ((), ("nested_1",), ("nested_2",)):
-        done = data[("next", *prefix, "done")].flatten(2).all(-1)
-        assert done.nonzero().tolist() == [[1, 1]]
-
-
-def test_an_agents_flag_does_not_end_an_episode_that_the_root_decides_about():
-    class Agents(MultiKeyCountingEnv):
-        def _step(self, tensordict):
-            after = super()._step(tensordict)
-            after["nested_1", "done"] = torch.ones_like(after["nested_1", "done"])
-            return after
-
-    driver = Driver(Agents(max_steps=100), 4)
-    data = driver.roll()
-    assert driver.ended == [[]] * 4
-    assert data["next", "nested_1", "done"].all()
-    assert not data["next", "done"].any()
-    assert data["nested_1", "done"][1:].all()  # what the root of the next step shows
-
-
-def test_a_stopped_rollout_is_right_up_to_its_last_step():
-    whole = Driver(CountingEnv(max_steps=2), 8)
-    part = Driver(CountingEnv(max_steps=2), 8)
-    expected = whole.roll(whole.act_with(1))
-    got = part.roll(part.act_with(1), steps=5)
-    assert (got == expected[:5]).all()
-
-
-def test_construction_resets_once_and_never_steps():
-    class Strict(CountingEnv):
-        resets = 0
-
-        def _reset(self, tensordict=None, **kwargs):
-            self.resets += 1
-            return super()._reset(tensordict, **kwargs)
-
-        def _step(self, tensordict):
-            raise AssertionError("stepped")
-
-    env = Strict()
-    driver = Driver(env, 3)
-    assert env.resets == 1
-    driver.env.reset(driver.carry)
-    assert env.resets == 2
-
-
-def test_a_reset_done_elsewhere_is_taken_over():
-    env = CountingEnv(start_val=4)
-    first = env.reset()
-    env.count += 1
-    driver = Driver(TensorDictEnv(env, first), 2)
-    assert driver.carry.tensor(("observation",)).item() == 4
-
-
-@pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["plain", "with options"])
-def test_a_partial_reset_leaves_the_other_environments_alone(options):
-    driver = Driver(SerialEnv(3, lambda: GymEnv("Pendulum-v1")), 4)
-    driver.roll()
-    before = driver.carry.tensor(("observation",)).clone()
-    driver.env.reset(driver.carry, [1], **options)
-    same = (driver.carry.tensor(("observation",)) == before).all(-1).flatten()
-    assert same.tolist() == [True, False, True]
-    data = driver.roll()
-    assert torch.equal(data["observation"][0, 0], before[0, 0])
-
-
-def test_a_partial_reset_of_groups_reaches_all_of_them():
-    driver = Driver(MultiKeyCountingEnv(max_steps=100, batch_size=[2]), 6)
-    driver.roll()
-    driver.env.reset(driver.carry, [0])
-    for field in driver.env.layout.observations:
-        left = driver.carry.tensor(field.key).flatten(1).any(1)
-        assert left.tolist() == [False, True]
-
-
-def test_seeds_go_to_the_environment_and_count_its_elements():
-    driver = Driver(SerialEnv(3, lambda: GymEnv("CartPole-v1")), 2)
-    assert driver.env.seed(7) == 9
-    driver.env.reset(driver.carry)
-    env = SerialEnv(3, lambda: GymEnv("CartPole-v1"))
-    env.set_seed(7)
-    assert torch.equal(driver.carry.tensor(("observation",))[:, 0], env.reset()["observation"])
-
-
-def test_a_static_seed_is_the_same_for_all():
-    driver = Driver(SerialEnv(3, lambda: GymEnv("CartPole-v1")), 2)
-    assert driver.env.seed(7, static=True) == 7
-    driver.env.reset(driver.carry)
-    first = driver.carry.tensor(("observation",))
-    assert torch.equal(first[0], first[2])
-
-
-def test_state_of_transforms_survives():
-    env = TransformedEnv(GymEnv("Pendulum-v1"), ObservationNorm(in_keys=["observation"]))
+    env, other = build(), build()
     env.transform.init_stats(20)
-    other = TransformedEnv(GymEnv("Pendulum-v1"), ObservationNorm(in_keys=["observation"]))
     other.transform.loc, other.transform.scale = torch.zeros(3), torch.ones(3)
-    TensorDictEnv(other).load_state(TensorDictEnv(env).state())
-    assert torch.equal(other.transform.loc, env.transform.loc)
-
-
-def test_state_is_a_copy():
-    env = CountingEnv()
-    driver = Driver(env, 3)
-    state = driver.env.state()
-    driver.roll(driver.act_with(1))
-    assert state["count"].item() == 0
-    assert env.count.item() == 3
+    with Collector(env, frames_per_batch=4) as one, Collector(other, frames_per_batch=4) as two:
+        two.load_state_dict(one.state_dict())
+        assert torch.equal(other.transform.loc, env.transform.loc)
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_state_of_batched_environments_survives(strict):
-    ours = Driver(SerialEnv(2, CountingEnv), 3)
-    ours.roll(ours.act_with(1))
+    one = Collector(SerialEnv(2, CountingEnv), ones, frames_per_batch=6)
     other = SerialEnv(2, CountingEnv)
-    TensorDictEnv(other).load_state(ours.env.state(), strict)
-    assert [env["count"].item() for env in other.state_dict().values()] == [3, 3]
+    next(iter(one))
+    state = one.state_dict()
+    assert [env["count"].item() for env in state["env_state_dict"].values()] == [3, 3]
+    two = Collector(other, ones, frames_per_batch=6)
+    two.load_state_dict(state, strict=strict)
+    one.shutdown()
+    two.shutdown()
 
 
 class Keeper(CountingEnv):
@@ -378,8 +195,8 @@ class Keeper(CountingEnv):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.kept = []
-        self.shown = torch.zeros(1, dtype=torch.int32)
-        self.paid = torch.zeros(1)
+        self.shown = torch.zeros(*self.batch_size, 1, dtype=torch.int32)
+        self.paid = torch.zeros(*self.batch_size, 1)
 
     def _step(self, tensordict):
         self.kept.append(tensordict["action"])
@@ -388,141 +205,58 @@ class Keeper(CountingEnv):
         self.paid.copy_(after["observation"])
         return after.set("observation", self.shown).set("reward", self.paid)
 
+    def _reset(self, tensordict=None, **kwargs):
+        root = super()._reset(tensordict, **kwargs)
+        self.shown.copy_(root["observation"])
+        return root.set("observation", self.shown)
 
-def test_what_the_environment_keeps_of_an_action_does_not_change():
+
+class Writer(Keeper):
+    """Writes a string beside its numbers, so that steps do not fit rows."""
+
+    def _step(self, tensordict):
+        return super()._step(tensordict).set_non_tensor("said", "step")
+
+
+def test_what_the_environment_keeps_of_an_action_does_not_change(collect):
     env = Keeper(max_steps=100)
-    driver = Driver(env, 4)
-    driver.roll(driver.act_with(1))
-    driver.window.tensor(("action",)).zero_()
+    collect(env, ones, 4)["action"].zero_()
     assert [int(action) for action in env.kept] == [1, 1, 1, 1]
 
 
-def test_an_environment_may_use_its_buffers_again():
-    driver = Driver(Keeper(max_steps=2), 7)
-    data = driver.roll(driver.act_with(1))
-    assert data["next", "observation"].flatten().tolist() == [1, 2, 3, 1, 2, 3, 1]
-    assert data["next", "reward"].flatten().tolist() == [1, 2, 3, 1, 2, 3, 1]
-
-
-def test_rewards_made_on_another_device_arrive_in_bulk(monkeypatch):
-    monkeypatch.setattr(tensordict_env, "_other_device", lambda env: torch.device("cpu"))
-    driver = Driver(SerialEnv(2, lambda: Keeper(max_steps=2)), 5)
-    data = driver.roll(driver.act_with(1))
-    assert data["next", "reward"].squeeze(-1).tolist() == [[1, 2, 3, 1, 2]] * 2
-    assert driver.roll(driver.act_with(1), steps=2)["next", "reward"][1].flatten().tolist() == [
-        3,
-        1,
-    ]
-
-
+@pytest.mark.parametrize("kind", [Keeper, Writer], ids=["rows", "payload"])
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    "around",
     [
-        ("observation", torch.zeros(2, dtype=torch.int32), r"'observation' with shape \(2,\)"),
-        ("observation", torch.zeros(1), r"dtype torch.float32; its specs .* torch.int32"),
+        lambda env: env(max_steps=2),
+        lambda env: TransformedEnv(env(max_steps=2), RewardSum()),
+        lambda env: env(max_steps=2, batch_size=[2]),
     ],
+    ids=["alone", "transformed", "batched"],
 )
-def test_an_environment_that_breaks_its_own_declaration_is_named(key, value, message):
+def test_an_environment_may_use_its_tensors_again(collect, kind, around):
+    env = around(kind)
+    envs = env.batch_size.numel()
+    batch = collect(env, ones, 4 * envs, 2).reshape(-1, 8)
+    for row in batch:
+        assert flat(row["observation"]) == [0, 1, 2, 0, 1, 2, 0, 1]
+        assert flat(row["next", "observation"]) == [1, 2, 3, 1, 2, 3, 1, 2]
+        assert flat(row["next", "reward"]) == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_data_that_contradict_the_specs_arrive_as_they_are(collect):
     class Broken(CountingEnv):
         def _step(self, tensordict):
-            return super()._step(tensordict).set(key, value)
+            after = super()._step(tensordict)
+            return after.set("observation", after["observation"].expand(2))
 
-    with pytest.raises(EnvError, match=message):
-        Driver(Broken(), 2).roll()
-
-
-def test_a_batch_size_that_data_do_not_begin_with_is_named():
-    root = TensorDict(observation=torch.zeros(3, 1, dtype=torch.int32))
-    with pytest.raises(EnvError, match=r"'observation' has shape \(3, 1\), .* batch size \(2,\)"):
-        TensorDictEnv(CountingEnv(batch_size=[2]), root)
+    batch = collect(Broken(max_steps=50), ones, 3)
+    found = [step["next", "observation"].tolist() for step in batch.unbind(0)]
+    assert found == [[1, 1], [2, 2], [3, 3]]
+    assert batch[0]["observation"].tolist() == [0]
 
 
-def test_recurrent_state_kept_by_a_transform_is_fed_back():
-    def make():
-        primer = TensorDictPrimer(hidden=Unbounded((2,)), expand_specs=True)
-        return TransformedEnv(CountingEnv(max_steps=2), Compose(InitTracker(), primer))
-
-    driver = Driver(make(), 6)
-    driver.env.feed([("next", "hidden"), ("logits",)])
-    window = driver.window
-
-    def act(t):
-        window.tensor(("action",))[:, t] = 1
-        window.tensor(("next", "hidden"))[:, t] = window.tensor(("hidden",))[:, t] + 1
-
-    data = driver.roll(act)
-    assert data["hidden"][:, 0].tolist() == [0, 1, 2, 0, 1, 2]
-    assert data["next", "hidden"][:, 1].tolist() == [1, 2, 3, 1, 2, 3]
-
-
-def test_an_action_spec_describes_one_environment():
-    env = TensorDictEnv(SerialEnv(3, lambda: GymEnv("Pendulum-v1")))
-    spec = env.action_specs[("action",)]
-    assert spec.shape == (1,)
-    assert spec.dtype == torch.float32
-    drawn = spec.rand((5, 2))
-    assert drawn.shape == (5, 2, 1)
-    assert drawn.abs().max() <= 2
-    assert len(drawn.unique()) == 10
-
-
-def test_closing_twice_is_allowed():
-    env = TensorDictEnv(CountingEnv())
-    env.close()
-    env.close()
-
-
-def test_an_environment_closed_by_its_owner_stays_closed():
-    inner = GymEnv("CartPole-v1")
-    env = TensorDictEnv(inner)
-    inner.close()
-    env.close()
-    assert env.inner is inner
-
-
-def test_tensordict_environments_are_recognised_by_their_methods(make):
-    assert is_tensordict_env(make())
-
-
-@pytest.mark.parametrize(
-    "other",
-    [EnvBase, GymEnv, lambda: None, nn.Linear(1, 1), "CartPole-v1", gym.make("CartPole-v1")],
-    ids=["class", "subclass", "callable", "module", "id", "gymnasium"],
-)
-def test_other_objects_are_not_recognised(other):
-    assert not is_tensordict_env(other)
-
-
-def test_fixed_layouts_do_not_need_the_carrier(make):
-    env = make()
-    assert not needs_carrier(env)
-    assert not needs_carrier(env, env.reset())
-
-
-@pytest.mark.parametrize(
-    "make", [CountingEnvWithString, EnvWithDynamicSpec, HeterogeneousCountingEnv]
-)
-def test_open_layouts_need_the_carrier_by_their_specs(make):
-    assert needs_carrier(make())
-
-
-@pytest.mark.parametrize("what", ["string", "lazy"])
-def test_undeclared_data_without_layout_need_the_carrier(what):
-    env = CountingEnv()
-    first = env.reset()
-    ragged = lazy_stack([TensorDict(a=torch.zeros(1)), TensorDict(a=torch.zeros(2))])
-    first.set(what, {"string": "text", "lazy": ragged}[what])
-    assert needs_carrier(env, first)
-
-
-def flags(**names):
-    return EndFlags(
-        Composite({name: Binary(shape=shape, dtype=torch.bool) for name, shape in names.items()}),
-        (),
-    )
-
-
-def test_a_missing_done_or_terminated_follows_from_the_other():
+def test_a_missing_terminated_follows_from_done(collect):
     class DoneOnly(CountingEnv):
         """Has the methods but returns ``"done"`` alone."""
 
@@ -532,22 +266,105 @@ def test_a_missing_done_or_terminated_follows_from_the_other():
         def _step_proc_data(self, after):
             return after
 
-    driver = Driver(DoneOnly(max_steps=1), 4)
-    data = driver.roll(driver.act_with(1))
-    assert torch.equal(data["next", "terminated"], data["next", "done"])
-    assert data["next", "done"].flatten().tolist() == [False, True, False, True]
+    batch = collect(DoneOnly(max_steps=1), ones, 4)
+    assert torch.equal(batch["next", "terminated"], batch["next", "done"])
+    assert flat(batch["next", "done"]) == [False, True, False, True]
 
 
-def test_flags_without_a_group_are_delivered_like_observations():
-    found = flags(over=(1,))
-    assert found.groups == ()
-    assert [field.key for field in found.odd] == [("over",)]
-    assert found.ended(TensorDict(over=torch.tensor([True]))) == [0]
+def test_state_entries_are_delivered_if_the_reset_has_them(collect):
+    class Aimed(CountingEnv):
+        def __init__(self):
+            super().__init__(max_steps=2)
+            self.state_spec = Composite(goal=Bounded(0, 1, (2,)), unused=Unbounded((3,)))
+
+        def _reset(self, tensordict=None, **kwargs):
+            return super()._reset(tensordict, **kwargs).set("goal", torch.ones(2))
+
+    batch = collect(Aimed(), ones, 6)
+    assert torch.equal(batch["goal"], torch.ones(6, 2))
+    assert "unused" not in batch.keys()
 
 
-def test_state_entries_are_delivered_if_the_reset_has_them():
-    env = CountingEnv()
-    env.state_spec = Composite(goal=Bounded(0, 1, (2,)), unused=Unbounded((3,)))
-    first = env.reset().set("goal", torch.ones(2))
-    keys = {field.key for field in TensorDictEnv(env, first).layout.observations}
-    assert keys == {("observation",), ("goal",)}
+# -- what environments add beside their specs ------------------------------------------------------
+
+
+class Adding(CountingEnv):
+    """Shows an entry that no spec names."""
+
+    def _reset(self, tensordict=None, **kwargs):
+        return super()._reset(tensordict, **kwargs).set("seen", torch.zeros(2))
+
+    def _step(self, tensordict):
+        after = super()._step(tensordict)
+        return after.set("seen", after["observation"].float().expand(2).clone())
+
+
+class AddingLate(CountingEnv):
+    """Shows an entry that no spec names, from its first step on."""
+
+    def _step(self, tensordict):
+        after = super()._step(tensordict)
+        return after.set("late", after["observation"] * 2)
+
+
+@pytest.mark.parametrize("kind", [Adding, AddingLate], ids=["since the reset", "in steps"])
+def test_entries_beside_the_specs_arrive(collect, kind):
+    expected = reference(kind(max_steps=2), 8, ones)
+    batch = collect(kind(max_steps=2), ones, 4, 2).exclude("collector")
+    assert set(batch.keys(True, True)) == set(expected.keys(True, True))
+    for mine, other in zip(batch.unbind(0), expected.unbind(0), strict=True):
+        for key in other.keys(True, True):
+            assert torch.equal(mine[key], other[key]), key
+    added = batch["next", "seen"][:, 0] if kind is Adding else batch["next", "late"][:, 0] / 2
+    assert added.tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_entries_that_a_transform_adds_beside_its_specs_arrive(collect):
+    from torchrl.envs import Transform
+
+    class Delta(Transform):
+        def _step(self, tensordict, next_tensordict):
+            delta = next_tensordict["observation"] - tensordict["observation"]
+            return next_tensordict.set("delta", delta)
+
+    env = TransformedEnv(GymEnv("Pendulum-v1"), Delta())
+    batch = collect(env, frames=5)
+    for step in batch.unbind(0):
+        expected = step["next", "observation"] - step["observation"]
+        assert torch.equal(step["next", "delta"], expected)
+
+
+def test_entries_that_come_late_arrive_with_every_step_before(collect):
+    class Sometimes(CountingEnv):
+        def _step(self, tensordict):
+            after = super()._step(tensordict)
+            return after.set("odd", torch.ones(1)) if int(self.count) == 3 else after
+
+    batch = collect(Sometimes(max_steps=50), ones, 5)
+    found = ["odd" in step["next"].keys() for step in batch.unbind(0)]
+    assert found == [False, False, True, False, False]
+    assert [int(step["next", "observation"]) for step in batch.unbind(0)] == [1, 2, 3, 4, 5]
+
+
+# -- ragged environments ---------------------------------------------------------------------------
+
+
+def growing(td):
+    return td.set("action", td["observation"].mean((-3, -2)))
+
+
+def test_growing_environments_start_and_collect_with_a_policy(collect):
+    batch = collect(EnvWithDynamicSpec(max_count=3), growing, 5)
+    assert [step["observation"].shape[1] for step in batch.unbind(0)] == [1, 2, 3, 1, 2]
+    for step in batch.unbind(0):
+        assert torch.equal(step["action"], step["observation"].mean((-3, -2)))
+
+
+@pytest.mark.parametrize("batch_size", [[], [2]], ids=str)
+@pytest.mark.parametrize("acts", [False, True], ids=["random", "policy"])
+def test_heterogeneous_environments_start_and_collect(collect, batch_size, acts):
+    env = HeterogeneousCountingEnv(max_steps=3, batch_size=batch_size)
+    batch = collect(env, env.rand_action if acts else None, 12)
+    assert batch.shape == (*batch_size, 12 // env.batch_size.numel())
+    assert {part["vector"].shape[-1] for part in batch["lazy"].unbind(-1)} == {2, 3}
+    assert batch["next", "lazy"].get("done").any()

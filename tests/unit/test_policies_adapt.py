@@ -4,6 +4,8 @@ import functools
 from collections import UserList
 from typing import Optional
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from policies_rig import OBS, layout, make, plain, probe_of, run, same, windows
@@ -11,10 +13,12 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
 from tensordict.nn import TensorDictModule as Mod
+from tensordict.nn import TensorDictSequential as Seq
 from torch import distributions as D
 from torch import nn
 from torchrl.modules import MLP
 
+from gleanrl import Collector
 from gleanrl.core.errors import PolicyError, PolicyTypeError
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 from gleanrl.core.protocols import Policy
@@ -208,14 +212,14 @@ def test_a_result_of_the_wrong_type_is_named(policy, match):
             "'action' as torch.float32; the environment wants torch.int64",
         ),
         (
-            lambda td: td.set("action", td["observation"][..., :3]).set("name", "left"),
+            lambda observation: observation[..., :3].double(),
             FLOATS,
-            "wrote 'name' as",
+            r"as torch.float64; the environment wants torch.float32.*action.to\(torch.float32\)",
         ),
         (
             Mod(nn.Linear(4, 3), ["state"], ["action"]),
             FLOATS,
-            "reads 'state', which the environment does not give; it gives 'observation'",
+            r"reads 'state', which the environment does not give; it gives .*'observation'",
         ),
     ],
 )
@@ -239,9 +243,9 @@ def test_an_error_of_the_policy_itself_is_left_as_it_is():
 
 
 def test_actions_are_stored_as_the_environment_wants_them():
-    policy = Mod(nn.Linear(4, 3).double(), ["observation"], ["action"])
-    ours = same(policy, layout((5,), FLOATS, dtype=torch.float64))
-    assert ours.outputs[0].dtype == torch.float32
+    policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
+    ours = same(policy, layout((5,), ((3,), torch.float64)))
+    assert ours.outputs[0].dtype == torch.float64
 
 
 def test_float_one_hot_samples_fit_an_integer_environment():
@@ -252,36 +256,82 @@ def test_float_one_hot_samples_fit_an_integer_environment():
     same(policy, layout((5,), ((3,), torch.int64)))
 
 
-def test_outputs_leave_the_environments_own_entries_alone():
+def collected(policy, fast=True, env="Pendulum-v1", **options):
+    collector = Collector(env, policy, frames_per_batch=12, fast=fast, **options)
+    collector.set_seed(3)
+    try:
+        return next(iter(collector)).clone()
+    finally:
+        collector.shutdown()
+
+
+def replacing(td):
+    td["observation"] = td["observation"] / 2
+    td["action"] = td["observation"][..., :1]
+    td["next", "observation"] = td["observation"]
+    td["next", "reward"] = td["observation"][..., :1]
+    td["done"] = torch.ones(*td.batch_size, 1, dtype=torch.bool)
+
+
+def in_place(td):
+    td["observation"].mul_(0.5)
+    td["action"] = td["observation"][..., :1].clone()
+
+
+def declared():
+    return Seq(
+        Mod(lambda x: x / 2, ["observation"], ["observation"]),
+        Mod(lambda x: x[..., :1].clone(), ["observation"], ["action"]),
+    )
+
+
+def sometimes():
+    """Change the observation at every second call, which one call may not show."""
+    calls = []
+
     def policy(td):
-        td["observation"] = td["observation"] / 2
-        td["action"] = td["observation"][..., :3]
-        td["next", "observation"] = td["observation"]
-        td["next", "reward"] = td["observation"][..., :1]
-        td["done"] = torch.ones(5, 1, dtype=torch.bool)
+        calls.append(1)
+        scale = 0.5 if len(calls) % 2 else 1.0
+        if scale != 1:
+            td["observation"] = td["observation"] * scale
+        td["scale"] = torch.full((*td.batch_size, 1), scale)
+        td["action"] = td["observation"][..., :1] / scale / 2
 
-    env = layout((5,), FLOATS)
-    ours = make(policy, env)
-    assert [field.key for field in ours.outputs] == [("action",)]
-    window, carry = windows(env, ours)
-    before = window.tensor(OBS).clone()
-    run(ours, window, carry)
-    assert torch.equal(window.tensor(OBS), before)
-    assert torch.equal(window.tensor(("action",)), before[..., :3] / 2)
+    return policy
 
 
-def test_changing_the_observation_in_place_does_not_change_what_is_collected():
-    def policy(td):
-        td["observation"].mul_(2)
-        td["action"] = td["observation"][..., :3].clone()
+def moved(observation, action):
+    """Return what Pendulum makes of one observation and one action."""
+    env = gym.make("Pendulum-v1").unwrapped
+    env.reset()
+    cos, sin, speed = observation.double().tolist()
+    env.state = np.array([np.arctan2(sin, cos), speed])
+    return torch.from_numpy(env.step(np.array([action.item()]))[0])
 
-    env = layout((5,), FLOATS)
-    ours = make(policy, env)
-    window, carry = windows(env, ours)
-    before = window.tensor(OBS).clone()
-    run(ours, window, carry)
-    assert torch.equal(window.tensor(OBS), before)
-    assert torch.equal(window.tensor(("action",)), before[..., :3] * 2)
+
+@pytest.mark.parametrize("num_envs", [None, 2])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("build", [lambda: replacing, lambda: in_place, declared, sometimes])
+def test_a_changed_observation_is_delivered_and_changes_no_environment(build, fast, num_envs):
+    batch = collected(build(), fast, num_envs=num_envs)
+    assert batch.shape == ((12,) if num_envs is None else (2, 6))
+    if "scale" not in batch.keys():
+        batch["scale"] = torch.full((*batch.shape, 1), 0.5)
+    for row in batch.reshape(-1, batch.shape[-1]):
+        shown, after = row["observation"] / row["scale"], row["next", "observation"]
+        assert torch.equal(shown[1:], after[:-1])
+        assert torch.equal(row["action"], shown[..., :1] / 2)
+        for step, action, then in zip(shown, row["action"], after, strict=True):
+            assert torch.allclose(moved(step, action).float(), then, atol=1e-5)
+
+
+@pytest.mark.parametrize("build", [lambda: replacing, lambda: in_place, declared])
+def test_a_policy_that_changes_what_a_vector_environment_shows_is_an_error(build):
+    def vector():
+        return gym.make_vec("Pendulum-v1", num_envs=2, vectorization_mode="sync")
+
+    with pytest.raises(PolicyError, match=r"changes.* 'observation'.*num_envs="):
+        collected(build(), env=vector)
 
 
 def test_modules_see_the_batch_shape_of_the_environment():

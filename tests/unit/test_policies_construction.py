@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from policies_rig import MODE, OBS, RANDOM, layout, make, plain, probe_of, run, same, windows
-from tensordict.nn import InteractionType, TensorDictModuleBase, set_interaction_type
+from tensordict.nn import InteractionType, set_interaction_type
 from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
 from tensordict.nn import TensorDictModule as Mod
+from tensordict.nn import TensorDictSequential as Seq
 from torch import distributions as D
 from torch import nn
 
@@ -24,6 +25,7 @@ from gleanrl.policies import (
 )
 from gleanrl.policies.adapt import adapt
 from gleanrl.policies.learn import learn
+from gleanrl.policies.make import root_of
 
 FLOATS = ((3,), torch.float32)
 INT = ((), torch.int64)
@@ -192,28 +194,19 @@ def test_the_exploration_type_is_tensordicts_interaction_type():
         assert exploration_type() is MODE
 
 
-class Recurrent(TensorDictModuleBase):
-    in_keys = ["observation", "hidden"]
-    out_keys = ["action", "extra", ("next", "hidden")]
-
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.GRUCell(4, 3)
-
-    def forward(self, tensordict):
-        after = self.cell(tensordict["observation"], tensordict["hidden"])
-        tensordict["next", "hidden"] = after
-        return tensordict.set("action", after).set("extra", after * 2)
+def recurrent():
+    cell = Mod(nn.GRUCell(4, 3), ["observation", "hidden"], [("next", "hidden")])
+    head = Mod(lambda after: (after, after * 2), [("next", "hidden")], ["action", "extra"])
+    return Seq(cell, head)
 
 
 @pytest.mark.parametrize("steps", [6, 2])
 def test_off_the_cpu_extras_and_states_stay_until_the_rollout_is_over(steps):
     # The cells are on the CPU all the same; what is tested is where rows go and when.
-    policy, env, ends = Recurrent(), layout((5,), FLOATS), {1: [0]}
-    probe, far = probe_of(env), torch.device("cuda")
+    policy, env, ends = recurrent(), layout((5,), FLOATS), {1: [0]}
     adapted = adapt(policy, [OBS], [("action",)])
-    learnt = learn(policy, adapted, env, probe, RANDOM, torch.device("cpu"))
-    ours = ProgramPolicy(policy, learnt, env, device=far)
+    learnt = learn(policy, adapted, env, root_of(env, probe_of(env)), RANDOM)
+    ours = ProgramPolicy(policy, adapted.call, learnt, env, device=torch.device("cuda"))
     near = make(policy, env)
     (window, carry), (other, other_carry) = windows(env, ours), windows(env, near)
     for rollout in range(2):

@@ -9,6 +9,7 @@ from tensordict.nn import TensorDictSequential as Seq
 from torch import nn
 from torchrl.modules import GRUModule, LSTMModule
 
+from gleanrl import Collector
 from gleanrl.core.errors import PolicyError
 from gleanrl.policies import RandomActions
 
@@ -153,15 +154,53 @@ def test_a_declared_state_has_the_declared_shape():
     assert ours.outputs[-1].shape == (2,)
 
 
-def test_functions_keep_states_too():
-    def policy(td):
-        memory = td.get("memory", None)
-        memory = td["observation"].sum(-1, True) * 0 if memory is None else memory
-        td["action"] = td["observation"][..., :3] + memory
-        td["next", "memory"] = memory + 1
+def remembering(td):
+    """Makes its own first state, which is not zero."""
+    memory = td.get("memory", None)
+    memory = torch.full((*td.batch_size, 1), 3.0) if memory is None else memory
+    td["action"] = td["observation"][..., :1] * 0 + memory
+    td["next", "memory"] = memory + 1
 
-    ours = same(policy, layout((5,), FLOATS), states=[("memory", (1,))], ends=ENDS)
-    assert ours.states == (("memory",),)
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_functions_keep_what_they_wrote_over_the_ends_of_episodes(fast):
+    options = {"frames_per_batch": 7, "max_frames_per_traj": 4, "fast": fast}
+    with Collector("Pendulum-v1", remembering, **options) as collector:
+        found = [batch.clone() for _, batch in zip(range(2), collector, strict=False)]
+    actions = torch.cat([batch["action"].flatten() for batch in found])
+    assert actions.tolist() == [float(3 + t) for t in range(14)]
+    after = torch.cat([batch["next", "memory"].flatten() for batch in found])
+    assert after.tolist() == [float(4 + t) for t in range(14)]
+    assert any(batch["next", "truncated"].any() for batch in found)
+
+
+class OwnStart(TensorDictModuleBase):
+    """Declares a state, and begins with one of its own where none is given."""
+
+    in_keys = ["observation", "memory"]
+    out_keys = ["action", ("next", "memory")]
+
+    def __init__(self, start):
+        super().__init__()
+        self.start = start
+
+    def forward(self, tensordict):
+        memory = tensordict.get("memory", None)
+        if memory is None:
+            memory = torch.full((*tensordict.batch_size, 1), self.start)
+        tensordict["action"] = memory.clone()
+        tensordict["next", "memory"] = memory + 1
+        return tensordict
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("start", [0.0, 3.0])
+def test_a_first_state_of_the_policys_own_is_kept(start, fast):
+    """Zeros are provided, at every start of an episode, only if they are the same to the policy."""
+    options = {"frames_per_batch": 6, "max_frames_per_traj": 3, "fast": fast}
+    with Collector("Pendulum-v1", OwnStart(start), **options) as collector:
+        actions = next(iter(collector))["action"].flatten().tolist()
+    assert actions == ([0, 1, 2, 0, 1, 2] if start == 0 else [3, 4, 5, 6, 7, 8])
 
 
 def test_next_entries_that_are_not_read_are_outputs_and_no_states():

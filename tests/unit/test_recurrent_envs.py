@@ -23,7 +23,6 @@ from torchrl.modules import AdditiveGaussianModule, GRUModule, LSTMModule
 from torchrl.testing.mocking_classes import CountingEnvWithString
 
 from gleanrl.collectors import Collector
-from gleanrl.core.errors import PolicyError
 from gleanrl.envs import SerialEnv as OurSerialEnv
 
 with warnings.catch_warnings():
@@ -205,18 +204,6 @@ def test_environments_without_fixed_layout_keep_state_too(random):
     batch = torch.cat([first["cnt"], second["cnt"]]).flatten()
     if not random:
         assert batch.tolist() == (torch.arange(24) % 5 + 3).tolist()
-
-
-def test_a_state_unlike_the_primer_is_an_error_that_names_both():
-    def wide(td):
-        counting(td)
-        td["next", "cnt"] = td["next", "cnt"].expand(2)
-
-    primer = TensorDictPrimer(cnt=Unbounded(shape=(1,)))
-    with pytest.raises(
-        PolicyError, match=r"shape \(2,\); the environment declares 'cnt' .* \(1,\)"
-    ):
-        Collector(TransformedEnv(short(), primer), wide, frames_per_batch=5, total_frames=5)
 
 
 def test_gymnasium_environments_keep_their_observation_from_the_policy():

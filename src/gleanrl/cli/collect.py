@@ -48,6 +48,8 @@ class CollectOptions:
     workers: int | None = None
     """Worker processes; ``None`` to collect in this one."""
     asynchronous: bool = False
+    explain: bool = False
+    """Say what is called as it is, and collect nothing."""
     backend: str = "process"
     """Where workers are: ``"process"``, ``"distributed"`` or ``"ray"``."""
     nodes: int | None = None
@@ -202,6 +204,9 @@ def run(options: CollectOptions) -> int:
     with options.setting.make(
         options.env, policy, frames_per_batch, total, interruptor
     ) as collector:
+        if options.explain:
+            print(collector.explain())  # noqa: T201  # this is the command's output
+            return 0
         collector.set_seed(seed)
         task = Run(options, seed, total)
         display = make_display(options.env, total)

@@ -190,6 +190,12 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
         "this process)",
     )
     add(
+        "--explain",
+        action="store_true",
+        help="say which parts of environment and policy are called as they are, and why; collect "
+        "nothing",
+    )
+    add(
         "--async",
         dest="asynchronous",
         action="store_true",
@@ -344,6 +350,7 @@ def _collect(options: argparse.Namespace, arguments: list[str]) -> int:
             num_envs=options.num_envs,
             workers=options.workers,
             asynchronous=options.asynchronous,
+            explain=options.explain,
             backend=options.backend,
             nodes=options.nodes,
             launcher=options.launcher,

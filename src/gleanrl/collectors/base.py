@@ -117,6 +117,14 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot collect in the background")
 
+    def explain(self) -> str:
+        """Say which parts are called as they are, and why.
+
+        Raises:
+            NotImplementedError: this collector does not know.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how it collects")
+
     def __enter__(self) -> BaseCollector:
         return self
 

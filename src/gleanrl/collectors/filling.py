@@ -61,6 +61,8 @@ class FillingSource(SourceAround):
             steps = self._layout.steps or steps
             own, batch = self._memory(self._layout, steps)
             report = self._source.collect(own, steps, stop, random)
+            if report.payload is not None:  # it did not fit the layout
+                batch = report.payload.handle
         if report.steps < steps and MASK not in batch.keys(True):
             batch = batch[..., : report.steps]
         self._pipeline(batch, self._hook())

@@ -174,6 +174,7 @@ class LaunchedCollector(RemoteCollector):
                 compile_policy=given.compile_policy,
                 cudagraph_policy=given.cudagraph_policy,
                 device=plan.policy,
+                fast=given.fast,
                 provide_inputs=given.auto_register_policy_transforms is not False,
             ),
             rollout=self._rollout_options(given, own.stream),

@@ -120,6 +120,7 @@ class MultiCollector(LaunchedCollector):
         observation_dtype: torch.dtype | None = None,
         info_keys: InfoKeys = (),
         check_finite: bool = False,
+        fast: bool = True,
         timeout: float | None = None,
         start_timeout: float = 120.0,
         backend: str | None = None,
@@ -200,6 +201,7 @@ class MultiCollector(LaunchedCollector):
             observation_dtype: See `Collector`.
             info_keys: See `Collector`.
             check_finite: See `Collector`.
+            fast: See `Collector`.
             timeout: Seconds one rollout may take; a worker that takes longer is killed. By default
                 a worker is waited for as long as it lives, with a warning every minute.
             start_timeout: Seconds all workers together may take to come up.

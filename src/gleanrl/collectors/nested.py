@@ -92,6 +92,7 @@ _PASSED_ON: Mapping[str, Any] = {
     "observation_dtype": None,
     "info_keys": (),
     "check_finite": False,
+    "fast": True,
     "compact_obs": False,
     "trust_policy": None,
     "compile_policy": None,

@@ -311,6 +311,15 @@ class RunningCollector(UpdatingCollector, BackgroundCollector, Settings):
         """Whether the collector was shut down."""
         return self._engine.closed
 
+    def explain(self) -> str:
+        """Say which parts of the environment and the policy are called as they are, and why.
+
+        Every part is either called as it is, or replaced by something faster that is proven to give
+        the same data. With several workers, it is the first one's answer.
+        """
+        text: str = self._engine.ask(m.Call("explain"))
+        return text
+
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Resolve a path such as ``"env.transform[0]"`` and call it; return it if not callable.
 

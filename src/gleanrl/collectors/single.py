@@ -113,6 +113,7 @@ class Collector(RunningCollector):
         observation_dtype: torch.dtype | None = None,
         info_keys: InfoKeys = (),
         check_finite: bool = False,
+        fast: bool = True,
         timeout: float | None = None,
         backend: str | None = None,
         num_collectors: int | None = None,
@@ -184,6 +185,8 @@ class Collector(RunningCollector):
             observation_dtype: Cast floating observations to this dtype.
             info_keys: Numeric ``info`` entries to deliver; a mapping gives their shapes and dtypes.
             check_finite: Raise on NaN or infinity in observations and rewards.
+            fast: Leave out what is proven to make no difference to the data; `explain` says what.
+                ``False``: environments and policies are called as they are, on TensorDicts.
             timeout: Seconds a batch may take; no effect within one process.
             backend: ``"inline"`` (alias ``"direct"``): in this process. ``"process"`` (alias
                 ``"multiprocessing"``) makes a `MultiSyncCollector` or `MultiAsyncCollector`.
@@ -260,6 +263,7 @@ class Collector(RunningCollector):
                 compile_policy=compile_policy,
                 cudagraph_policy=cudagraph_policy,
                 device=devices.policy,
+                fast=fast,
                 provide_inputs=auto_register_policy_transforms is not False,
             ),
             rollout=RolloutOptions(

@@ -302,4 +302,5 @@ def batch_over(window: Window, layout: Layout) -> TensorDictBase:
     views = {
         field.key: window.tensor(field.key).view((*shape, *field.shape)) for field in layout.fields
     }
-    return tensordict_over(views, shape, [None] * (len(shape) - 1) + [TIME])
+    names = [None] * (len(shape) - 1) + [TIME]
+    return tensordict_over(views, shape, names, layout.groups)

@@ -73,6 +73,18 @@ class DoneGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """A nested part of a step whose batch has dimensions of its own (one per agent, say)."""
+
+    key: Key
+    """Where it stands in the delivered batch."""
+    shape: tuple[int, ...]
+    """The dimensions that its batch has behind those of environments and time."""
+    names: tuple[str | None, ...]
+    """Their names."""
+
+
+@dataclass(frozen=True, slots=True)
 class EnvLayout:
     """The fields an `Env` reads and writes; keys are root keys, without ``"next"``."""
 
@@ -107,6 +119,8 @@ class Layout:
     environments: int | None = None
     """How many there are, where that is not `num_envs`: the rollouts of a collector's own workers
     may be delivered in turn, or one after another in time."""
+    groups: tuple[Group, ...] = ()
+    """Nested parts with a batch size of their own; all others have that of the batch."""
 
     @property
     def num_envs(self) -> int:

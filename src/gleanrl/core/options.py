@@ -321,6 +321,8 @@ class PolicyOptions:
     compile_policy: bool | Mapping[str, Any] | None = None
     cudagraph_policy: bool | Mapping[str, Any] | None = None
     device: torch.device | None = None
+    fast: bool = True
+    """Leave out what is proven to make no difference; else policies are called as they are."""
     provide_inputs: bool = True
     """Provide ``"is_init"`` and zeroed recurrent states to policies that read them."""
 

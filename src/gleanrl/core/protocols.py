@@ -233,6 +233,14 @@ class Policy(Protocol):
         """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""
         ...
 
+    def explain(self) -> list[str]:
+        """Say what each part is run as; one line a part."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what earlier steps left behind; all environments begin anew."""
+        ...
+
 
 class Source(Protocol):
     """What a worker serves."""

@@ -122,6 +122,7 @@ def _slots(
         arena,
         count,
         options.device,
+        open_payload=engine.backend.open,
         same_memory=options.same_memory,
         trim=options.trim,
         cat_dim=dim,

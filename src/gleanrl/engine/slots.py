@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +55,8 @@ class SlabSlots:
     The memory rule: a batch is handed out as a view of its slot, unless that would leave no slot to
     write the next one into. Then it is copied into ordinary memory and its slot used again: nobody
     waits for the user to let go, and what the user holds never changes. A rollout that the backend
-    has left elsewhere is handed out there.
+    has left elsewhere is handed out there. Where a rollout did not fit the layout and travelled as
+    a payload, the whole batch is put together from payloads and copies.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class SlabSlots:
         slots: int,
         device: torch.device | None,
         *,
+        open_payload: Callable[[m.Payload], TensorDictBase] | None = None,
         same_memory: bool = False,
         trim: bool = False,
         cat_dim: int = 0,
@@ -74,6 +76,7 @@ class SlabSlots:
             arena: Has ``slots`` slots.
             slots: How many.
             device: Where batches are delivered; ``None`` leaves tensors where they are.
+            open_payload: Returns the rollout of a worker whose data did not fit the layout.
             same_memory: Hand the same `TensorDict` out every time.
             trim: Leave out steps that a stopped rollout never reached, where there is a place to
                 leave them out from (not where rollouts are stacked).
@@ -81,6 +84,7 @@ class SlabSlots:
         """
         self._arena = arena
         self._device = device
+        self._open = open_payload
         self._same_memory = same_memory
         self._trim = trim and arena.slab.order is not Order.STACKED
         self._cat_dim = cat_dim
@@ -91,7 +95,8 @@ class SlabSlots:
         self.copies = 0
         self.nbytes = arena.nbytes
         self._shapes = arena.slab.batch_shapes
-        self._names = [None] * (len(self._shapes[0]) - 1) + [TIME]
+        self._names = time_last(len(self._shapes[0]))
+        self._groups = arena.slab.layouts[0].groups
         workers = range(len(arena.slab.layouts))
         self._windows = [[arena.reference(slot, w) for w in workers] for slot in range(slots)]
 
@@ -122,6 +127,8 @@ class SlabSlots:
 
     def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
         """Return the batch in ``slot``: a view, or a copy if no other slot is free."""
+        if any(report.payload is not None for report in reports):
+            return self._opened(slot, reports)
         if self._same_memory:
             if self._kept is None:
                 self._kept = self._batch(self._leased(slot), reports)
@@ -140,6 +147,31 @@ class SlabSlots:
         self._arena.release(slot)
         return batch
 
+    def _opened(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
+        """Put a batch together of which some rollouts are payloads."""
+        assert self._open is not None
+        parts = [
+            self._copied(self._windows[slot][worker], report.steps)
+            if report.payload is None
+            else self._open(report.payload)
+            for worker, report in enumerate(reports)
+        ]
+        self._prepared = None
+        self.release(slot)
+        batch = put_together(parts, self._arena.slab.order is Order.STACKED, self._cat_dim)
+        return batch if self._device is None else batch.to(self._device)
+
+    def _copied(self, reference: m.WindowRef, steps: int) -> TensorDict:
+        """Copy the rollout of one worker out of its window."""
+        layout, window = self._arena.slab.layouts[reference.worker], self._arena.window(reference)
+        shape = (*layout.batch_shape, window.steps)
+        views = {
+            field.key: window.tensor(field.key).clone().view((*shape, *field.shape))
+            for field in layout.fields
+        }
+        part = tensordict_over(views, shape, time_last(len(shape)), layout.groups)
+        return part[..., :steps] if self._trim else part
+
     def _leased(self, slot: int) -> list[TensorDict]:
         if self._prepared is None or self._prepared[0] != slot:
             self._elsewhere = False
@@ -152,7 +184,7 @@ class SlabSlots:
 
     def _parts(self, groups: Sequence[Views]) -> list[TensorDict]:
         return [
-            tensordict_over(views, shape, self._names)
+            tensordict_over(views, shape, self._names, self._groups)
             for views, shape in zip(groups, self._shapes, strict=True)
         ]
 
@@ -178,6 +210,21 @@ class SlabSlots:
             return [part[..., : r.steps] for part, r in zip(parts, reports, strict=True)]
         most = max(report.steps for report in reports)
         return [part[..., :most] for part in parts]
+
+
+def time_last(ndim: int) -> list[str | None]:
+    """Return the names of the dimensions of a batch."""
+    return [None] * (ndim - 1) + [TIME]
+
+
+def put_together(parts: Sequence[TensorDictBase], stacked: bool, dim: int) -> TensorDictBase:
+    """Return rollouts as one batch; lazily stacked where their shapes differ."""
+    if stacked:
+        return lazy_stack(list(parts), 0)
+    if len(parts) == 1:
+        return parts[0]
+    batch: TensorDictBase = torch.cat(list(parts), dim)
+    return batch
 
 
 def joined(parts: Sequence[TensorDict], dim: int) -> TensorDict:
@@ -219,12 +266,4 @@ class PayloadSlots:
     def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase | None:
         """Open the payloads and put them together; ``None`` if there are none."""
         parts = [self._backend.open(r.payload) for r in reports if r.payload is not None]
-        if not parts:
-            return None
-        if len(parts) == 1 and not self._stacked:
-            first: TensorDictBase = parts[0]
-            return first
-        if self._stacked:
-            return lazy_stack(parts, 0)
-        batch: TensorDictBase = torch.cat(parts, self._cat_dim or 0)
-        return batch
+        return put_together(parts, self._stacked, self._cat_dim or 0) if parts else None

@@ -475,11 +475,15 @@ class EnvBase(nn.Module, abc.ABC):
         return tensordict.set(NEXT, after)
 
     def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the root data that follow a finished step."""
+        """Return the root data that follow a finished step.
+
+        What the policy wrote under ``"next"`` replaces what stands at the root under its name.
+        """
         # `copy`, because `exclude` alone would share the branches of nested data with the step.
         root, after = tensordict.exclude(NEXT).copy(), tensordict.get(NEXT)
-        rewards = self._known.specs.reward.leaves()
-        return root.update(after.exclude(*rewards))
+        specs = self._known.specs
+        known = {*specs.observation.keys(), *specs.state.keys(), *specs.done.keys(), *root.keys()}
+        return root.update(after.exclude(*specs.reward.leaves(), *(after.keys() - known)))
 
     def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reset where the root end flags are set; return the root data."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -13,6 +14,7 @@ from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import InfoKeys, whole
 from gleanrl.core.protocols import Array, Spec, Window
+from gleanrl.envs.gym_batch import GymSource
 from gleanrl.envs.returned import check_flag, check_reset, check_rewards, not_five, write_rewards
 from gleanrl.envs.spaces import (
     action_decoder,
@@ -68,6 +70,7 @@ class GymnasiumEnv:
                 nothing to choose; ``info_keys`` that cannot be.
         """
         self._envs = list(envs)
+        self._source = GymSource((), batch_shape, categorical, observation_dtype, info_keys)
         _check_same_spaces(self._envs)
         self._inner = inner if inner is not None else (envs[0] if batch_shape == () else list(envs))
         observed = observation_leaves(envs[0].observation_space)
@@ -111,6 +114,10 @@ class GymnasiumEnv:
     def inner(self) -> Any:
         """What the user gave us."""
         return self._inner
+
+    def source(self) -> GymSource:
+        """Return the environments inside, for stepping them by other means."""
+        return replace(self._source, envs=tuple(self._envs), seeds=tuple(self._seeds))
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import gymnasium as gym
-from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import EnvOptions
@@ -17,25 +16,12 @@ from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.pool import NextStepPool
 from gleanrl.envs.registry import make_gym, without_call_checks
 from gleanrl.envs.serial import SerialEnv, gym_parts, gym_source
-from gleanrl.envs.tensordict_env import TensorDictEnv
-from gleanrl.envs.tensordict_layout import is_tensordict_env, needs_carrier
+from gleanrl.envs.tensordict_handle import TensorDictHandle
+from gleanrl.envs.tensordict_layout import is_tensordict_env
 from gleanrl.envs.vector import is_vector_env, make_vector
 
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """A TensorDict environment whose data have no fixed layout: it needs the carrier loop."""
-
-    env: Any
-    first: TensorDictBase
-    """What its one reset returned."""
-
-    def close(self) -> None:
-        """Close the environment."""
-        self.env.close()
-
-
-Made: TypeAlias = Env | NextStepPool | Carried
+Made: TypeAlias = Env | NextStepPool | TensorDictHandle
+"""Gymnasium environments and pools go into rows; all others have TensorDict methods."""
 
 
 def make_env(options: EnvOptions) -> Made:
@@ -162,8 +148,7 @@ def _adapt(env: Any, options: EnvOptions, fresh: bool) -> Made:
         )
     if options.device is not None and env.device != options.device:
         env = env.to(options.device)
-    first = env.reset()
-    return Carried(env, first) if needs_carrier(env, first) else TensorDictEnv(env, first)
+    return TensorDictHandle(env)
 
 
 def _gymnasium(

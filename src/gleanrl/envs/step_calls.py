@@ -34,6 +34,8 @@ class StepCalls:
         self._check = check
         self._memory: dict[int, list[tuple[int, int]]] = {}
         """By environment called at least once: where the arrays of its first result lie."""
+        self._held: list[Any] = []
+        """Those first results: memory that was given back would be taken for shared."""
         self._copied: set[int] = set()
         self._calls: list[Call] = []
 
@@ -63,11 +65,13 @@ class StepCalls:
         if isinstance(result[1], torch.Tensor):
             self._copied.add(index)
         self._memory[index] = list(_memory(result))
+        self._held.append(result)
         changed = {index}
         if len(self._memory) == len(self._envs):
             changed |= (sharing := _sharing(self._memory))
             self._copied |= sharing
             self._memory = {env: [] for env in self._memory}
+            self._held.clear()
         for env in changed:
             self._calls[env] = self._call(env)
         return owned(result)

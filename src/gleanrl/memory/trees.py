@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.keys import Key
+from gleanrl.core.layout import Group
 
 
 def nest(flat: Mapping[Key, torch.Tensor]) -> dict[str, object]:
@@ -23,18 +24,46 @@ def nest(flat: Mapping[Key, torch.Tensor]) -> dict[str, object]:
 
 
 def tensordict_over(
-    flat: Mapping[Key, torch.Tensor], shape: Sequence[int], names: Sequence[str | None]
+    flat: Mapping[Key, torch.Tensor],
+    shape: Sequence[int],
+    names: Sequence[str | None],
+    groups: Iterable[Group] = (),
 ) -> TensorDict:
     """Return the nested `TensorDict` over ``flat``, whose tensors all begin with ``shape``.
 
     The public constructor checks every tensor, which costs as much as collecting a short rollout;
     what comes from a slab was laid out by us. A test holds this against that constructor.
     """
-    return _build(nest(flat), torch.Size(shape), list(names))
+    own = {group.key: (group.shape, list(group.names)) for group in groups}
+    return _build(nest(flat), (), torch.Size(shape), list(names), own)
 
 
-def _build(tree: dict[str, Any], shape: torch.Size, names: list[str | None]) -> TensorDict:
-    for key, value in tree.items():
+def _build(
+    tree: dict[str, Any],
+    at: Key,
+    shape: torch.Size,
+    names: list[str | None],
+    own: Mapping[Key, tuple[tuple[int, ...], list[str | None]]],
+) -> TensorDict:
+    for name, value in tree.items():
         if isinstance(value, dict):
-            tree[key] = _build(value, shape, names)
-    return TensorDict._new_unsafe(source=tree, batch_size=shape, names=list(names))
+            tree[name] = _build(value, (*at, name), shape, names, own)
+    more, their_names = own.get(at, ((), []))
+    size = torch.Size((*shape, *more)) if more else shape
+    return TensorDict._new_unsafe(source=tree, batch_size=size, names=[*names, *their_names])
+
+
+def groups_of(data: TensorDictBase, at: Key = ()) -> list[Group]:
+    """Return the nested parts of ``data`` whose batch size is not that of ``data``."""
+    found, ndim = [], data.ndim
+
+    def look(part: TensorDictBase, key: Key) -> None:
+        for name, value in part.items():
+            if isinstance(value, TensorDictBase):
+                more = tuple(value.batch_size[ndim:])
+                if more:
+                    found.append(Group((*key, name), more, tuple(value.names[ndim:])))
+                look(value, (*key, name))
+
+    look(data, at)
+    return found

@@ -9,7 +9,7 @@ import torch
 
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import Field
-from gleanrl.core.protocols import Array
+from gleanrl.core.protocols import Array, Window
 
 
 class RolloutWindow:
@@ -66,3 +66,13 @@ class RolloutWindow:
         """Zero every field from ``step`` on (what a stopped rollout never reached)."""
         for tensor in self._tensors.values():
             tensor[:, step:] = 0
+
+
+def batch_rows(window: Window, key: Key, batch: tuple[int, ...]) -> Sequence[torch.Tensor]:
+    """Return one view per step of ``window`` in the shape ``batch`` of its environments."""
+    if len(batch) == 1:
+        return window.tensor_rows(key)
+    tensor = window.tensor(key)
+    if not batch:
+        return tensor[0].unbind(0)
+    return tensor.view((*batch, *tensor.shape[1:])).unbind(len(batch))

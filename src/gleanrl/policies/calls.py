@@ -1,16 +1,15 @@
-"""Calls of modules that run as they are, and what is copied in and out around them."""
+"""Calls of functions of the user's on tensors, and what is copied in and out around them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, as_key, show
-from gleanrl.policies.probe import call_on
 
 
 def tensor_call(
@@ -21,12 +20,19 @@ def tensor_call(
     keys: Sequence[Key],
     lent: bool,
 ) -> Callable[[], None]:
-    """Call ``fn`` and copy what it returns; on copies unless its arguments can be ``lent``."""
+    """Call ``fn`` and copy what it returns; on copies unless its arguments can be ``lent``.
+
+    What ``fn`` writes into its arguments would reach other readers of the same entries, who are not
+    looked for here: that is an error.
+    """
     wanted = [(key, cell) for key, cell in zip(keys, cells, strict=True)]
 
     def call() -> None:
         values = args if lent else [arg.clone() for arg in args]
         out = fn(*values) if names is None else fn(**dict(zip(names, values, strict=True)))
+        if not lent:
+            for value, arg in zip(values, args, strict=True):
+                _check_unwritten(value, arg)
         if not isinstance(out, tuple):
             out = _as_tuple(out, keys)
         for (key, cell), value in zip(wanted, out, strict=True):
@@ -34,6 +40,21 @@ def tensor_call(
                 _copy(key, cell, value)
 
     return call
+
+
+def _check_unwritten(value: torch.Tensor, before: torch.Tensor) -> None:
+    if not value.is_inference() and not value._version:
+        return
+    if not torch.equal(value, before) and not _same_numbers(value, before):
+        raise PolicyError(
+            "the policy changed a tensor that it was called with, which it did not do in its first "
+            "call; pass fast=False to have it called as it is"
+        )
+
+
+def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    floating = one.is_floating_point() or one.is_complex()
+    return floating and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _as_tuple(out: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
@@ -45,36 +66,6 @@ def _as_tuple(out: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
         values = {as_key(key): value for key, value in out.items()}
         return tuple(values.get(key) for key in keys)
     return () if out is None else (out,)
-
-
-def tensordict_call(
-    module: Callable[[Any], Any],
-    entries: Mapping[Key, torch.Tensor],
-    batch_shape: tuple[int, ...],
-    constants: Collection[Key],
-    cells: Mapping[Key, torch.Tensor],
-) -> Callable[[], None]:
-    """Call ``module`` on a TensorDict of its own (it may keep what it gets), copy what it wrote."""
-    fixed = {key[0]: value for key, value in entries.items() if key in constants}
-    fresh = [(key[0], value) for key, value in entries.items() if key not in constants]
-    written = [(key, key if len(key) > 1 else key[0], cell) for key, cell in cells.items()]
-    size = torch.Size(batch_shape)
-
-    def flat() -> TensorDict:
-        own = {name: value.clone() for name, value in fresh}
-        return TensorDict({**fixed, **own}, batch_size=size)
-
-    template = TensorDict({}, batch_size=size)
-    for key, value in entries.items():
-        template.set(key, value)
-    make = flat if all(len(key) == 1 for key in entries) else template.clone
-
-    def call() -> None:
-        out = call_on(module, make())
-        for key, name, cell in written:
-            _copy(key, cell, out.get(name))
-
-    return call
 
 
 def _copy(key: Key, cell: torch.Tensor, value: Any) -> None:

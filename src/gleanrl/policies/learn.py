@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule
 from torch import distributions as D
 
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, next_key, show
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.protocols import Window
 from gleanrl.policies.adapt import Adapted
 from gleanrl.policies.exploration import ExplorationType, set_exploration_type
 from gleanrl.policies.probe import Probed, run_once
@@ -28,67 +28,91 @@ _ONE_HOT = (D.OneHotCategorical, D.OneHotCategoricalStraightThrough)
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What one call showed, checked against the environment."""
+    """What one call showed."""
 
     probed: Probed
-    inputs: dict[Key, torch.Tensor]
-    """Root entries of that call, ``[*batch_shape, ...]``, states and flags included."""
     outputs: tuple[Field, ...]
+    """Actions first, then everything else that is delivered and not the environment's."""
     states: tuple[Key, ...]
+    """Root entries that are provided: zero where an episode begins, then what the policy wrote
+    under ``"next"``."""
+    fed: tuple[Key, ...]
+    """All root entries that the policy's ``("next", ...)`` outputs replace."""
     needs_is_init: bool
+    rewrites: tuple[Key, ...]
+    """Entries of the environment that the policy replaced or changed in place."""
+    after: TensorDictBase
+    """The root entries that the environment would have been given."""
+
+    @property
+    def declares(self) -> bool:
+        """Whether all of the policy says what it writes."""
+        return all(unit.declares for unit in self.probed.units)
+
+    @property
+    def why_no_rows(self) -> str:
+        """What rows of known entries would lose."""
+        if self.rewrites:
+            return f"the policy changes {', '.join(map(show, self.rewrites))}"
+        if self.probed.objects:
+            return f"the policy writes {show(self.probed.objects[0])}, which is no tensor"
+        if not self.declares:
+            return "the policy does not say all that it writes (out_keys)"
+        return "the policy makes its own first state"
+
+    @property
+    def fits_rows(self) -> bool:
+        """Whether nothing that was written needs more than rows of known entries."""
+        known = self.declares and not self.rewrites and not self.probed.objects
+        return known and set(self.fed) == set(self.states)
 
 
 def learn(
     policy: Any,
     adapted: Adapted,
     env: EnvLayout,
-    probe: Window,
+    root: TensorDictBase,
     exploration: ExplorationType,
-    device: torch.device,
+    *,
+    as_written: bool = False,
 ) -> Learnt:
-    """Call the policy once on the observation in ``probe`` and leave no trace.
+    """Call the policy once on ``root`` and leave no trace, neither in it nor in the policy.
+
+    Args:
+        policy: What the user gave.
+        adapted: How it is called.
+        env: The environment's side of the step.
+        root: What the first reset returned, on the policy's device.
+        exploration: How the policy acts in that call.
+        as_written: The environment judges actions itself: they are taken as they are written.
 
     Raises:
         PolicyError: it does not fit the environment.
     """
     asks = adapted.in_keys is not None and IS_INIT in adapted.in_keys
-    inputs = _root_entries(env, probe, device, asks)
-    states = declared_states(policy, adapted, inputs)
-    with untouched(policy), torch.no_grad(), set_exploration_type(exploration):
-        probed, inputs = _call(policy, adapted, env, inputs, states)
+    tells_init = asks and root.get(IS_INIT, None) is None
+    start = root.clone()
+    if tells_init:
+        start.set(IS_INIT, torch.ones((*root.batch_size, 1), dtype=torch.bool, device=root.device))
+    given = {as_key(key): value for key, value in start.items(True, True)}
+    states = declared_states(policy, adapted, given)
+    probed, after, provided = _call(policy, adapted, start, states, exploration)
     outputs = probed.outputs
-    found = _states(adapted, outputs, _owned(env))
-    for key in found:
-        # A policy that made its first state itself is given zeros of that kind from now on.
-        inputs[key] = torch.zeros_like(outputs[next_key(key)])
-        for unit in {id(unit): unit for unit in (*probed.units, probed.whole)}.values():
-            if key not in unit.visible:
-                unit.visible = (*unit.visible, key)
-    fields = _fields(env, outputs, _draws_one_hot(policy))
-    owned = {field.key for field in env.observations}
-    return Learnt(probed, inputs, fields, tuple(found), asks and IS_INIT not in owned)
+    owned = _owned(env)
+    fed = tuple(
+        key[1:]
+        for key in outputs
+        if key[0] == NEXT
+        and key not in owned
+        and (adapted.in_keys is None or key[1:] in adapted.in_keys)
+    )
+    actions = _actions(env, outputs, policy, as_written)
+    rewrites = tuple(key for key in outputs if key in given and key not in provided)
+    extras = _extras(env, outputs, {*owned, *(field.key for field in actions)})
+    return Learnt(probed, (*actions, *extras), provided, fed, tells_init, rewrites, after)
 
 
 # -- inputs ----------------------------------------------------------------------------------------
-
-
-def _root_entries(
-    env: EnvLayout, probe: Window, device: torch.device, is_init: bool
-) -> dict[Key, torch.Tensor]:
-    entries = {
-        field.key: probe.tensor(field.key)[:, 0]
-        .reshape((*env.batch_shape, *field.shape))
-        .to(device)
-        for field in env.observations
-    }
-    for group in env.dones:
-        shape, flags = (*env.batch_shape, *group.shape), group.keys()
-        for key in flags:
-            entries.setdefault(key, torch.zeros(shape, dtype=torch.bool, device=device))
-    if is_init:
-        first = torch.ones((*env.batch_shape, 1), dtype=torch.bool, device=device)
-        entries.setdefault(IS_INIT, first)
-    return entries
 
 
 def declared_states(policy: Any, adapted: Adapted, given: Container[Key]) -> list[Key]:
@@ -107,25 +131,69 @@ def declared_states(policy: Any, adapted: Adapted, given: Container[Key]) -> lis
 def _call(
     policy: Any,
     adapted: Adapted,
-    env: EnvLayout,
-    inputs: dict[Key, torch.Tensor],
+    start: TensorDictBase,
     states: Sequence[Key],
-) -> tuple[Probed, dict[Key, torch.Tensor]]:
-    device = next((value.device for value in inputs.values()), torch.device("cpu"))
+    exploration: ExplorationType,
+) -> tuple[Probed, TensorDictBase, tuple[Key, ...]]:
+    """Return what a call showed, the root after it, and the states that have to be provided.
+
+    A policy that makes its first state itself is provided with zeros only if they are the same to
+    it: that begins every episode anew.
+    """
+    batch, device = tuple(start.batch_size), start.device or torch.device("cpu")
+
+    def run(guess: Mapping[Key, torch.Tensor]) -> tuple[Probed, TensorDictBase]:
+        td = start.clone()
+        for key, value in guess.items():
+            td.set(key, value)
+        with untouched(policy), torch.no_grad(), set_exploration_type(exploration):
+            return run_once(adapted.call, td), td
+
     failure: Exception | None = None
-    for guess in first_states(policy, states, env.batch_shape, device):
+    for guess in first_states(policy, states, batch, device):
         try:
-            probed = run_once(adapted.call, {**inputs, **guess}, env.batch_shape)
+            probed, td = run(guess)
         except PolicyError:
             raise
         except FAILURES as err:
             failure = failure or err
             continue
-        if all(same_shape(probed.outputs.get(next_key(k)), v) for k, v in guess.items()):
-            return probed, {**inputs, **guess}
-    missing = [k for k in adapted.in_keys or () if k not in inputs and k not in states]
-    shown = {field.key: field.dtype for field in env.observations}
-    raise explain(failure, policy, shown, missing, states) from failure
+        if guess and all(_feeds(probed, key, value) for key, value in guess.items()):
+            return probed, td, tuple(guess)
+        if not guess:
+            zeros = {k: torch.zeros_like(v) for k in states if (v := _fed(probed, k)) is not None}
+            return (*_same_with(zeros, run, (probed, td)),) if zeros else (probed, td, ())
+    given = {as_key(key): value.dtype for key, value in start.items(True, True)}
+    missing = [key for key in adapted.in_keys or () if key not in given and key not in states]
+    raise explain(failure, policy, given, missing, states) from failure
+
+
+def _same_with(
+    zeros: Mapping[Key, torch.Tensor],
+    run: Callable[[Mapping[Key, torch.Tensor]], tuple[Probed, TensorDictBase]],
+    without: tuple[Probed, TensorDictBase],
+) -> tuple[Probed, TensorDictBase, tuple[Key, ...]]:
+    """Provide ``zeros`` if the policy does with them what it does ``without`` them."""
+    try:
+        probed, td = run(zeros)
+    except FAILURES:
+        return (*without, ())
+    mine, theirs = probed.outputs, without[0].outputs
+    same = mine.keys() == theirs.keys() and all(equal(mine[key], theirs[key]) for key in mine)
+    return (probed, td, tuple(zeros)) if same else (*without, ())
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors are the same, bit for bit."""
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def _fed(probed: Probed, key: Key) -> torch.Tensor | None:
+    return probed.outputs.get(next_key(key))
+
+
+def _feeds(probed: Probed, key: Key, value: torch.Tensor) -> bool:
+    return same_shape(_fed(probed, key), value)
 
 
 def same_shape(one: torch.Tensor | None, other: torch.Tensor) -> bool:
@@ -185,58 +253,41 @@ def _reason(
     return None
 
 
-def _states(
-    adapted: Adapted, outputs: Mapping[Key, torch.Tensor], owned: Collection[Key]
-) -> list[Key]:
-    """Return the root keys that what was written under ``"next"`` feeds."""
-    return [
-        key[1:]
-        for key in outputs
-        if key[0] == NEXT
-        and key not in owned
-        and (adapted.in_keys is None or key[1:] in adapted.in_keys)
-    ]
-
-
 # -- outputs ---------------------------------------------------------------------------------------
 
 
-def _fields(
-    env: EnvLayout, outputs: Mapping[Key, torch.Tensor], one_hot: Sequence[Key]
+def _actions(
+    env: EnvLayout, outputs: Mapping[Key, torch.Tensor], policy: Any, as_written: bool
 ) -> tuple[Field, ...]:
-    """Return the fields of a policy's outputs: actions first, nothing the environment decides."""
-    actions = []
+    """Return the fields of the actions: the environment's, or as they were written."""
+    one_hot, found = _draws_one_hot(policy), []
     for field in env.actions:
-        _check_action(env, field, outputs, field.key in one_hot)
-        actions.append(field)
-    taken = {field.key for field in env.actions} | _owned(env)
-    shown = {next_key(field.key): field for field in env.observations}
-    extras = []
+        value = outputs.get(field.key)
+        if value is None:
+            wrote = ", ".join(map(show, outputs)) or "nothing"
+            raise PolicyError(f"the policy did not write {show(field.key)}; it wrote {wrote}")
+        if as_written:
+            found.append(_field(env, field.key, value))
+        else:
+            _check_action(env, field, value, field.key in one_hot)
+            found.append(field)
+    return tuple(found)
+
+
+def _extras(
+    env: EnvLayout, outputs: Mapping[Key, torch.Tensor], taken: Container[Key]
+) -> tuple[Field, ...]:
+    return tuple(_field(env, key, value) for key, value in outputs.items() if key not in taken)
+
+
+def _field(env: EnvLayout, key: Key, value: torch.Tensor) -> Field:
     size = len(env.batch_shape)
-    for key, value in outputs.items():
-        if key in env.fed:
-            extras.append(_fed(env, shown[key], value))
-        if key in taken:
-            continue
-        if tuple(value.shape[:size]) != env.batch_shape:
-            raise PolicyError(
-                f"the policy wrote {show(key)} with shape {tuple(value.shape)}; it must begin with "
-                f"the batch shape {env.batch_shape} of the environment"
-            )
-        extras.append(Field(key, tuple(value.shape[size:]), value.dtype))
-    return (*actions, *extras)
-
-
-def _fed(env: EnvLayout, shown: Field, value: torch.Tensor) -> Field:
-    """Return the field of ``value``, which the environment is given for its next observation."""
-    name, wanted = show(next_key(shown.key)), (*env.batch_shape, *shown.shape)
-    if tuple(value.shape) != wanted or not torch.can_cast(value.dtype, shown.dtype):
+    if tuple(value.shape[:size]) != env.batch_shape:
         raise PolicyError(
-            f"the policy wrote {name} as {value.dtype} of shape {tuple(value.shape)}; the "
-            f"environment declares {show(shown.key)} as {shown.dtype} of shape {wanted}: make its "
-            "spec (that of the TensorDictPrimer) agree with the policy"
+            f"the policy wrote {show(key)} with shape {tuple(value.shape)}; it must begin with "
+            f"the batch shape {env.batch_shape} of the environment"
         )
-    return Field(next_key(shown.key), shown.shape, shown.dtype)
+    return Field(key, tuple(value.shape[size:]), value.dtype)
 
 
 def _owned(env: EnvLayout) -> set[Key]:
@@ -247,14 +298,8 @@ def _owned(env: EnvLayout) -> set[Key]:
     return {*roots, *after}
 
 
-def _check_action(
-    env: EnvLayout, field: Field, outputs: Mapping[Key, torch.Tensor], one_hot: bool
-) -> None:
+def _check_action(env: EnvLayout, field: Field, value: torch.Tensor, one_hot: bool) -> None:
     name = show(field.key)
-    value = outputs.get(field.key)
-    if value is None:
-        wrote = ", ".join(map(show, outputs)) or "nothing"
-        raise PolicyError(f"the policy did not write {name}; it wrote {wrote}")
     wanted = (*env.batch_shape, *field.shape)
     if tuple(value.shape) != wanted:
         hint = ""
@@ -264,10 +309,22 @@ def _check_action(
             f"the policy wrote {name} with shape {tuple(value.shape)}; the environment wants "
             f"{wanted}{hint}"
         )
-    if not torch.can_cast(value.dtype, field.dtype) and not one_hot:
+    if not keeps_values(value.dtype, field.dtype) and not one_hot:
         raise PolicyError(
-            f"the policy wrote {name} as {value.dtype}; the environment wants {field.dtype}"
+            f"the policy wrote {name} as {value.dtype}; the environment wants {field.dtype}, which "
+            f"does not hold every such value: cast it in the policy (action.to({field.dtype}))"
         )
+
+
+def keeps_values(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Tell whether every value of ``given`` is one of ``wanted``, which is of the same kind.
+
+    >>> keeps_values(torch.int32, torch.int64), keeps_values(torch.float64, torch.float32)
+    (True, False)
+    """
+    same_kind = given.is_floating_point == wanted.is_floating_point
+    same_kind = same_kind and given.is_complex == wanted.is_complex
+    return same_kind and torch.promote_types(given, wanted) == wanted
 
 
 def _draws_one_hot(policy: Any) -> list[Key]:

@@ -65,9 +65,8 @@ def learn_loose(
     written = leaves(out) - kept
     states = [
         Field(key[1:], tuple(value.shape[root.ndim :]), value.dtype)
-        for key, value in ((key, out.get(key)) for key in sorted(written) if key[0] == NEXT)
-        if isinstance(value, torch.Tensor)
-        and (adapted.in_keys is None or key[1:] in adapted.in_keys)
+        for key, value in ((key, _stacked(out, key)) for key in sorted(written) if key[0] == NEXT)
+        if value is not None and (adapted.in_keys is None or key[1:] in adapted.in_keys)
     ]
     fed = {state.key for state in states}
     silence = out.select(*(written - set(actions) - fed)).apply(torch.zeros_like)
@@ -83,7 +82,7 @@ def leaves(data: TensorDictBase) -> set[Key]:
 def _call(policy: Any, adapted: Adapted, start: TensorDictBase) -> TensorDictBase:
     """Return what the policy made of ``start``, with the likeliest first state that it takes."""
     batch, device = tuple(start.batch_size), start.device or torch.device("cpu")
-    given = {key: _dtype(start.get(key)) for key in sorted(leaves(start))}
+    given = {key: _dtype(start, key) for key in sorted(leaves(start))}
     states = declared_states(policy, adapted, given)
     failure: Exception | None = None
     for guess in first_states(policy, states, batch, device):
@@ -103,5 +102,15 @@ def _call(policy: Any, adapted: Adapted, start: TensorDictBase) -> TensorDictBas
     raise explain(failure, policy, given, missing, states) from failure
 
 
-def _dtype(value: Any) -> torch.dtype | None:
-    return value.dtype if isinstance(value, torch.Tensor) else None
+def _dtype(data: TensorDictBase, key: Key) -> torch.dtype | None:
+    value = _stacked(data, key)
+    return None if value is None else value.dtype
+
+
+def _stacked(data: TensorDictBase, key: Key) -> torch.Tensor | None:
+    """Return an entry, ``None`` if it is no tensor or does not stack."""
+    try:
+        value = data.get(key)
+    except RuntimeError:
+        return None  # Part of a lazy stack of different shapes.
+    return value if isinstance(value, torch.Tensor) else None

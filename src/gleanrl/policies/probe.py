@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import TensorDictBase, is_leaf_nontensor
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from gleanrl.core.errors import PolicyError, PolicyTypeError
-from gleanrl.core.keys import Key, as_key, is_private, show
+from gleanrl.core.errors import PolicyTypeError
+from gleanrl.core.keys import Key, as_key, as_keys, is_private
 from gleanrl.policies.structure import children_of, selects, units_of
 
 
@@ -25,7 +25,14 @@ class Unit:
     visible: tuple[Key, ...]
     """The entries that were there when it was called."""
     writes: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """The entries it made or replaced, with the values it gave."""
+    """The entries it made, replaced or changed in place, with the values it gave."""
+
+    @property
+    def declares(self) -> bool:
+        """Whether it says what it writes, and wrote nothing else that is delivered."""
+        named = getattr(self.module, "out_keys", None)
+        shown = {key for key in self.writes if not is_private(key)}
+        return named is not None and shown <= set(as_keys(named))
 
 
 @dataclass(slots=True)
@@ -36,48 +43,49 @@ class Probed:
     """The modules the policy is made of; the policy itself if it cannot be taken apart."""
     whole: Unit
     """The policy as one unit."""
+    inputs: dict[Key, torch.Tensor]
+    """The root entries that it was called on, as they were, ``[*batch_shape, ...]``."""
 
     @property
     def outputs(self) -> dict[Key, torch.Tensor]:
-        """What the policy wrote, without private entries."""
-        return {key: value for key, value in self.whole.writes.items() if not is_private(key)}
+        """The tensors that the policy wrote, without private entries."""
+        return {
+            key: value
+            for key, value in self.whole.writes.items()
+            if isinstance(value, torch.Tensor) and not is_private(key)
+        }
+
+    @property
+    def objects(self) -> list[Key]:
+        """What the policy wrote that is no tensor, without private entries."""
+        writes = self.whole.writes.items()
+        return [k for k, v in writes if not isinstance(v, torch.Tensor) and not is_private(k)]
 
 
-def run_once(
-    policy: Callable[[Any], Any], inputs: Mapping[Key, torch.Tensor], batch_shape: Sequence[int]
-) -> Probed:
-    """Call ``policy`` on ``inputs``, module by module where it is a sequence.
+def run_once(policy: Callable[[Any], Any], td: TensorDictBase) -> Probed:
+    """Call ``policy`` on ``td``, module by module where it is a sequence.
 
     Args:
         policy: Takes a TensorDict, returns one (or ``None`` after changing the given one).
-        inputs: Root entries, each ``[*batch_shape, ...]``. Copied.
-        batch_shape: Batch size of the TensorDict.
+        td: Root entries, the caller's to lose.
 
     Raises:
         PolicyTypeError: the policy returned something else than a TensorDict.
-        PolicyError: an entry is no tensor.
     """
-    td = _tensordict(inputs, batch_shape)
-    start = _Snapshot(td)
+    start, batch = _Snapshot(td), td.batch_size
     units, apart = [], True
     for module in units_of(policy):
         before = _Snapshot(td)
         td = call_on(module, td)
         units.append(Unit(module, tuple(before.entries), before.written(td, _out_keys(module))))
-        apart = apart and td.batch_size == tuple(batch_shape) and _all_tensors(td)
+        apart = apart and td.batch_size == batch and _all_tensors(td)
     dropped = _dropped(policy, td)
     written = start.written(td, _out_keys(policy))
     kept = {key: value for key, value in written.items() if key not in dropped}
     whole = Unit(policy, tuple(start.entries), kept)
     if units[0].module is policy:
         units = [whole]
-    for key, value in kept.items():
-        if not isinstance(value, torch.Tensor) and not is_private(key):
-            raise PolicyError(
-                f"the policy wrote {show(key)} as {type(value).__name__}, which is no tensor; only "
-                "tensors of one shape can be collected, write it under a key that starts with '_'"
-            )
-    return Probed(units if apart else [whole], whole)
+    return Probed(units if apart else [whole], whole, start.values)
 
 
 def call_on(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
@@ -93,13 +101,6 @@ def call_on(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
     return result
 
 
-def _tensordict(inputs: Mapping[Key, torch.Tensor], batch_shape: Sequence[int]) -> TensorDict:
-    td = TensorDict({}, batch_size=list(batch_shape))
-    for key, value in inputs.items():
-        td.set(key, value.clone())
-    return td
-
-
 def _entries(td: TensorDictBase) -> dict[Key, Any]:
     leaves = td.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
     return {as_key(key): value for key, value in leaves}
@@ -111,10 +112,8 @@ def _all_tensors(td: TensorDictBase) -> bool:
 
 def _out_keys(module: Any) -> set[Key]:
     """Return what a TensorDict module says it writes."""
-    if not isinstance(module, TensorDictModuleBase):
-        return set()
-    keys: Any = module.out_keys
-    return {as_key(key) for key in keys}
+    named = getattr(module, "out_keys", None) if isinstance(module, TensorDictModuleBase) else None
+    return set(as_keys(named or ()))
 
 
 class _Snapshot:
@@ -122,11 +121,9 @@ class _Snapshot:
 
     def __init__(self, td: TensorDictBase) -> None:
         self.entries = _entries(td)
-        self._values = {
-            key: value.clone()
-            for key, value in self.entries.items()
-            if isinstance(value, torch.Tensor)
-        }
+        tensors = {k: v for k, v in self.entries.items() if isinstance(v, torch.Tensor)}
+        self.values = {key: value.clone() for key, value in tensors.items()}
+        self._versions = {key: changes(value) for key, value in tensors.items()}
 
     def written(self, td: TensorDictBase, declared: Collection[Key]) -> dict[Key, Any]:
         """Return the entries of ``td`` that were made, replaced or changed in place since.
@@ -141,13 +138,21 @@ class _Snapshot:
 
     def _passed(self, key: Key, value: Any) -> bool:
         """Tell whether an entry is what it was, seen through another view perhaps."""
-        before, values = self.entries.get(key), self._values.get(key)
+        before = self.entries.get(key)
         if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
             return before is value
-        return _same_memory(before, value) and torch.equal(value, values)  # type: ignore[arg-type]  # a tensor's
+        # What is written in place counts even if it left the values as they were, this time.
+        unwritten = changes(before) == self._versions[key]
+        return unwritten and same_memory(before, value) and torch.equal(value, self.values[key])
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def changes(tensor: torch.Tensor) -> int:
+    """Return how often ``tensor`` was written in place, 0 where nothing counts that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors are the same numbers in memory."""
     return one is other or (
         one.data_ptr() == other.data_ptr()
         and one.shape == other.shape

@@ -95,6 +95,13 @@ class RandomActions:
     def finish(self, steps: int) -> None:
         """Do nothing: everything was written."""
 
+    def forget(self) -> None:
+        """Do nothing: nothing is remembered."""
+
+    def explain(self) -> list[str]:
+        """Say who acts."""
+        return ["random actions, drawn by the environment or from a spec"]
+
     def context(self) -> AbstractContextManager[Any]:
         """Return what a rollout runs in."""
         return torch.no_grad()

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import IS_INIT, Key, show
+from gleanrl.core.layout import EnvLayout
 from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
 from gleanrl.core.protocols import Env, Pool, Source, SourceFactory, Window
 from gleanrl.core.streams import preserved
-from gleanrl.envs.make import Carried, Made, make_env
+from gleanrl.envs.gym_env import GymEnv
+from gleanrl.envs.gymnasium import GymnasiumEnv
+from gleanrl.envs.make import Made, make_env
 from gleanrl.envs.pool import NextStepPool
-from gleanrl.envs.tensordict_env import TensorDictEnv
-from gleanrl.envs.tensordict_layout import spec_leaves
-from gleanrl.policies.adapt import adapt
+from gleanrl.envs.tensordict_handle import TensorDictHandle
+from gleanrl.envs.tensordict_layout import (
+    is_tensordict_env,
+    learn_layout,
+    needs_carrier,
+    spec_leaves,
+)
+from gleanrl.memory.window import RolloutWindow
+from gleanrl.policies.carried import Actor
 from gleanrl.policies.exploration import complete_exploration
-from gleanrl.policies.loose import learn_loose
-from gleanrl.policies.make import make_policy
-from gleanrl.policies.random import RandomActions, RandomPolicy
-from gleanrl.rollout.carrier import CarrierRollout
+from gleanrl.policies.make import Shown, actor_of, acts_at_random, make_actor, make_policy, root_of
+from gleanrl.policies.program import ProgramPolicy
+from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.cursor import CursorRollout
-from gleanrl.rollout.rollout import Policies, Rollout
+from gleanrl.rollout.expected import expect
+from gleanrl.rollout.rollout import Policies, Rollout, check_can_cut
 from gleanrl.rollout.streams import Streams
+from gleanrl.rollout.tensordict_loop import TensorDictRollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,55 +78,78 @@ class SourceBuilder:
                 raise
 
     def _serve(self, made: Made) -> Source:
-        if isinstance(made, Carried):
-            return self._carry(made)
-        if isinstance(made, NextStepPool):
-            return CursorRollout(made, self._policies, self.rollout)
-        return Rollout(made, self._policies, self.rollout)
+        if isinstance(made, TensorDictHandle):
+            return self._serve_tensordicts(made)
+        if isinstance(made, GymnasiumEnv) and not self.policy.fast:
+            handle = TensorDictHandle(_with_tensordicts(made))
+            return self._serve_tensordicts(handle, judges=False, why="fast=False")
+        check_can_cut(made, self.rollout)
+        first = RolloutWindow.allocate(made.layout.observations, made.layout.num_envs, 1)
+        made.reset(first)
+        policies = self._policies(made, first)
+        if isinstance(policies.policy, ProgramPolicy) and not policies.policy.learnt.fits_rows:
+            if isinstance(made, GymnasiumEnv):
+                handle = TensorDictHandle(_with_tensordicts(made), root_of(made.layout, first))
+                why = policies.policy.learnt.why_no_rows
+                return self._serve_tensordicts(handle, policies.policy, judges=False, why=why)
+            _check_rewrites(policies.policy.learnt.rewrites)
+        kind = CursorRollout if isinstance(made, NextStepPool) else Rollout
+        return kind(made, first, policies, self._policies, self.rollout)  # type: ignore[arg-type]  # each its own
 
-    def _carry(self, made: Carried) -> Source:
-        user = complete_exploration(self._user_policy(), made.env)
-        if user is None or (isinstance(user, RandomPolicy) and user.action_spec is None):
-            return CarrierRollout(made.env, None, self.rollout, first=made.first)
-        env, first = made.env, made.first
-        observed = [key for key, _ in spec_leaves(env.full_observation_spec)]
-        acted = [key for key, _ in spec_leaves(env.full_action_spec)]
-        rewarded = [key for key, _ in spec_leaves(env.full_reward_spec)]
-        adapted = adapt(user, observed, acted, trust=self.policy.trust_policy)
-        learnt = learn_loose(
-            user, adapted, first, acted, (*observed, *rewarded), self.rollout.exploration
-        )
-        self._check_inputs((state.key for state in learnt.states), learnt.needs_is_init)
-        source = CarrierRollout(
-            env,
-            adapted.call,
-            self.rollout,
-            first=first,
-            states=learnt.states,
-            is_init=learnt.needs_is_init,
-            silence=learnt.silence,
-        )
-        source.policy = user
-        return source
-
-    def _policies(self, env: Env | Pool, probe: Window, own: bool = False) -> Policies:
+    def _policies(self, env: Env | Pool, first: Window, own: bool = False) -> Policies:
         user = complete_exploration(self._user_policy(own), env.inner)
         policy = make_policy(
             user,
             env=env.layout,
             random=env.random,
-            probe=probe,
+            probe=first,
             exploration=self.rollout.exploration,
             trust_policy=self.policy.trust_policy,
             compile_policy=self.policy.compile_policy,
             cudagraph_policy=self.policy.cudagraph_policy,
             policy_device=self.policy.device,
+            fast=self.policy.fast,
         )
         self._check_inputs(policy.states, policy.needs_is_init)
-        if isinstance(env, TensorDictEnv):
-            env.feed(field.key for field in policy.outputs)
         stand_in = RandomActions(env.random, env.layout.actions, policy)
         return Policies(policy, stand_in, policy.needs_is_init, user)
+
+    # -- environments with TensorDict methods ------------------------------------------------------
+
+    def _serve_tensordicts(
+        self,
+        handle: TensorDictHandle,
+        known: ProgramPolicy | None = None,
+        *,
+        judges: bool = True,
+        why: str = "the environment works on TensorDicts",
+    ) -> Source:
+        """Serve the environment of ``handle``; ``known``: a policy that was called already."""
+        env, ragged = handle.env, needs_carrier(handle.env, handle.root)
+        layout = None if ragged else learn_layout(env, handle.root)
+        after: list[TensorDictBase] = []
+
+        def act(root: TensorDictBase, own: bool = False) -> Actor:
+            if known is not None and not own:
+                after.append(known.learnt.after)
+                shown = _shown(env, root, layout, judges)
+                away = None if known.device.type == "cpu" else known.device
+                return actor_of(known.inner, known.carried, known.learnt, shown, away)
+            chosen = complete_exploration(self._user_policy(own), env)
+            if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
+                after.append(root)
+                return Actor()
+            shown = _shown(env, root, layout, judges)
+            actor, left = make_actor(chosen, shown, self.policy, self.rollout.exploration)
+            after.append(left)
+            return actor
+
+        actor = act(handle.root.clone())
+        self._check_inputs((state.key for state in actor.states), actor.needs_is_init)
+        expected = None if layout is None else expect(env, layout, after[0], actor, self.rollout)
+        return TensorDictRollout(
+            handle, actor, self.rollout, expected=expected, make_actor=act, why=why
+        )
 
     def _check_inputs(self, states: Iterable[Key], needs_is_init: bool) -> None:
         wanted = [*states, *([IS_INIT] if needs_is_init else [])]
@@ -138,3 +172,33 @@ class SourceBuilder:
         if given.device is not None and any(t.device != given.device for t in tensors):
             return copy.deepcopy(policy).to(given.device)
         return copy.deepcopy(policy) if own else policy
+
+
+def _with_tensordicts(env: GymnasiumEnv) -> Any:
+    """Return the environments of ``env`` with TensorDict methods: the user's object if it has."""
+    return env.inner if is_tensordict_env(env.inner) else GymEnv.of(env.source())
+
+
+def _shown(env: Any, root: TensorDictBase, layout: EnvLayout | None, judges: bool) -> Shown:
+    return Shown(
+        root,
+        observed=[key for key, _ in spec_leaves(env.full_observation_spec)],
+        acted=[key for key, _ in spec_leaves(env.full_action_spec)],
+        rewarded=[key for key, _ in spec_leaves(env.full_reward_spec)],
+        layout=layout,
+        judges=judges,
+    )
+
+
+def _check_rewrites(keys: Sequence[Key]) -> None:
+    """Refuse policies that change what a vectorised environment shows.
+
+    Raises:
+        PolicyError: one does.
+    """
+    if keys:
+        raise PolicyError(
+            f"the policy changes {', '.join(map(show, keys))}, which the environment shows; that "
+            "cannot be collected from vectorised environments: write it under another name, or "
+            "vectorise single environments with num_envs="
+        )

@@ -27,7 +27,7 @@ from gleanrl.core.layout import EnvLayout, Field, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Array, Policy, Pool, Stop, Window
-from gleanrl.rollout.rollout import MakePolicies, Rollout
+from gleanrl.rollout.rollout import MakePolicies, Policies, Rollout
 from gleanrl.rollout.spool import Spool
 
 _KEEP_AT_LEAST = 64
@@ -133,13 +133,20 @@ def cursor(
 class CursorRollout(Rollout):
     """The source of pools: fixed layout, only real transitions are delivered."""
 
-    def __init__(self, pool: Pool, make_policies: MakePolicies, options: RolloutOptions) -> None:
-        """Reset ``pool`` once, learn the layout, build the policy on that first observation.
+    def __init__(
+        self,
+        pool: Pool,
+        first: Window,
+        policies: Policies,
+        make_policies: MakePolicies,
+        options: RolloutOptions,
+    ) -> None:
+        """Learn the layout of ``pool``, whose one reset showed ``first``; see `Rollout`.
 
         Raises:
             ConfigError: a dtype that the log cannot hold, because numpy has none like it.
         """
-        super().__init__(pool, make_policies, options)  # type: ignore[arg-type]  # steps differently
+        super().__init__(pool, first, policies, make_policies, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
         self._turns = Turns(pool, options.max_frames_per_traj)
         self._logged = _logged(self._plan.layout, self._plan.carried, pool.layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from gleanrl.core.keys import (
     next_key,
     show,
 )
-from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Layout
+from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Array, Window
 from gleanrl.memory.window import RolloutWindow
@@ -44,13 +44,57 @@ class RolloutPlan:
 
     def __init__(
         self,
+        batch_shape: tuple[int, ...],
+        root: Iterable[Field],
+        after: Iterable[Field],
+        options: RolloutOptions,
+        *,
+        dones: Sequence[DoneGroup],
+        finite: Container[Key],
+        carried: tuple[Field, ...] = (),
+        groups: tuple[Group, ...] = (),
+    ) -> None:
+        """Compose the layout.
+
+        Args:
+            batch_shape: Shape of the environment batch.
+            root: Root fields.
+            after: What stands under ``"next"``, keys without it.
+            options: What the user asked for.
+            dones: The environment's end flags.
+            finite: Keys of observations and rewards, without ``"next"``.
+            carried: Root fields that pass from one rollout to the next in rows.
+            groups: Nested parts with a batch size of their own.
+
+        Raises:
+            ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
+            EnvError: ``set_truncated`` with an environment that cannot tell truncation.
+        """
+        self._options = options
+        # Windows come back rollout after rollout; what begin and finish touch is looked up once.
+        self._bound: WeakKeyDictionary[Window, _Bound] = WeakKeyDictionary()
+        self._groups = end_groups(options, dones)
+        self.carried = carried
+        """Root fields that pass from one rollout to the next."""
+        self._flags = [
+            Field(key, group.shape, torch.bool) for group in self._groups for key in group.keys()
+        ]
+        fields = self._compose(root, after)
+        self.layout = Layout(batch_shape, fields, groups=groups)
+        found = _floats(field for field in fields if (field.key[field.key[0] == NEXT :]) in finite)
+        # "next" first: a bad value is named at the step that returned it.
+        self._finite = sorted(found, key=lambda field: field.key[0] != NEXT)
+
+    @classmethod
+    def of(
+        cls,
         env: EnvLayout,
         outputs: tuple[Field, ...],
         states: tuple[Key, ...],
         options: RolloutOptions,
         is_init: bool = False,
-    ) -> None:
-        """Compose the layout.
+    ) -> RolloutPlan:
+        """Return the plan of an environment whose data go into rows.
 
         Args:
             env: What the environment reads and writes.
@@ -63,39 +107,33 @@ class RolloutPlan:
             ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
             EnvError: ``set_truncated`` with an environment that cannot tell truncation.
         """
-        self._options = options
-        self._env = env
-        # Windows come back rollout after rollout; what begin and finish touch is looked up once.
-        self._bound: WeakKeyDictionary[Window, _Bound] = WeakKeyDictionary()
-        self._groups = end_groups(options, env.dones)
-        after = {field.key[1:]: field for field in outputs if field.key[0] == NEXT}
-        state_fields = [Field(key, after[key].shape, after[key].dtype) for key in states]
+        fed = {field.key[1:]: field for field in outputs if field.key[0] == NEXT}
+        state_fields = [Field(key, fed[key].shape, fed[key].dtype) for key in states]
         init = [Field(IS_INIT, (1,), torch.bool)] if is_init else []
-        self.carried: tuple[Field, ...] = (*env.observations, *state_fields, *init)
-        """Root fields that pass from one rollout to the next."""
-        self._flags = [
-            Field(key, group.shape, torch.bool) for group in self._groups for key in group.keys()
-        ]
-        check_options(options, (field.key for field in env.observations), self._groups)
-        self.layout = Layout(env.batch_shape, self._compose(outputs))
-        found = _floats(field for field in self.layout.fields if self._from_env(field))
-        # "next" first: a bad value is named at the step that returned it.
-        self._finite = sorted(found, key=lambda field: field.key[0] != NEXT)
+        carried = (*env.observations, *state_fields, *init)
+        shown = () if options.compact else env.observations
+        own = (*env.observations, *env.rewards)
+        check_options(
+            options, (field.key for field in env.observations), end_groups(options, env.dones)
+        )
+        return cls(
+            env.batch_shape,
+            (*carried, *(field for field in outputs if field.key[0] != NEXT), *env.actions),
+            (*env.rewards, *shown, *(Field(k, f.shape, f.dtype) for k, f in fed.items())),
+            options,
+            dones=env.dones,
+            finite={field.key for field in own},
+            carried=carried,
+        )
 
-    def _compose(self, outputs: tuple[Field, ...]) -> tuple[Field, ...]:
-        options, env = self._options, self._env
-        root: dict[Key, Field] = {}
-        for field in (*self.carried, *outputs, *env.actions, *self._flags):
-            if field.key[0] != NEXT:
-                root[field.key] = field
+    def _compose(self, roots: Iterable[Field], afters: Iterable[Field]) -> tuple[Field, ...]:
+        options = self._options
+        root = {field.key: field for field in (*roots, *self._flags)}
+        after = {field.key: field for field in (*afters, *self._flags)}
         if options.track_traj_ids:
             root[TRAJ_IDS] = Field(TRAJ_IDS, (), torch.int64)
         if options.mask:
             root[MASK] = Field(MASK, (), torch.bool)
-        after = {f.key: f for f in (*env.rewards, *self._flags)}
-        if not options.compact:
-            after.update({f.key: f for f in env.observations})
-        after.update({f.key[1:]: f for f in outputs if f.key[0] == NEXT})
         for key, shape in self._counters():
             root[key] = after[key] = Field(key, shape, torch.int64)
         nexts = [Field(next_key(key), f.shape, f.dtype) for key, f in after.items()]
@@ -109,9 +147,16 @@ class RolloutPlan:
             counters.append((POLICY_VERSION, ()))
         return counters
 
-    def _from_env(self, field: Field) -> bool:
-        own = {f.key for f in (*self._env.observations, *self._env.rewards)}
-        return field.key in own or (field.key[0] == NEXT and field.key[1:] in own)
+    @property
+    def flags(self) -> frozenset[Key]:
+        """End flags that are delivered, keys without ``"next"``."""
+        return frozenset(field.key for field in self._flags)
+
+    @property
+    def bulk(self) -> frozenset[Key]:
+        """Entries that `finish` writes."""
+        counted = [key for key, _ in self._counters()]
+        return frozenset((TRAJ_IDS, MASK, *counted, *map(next_key, counted)))
 
     def make_carry(self) -> RolloutWindow:
         """Allocate the memory of the fields that pass from one rollout to the next."""

@@ -87,6 +87,8 @@ class Served:
         self.torn = False
         """Whether something failed half-way: environments and counters no longer agree."""
         self._fresh = True
+        self._keeps = False
+        """Whether what the policy wrote at earlier steps outlives the reset under way."""
 
     def place(self, base: int, stride: int) -> None:
         """Number the environments among those of all workers."""
@@ -147,7 +149,9 @@ class Served:
     def start_over(self, torn: bool) -> None:
         """Reset everything if that is asked for before each rollout, or if the last one failed."""
         if torn or (self.options.reset_at_each_iter and not self._fresh):
+            self._keeps = not torn
             self._reset(None, {})
+            self._keeps = False
         self._fresh = False
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
@@ -195,34 +199,61 @@ class Served:
         self._keeper.close()
 
 
+def explanation(loop: str, env: str, policy: Sequence[str]) -> str:
+    """Lay out what `explain` answers."""
+    return "\n".join(
+        [f"loop: {loop}", f"environment: {env}", "policy:", *(f"  {p}" for p in policy)]
+    )
+
+
+def check_can_cut(env: Env | Pool, options: RolloutOptions) -> None:
+    """Check that environments can be reset one by one where that is needed.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if options.max_frames_per_traj is not None and not env.can_cut:
+        raise ConfigError(
+            f"max_frames_per_traj ({options.max_frames_per_traj}) needs to reset environments "
+            f"one by one, which {type(env.inner).__name__} cannot do; set the limit where it "
+            "is made (max_episode_steps), or vectorise single environments with num_envs="
+        )
+
+
 class Rollout(Served):
     """The source of dense environments: fixed layout, one real transition per step."""
 
-    def __init__(self, env: Env, make_policies: MakePolicies, options: RolloutOptions) -> None:
-        """Reset ``env`` once, learn the layout, build the policy on that first observation.
+    def __init__(
+        self,
+        env: Env,
+        first: Window,
+        policies: Policies,
+        make_policies: MakePolicies,
+        options: RolloutOptions,
+    ) -> None:
+        """Learn the layout.
 
-        Raises:
-            ConfigError: ``max_frames_per_traj`` where environments cannot be reset one by one.
+        Args:
+            env: Was reset once.
+            first: One step long: what that reset showed.
+            policies: What acts.
+            make_policies: How to make the same again.
+            options: What the user asked for.
         """
-        if options.max_frames_per_traj is not None and not env.can_cut:
-            raise ConfigError(
-                f"max_frames_per_traj ({options.max_frames_per_traj}) needs to reset environments "
-                f"one by one, which {type(env.inner).__name__} cannot do; set the limit where it "
-                "is made (max_episode_steps), or vectorise single environments with num_envs="
-            )
         self._env = env
-        probe = RolloutWindow.allocate(env.layout.observations, env.layout.num_envs, 1)
-        env.reset(probe)
-        made = make_policies(env, probe)
         self._make_policies = make_policies
-        super().__init__(env, env.inner, made.user, options)
-        self._policy, self._random = made.policy, made.random
-        self._plan = RolloutPlan(
-            env.layout, made.policy.outputs, made.policy.states, options, made.needs_is_init
+        super().__init__(env, env.inner, policies.user, options)
+        self._policy, self._random = policies.policy, policies.random
+        self._plan = RolloutPlan.of(
+            env.layout,
+            policies.policy.outputs,
+            policies.policy.states,
+            options,
+            policies.needs_is_init,
         )
         self._carry = self._plan.make_carry()
-        for key in probe.keys():
-            self._carry.tensor(key).copy_(probe.tensor(key))
+        for key in first.keys():
+            self._carry.tensor(key).copy_(first.tensor(key))
         self.tracker = Tracker(env.layout.num_envs, options.max_frames_per_traj)
         self._mark_init(None)
 
@@ -247,6 +278,18 @@ class Rollout(Served):
             self._plan.finish(window, self.tracker, taken, self.policy_version)
         return Report(taken, taken * window.envs, self.policy_version)
 
+    def explain(self) -> str:
+        """Say which path every part takes, and why."""
+        with self._exploration(), torch.no_grad():
+            parts = self._policy.explain()
+        inner = self._env.inner
+        kind = type(inner[0] if isinstance(inner, list) else inner).__name__
+        return explanation(
+            "rows: each field of a step is written to its place in the batch",
+            f"{self._env.layout.num_envs} x {kind}, stepped by its own methods without TensorDicts",
+            parts,
+        )
+
     def own_policy(self) -> None:
         """Act with a copy of the policy from now on: the learner trains the original meanwhile."""
         probe = RolloutWindow.allocate(self._env.layout.observations, self._env.layout.num_envs, 1)
@@ -265,6 +308,8 @@ class Rollout(Served):
 
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         self._env.reset(self._carry, envs, **options)
+        if envs is None and not self._keeps:
+            self._policy.forget()
         self.tracker.restart(envs)
         self._mark_init(envs)
 

@@ -113,6 +113,7 @@ class DistributedCollector(NodesCollector):
         observation_dtype: torch.dtype | None = None,
         info_keys: InfoKeys = (),
         check_finite: bool = False,
+        fast: bool = True,
         compact_obs: bool = False,
         timeout: float | None = None,
         start_timeout: float = 120.0,
@@ -190,6 +191,7 @@ class DistributedCollector(NodesCollector):
             observation_dtype: See `Collector`.
             info_keys: See `Collector`.
             check_finite: See `Collector`.
+            fast: See `Collector`.
             compact_obs: See `Collector`.
             timeout: Seconds one rollout may take. By default a node is waited for as long as it
                 shows signs of life, with a warning every minute.

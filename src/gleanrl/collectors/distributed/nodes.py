@@ -35,6 +35,7 @@ _OF_A_WORKER = frozenset(
         "compile_policy",
         "create_env_kwargs",
         "cudagraph_policy",
+        "fast",
         "init_fn",
         "info_keys",
         "max_frames_per_traj",

@@ -107,6 +107,7 @@ class RayCollector(NodesCollector):
         observation_dtype: torch.dtype | None = None,
         info_keys: InfoKeys = (),
         check_finite: bool = False,
+        fast: bool = True,
         compact_obs: bool = False,
         timeout: float | None = None,
         start_timeout: float = 120.0,
@@ -179,6 +180,7 @@ class RayCollector(NodesCollector):
             observation_dtype: See `Collector`.
             info_keys: See `Collector`.
             check_finite: See `Collector`.
+            fast: See `Collector`.
             compact_obs: See `Collector`.
             timeout: Seconds one rollout may take. By default an actor is waited for as long as
                 Ray knows it alive, with a warning every minute.

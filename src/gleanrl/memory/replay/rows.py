@@ -13,7 +13,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key, next_key, show
-from gleanrl.core.layout import Field
+from gleanrl.core.layout import Field, Group
+from gleanrl.memory.trees import groups_of
 
 Flat: TypeAlias = dict[Key, torch.Tensor]
 Allocate: TypeAlias = Callable[[Sequence[tuple[tuple[int, ...], torch.dtype]]], list[torch.Tensor]]
@@ -37,6 +38,9 @@ class RowLayout:
 
     once: tuple[Key, ...] = ()
     """Root entries whose successors under ``"next"`` are found by a link and not stored beside."""
+
+    groups: tuple[Group, ...] = ()
+    """Nested parts with a batch size of their own."""
 
     @property
     def stored(self) -> tuple[Field, ...]:
@@ -96,6 +100,8 @@ class RowLayout:
         found = {"fields": fields, "element": list(self.element), "envs": self.envs}
         if self.once:
             found["once"] = [list(key) for key in self.once]
+        if self.groups:
+            found["groups"] = [[list(g.key), list(g.shape), list(g.names)] for g in self.groups]
         return json.dumps(found).encode()
 
     @classmethod
@@ -112,7 +118,12 @@ class RowLayout:
                 for key, shape, dtype in found["fields"]
             )
             once = tuple(tuple(key) for key in found.get("once", ()))
-            return cls(fields, tuple(int(n) for n in found["element"]), found["envs"], once)
+            groups = tuple(
+                Group(tuple(key), tuple(int(size) for size in shape), tuple(names))
+                for key, shape, names in found.get("groups", ())
+            )
+            element = tuple(int(n) for n in found["element"])
+            return cls(fields, element, found["envs"], once, groups)
         except (ValueError, KeyError, TypeError) as err:
             raise ConfigError(f"no layout of a replay buffer: {text[:80]!r} ({err})") from err
 
@@ -181,15 +192,17 @@ def batch_shape(data: Any, ndim: int) -> tuple[int, ...]:
 class _Node:
     leaves: tuple[tuple[str, int], ...]
     children: tuple[tuple[str, _Node], ...]
+    group: Group | None
 
 
-def _tree(fields: Sequence[tuple[Key, int]]) -> _Node:
+def _tree(fields: Sequence[tuple[Key, int]], groups: Mapping[Key, Group], at: Key = ()) -> _Node:
     leaves = tuple((key[0], index) for key, index in fields if len(key) == 1)
     inner: dict[str, list[tuple[Key, int]]] = {}
     for key, index in fields:
         if len(key) > 1:
             inner.setdefault(key[0], []).append((key[1:], index))
-    return _Node(leaves, tuple((name, _tree(below)) for name, below in inner.items()))
+    children = ((name, _tree(below, groups, (*at, name))) for name, below in inner.items())
+    return _Node(leaves, tuple(children), groups.get(at))
 
 
 class Rows:
@@ -233,7 +246,8 @@ class Rows:
             for index, field in enumerate(layout.fields)
             if field.shape and math.prod(field.shape) == 1
         ]
-        self._root = _tree([(key, index) for index, key in enumerate(self._keys)])
+        groups = {group.key: group for group in layout.groups}
+        self._root = _tree([(key, index) for index, key in enumerate(self._keys)], groups)
         self.device = self.tensors[0].device
         self._plain = self._keys == (_PLAIN,)
 
@@ -315,6 +329,13 @@ class Rows:
             source[name] = self._build(child, values, shape, _NOTHING)
         source.update(extra)
         # Shapes and devices are known to agree: the checking constructor takes 15 us more.
+        group = node.group
+        if group is not None:
+            names = [*[None] * len(shape), *group.names]
+            size = torch.Size((*shape, *group.shape))
+            return TensorDict._new_unsafe(
+                source=source, batch_size=size, device=self.device, names=names
+            )
         return TensorDict._new_unsafe(source=source, batch_size=shape, device=self.device)
 
     def view(self, start: int, stop: int) -> dict[Key, torch.Tensor]:
@@ -365,5 +386,8 @@ def describe(data: Any, ndim: int, element: tuple[int, ...] | None = None) -> Ro
         Field(key, tuple(value.shape[ndim:]), value.dtype) for key, value in sorted(flat.items())
     )
     return RowLayout(
-        fields, shape[ndim:] if element is None else element, None if ndim == 1 else shape[1]
+        fields,
+        shape[ndim:] if element is None else element,
+        None if ndim == 1 else shape[1],
+        groups=tuple(groups_of(data)) if isinstance(data, TensorDictBase) else (),
     )

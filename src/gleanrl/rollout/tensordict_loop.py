@@ -1,0 +1,386 @@
+"""The loop on one TensorDict: environment and policy are called as they are.
+
+The TensorDict is carried from step to step, and whatever stands in it stays until somebody replaces
+it: what the policy wrote (also under names that nobody declared), what the environment added beside
+its specs. What the policy wrote under ``"next"`` replaces the root entry; a reset replaces what the
+environment's reset returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict.nn import set_interaction_type
+
+from gleanrl.core.errors import EnvError
+from gleanrl.core.keys import (
+    IS_INIT,
+    MASK,
+    NEXT,
+    POLICY_VERSION,
+    STEP_COUNT,
+    TIME,
+    TRAJ_IDS,
+    Key,
+    as_key,
+    is_private,
+    next_key,
+    show,
+)
+from gleanrl.core.layout import DoneGroup, Layout
+from gleanrl.core.messages import Payload, Report
+from gleanrl.core.options import RolloutOptions
+from gleanrl.core.protocols import Array, Stop, Window
+from gleanrl.core.streams import preserved
+from gleanrl.envs.tensordict_handle import TensorDictHandle
+from gleanrl.envs.tensordict_layout import spec_leaves
+from gleanrl.memory.window import RolloutWindow
+from gleanrl.policies.carried import Actor
+from gleanrl.policies.loose import leaves
+from gleanrl.rollout.plan import RolloutPlan, check_options, end_groups
+from gleanrl.rollout.recorder import Recorder, StepFields
+from gleanrl.rollout.rollout import Served, explanation
+from gleanrl.rollout.tracker import Tracker
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What steps are expected to be, before one was taken."""
+
+    plan: RolloutPlan
+    fields: StepFields
+
+
+@dataclass(frozen=True, slots=True)
+class _Silent:
+    """End flags that are delivered though the environment does not set all of them."""
+
+    prefix: Key
+    present: frozenset[str]
+    missing: frozenset[str]
+
+    def derived(self, flags: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the missing flags: each follows from the others."""
+        late = flags.get("truncated")
+        if "done" in flags:
+            done = flags["done"]
+            dead = flags.get("terminated", done if late is None else done & ~late)
+        else:
+            dead = flags["terminated"]
+            done = dead if late is None else dead | late
+        whole = {"done": done, "terminated": dead, "truncated": done & ~dead}
+        return {name: whole[name] for name in self.missing}
+
+
+MakeActor = Callable[[TensorDictBase, bool], Actor]
+"""Makes the actor from a root TensorDict; of a copy of the user's module if told so."""
+
+
+class TensorDictRollout(Served):
+    """The source of environments that are stepped by their TensorDict methods.
+
+    Rollouts go into the window as long as their steps are what was expected, and are delivered as
+    payloads otherwise: step TensorDicts stacked along the last dimension, densely where shapes
+    agree and lazily where they do not. One that is stopped keeps its length: beyond its last step
+    tensors are zero, and other entries of payloads repeat what that step has.
+    """
+
+    def __init__(
+        self,
+        handle: TensorDictHandle,
+        actor: Actor,
+        options: RolloutOptions,
+        *,
+        expected: Expected | None = None,
+        make_actor: MakeActor | None = None,
+        why: str = "the environment works on TensorDicts",
+    ) -> None:
+        """Collect from the environment of ``handle``, which was reset once.
+
+        Args:
+            handle: The environment. Closed by `close`.
+            actor: What acts.
+            options: What the user asked for.
+            expected: What steps are expected to be; ``None`` if they have no fixed layout.
+            make_actor: How to make the actor again, of a copy of the user's policy.
+            why: Why this is the loop that fits.
+
+        Raises:
+            ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
+            EnvError: ``set_truncated`` with an environment that cannot tell truncation.
+        """
+        env = handle.env
+        super().__init__(handle, env, actor.user, options)
+        self._handle, self._actor, self._make_actor = handle, actor, make_actor
+        self._why = why
+        self._batch = tuple(env.batch_size)
+        groups = handle.ends.groups
+        self._groups = end_groups(options, groups)
+        self._silent = _silent(self._groups, handle.ends.keys)
+        observed = [key for key, _ in spec_leaves(env.full_observation_spec)]
+        check_options(options, observed, self._groups)
+        self.num_envs = envs = handle.num_envs
+        """Asked for by name: without a layout nothing else tells."""
+        self.tracker = Tracker(envs, options.max_frames_per_traj)
+        # The tracker looks for "is_init" rows, which are part of the steps here.
+        self._no_rows = RolloutWindow({}, envs, 1)
+        self._finite = {
+            key
+            for spec in (env.full_observation_spec, env.full_reward_spec)
+            for key, _ in spec_leaves(spec)
+        }
+        self._observed = observed
+        self._plan = None if expected is None else expected.plan
+        shown = (*observed, *handle.ends.keys)
+        self._recorder = Recorder(shown, None if expected is None else expected.fields)
+        self._begin_episodes(list(range(envs)))
+
+    def own_policy(self) -> None:
+        """Act with a copy of the policy from now on: the learner trains the original meanwhile."""
+        if self._make_actor is None:
+            return
+        with preserved():
+            self._actor = self._make_actor(self._handle.root.clone(), True)
+        self.policy = self._actor.user
+
+    def explain(self) -> str:
+        """Say which path every part takes, and why."""
+        policy = self._actor.policy
+        with set_interaction_type(self.options.exploration), torch.no_grad():
+            parts = ["random actions, drawn by the environment"]
+            parts = parts if policy is None else policy.explain()
+        fixed = "steps go into rows as long as they are what was expected"
+        loop = f"one TensorDict, carried from step to step ({self._why}); "
+        return explanation(
+            loop + (fixed if self._plan else "steps have no fixed layout"),
+            f"{type(self.env).__name__}, called as it is by its TensorDict methods",
+            parts,
+        )
+
+    def layout(self) -> Layout | None:
+        """Describe one step; ``None`` if rollouts travel as payloads."""
+        return None if self._plan is None else self._plan.layout
+
+    def collect(self, window: Window | None, steps: int, stop: Stop, random: bool) -> Report:
+        """Take ``steps`` steps, fewer if ``stop`` is raised."""
+        torn, recorder, policy = self.torn, self._recorder, self._actor.policy
+        exploration = set_interaction_type(self.options.exploration)
+        with self.whole(), self.streams.active(), torch.no_grad(), exploration:
+            self.start_over(torn)
+            act = self._act_randomly if random or policy is None else self._act
+            if policy is not None:
+                policy.begin()
+            recorder.begin(window)
+            if self._plan is not None and recorder.steps is None:
+                assert window is not None
+                self._plan.begin(window, self._no_rows)
+            self.tracker.begin(self._no_rows, self._no_rows)
+            self._handle.begin()
+            taken = self._loop(act, steps, stop)
+            if policy is not None:
+                policy.finish()
+            payload = self._finish(window, taken, steps)
+        return Report(taken, taken * self.num_envs, self.policy_version, payload=payload)
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def _loop(self, act: Callable[[], None], steps: int, stop: Stop) -> int:
+        handle, tracker, recorder = self._handle, self.tracker, self._recorder
+        follow = self._follow if self._actor.fed or self._actor.needs_is_init else None
+        before, after, step = recorder.before, recorder.after, handle.step
+        for t in range(steps):
+            act()
+            before(handle.root)
+            ended = step(tracker.due(t) if t == tracker.next_cut else (), after)
+            if follow is not None:
+                follow()
+            if ended:
+                tracker.end(t, ended)
+                self._begin_episodes(ended)
+            if stop[0]:
+                return t + 1
+        return steps
+
+    def _act(self) -> None:
+        root, actor = self._handle.root, self._actor
+        policy = actor.policy
+        assert policy is not None
+        if actor.device is None:
+            out = policy(root)
+            if out is not root:
+                root.update(out)
+        else:
+            home = root.device or torch.device("cpu")
+            root.update(policy(root.to(actor.device)).to(home))
+        for key, dtype in actor.casts:
+            root.set(key, root.get(key).to(dtype))
+
+    def _act_randomly(self) -> None:
+        handle, actor = self._handle, self._actor
+        handle.root = handle.env.rand_action(handle.root)
+        if actor.silence is not None:
+            handle.root.update(actor.silence.clone())
+        for state in actor.states:
+            handle.root.set(next_key(state.key), torch.zeros_like(handle.root.get(state.key)))
+
+    def _follow(self) -> None:
+        """Let what the policy wrote under ``"next"`` replace its root entries."""
+        root, after = self._handle.root, self._handle.after
+        assert after is not None
+        for key in self._actor.fed:
+            value = after.get(key, None)
+            if value is not None:
+                root.set(key, value)
+        if self._actor.needs_is_init:
+            flags = torch.zeros((*self._batch, 1), dtype=torch.bool, device=root.device)
+            root.set(IS_INIT, flags)
+
+    def _begin_episodes(self, envs: Sequence[int]) -> None:
+        """Zero the states that are provided and raise ``"is_init"`` in ``envs``."""
+        root = self._handle.root
+        for state in self._actor.states:
+            value = root.get(state.key, None)
+            if value is None:
+                shape = (*self._batch, *state.shape)
+                value = torch.zeros(shape, dtype=state.dtype, device=root.device)
+            root.set(state.key, self._fill(value, envs, 0))
+        if self._actor.needs_is_init:
+            value = root.get(IS_INIT, None)
+            if value is None:
+                value = torch.zeros((*self._batch, 1), dtype=torch.bool, device=root.device)
+            root.set(IS_INIT, self._fill(value, envs, 1))
+
+    def _fill(self, value: torch.Tensor, envs: Sequence[int], with_: int) -> torch.Tensor:
+        flat = value.reshape((self.num_envs, *value.shape[len(self._batch) :])).clone()
+        flat[list(envs)] = with_
+        return flat.reshape(value.shape)
+
+    # -- a whole rollout -------------------------------------------------------------------------
+
+    def _finish(self, window: Window | None, taken: int, steps: int) -> Payload | None:
+        """Complete the window; or return what did not fit it."""
+        recorder = self._recorder
+        if recorder.steps is not None:
+            return Payload(self._assemble(recorder.steps, steps))
+        assert self._plan is not None
+        assert window is not None
+        for silent in self._silent:
+            prefix = (NEXT, *silent.prefix)
+            flags = {name: window.tensor((*prefix, name))[:, :taken] for name in silent.present}
+            for name, value in silent.derived(flags).items():
+                window.tensor((*prefix, name))[:, :taken] = value
+        self._plan.finish(window, self.tracker, taken, self.policy_version)
+        return None
+
+    def _assemble(self, taken: list[TensorDictBase], steps: int) -> TensorDictBase:
+        """Stack the steps, and add what is counted in bulk."""
+        options, valid = self.options, len(taken)
+        if options.check_finite:
+            for t, step in enumerate(taken):
+                self._check_finite(step, t)
+        # Each its own: lazy stacks set entries in what they hold.
+        never = [taken[-1].apply(torch.zeros_like) for _ in range(valid, steps)]
+        stack = LazyStackedTensorDict.maybe_dense_stack([*taken, *never], len(self._batch))
+        batch = _named(self._delivered(stack), len(self._batch))
+        ids = np.zeros((self.num_envs, steps), np.int64)
+        counts = np.zeros((self.num_envs, steps + 1), np.int64)
+        self.tracker.finish(valid, ids, counts)
+        if options.track_traj_ids:
+            batch.set(TRAJ_IDS, self._shaped(ids))
+        self._add_flags(batch)
+        if options.max_frames_per_traj is not None:
+            after = counts[:, :-1] + 1
+            counts[:, valid:], after[:, valid:] = 0, 0
+            batch.set(STEP_COUNT, self._shaped(counts[:, :-1]).unsqueeze(-1))
+            batch.set(next_key(STEP_COUNT), self._shaped(after).unsqueeze(-1))
+        made = torch.arange(steps).expand(batch.batch_size) < valid
+        if options.track_policy_version:
+            batch.set(POLICY_VERSION, made * self.policy_version)
+            batch.set(next_key(POLICY_VERSION), made * self.policy_version)
+        if options.mask:
+            batch.set(MASK, made)
+        if options.set_truncated:
+            self._truncate(batch, valid - 1)
+        return batch
+
+    def _add_flags(self, batch: TensorDictBase) -> None:
+        """Add flags that steps lack: at the root they are down, others follow from each other."""
+        there = leaves(batch)
+        for silent in _silent(self._groups, [key[1:] for key in there if key[0] == NEXT]):
+            prefix = (NEXT, *silent.prefix)
+            flags = {name: batch.get((*prefix, name)) for name in silent.present}
+            for name, value in silent.derived(flags).items():
+                batch.set((*prefix, name), value)
+        for group in self._groups:
+            for key in group.keys():
+                if key not in there and next_key(key) in leaves(batch):
+                    batch.set(key, torch.zeros_like(batch.get(next_key(key))))
+
+    def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
+        drop = [key for key in leaves(batch) if is_private(key)]
+        if self.options.compact:
+            drop += map(next_key, self._observed)
+        return batch.exclude(*drop) if drop else batch
+
+    def _check_finite(self, step: TensorDictBase, t: int) -> None:
+        def look(name: Any, value: torch.Tensor) -> None:
+            key = as_key(name)
+            own = key[1:] if key[0] == NEXT else key
+            if own in self._finite and value.is_floating_point() and not value.isfinite().all():
+                raise EnvError(
+                    f"{show(key)} holds NaN or infinity at step {t} of the rollout "
+                    "(check_finite=True)"
+                )
+
+        step.named_apply(look, nested_keys=True, filter_empty=True)
+
+    def _shaped(self, values: Array) -> torch.Tensor:
+        return torch.from_numpy(values.copy()).reshape(*self._batch, -1)
+
+    def _truncate(self, batch: TensorDictBase, step: int) -> None:
+        """Mark ``step`` as truncated where the episode did not end by itself."""
+        dim = len(self._batch)
+        for group in self._groups:
+            if group.truncated:
+                late, done = (
+                    batch.get((NEXT, *group.prefix, name)).clone() for name in ("truncated", "done")
+                )
+                last = done.select(dim, step)
+                late.select(dim, step).logical_or_(~last)
+                last.fill_(True)
+                batch.set((NEXT, *group.prefix, "truncated"), late)
+                batch.set((NEXT, *group.prefix, "done"), done)
+
+    # -- between rollouts ------------------------------------------------------------------------
+
+    def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        handle, before = self._handle, self._handle.root
+        handle.reset(envs, options)
+        if self._keeps and handle.root is not before:
+            handle.root = before.exclude(NEXT).update(handle.root)
+        self.tracker.restart(envs)
+        self._begin_episodes(range(self.num_envs) if envs is None else envs)
+
+
+def _named(batch: TensorDictBase, dim: int) -> TensorDictBase:
+    """Call dimension ``dim`` of ``batch`` time; nested parts keep names of their own."""
+    if isinstance(batch, LazyStackedTensorDict) and batch.stack_dim == dim:
+        # Setting names would take those of nested parts from every step.
+        return LazyStackedTensorDict.lazy_stack(batch.tensordicts, dim, stack_dim_name=TIME)
+    batch.names = [None] * dim + [TIME]
+    return batch
+
+
+def _silent(groups: Sequence[DoneGroup], given: Sequence[Key]) -> tuple[_Silent, ...]:
+    found = []
+    for group in groups:
+        present = frozenset(key[-1] for key in group.keys() if key in given)
+        missing = frozenset(key[-1] for key in group.keys()) - present
+        if missing and present & {"done", "terminated"}:
+            found.append(_Silent(group.prefix, present, missing))
+    return tuple(found)

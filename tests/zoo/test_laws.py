@@ -1,0 +1,115 @@
+"""Plain, fast and reference loop agree, for a sample that holds every policy of the zoo.
+
+``python -m tests.zoo`` checks more pairs, or all.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from tests.zoo.environments import ENVIRONMENTS
+from tests.zoo.laws import (
+    BATCHES,
+    STEPS,
+    Outcome,
+    changing,
+    check,
+    check_workers,
+    differences,
+    pairs,
+    quiet,
+    reference,
+    run,
+)
+from tests.zoo.policies import POLICIES
+from tests.zoo.reference import seed_all
+
+FITTING = pairs(POLICIES, ENVIRONMENTS)
+
+
+def sample(seed: int) -> list[tuple[str, str]]:
+    """Return one pair for every policy; environments repeat only where they must."""
+    draw, unused, chosen = random.Random(seed), set(ENVIRONMENTS), []
+    fitting: dict[str, list[str]] = {}
+    for policy, env in FITTING:
+        fitting.setdefault(policy, []).append(env)
+    for policy, envs in sorted(fitting.items(), key=lambda item: len(item[1])):
+        env = draw.choice([env for env in envs if env in unused] or envs)
+        unused.discard(env)
+        chosen.append((policy, env))
+    return chosen
+
+
+def agree(found: list[str]) -> None:
+    """Fail with what was found."""
+    assert not found, "\n".join(found)
+
+
+def test_the_zoo_is_large() -> None:
+    assert len(POLICIES) >= 150
+    assert len(ENVIRONMENTS) >= 60
+    assert {policy for policy, _ in FITTING} == POLICIES.keys()
+    assert {env for _, env in FITTING} == ENVIRONMENTS.keys()
+
+
+@pytest.mark.parametrize(("policy", "env"), sample(0))
+def test_plain_fast_and_reference_agree(policy: str, env: str) -> None:
+    agree(check(POLICIES[policy], ENVIRONMENTS[env]))
+
+
+WORKERS = [
+    ("gaussian-TanhNormal", "small-box[3]"),
+    ("member-counts", "toy-continuous[4]"),
+    ("odd-clamps-action", "listening[4]"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "env"), WORKERS)
+def test_workers_agree(policy: str, env: str) -> None:
+    agree(check_workers(POLICIES[policy], ENVIRONMENTS[env]))
+
+
+def torchrl(policy: str, env: str) -> Outcome:
+    """Run TorchRL's collector."""
+    case, where = POLICIES[policy], ENVIRONMENTS[env]
+    with quiet():
+        from torchrl.collectors import Collector  # warns where it is imported
+
+        module = case.make(where)
+        seed_all(0)
+        frames = STEPS * where.rows
+        collector = Collector(where.make, module, frames_per_batch=frames, use_buffers=False)
+        try:
+            batch = iter(collector)
+
+            def rollout() -> TensorDictBase:
+                return next(batch)
+
+            return run(rollout, BATCHES, changing(case, where, module))
+        finally:
+            collector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("policy", "env"),
+    [
+        ("actor", "toy-onehot[4]"),
+        ("gaussian-TanhNormal", "t-reward-sum"),
+        ("two-outputs", "several[4]"),
+        ("function", "t-observation-norm"),
+        ("OrnsteinUhlenbeck", "t-init-tracker"),
+        ("odd-counts", "toy-continuous"),
+        ("odd-clamps-action", "listening"),
+        ("own-GRU-at-root", "stateless"),
+        ("QValueActor", "rl-cartpole"),
+        ("layer-hooked", "toy[2,3]"),
+    ],
+)
+def test_the_reference_is_what_torchrl_collects(policy: str, env: str) -> None:
+    torch.manual_seed(0)
+    expected = reference(POLICIES[policy], ENVIRONMENTS[env])
+    agree(differences(expected, torchrl(policy, env)))
