@@ -34,7 +34,8 @@ class Meter:
         self.waited = 0.0
         self.began: float | None = None
         self.ended = 0.0
-        self.background: list[tuple[Any, float, int]] = []
+        self._background: list[tuple[Any, float, int]] = []
+        self._background_s = 0.0
         self.stopped = False
         self._inside = False
 
@@ -69,8 +70,16 @@ class Meter:
         """Note that ``collector`` fills its buffer in the background from now on."""
         buffer = getattr(collector, "replay_buffer", None)
         if buffer is not None:
-            self.background.append((buffer, time.perf_counter(), _written(buffer)))
+            self._background.append((buffer, time.perf_counter(), _written(buffer)))
         self._arm()
+
+    def end_background(self) -> None:
+        """Count what was collected in the background, while its buffers are still there."""
+        now = time.perf_counter()
+        for buffer, began, before in self._background:
+            self.frames += _written(buffer) - before
+            self._background_s += now - began
+        self._background.clear()
 
     def _arm(self) -> None:
         if self._limit and signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, None):
@@ -85,19 +94,13 @@ class Meter:
     def write(self) -> None:
         """Write the report, unless that is done; nothing stops the script from now on."""
         signal.setitimer(signal.ITIMER_REAL, 0)
-        now = time.perf_counter()
+        self.end_background()
         wall = self.ended - self.began if self.began is not None else 0.0
-        frames, waited = self.frames, self.waited
-        for buffer, began, before in self.background:
-            frames += _written(buffer) - before
-            wall += now - began
-            waited += now - began
-        self.background.clear()
         report = {
             "batches": self.batches,
-            "frames": frames,
-            "waited_s": waited,
-            "wall_s": wall,
+            "frames": self.frames,
+            "waited_s": self.waited + self._background_s,
+            "wall_s": wall + self._background_s,
             "stopped": self.stopped,
         }
         if not self._path.exists():
@@ -146,10 +149,19 @@ def install(meter: Meter) -> None:
 
         return start
 
+    def ended(method: Callable[..., Any]) -> Callable[..., Any]:
+        def shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
+            meter.end_background()
+            return method(self, *args, **kwargs)
+
+        return shutdown
+
     for base in (torchrl.collectors.BaseCollector, gleanrl.collectors.BaseCollector):
         for cls in set(_subclasses(base)):
             _patch(cls, "__iter__", iterated)
             _patch(cls, "start", started)
+            _patch(cls, "shutdown", ended)
+            _patch(cls, "async_shutdown", ended)
 
 
 if FILE in os.environ and os.environ.setdefault(OWNER, str(os.getpid())) == str(os.getpid()):

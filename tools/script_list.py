@@ -73,6 +73,11 @@ def _tutorial(
 
 
 _ON_POLICY = ("collector.frames_per_batch=320", "collector.total_frames=3200")
+_NODES = (
+    *("--total_frames", "2000", "--frames_per_batch", "200", "--num_workers", "2"),
+    *("--num_nodes", "2", "--env", "CartPole-v1"),
+)
+_GLOO = (*_NODES, "--backend", "gloo")
 _PONG = ("logger.num_test_episodes=1", "logger.test_interval=100000000")
 _IMPALA = ("collector.num_workers=2", "collector.total_frames=16000", "loss.batch_size=4", *_PONG)
 
@@ -149,6 +154,7 @@ SCRIPTS: tuple[Script, ...] = (
         "collector.init_random_frames=512",
         "optim.steps_per_batch=2",
         "optim.init_random_frames=512",
+        "buffer.prb=0",
         "buffer.size=4000",
         "buffer.batch_size=32",
         "loss.num_q_values=3",
@@ -168,7 +174,7 @@ SCRIPTS: tuple[Script, ...] = (
     _sota(
         "rnd/rnd_mujoco.py", *_ON_POLICY, f"env.env_name={_CHEETAH}", "logger.test_interval=1000000"
     ),
-    _sota("gail/gail.py", f"env.env_name={_CHEETAH}"),
+    Script(f"{_SOTA}/gail/gail.py", ("logger.backend=null",), needs=("d4rl",)),
     _multi_agent("mappo_ippo"),
     _multi_agent("maddpg_iddpg"),
     _multi_agent("iql"),
@@ -223,15 +229,15 @@ SCRIPTS: tuple[Script, ...] = (
     Script("examples/collectors/mp_collector_mps.py"),
     Script(
         "examples/distributed/collectors/single_machine/generic.py",
-        ("--total_frames", "2000", "--frames_per_batch", "200", "--num_workers", "2"),
+        _GLOO,
     ),
     Script(
         "examples/distributed/collectors/single_machine/sync.py",
-        ("--total_frames", "2000", "--frames_per_batch", "200", "--num_workers", "2"),
+        _GLOO,
     ),
     Script(
         "examples/distributed/collectors/single_machine/rpc.py",
-        ("--total_frames", "2000", "--frames_per_batch", "200", "--num_workers", "2"),
+        _NODES,
     ),
     Script("examples/distributed/collectors/multi_nodes/ray_buffer_infra.py"),
     Script("examples/distributed/collectors/multi_nodes/ray_collect.py"),
@@ -255,7 +261,7 @@ SCRIPTS: tuple[Script, ...] = (
         ),
         needs=("vmas",),
     ),
-    Script("examples/replay-buffers/checkpoint.py"),
+    Script("examples/replay-buffers/checkpoint.py", needs=("h5py",)),
     Script("examples/replay-buffers/recurrent_slice_sampler_pipeline.py"),
     Script("examples/services/ray_collector_services.py"),
 )

@@ -98,6 +98,11 @@ def check_schemes(schemes: Mapping[str, Any] | None) -> None:
                 f"the weight sync scheme of {name!r} is a {type(scheme).__name__}, not a "
                 "WeightSyncScheme"
             )
+        if scheme.initialized_on_sender or scheme.initialized_on_receiver:
+            raise ConfigError(
+                f"the weight sync scheme of {name!r} was initialised by hand; a collector needs a "
+                "fresh one and sends by itself: give first weights to update_policy_weights_"
+            )
 
 
 def check_updater(updater: Any, schemes: Mapping[str, Any] | None) -> None:
