@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import Field, Layout
@@ -85,6 +85,8 @@ class _Node:
     def write(self, value: object, t: int) -> bool:
         """Store every entry of ``value`` as row ``t``; private ones are not delivered."""
         if not isinstance(value, TensorDictBase) or value.batch_size != self.size:
+            return False
+        if isinstance(value, LazyStackedTensorDict) and not _even(value):
             return False
         entries, found = self.entries, 0
         for name, item in value.items():
@@ -248,3 +250,9 @@ def _write_some(node: _Node, data: TensorDictBase, t: int) -> bool:
 def _view_of(root: TensorDictBase, shown: Sequence[Key]) -> TensorDictBase | None:
     kept = root.select(*shown, strict=False)
     return None if kept.is_empty() else copied(kept)
+
+
+def _even(stack: LazyStackedTensorDict) -> bool:
+    """Tell whether all of ``stack`` have the same entries: it shows only those."""
+    names = set(stack.keys())
+    return all(set(part.keys()) == names for part in stack.tensordicts)
