@@ -22,6 +22,7 @@ from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Payload, Report, Snapshot
 from gleanrl.core.protocols import Stop, Window
 from gleanrl.core.streams import preserved
+from gleanrl.memory.trees import copied
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.rollout.streams import Streams
 from gleanrl.weights.snapshot import Shapes, shapes_of
@@ -188,7 +189,7 @@ class NestedSource:
             return Report(steps, frames, version)
         if self._layout is None or not window.keys():
             # It may be a view of memory that is used again: it is copied before it travels.
-            batch = batch.clone()
+            batch = copied(batch)
             ids = batch.get(TRAJ_IDS, None)
             if ids is not None:
                 batch.set(TRAJ_IDS, self._numbered(ids))

@@ -60,7 +60,7 @@ def gather_all(
     arenas: list[Arena] = []
     layouts = _fixed(engine.layouts)
     if layouts is None:
-        slots = PayloadSlots(engine.backend, steps, options.cat, options.stacked)
+        slots = PayloadSlots(engine.backend, steps, options.cat, options.stacked, options.trim)
     else:
         slab, dim = plan_slab(layouts, steps, options)
         count = 1 if options.same_memory else _SYNC_SLOTS

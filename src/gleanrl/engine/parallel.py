@@ -10,7 +10,7 @@ from typing import Any
 
 import cloudpickle
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied
@@ -23,6 +23,7 @@ from gleanrl.envs.base import EnvBase
 from gleanrl.envs.declared import Declared, EnvSpecs, widened
 from gleanrl.envs.recipe import Recipe, check_recipes, dealt, ignored
 from gleanrl.envs.stock import Methods
+from gleanrl.memory.trees import copied, stacked
 from gleanrl.rollout.row import RESET, Todo
 from gleanrl.rollout.stepping import Described, SteppingBuilder
 
@@ -221,7 +222,7 @@ class ParallelEnv(EnvBase):
             if exchange is None or not self._writes(exchange, data):
                 reset = todo is Todo.STEP_AND_RESET
                 calls = {
-                    worker: m.Call("advance", (data[part].detach().clone(), reset))
+                    worker: m.Call("advance", (copied(data[part].detach()), reset))
                     for worker, part in enumerate(self._parts)
                 }
                 found = engine.request_each(dict(calls), self._timeout)
@@ -272,7 +273,7 @@ class ParallelEnv(EnvBase):
             exchange = self._ready()
             if exchange is None or options or not self._masked or not exchange.write(data, [RESET]):
                 calls = {
-                    w: m.Call("restart", (data[self._parts[w]].detach().clone(), options))
+                    w: m.Call("restart", (copied(data[self._parts[w]].detach()), options))
                     for w in workers
                 }
                 found = engine.request_each(dict(calls), self._timeout)
@@ -295,23 +296,23 @@ class ParallelEnv(EnvBase):
 
     def _copy(self, shared: TensorDictBase) -> TensorDictBase:
         """Copy out of shared memory: the next step writes there again."""
-        copied = shared.clone()
-        return copied if self.device is None else copied.to(self.device)
+        copy = copied(shared)
+        return copy if self.device is None else copy.to(self.device)
 
     def _mixed(
         self, shared: TensorDictBase, left: Mapping[int, m.Payload], which: int
     ) -> TensorDictBase:
         """Put together results in shared memory and those that did not fit it."""
-        copied, parts = shared.clone(), []
+        whole, parts = copied(shared), []
         for worker, part in enumerate(self._parts):
             payload = left.get(worker)
-            found = copied[part] if payload is None else payload.handle[which]
+            found = whole[part] if payload is None else payload.handle[which]
             parts += found.unbind(0)
         return self._stack(parts)
 
     def _stack(self, parts: Parts) -> TensorDictBase:
-        stacked: TensorDictBase = LazyStackedTensorDict.maybe_dense_stack(list(parts), 0)
-        return stacked if self.device is None else stacked.to(self.device)
+        whole = stacked(parts, 0)
+        return whole if self.device is None else whole.to(self.device)
 
     # -- everything else -------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError
@@ -14,7 +14,7 @@ from gleanrl.core.keys import TIME
 from gleanrl.core.protocols import Array, Backend
 from gleanrl.memory.arena import Arena, Views
 from gleanrl.memory.slab import Order
-from gleanrl.memory.trees import tensordict_over
+from gleanrl.memory.trees import tensordict_over, time_named
 
 
 class Slots(Protocol):
@@ -151,17 +151,19 @@ class SlabSlots:
         """Put a batch together of which some rollouts are payloads."""
         assert self._open is not None
         parts = [
-            self._copied(self._windows[slot][worker], report.steps)
+            self._copied(self._windows[slot][worker])
             if report.payload is None
-            else self._open(report.payload)
+            else _home(self._open(report.payload))
             for worker, report in enumerate(reports)
         ]
         self._prepared = None
         self.release(slot)
+        if self._trim:
+            parts = trimmed(parts, reports, self._cat_dim)
         batch = put_together(parts, self._arena.slab.order is Order.STACKED, self._cat_dim)
         return batch if self._device is None else batch.to(self._device)
 
-    def _copied(self, reference: m.WindowRef, steps: int) -> TensorDict:
+    def _copied(self, reference: m.WindowRef) -> TensorDict:
         """Copy the rollout of one worker out of its window."""
         layout, window = self._arena.slab.layouts[reference.worker], self._arena.window(reference)
         shape = (*layout.batch_shape, window.steps)
@@ -169,8 +171,7 @@ class SlabSlots:
             field.key: window.tensor(field.key).clone().view((*shape, *field.shape))
             for field in layout.fields
         }
-        part = tensordict_over(views, shape, time_last(len(shape)), layout.groups)
-        return part[..., :steps] if self._trim else part
+        return tensordict_over(views, shape, time_last(len(shape)), layout.groups)
 
     def _leased(self, slot: int) -> list[TensorDict]:
         if self._prepared is None or self._prepared[0] != slot:
@@ -206,10 +207,7 @@ class SlabSlots:
                 kept.append(whole[..., start : start + report.steps])
                 start += steps
             return [joined(kept, whole.ndim - 1)]
-        if slab.order is Order.APART and self._cat_dim == parts[0].ndim - 1:
-            return [part[..., : r.steps] for part, r in zip(parts, reports, strict=True)]
-        most = max(report.steps for report in reports)
-        return [part[..., :most] for part in parts]
+        return trimmed(parts, reports, self._cat_dim)
 
 
 def time_last(ndim: int) -> list[str | None]:
@@ -217,14 +215,43 @@ def time_last(ndim: int) -> list[str | None]:
     return [None] * (ndim - 1) + [TIME]
 
 
+def _home(payload: TensorDictBase) -> TensorDictBase:
+    """Return a rollout as those are that come out of windows: on the CPU, without a device."""
+    return payload.cpu().clear_device_()
+
+
+_Part = TypeVar("_Part", bound=TensorDictBase)
+
+
+def trimmed(parts: Sequence[_Part], reports: Sequence[m.Report], dim: int) -> list[_Part]:
+    """Leave out what stopped rollouts, to be put together along ``dim``, never reached."""
+    most = max(report.steps for report in reports)
+    in_time = dim in (-1, parts[0].ndim - 1)
+    return [
+        part[..., : report.steps if in_time else most]
+        for part, report in zip(parts, reports, strict=True)
+    ]
+
+
 def put_together(parts: Sequence[TensorDictBase], stacked: bool, dim: int) -> TensorDictBase:
-    """Return rollouts as one batch; lazily stacked where their shapes differ."""
+    """Return rollouts as one batch; lazily stacked where their entries or shapes differ."""
     if stacked:
         return lazy_stack(list(parts), 0)
     if len(parts) == 1:
         return parts[0]
-    batch: TensorDictBase = torch.cat(list(parts), dim)
-    return batch
+    time = parts[0].ndim - 1
+    try:
+        batch: TensorDictBase = torch.cat(list(parts), dim)
+    except (KeyError, RuntimeError):  # entries or shapes differ
+        batch = _put_lazily(parts, dim % (time + 1), time)
+    return time_named(batch, time)
+
+
+def _put_lazily(parts: Sequence[TensorDictBase], dim: int, time: int) -> TensorDictBase:
+    rows = [row for part in parts for row in part.unbind(dim)]
+    if dim != time:
+        rows = [time_named(row, time - 1) for row in rows]
+    return LazyStackedTensorDict.lazy_stack(rows, dim)
 
 
 def joined(parts: Sequence[TensorDict], dim: int) -> TensorDict:
@@ -239,14 +266,20 @@ class PayloadSlots:
     """Rollouts that travel with the reply: data without a fixed layout."""
 
     def __init__(
-        self, backend: Backend, steps: Sequence[int], cat_dim: int | None, stacked: bool
+        self,
+        backend: Backend,
+        steps: Sequence[int],
+        cat_dim: int | None,
+        stacked: bool,
+        trim: bool = False,
     ) -> None:
-        """Ask workers for ``steps[w]`` steps each."""
+        """Ask workers for ``steps[w]`` steps each; see `SlabSlots`."""
         self._backend = backend
         self._windows = [
             m.WindowRef(worker, worker, 0, count, ()) for worker, count in enumerate(steps)
         ]
-        self._cat_dim, self._stacked = cat_dim, stacked
+        self._cat_dim, self._stacked = cat_dim or 0, stacked
+        self._trim = trim and not stacked
         self.copies, self.nbytes = 0, 0
 
     def acquire(self) -> int:
@@ -266,4 +299,6 @@ class PayloadSlots:
     def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase | None:
         """Open the payloads and put them together; ``None`` if there are none."""
         parts = [self._backend.open(r.payload) for r in reports if r.payload is not None]
-        return put_together(parts, self._stacked, self._cat_dim or 0) if parts else None
+        if parts and self._trim:
+            parts = trimmed(parts, reports, self._cat_dim)
+        return put_together(parts, self._stacked, self._cat_dim) if parts else None

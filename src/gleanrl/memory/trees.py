@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from gleanrl.core.keys import Key
+from gleanrl.core.keys import TIME, Key
 from gleanrl.core.layout import Group
 
 
@@ -67,3 +67,40 @@ def groups_of(data: TensorDictBase, at: Key = ()) -> list[Group]:
 
     look(data, at)
     return found
+
+
+def copied(data: TensorDictBase) -> TensorDictBase:
+    """Copy ``data``, bit for bit: `TensorDict.clone` loses the sign of zeros if it has a device.
+
+    >>> data = TensorDict({"a": torch.tensor(-0.0)}, device="cpu")
+    >>> copied(data)["a"].signbit().item()
+    True
+    """
+    return data.apply(torch.clone, filter_empty=False)
+
+
+def stacked(parts: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
+    """Stack ``parts`` along ``dim``: densely where they agree, lazily where they do not."""
+    if _mixed(parts):  # stacked densely, entries of which a lazy part has only some would be lost
+        return LazyStackedTensorDict.lazy_stack(list(parts), dim)
+    return LazyStackedTensorDict.maybe_dense_stack(list(parts), dim)
+
+
+def _mixed(parts: Sequence[TensorDictBase]) -> bool:
+    """Tell whether something is dense in some of ``parts`` and a lazy stack in others."""
+    lazy = {isinstance(part, LazyStackedTensorDict) for part in parts}
+    if lazy != {False}:
+        return len(lazy) > 1
+    nested = [name for name, value in parts[0].items() if isinstance(value, TensorDictBase)]
+    found = [[part.get(name, None) for part in parts] for name in nested]
+    return any(_mixed([v for v in values if isinstance(v, TensorDictBase)]) for values in found)
+
+
+def time_named(batch: TensorDictBase, dim: int) -> TensorDictBase:
+    """Call dimension ``dim`` of ``batch`` time; nested parts keep names of their own."""
+    if isinstance(batch, LazyStackedTensorDict) and batch.stack_dim == dim:
+        # Setting names would take those of nested parts from every step.
+        return LazyStackedTensorDict.lazy_stack(batch.tensordicts, dim, stack_dim_name=TIME)
+    if batch.names[dim] != TIME:
+        batch.names = [None] * dim + [TIME]
+    return batch

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.protocols import Window
-from gleanrl.memory.trees import tensordict_over
+from gleanrl.memory.trees import copied, tensordict_over
 from gleanrl.memory.window import batch_rows
 
 
@@ -85,6 +85,8 @@ class _Node:
     def write(self, value: object, t: int) -> bool:
         """Store every entry of ``value`` as row ``t``; private ones are not delivered."""
         if not isinstance(value, TensorDictBase) or value.batch_size != self.size:
+            return False
+        if isinstance(value, LazyStackedTensorDict) and not _even(value):
             return False
         entries, found = self.entries, 0
         for name, item in value.items():
@@ -169,7 +171,7 @@ class Recorder:
         if self.steps is None and not _write_some(self._before, root, self._t):
             self.steps = self._read(self._t, root.device)
         if self.steps is not None:
-            self._view = _copied(root, self._shown)
+            self._view = _view_of(root, self._shown)
 
     def after(self, finished: TensorDictBase) -> None:
         """Store a finished step, before anything is reset."""
@@ -177,8 +179,8 @@ class Recorder:
             if self._after.write(finished, self._t):
                 return
             self.steps = self._read(self._t, finished.device)
-            self._view = _copied(self._row(self._t, finished.device), self._shown)
-        step = finished.clone()
+            self._view = _view_of(self._row(self._t, finished.device), self._shown)
+        step = copied(finished)
         if self._view is not None:
             step.update(self._view)
         self.steps.append(step)
@@ -245,6 +247,12 @@ def _write_some(node: _Node, data: TensorDictBase, t: int) -> bool:
     return True
 
 
-def _copied(root: TensorDictBase, shown: Sequence[Key]) -> TensorDictBase | None:
+def _view_of(root: TensorDictBase, shown: Sequence[Key]) -> TensorDictBase | None:
     kept = root.select(*shown, strict=False)
-    return None if kept.is_empty() else kept.clone()
+    return None if kept.is_empty() else copied(kept)
+
+
+def _even(stack: LazyStackedTensorDict) -> bool:
+    """Tell whether all of ``stack`` have the same entries: it shows only those."""
+    names = set(stack.keys())
+    return all(set(part.keys()) == names for part in stack.tensordicts)

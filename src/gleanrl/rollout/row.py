@@ -19,7 +19,7 @@ from gleanrl.envs.gym_env import GymEnv
 from gleanrl.envs.registry import without_call_checks
 from gleanrl.envs.serial import SerialEnv, gym_source, trees
 from gleanrl.envs.tensordict_layout import needs_carrier, spec_groups, spec_leaves, state_leaves
-from gleanrl.memory.trees import nest
+from gleanrl.memory.trees import copied, nest
 from gleanrl.memory.window import RolloutWindow
 
 TODO: Key = ("_todo",)
@@ -171,16 +171,16 @@ class TensorDictRow:
         given = self._given.clone()
         if not reset:
             after = self._env.step(given).get(NEXT)
-            return None if self._put(after, self._after) else (after.clone(), None)
+            return None if self._put(after, self._after) else (copied(after), None)
         finished, root = self._env.step_and_maybe_reset(given)
         after, root = finished.get(NEXT), root.exclude(*self._actions)
         fits = self._put(after, self._after) and self._put(root, self._root)
-        return None if fits else (after.clone(), root.clone())
+        return None if fits else (copied(after), copied(root))
 
     def reset(self, masked: bool) -> Left | None:
         """Reset all."""
         root = self._env.reset()
-        return None if self._put(root, self._root) else (None, root.clone())
+        return None if self._put(root, self._root) else (None, copied(root))
 
     def _put(self, data: TensorDictBase, views: Mapping[Key, torch.Tensor]) -> bool:
         """Write ``data`` if they are exactly what ``views`` expect; tell whether they are."""

@@ -29,6 +29,7 @@ from gleanrl.envs.recipe import Recipe, make_tensordict_env
 from gleanrl.envs.serial import SerialEnv, Signature, signature, trees
 from gleanrl.envs.specs import Composite
 from gleanrl.envs.tensordict_layout import EndFlags
+from gleanrl.memory.trees import copied
 from gleanrl.rollout.row import TODO, GymRow, Row, Todo, make_row
 
 
@@ -139,15 +140,15 @@ class Stepping:
     ) -> tuple[TensorDictBase, TensorDictBase | None]:
         """Step with data that do not lie in a window; return ``"next"`` and the following root."""
         if not reset:
-            return self._env.step(data).get(NEXT).clone(), None
+            return copied(self._env.step(data).get(NEXT)), None
         finished, root = self._env.step_and_maybe_reset(data)
-        return finished.get(NEXT).clone(), root.clone()
+        return copied(finished.get(NEXT)), copied(root)
 
     def restart(
         self, data: TensorDictBase | None, options: Mapping[str, Any]
     ) -> tuple[None, TensorDictBase]:
         """Reset with data that do not lie in a window; return the root."""
-        return None, self._env.reset(data, **options).clone()
+        return None, copied(self._env.reset(data, **options))
 
     # -- what every source has -------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import set_interaction_type
 
 from gleanrl.core.errors import EnvError
@@ -24,7 +24,6 @@ from gleanrl.core.keys import (
     NEXT,
     POLICY_VERSION,
     STEP_COUNT,
-    TIME,
     TRAJ_IDS,
     Key,
     as_key,
@@ -39,6 +38,7 @@ from gleanrl.core.protocols import Array, Stop, Window
 from gleanrl.core.streams import preserved
 from gleanrl.envs.tensordict_handle import TensorDictHandle
 from gleanrl.envs.tensordict_layout import spec_leaves
+from gleanrl.memory.trees import stacked, time_named
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.policies.carried import Actor
 from gleanrl.policies.loose import leaves
@@ -285,8 +285,8 @@ class TensorDictRollout(Served):
                 self._check_finite(step, t)
         # Each its own: lazy stacks set entries in what they hold.
         never = [taken[-1].apply(torch.zeros_like) for _ in range(valid, steps)]
-        stack = LazyStackedTensorDict.maybe_dense_stack([*taken, *never], len(self._batch))
-        batch = _named(self._delivered(stack), len(self._batch))
+        stack = stacked([*taken, *never], len(self._batch))
+        batch = time_named(self._delivered(stack), len(self._batch))
         ids = np.zeros((self.num_envs, steps), np.int64)
         counts = np.zeros((self.num_envs, steps + 1), np.int64)
         self.tracker.finish(valid, ids, counts)
@@ -365,15 +365,6 @@ class TensorDictRollout(Served):
             handle.root = before.exclude(NEXT).update(handle.root)
         self.tracker.restart(envs)
         self._begin_episodes(range(self.num_envs) if envs is None else envs)
-
-
-def _named(batch: TensorDictBase, dim: int) -> TensorDictBase:
-    """Call dimension ``dim`` of ``batch`` time; nested parts keep names of their own."""
-    if isinstance(batch, LazyStackedTensorDict) and batch.stack_dim == dim:
-        # Setting names would take those of nested parts from every step.
-        return LazyStackedTensorDict.lazy_stack(batch.tensordicts, dim, stack_dim_name=TIME)
-    batch.names = [None] * dim + [TIME]
-    return batch
 
 
 def _silent(groups: Sequence[DoneGroup], given: Sequence[Key]) -> tuple[_Silent, ...]:

@@ -1,0 +1,103 @@
+"""Rollouts that did not fit what was expected, beside others that did: nothing is lost."""
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.testing.mocking_classes import CountingEnv
+
+from gleanrl import Collector, MultiSyncCollector
+from gleanrl.data import LazyTensorStorage, ReplayBuffer
+
+
+class Surprising(CountingEnv):
+    """Shows another entry from its third step on."""
+
+    taken = 0
+
+    def _step(self, tensordict):
+        found = super()._step(tensordict)
+        self.taken += 1
+        if self.taken > 2:
+            found["surprise"] = torch.full((*self.batch_size, 1), float(self.taken))
+        return found
+
+
+def ones(td):
+    """Act with 1 everywhere."""
+    return td.set("action", torch.ones(*td.batch_size, 1, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("cat", ["stack", -1, 0])
+@pytest.mark.parametrize("first", [CountingEnv, Surprising])
+def test_workers_whose_steps_differ_share_a_batch(first, cat):
+    makers = [lambda: first(max_steps=100, batch_size=[3]), lambda: Surprising(batch_size=[3])]
+    collector = MultiSyncCollector(
+        makers, ones, frames_per_batch=24, total_frames=24, cat_results=cat, backend="inline"
+    )
+    with collector:
+        (batch,) = collector
+    assert batch.names[-1] == "time"
+    assert batch.device is None
+    for worker, kind in enumerate((first, Surprising)):
+        for t in range(4):
+            at = {"stack": (worker, 2, t), -1: (2, 4 * worker + t), 0: (3 * worker + 2, t)}[cat]
+            surprise = batch[at]["next"].get("surprise", torch.zeros(1)).item()
+            assert surprise == (t + 1 if kind is Surprising and t >= 2 else 0)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_zeros_keep_their_sign(late):
+    def policy(td):
+        policy.calls += 1
+        td["minus"] = torch.full((*td.batch_size, 1), -0.0)
+        if late and policy.calls > 2:
+            td["late"] = torch.ones(*td.batch_size)
+        return ones(td)
+
+    policy.calls = 0
+    collector = Collector(CountingEnv(batch_size=[2], device="cpu"), policy, frames_per_batch=8)
+    batch = next(iter(collector))
+    collector.shutdown()
+    assert batch["minus"].signbit().all()
+    assert ("late" in batch[0, 3].keys()) == late
+
+
+def test_steps_of_which_some_are_lazy_lose_nothing():
+    env = CountingEnv(batch_size=[2])
+
+    def policy(td):
+        policy.calls += 1
+        td["part"] = TensorDict({"a": torch.zeros(2, 1)}, batch_size=[2])
+        if policy.calls > 2:
+            one = TensorDict({"a": torch.zeros(1)})
+            td["part"] = lazy_stack([one, one.clone().set("b", torch.ones(1))], 0)
+        return ones(td)
+
+    policy.calls = 0
+    collector = Collector(env, policy, frames_per_batch=8)
+    batch = next(iter(collector))
+    collector.shutdown()
+    assert "b" in batch[1, 3]["part"].keys()
+    assert "b" not in batch[0, 3]["part"].keys()
+
+
+def test_random_frames_have_the_states_that_a_policy_makes_itself():
+    def policy(td):
+        hidden = td.get("hidden", None)
+        hidden = torch.ones(*td.batch_size, 2) if hidden is None else hidden
+        td["next", "hidden"] = hidden + 1
+        return ones(td)
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    collector = Collector(
+        CountingEnv(max_steps=100),
+        policy,
+        frames_per_batch=4,
+        total_frames=8,
+        init_random_frames=4,
+        replay_buffer=buffer,
+    )
+    with collector:
+        assert all(batch is None for batch in collector)
+    found = buffer[:]["next", "hidden"][:, 0]
+    assert found.tolist() == [0, 0, 0, 0, 2, 3, 4, 5]
