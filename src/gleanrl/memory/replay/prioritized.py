@@ -54,6 +54,9 @@ class PrioritizedSampler(Sampler):
         self._version = (0, -1)
         self._known = np.zeros(max_capacity, np.int64)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ledger": None}  # looked at anew by whoever loads it
+
     @property
     def default_priority(self) -> float:
         """What new rows are given: the largest priority seen so far, 1 at first."""

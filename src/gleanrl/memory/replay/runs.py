@@ -64,6 +64,9 @@ class RunFinder:
         self._version = (0, -1)
         self._runs: Runs | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ledger": None}  # looked at anew by whoever loads it
+
     def runs(self, storage: Storage) -> Runs:
         """Return the runs of all rows that are whole."""
         ledger = storage.ledger
