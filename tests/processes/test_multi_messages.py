@@ -136,10 +136,11 @@ def test_an_interrupted_batch_is_finished_by_the_next_call(make, backend, after,
         collector.set_seed(3)
     batch = collector.rollout()
     stats = collector.stats()
-    first = int(batch["observation"][0, 0, 1])
+    # Of each worker: 4, or 8 if the rollout that was under way was made before the seed.
+    firsts = batch["observation"][:, 0, 1].int() if batch.ndim > 1 else batch["observation"][::4, 1]
     assert stats["frames"] == 16
-    assert first == 4 + stats["frames_discarded"] // 2
-    assert stats["frames_discarded"] in ((0, 8) if after == "seed" else (0,))
+    assert set(firsts.tolist()) <= ({4, 8} if after == "seed" else {4})
+    assert stats["frames_discarded"] == int((firsts - 4).sum())
 
 
 def test_several_threads_may_shut_down_at_once(make):
