@@ -25,6 +25,7 @@ from gleanrl.policies.learn import Learnt
 from gleanrl.policies.lower import Builder, Parts, Program, describe
 from gleanrl.policies.probe import call_on, changes, same_memory
 from gleanrl.policies.structure import may_lower, selects
+from gleanrl.policies.tape import Check
 
 
 class CarriedPolicy:
@@ -52,6 +53,7 @@ class CarriedPolicy:
             self._builder = Builder(learnt.probed, batch_shape, for_rows=False)
         self._known: dict[tuple[ExplorationType | None, bool], Parts] = {}
         self._stages: Sequence[Callable[[TensorDictBase], TensorDictBase]] = (self._call,)
+        self._checks: Sequence[Check] = ()
         self.parts: Parts | None = None
         """What the rollout begun last is made of; ``None``: of the policy as it is."""
 
@@ -95,8 +97,6 @@ class CarriedPolicy:
         """Raise if any step since `begin` was not a number where that is not allowed."""
         for check in self._checks:
             check.finish()
-
-    _checks: Sequence[Any] = ()
 
 
 class _Replay:

@@ -90,8 +90,7 @@ def describe(parts: Parts, lower: bool) -> list[str]:
 
 def _named(unit: Unit) -> str:
     module: Any = unit.module
-    inner = getattr(module, "fn", None) if isinstance(module, TensorCall) else None
-    shown = module if inner is None else inner
+    shown = module.fn if isinstance(module, TensorCall) else module
     return str(getattr(shown, "__name__", type(shown).__name__))
 
 

@@ -129,26 +129,22 @@ class SourceBuilder:
         """Serve the environment of ``handle``; ``known``: a policy that was called already."""
         env, ragged = handle.env, needs_carrier(handle.env, handle.root)
         layout = None if ragged else learn_layout(env, handle.root)
-        after: list[TensorDictBase] = []
 
-        def act(root: TensorDictBase, own: bool = False) -> Actor:
+        def act(root: TensorDictBase, own: bool) -> tuple[Actor, TensorDictBase]:
             if known is not None and not own:
-                after.append(known.learnt.after)
                 shown = _shown(env, root, layout, judges)
                 away = None if known.device.type == "cpu" else known.device
-                return actor_of(known.inner, known.carried, known.learnt, shown, away)
+                actor = actor_of(known.inner, known.carried, known.learnt, shown, away)
+                return actor, known.learnt.after
             chosen = complete_exploration(self._user_policy(own), env)
             if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
-                after.append(root)
-                return Actor()
+                return Actor(), root
             shown = _shown(env, root, layout, judges)
-            actor, left = make_actor(chosen, shown, self.policy, self.rollout.exploration)
-            after.append(left)
-            return actor
+            return make_actor(chosen, shown, self.policy, self.rollout.exploration)
 
-        actor = act(handle.root.clone())
+        actor, after = act(handle.root.clone(), False)
         self._check_inputs((state.key for state in actor.states), actor.needs_is_init)
-        expected = None if layout is None else expect(env, layout, after[0], actor, self.rollout)
+        expected = None if layout is None else expect(env, layout, after, actor, self.rollout)
         return TensorDictRollout(
             handle, actor, self.rollout, expected=expected, make_actor=act, why=why
         )

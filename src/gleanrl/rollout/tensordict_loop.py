@@ -77,8 +77,11 @@ class _Silent:
         return {name: whole[name] for name in self.missing}
 
 
-MakeActor = Callable[[TensorDictBase, bool], Actor]
-"""Makes the actor from a root TensorDict; of a copy of the user's module if told so."""
+MakeActor = Callable[[TensorDictBase, bool], tuple[Actor, TensorDictBase]]
+"""Makes the actor from a root TensorDict, of a copy of the user's module if told so.
+
+Also returns the root as the environment would be given it.
+"""
 
 
 class TensorDictRollout(Served):
@@ -134,7 +137,8 @@ class TensorDictRollout(Served):
             for spec in (env.full_observation_spec, env.full_reward_spec)
             for key, _ in spec_leaves(spec)
         }
-        self._observed = observed
+        hidden = map(next_key, observed) if expected is None else expected.fields.ignored
+        self._hidden = tuple(hidden) if options.compact else ()
         self._plan = None if expected is None else expected.plan
         shown = (*observed, *handle.ends.keys)
         self._recorder = Recorder(shown, None if expected is None else expected.fields)
@@ -145,7 +149,7 @@ class TensorDictRollout(Served):
         if self._make_actor is None:
             return
         with preserved():
-            self._actor = self._make_actor(self._handle.root.clone(), True)
+            self._actor, _ = self._make_actor(self._handle.root.clone(), True)
         self.policy = self._actor.user
 
     def explain(self) -> str:
@@ -316,15 +320,14 @@ class TensorDictRollout(Served):
             flags = {name: batch.get((*prefix, name)) for name in silent.present}
             for name, value in silent.derived(flags).items():
                 batch.set((*prefix, name), value)
+        there = leaves(batch)
         for group in self._groups:
             for key in group.keys():
-                if key not in there and next_key(key) in leaves(batch):
+                if key not in there and next_key(key) in there:
                     batch.set(key, torch.zeros_like(batch.get(next_key(key))))
 
     def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
-        drop = [key for key in leaves(batch) if is_private(key)]
-        if self.options.compact:
-            drop += map(next_key, self._observed)
+        drop = [*self._hidden, *(key for key in leaves(batch) if is_private(key))]
         return batch.exclude(*drop) if drop else batch
 
     def _check_finite(self, step: TensorDictBase, t: int) -> None:
