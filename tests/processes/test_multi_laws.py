@@ -292,6 +292,15 @@ def test_policies_made_in_workers():
         assert collector.next()["seen"].eq(3).all()
 
 
+def test_devices_are_dealt_out():
+    cpu = torch.device("cpu")
+    with open_two("sync", device=["cpu", cpu]) as collector:
+        assert collector.device == [cpu, cpu]
+        assert collector.next().device == cpu
+    with pytest.raises(ConfigError, match="1 entries for 2 workers"):
+        open_two("sync", device=["cpu"])
+
+
 class Stress(rig.Count):
     """Reads a board that another process publishes on."""
 
@@ -443,7 +452,8 @@ def test_what_reset_and_set_seed_discard_is_counted(kind, how):
                         assert rollout["next", "done"][:, 0].tolist().index(True) == 4
         gap = sum(first - before.last[number] - 1 for number, first in after.items())
         assert collector.stats()["frames_discarded"] == gap
-        assert (gap > 0) == (kind == "async")
+        if how != "some":  # one worker alone may be between two rollouts
+            assert (gap > 0) == (kind == "async")
         assert collector.stats()["frames"] == delivered + batches * batch.numel()
         assert not old & new
 

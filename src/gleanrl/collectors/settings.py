@@ -68,7 +68,7 @@ class Settings:
             **truths,
             "compiled_policy": bool(given.get("compile_policy")),
             "cudagraphed_policy": bool(given.get("cudagraph_policy")),
-            "device": read_device("device", given["device"]),
+            "device": _device(given["device"]),
             "extend_buffer": extend,
             "max_frames_per_traj": limit(given["max_frames_per_traj"]) or 0,
             "preemptive_threshold": _one(given.get("preemptive_threshold")),
@@ -124,6 +124,13 @@ _TRUTHS = (
     "trust_policy",
     "update_at_each_batch",
 )
+
+
+def _device(given: Any) -> Any:
+    """Return the default device; those of the workers as a list, if they were given as one."""
+    if isinstance(given, list | tuple):
+        return [_device(one) for one in given]
+    return read_device("device", given)
 
 
 def _one(threshold: float | None) -> float:

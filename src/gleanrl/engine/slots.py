@@ -225,12 +225,10 @@ _Part = TypeVar("_Part", bound=TensorDictBase)
 
 def trimmed(parts: Sequence[_Part], reports: Sequence[m.Report], dim: int) -> list[_Part]:
     """Leave out what stopped rollouts, to be put together along ``dim``, never reached."""
-    most = max(report.steps for report in reports)
-    in_time = dim in (-1, parts[0].ndim - 1)
-    return [
-        part[..., : report.steps if in_time else most]
-        for part, report in zip(parts, reports, strict=True)
-    ]
+    if dim in (-1, parts[0].ndim - 1):
+        return [part[..., : r.steps] for part, r in zip(parts, reports, strict=True)]
+    most = max(report.steps for report in reports)  # one part may hold several rollouts
+    return [part[..., :most] for part in parts]
 
 
 def put_together(parts: Sequence[TensorDictBase], stacked: bool, dim: int) -> TensorDictBase:
