@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -560,6 +561,11 @@ def test_an_interruptor_ends_rollouts():
         assert batch["collector", "mask"].all()
         assert batch["next", "observation"][:, 0, 1].eq(52).all()
         assert collector.stats()["frames"] == 202
+
+
+def test_an_interruptor_cannot_be_sent_away():
+    with pytest.raises(TypeError, match="in the process of its collector"):
+        pickle.dumps(Interruptor())
     with pytest.raises(ConfigError, match="preemptive_threshold"):
         open_two("sync", preemptive_threshold=1.5)
     with pytest.warns(UserWarning, match="preemptive_threshold"):

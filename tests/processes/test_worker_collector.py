@@ -150,8 +150,9 @@ def test_the_buffer_that_workers_share_answers_by_path(kind):
     with make(kind, replay_buffer=ReplayBuffer(storage=ListStorage(1000))) as collector:
         list(collector)
         assert collector.getattr_rb("__len__")() == 64
-        with pytest.raises(AttributeError, match="the learner's process writes"):
-            collector.map_fn("replay_buffer.__len__")
+        assert collector.map_fn("replay_buffer.__len__") == [64, 64]
+        assert collector.cascade_execute("replay_buffer.sample", 5)[1].shape == (5,)
+        assert collector.get_distant_attr("replay_buffer.write_count") == [64, 64]
 
 
 def test_weights_of_single_workers_are_updated_by_path():

@@ -261,6 +261,22 @@ def test_the_last_step_can_be_marked_truncated(collector):
     assert flat(batch["next", "done"]) == [False, False, True]
 
 
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_the_policy_is_shown_the_device_that_was_named_for_it(collector, device):
+    seen = set()
+
+    def act(td):
+        seen.add(td.device)
+        return count_up(td)
+
+    env = CountingEnv(max_steps=50)
+    env.device = None
+    batch = take(collector(env, act, 3, policy_device=device))
+    assert seen == {device and torch.device(device)}
+    assert batch.device is None
+    assert flat(batch["next", "observation"]) == [1, 2, 3]
+
+
 @FIXED
 def test_an_episode_that_ended_last_is_not_marked_truncated(collector, counting):
     env = counting(max_steps=2).add_truncated_keys()

@@ -214,11 +214,26 @@ class RemoteCollector(RunningCollector, WorkerSettings):
         Returns:
             One result per worker, ``None`` for one that was lost (where that is tolerated).
         """
-        return self._engine.request_all(m.Call(attr_path, args, kwargs))
+        count = self.num_workers
+        return self.map_fn(attr_path, [args] * count, [kwargs] * count)
 
     def get_distant_attr(self, attr: str) -> list[Any]:
-        """Return what a path names, one entry per worker (``None`` if it was lost)."""
+        """Return what a path names, one entry per worker (``None`` if it was lost).
+
+        Of a replay buffer that the learner writes into, every worker has the learner's.
+        """
+        if self._keeps_buffer(attr):
+            with self._engine.turn(None):
+                return [paths.resolve(self, attr)] * self.num_workers
         return self._engine.request_all(m.Get(attr))
+
+    def _keeps_buffer(self, path: str) -> bool:
+        """Tell whether ``path`` leads into a replay buffer that this process alone writes into."""
+        return (
+            self.replay_buffer is not None
+            and not self._fills
+            and path.partition(".")[0] == "replay_buffer"
+        )
 
     def getattr_policy(self, attr: str) -> Any:
         """Return an attribute of the policy of the first worker that is there."""
@@ -259,6 +274,10 @@ class RemoteCollector(RunningCollector, WorkerSettings):
                 raise ConfigError(
                     f"Expected {count} {what} entries, one per worker, got {len(given)}"
                 )
+        if self._keeps_buffer(method_name):
+            with self._engine.turn(None):
+                given = zip(args, kwargs, strict=True)
+                return [paths.call(self, method_name, a, k) for a, k in given]
         calls = {w: m.Call(method_name, tuple(args[w]), dict(kwargs[w])) for w in range(count)}
         values = self._engine.request_each(dict(calls))
         return [values.get(worker) for worker in range(count)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.protocols import Stop
@@ -57,6 +57,12 @@ class Interruptor:
     def collection_stopped(self) -> bool:
         """Tell whether `stop_collection` was called last."""
         return bool(self._byte[0])
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an Interruptor cannot be sent to another process: call stop_collection() in the "
+            "process of its collector, which reaches the workers"
+        )
 
 
 def _itself(byte: Stop) -> Stop:

@@ -128,7 +128,7 @@ def make_actor(
     """
     root, device = shown.root, device_of(policy, options.device)
     adapted = adapt(policy, shown.observed, shown.acted, trust=options.trust_policy)
-    away = None if device.type == (root.device or torch.device("cpu")).type else device
+    away = _away(root, options.device, device)
     given = root if away is None else root.to(away)
     if shown.layout is None:
         kept = (*shown.observed, *shown.rewarded)
@@ -152,6 +152,18 @@ def make_actor(
     taken_apart = options.fast and call is adapted.call
     carried = CarriedPolicy(call, learnt if taken_apart else None, shown.layout.batch_shape, device)
     return actor_of(policy, carried, learnt, shown, away), learnt.after
+
+
+def _away(
+    root: TensorDictBase, given: torch.device | str | None, device: torch.device
+) -> torch.device | None:
+    """Return the device that the TensorDict is moved to for the policy, ``None`` for no move.
+
+    A policy for which the user named a device is shown that device.
+    """
+    if given is not None:
+        return None if root.device == device else device
+    return None if device.type == (root.device or torch.device("cpu")).type else device
 
 
 def actor_of(
