@@ -269,11 +269,13 @@ def test_the_policy_is_shown_the_device_that_was_named_for_it(collector, device)
         seen.add(td.device)
         return count_up(td)
 
-    env = CountingEnv(max_steps=50)
-    env.device = None
-    batch = take(collector(env, act, 3, policy_device=device))
+    for own in (None, torch.device("cpu")):
+        env = CountingEnv(max_steps=50)
+        env.device = own
+        source = collector(env, act, 3, policy_device=device)
+        batch = take(source)
+        assert source.env.device == own
     assert seen == {device and torch.device(device)}
-    assert batch.device is None
     assert flat(batch["next", "observation"]) == [1, 2, 3]
 
 

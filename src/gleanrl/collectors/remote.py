@@ -276,8 +276,9 @@ class RemoteCollector(RunningCollector, WorkerSettings):
                 )
         if self._keeps_buffer(method_name):
             with self._engine.turn(None):
-                given = zip(args, kwargs, strict=True)
-                return [paths.call(self, method_name, a, k) for a, k in given]
+                return [
+                    paths.call(self, method_name, a, k) for a, k in zip(args, kwargs, strict=True)
+                ]
         calls = {w: m.Call(method_name, tuple(args[w]), dict(kwargs[w])) for w in range(count)}
         values = self._engine.request_each(dict(calls))
         return [values.get(worker) for worker in range(count)]

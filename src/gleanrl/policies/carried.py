@@ -37,6 +37,8 @@ class CarriedPolicy:
         learnt: Learnt | None = None,
         batch_shape: tuple[int, ...] = (),
         device: torch.device | None = None,
+        *,
+        shows_device: bool = True,
     ) -> None:
         """Call ``call``; take it apart only if ``learnt`` says what it is made of.
 
@@ -45,8 +47,11 @@ class CarriedPolicy:
             learnt: What one call showed; ``None`` to call it as it is at every step.
             batch_shape: Batch size of the TensorDicts.
             device: Where the policy runs.
+            shows_device: Whether the TensorDicts that the policy gets have their device. TorchRL
+                shows one only where it was named for the policy.
         """
-        self._call = partial(call_on, call)
+        self._calling = call_on if shows_device else _call_without_device
+        self._call = partial(self._calling, call)
         self._device = device or torch.device("cpu")
         self._builder: Builder | None = None
         if learnt is not None and not selects(learnt.probed.whole.module):
@@ -73,7 +78,9 @@ class CarriedPolicy:
         self._stages = (self._call,)
         if programs:
             self._stages = [
-                _Replay(part) if isinstance(part, Program) else partial(call_on, part.unit.module)
+                _Replay(part, self._calling)
+                if isinstance(part, Program)
+                else partial(self._calling, part.unit.module)
                 for part in parts.parts
             ]
 
@@ -102,7 +109,8 @@ class CarriedPolicy:
 class _Replay:
     """Units in a row, as tensor calls."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, calling: Callable[..., TensorDictBase]) -> None:
+        self._calling = calling
         self._calls = program.calls
         self._loads = [(_name(key), cell) for key, cell in program.reads.items()]
         self._stores = [(_name(key), cell) for key, cell in program.written.items()]
@@ -122,8 +130,15 @@ class _Replay:
 
     def _as_it_is(self, td: TensorDictBase) -> TensorDictBase:
         for module in self._modules:
-            td = call_on(module, td)
+            td = self._calling(module, td)
         return td
+
+
+def _call_without_device(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
+    device = td.device
+    out = call_on(policy, td.clear_device_())
+    td.auto_device_()
+    return out if out is not td or device in (None, td.device) else out.to(device)
 
 
 def _fits(value: Any, cell: torch.Tensor) -> bool:

@@ -129,15 +129,16 @@ def make_actor(
     root, device = shown.root, device_of(policy, options.device)
     adapted = adapt(policy, shown.observed, shown.acted, trust=options.trust_policy)
     away = _away(root, options.device, device)
-    given = root if away is None else root.to(away)
+    named = options.device is not None or root.device is None
+    given = root if named else root.copy().clear_device_()
+    given = given if away is None else given.to(away)
     if shown.layout is None:
         kept = (*shown.observed, *shown.rewarded)
         loose = learn_loose(policy, adapted, given, shown.acted, kept, exploration)
         fed = tuple(state.key for state in loose.states)
         call = accelerate(adapted.call, options.compile_policy, options.cudagraph_policy, device)
-        actor = Actor(
-            policy, CarriedPolicy(call), loose.states, fed, loose.needs_is_init, loose.silence, away
-        )
+        carried = CarriedPolicy(call, shows_device=named)
+        actor = Actor(policy, carried, loose.states, fed, loose.needs_is_init, loose.silence, away)
         return actor, root
     adapted, learnt = learn_converted(
         policy,
@@ -150,7 +151,9 @@ def make_actor(
     )
     call = accelerate(adapted.call, options.compile_policy, options.cudagraph_policy, device)
     taken_apart = options.fast and call is adapted.call
-    carried = CarriedPolicy(call, learnt if taken_apart else None, shown.layout.batch_shape, device)
+    carried = CarriedPolicy(
+        call, learnt if taken_apart else None, shown.layout.batch_shape, device, shows_device=named
+    )
     return actor_of(policy, carried, learnt, shown, away), learnt.after
 
 
