@@ -86,17 +86,47 @@ class CategoricalActor:
         self._observations, self._seen = observations, []
 
     def __call__(self, t: int) -> Any:
-        logits = self._net(self._observations[t])
-        self._seen.append(logits)
+        logits = self._logits_of(t)
         torch.multinomial(logits.softmax(-1), 1, True, out=self._columns[t])
         if self._arrays is None:
             return self._flat[t].tolist()
         return self._numpy[t].astype(self._arrays, copy=False)
 
+    def _logits_of(self, t: int) -> torch.Tensor:
+        logits: torch.Tensor = self._net(self._observations[t])
+        self._seen.append(logits)
+        return logits
+
     def finish(self) -> None:
-        torch.stack(self._seen, out=self._logits)
+        if self._seen:
+            torch.stack(self._seen, out=self._logits)
         scores = self._logits.log_softmax(-1)
         torch.gather(scores, -1, self._action.unsqueeze(-1), out=self._log_prob.unsqueeze(-1))
+
+
+class AddmmActor(CategoricalActor):
+    """The same for a `nn.Sequential` of linear and tanh layers, without modules.
+
+    Every result has its memory already; the last layer writes into the batch.
+    """
+
+    def __init__(self, net: nn.Sequential, steps: int, envs: int, actions: int) -> None:
+        super().__init__(net, steps, envs, actions)
+        *hidden, last = (layer for layer in net if isinstance(layer, nn.Linear))
+        assert len(net) == 2 * len(hidden) + 1
+        self._hidden = [
+            (layer.bias, layer.weight.t(), torch.zeros(envs, layer.out_features))
+            for layer in hidden
+        ]
+        self._last = last.bias, last.weight.t()
+        self._logit_rows = self._logits.unbind()
+
+    def _logits_of(self, t: int) -> torch.Tensor:
+        given = self._observations[t]
+        for bias, weight, out in self._hidden:
+            torch.addmm(bias, given, weight, out=out)
+            given = torch.tanh(out, out=out)
+        return torch.addmm(self._last[0], given, self._last[1], out=self._logit_rows[t])
 
 
 class NormalActor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks import agreement, envs, policies
-from benchmarks.actors import CategoricalActor, NormalActor, RandomActor
+from benchmarks.actors import AddmmActor, CategoricalActor, NormalActor, RandomActor
 from benchmarks.hand import HandLoop, RawSteps
 from benchmarks.hand_pool import PoolLoop
 from benchmarks.harness import Case, Reference, System
@@ -18,6 +18,8 @@ from benchmarks.peers import SB3, CleanRL, TorchRL, torchrl_gym, torchrl_serial,
 
 STEPS = 64
 """Steps per environment and batch."""
+CHECKED = "as gym.make gives it"
+"""Marks references that step through the wrappers which only check how they are called."""
 ALONE = 256
 """The same for a single environment."""
 
@@ -44,14 +46,14 @@ def all_cases() -> list[Case]:
 def cartpole_random() -> Case:
     """Overhead without a policy."""
     factories = envs.seeded(envs.cartpole, 16)
-    bare = envs.seeded(envs.cartpole_bare, 16)
+    checked = envs.seeded(envs.cartpole_checked, 16)
     return Case(
         "cartpole-random",
         "CartPole-v1 x16, random policy",
         lambda: Ours(factories, None, 16 * STEPS),
         [
             Reference("raw env.step", lambda: RawSteps(factories, STEPS), 0.9),
-            Reference("raw env.step, no call checks", lambda: RawSteps(bare, STEPS)),
+            Reference(f"raw env.step, {CHECKED}", lambda: RawSteps(checked, STEPS)),
             Reference(
                 "hand loop", lambda: HandLoop(factories, STEPS, RandomActor(STEPS, 16, 2)), None
             ),
@@ -63,7 +65,7 @@ def cartpole_random() -> Case:
 def cartpole_mlp_16() -> Case:
     """The case most people have."""
     factories = envs.seeded(envs.cartpole, 16)
-    bare = envs.seeded(envs.cartpole_bare, 16)
+    checked = envs.seeded(envs.cartpole_checked, 16)
     net = policies.mlp(4, 2)
     policy = policies.categorical_policy(net)
     return Case(
@@ -77,17 +79,26 @@ def cartpole_mlp_16() -> Case:
                 0.9,
             ),
             Reference(
-                "hand loop, no call checks",
-                lambda: HandLoop(bare, STEPS, CategoricalActor(net, STEPS, 16, 2)),
+                "hand loop, addmm(out=)",
+                lambda: HandLoop(factories, STEPS, AddmmActor(net, STEPS, 16, 2)),
+            ),
+            Reference(
+                f"hand loop, {CHECKED}",
+                lambda: HandLoop(checked, STEPS, CategoricalActor(net, STEPS, 16, 2)),
             ),
             Reference(
                 "TorchRL SerialEnv",
                 lambda: TorchRL(torchrl_serial(factories), policy, 16 * STEPS),
                 15.0,
             ),
+            Reference(
+                f"TorchRL SerialEnv, {CHECKED}",
+                lambda: TorchRL(torchrl_serial(checked), policy, 16 * STEPS),
+            ),
             Reference("CleanRL loop", lambda: CleanRL(factories, net, STEPS), 1.3),
+            Reference(f"CleanRL loop, {CHECKED}", lambda: CleanRL(checked, net, STEPS)),
             Reference("SB3 PPO", lambda: SB3(factories, net, STEPS), 3.0),
-            Reference("SB3 PPO, no call checks", lambda: SB3(bare, net, STEPS)),
+            Reference(f"SB3 PPO, {CHECKED}", lambda: SB3(checked, net, STEPS)),
             Reference("SB3 PPO, lean critic", lambda: SB3(factories, net, STEPS, lean=True)),
         ],
         check=agreement.first_batches,
@@ -108,6 +119,10 @@ def cartpole_mlp_1() -> Case:
                 "hand loop",
                 lambda: HandLoop(factories, ALONE, CategoricalActor(net, ALONE, 1, 2)),
                 0.9,
+            ),
+            Reference(
+                "hand loop, addmm(out=)",
+                lambda: HandLoop(factories, ALONE, AddmmActor(net, ALONE, 1, 2)),
             ),
             Reference(
                 "TorchRL GymEnv", lambda: TorchRL(torchrl_gym(factories[0]), policy, ALONE), 6.0

@@ -253,7 +253,7 @@ def _torchrl(kind: str, policy: Any) -> Any:
 
     from benchmarks import envs
     from benchmarks.multi.collectors import Batches, quiet_worker
-    from benchmarks.peers import torchrl_serial
+    from benchmarks.peers import TORCHRL_SHORTCUTS, torchrl_serial
 
     factories = envs.seeded(envs.cartpole, ACTORS * ENVS)
 
@@ -272,7 +272,7 @@ def _torchrl(kind: str, policy: Any) -> Any:
             total_frames=1 << 40,
             sync=kind == "sync",
             remote_configs={"num_cpus": 1, "num_gpus": 0},
-            collector_kwargs={"trust_policy": True, "no_cuda_sync": True},
+            collector_kwargs={k: v for k, v in TORCHRL_SHORTCUTS.items() if k != "total_frames"},
         )
     )
 
@@ -280,9 +280,11 @@ def _torchrl(kind: str, policy: Any) -> Any:
 def cartpole(kind: str) -> Any:
     """Frames per second of two actors with sixteen environments each."""
     from benchmarks import policies
-    from benchmarks.harness import Case, Reference
+    from benchmarks.harness import Case, Reference, in_process
+    from benchmarks.multi.check import RealBatches
 
-    policy = policies.categorical_policy(policies.mlp(4, 2))
+    net = policies.mlp(4, 2)
+    policy = policies.categorical_policy(net)
     references = [Reference("TorchRL RayCollector", lambda: _torchrl(kind, policy), 5.0)]
     if kind == "sync":
         references.append(Reference("RLlib EnvRunnerGroup", lambda: Rllib(STEPS), 1.0))
@@ -291,6 +293,7 @@ def cartpole(kind: str) -> Any:
         f"CartPole-v1 x16 in each of {ACTORS} actors, 64-64 MLP, {kind}; frames per second",
         lambda: _ours(kind, policy),
         references,
+        check=RealBatches(net, ACTORS * ENVS, STEPS, ACTORS, in_process),
     )
 
 

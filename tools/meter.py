@@ -1,7 +1,7 @@
 """Counts what the collectors of the script that imports it deliver, and changes nothing else.
 
 The process that ``FILE`` names a report for counts batches, frames and the time its loop waits for
-them, and ends the script as ``SystemExit`` once it has collected for ``LIMIT`` seconds.
+them, and ends the script at once when it has collected for ``LIMIT`` seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import atexit
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,7 +88,7 @@ class Meter:
     def _stop(self, *_: object) -> None:
         self.stopped = True
         self.write()
-        sys.exit(0)
+        os._exit(0)  # whatever the script is inside of would take an exception for its own
 
     def write(self) -> None:
         """Write the report, unless that is done; nothing stops the script from now on."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -13,6 +15,7 @@ from benchmarks.multi import check, collectors
 from benchmarks.multi.cases import ENVS, STEPS, WORKERS, Bytes, Seeds
 from benchmarks.multi.envs import still
 from benchmarks.multi.processes import grouped, turn
+from benchmarks.peers import TORCHRL_SHORTCUTS, torchrl_serial
 
 SIZES = {"1MB": (2**15, 16), "64MB": (2**20, 32)}
 """Bytes of an observation and steps of a rollout; each observation is delivered twice."""
@@ -180,6 +183,7 @@ def torchrl(kind: str) -> Case:
                 10.0,
             )
         ],
+        check=check.RealBatches(net, WORKERS * ENVS, STEPS, WORKERS),
         turn=turn,
     )
 
@@ -191,16 +195,24 @@ def _torchrl(kind: str, policy: Any) -> Any:
     frames = STEPS * ENVS * (WORKERS if kind == "sync" else 1)
     return collectors.Batches(
         DistributedCollector(
-            [
-                collectors.serial(factories[worker * ENVS : (worker + 1) * ENVS])
-                for worker in range(WORKERS)
-            ],
+            [Serial(factories[worker * ENVS : (worker + 1) * ENVS]) for worker in range(WORKERS)],
             policy,
             frames_per_batch=frames,
             total_frames=1 << 40,
             sync=kind == "sync",
             launcher="mp",
             backend="gloo",
-            collector_kwargs={"trust_policy": True, "no_cuda_sync": True},
+            collector_kwargs={k: v for k, v in TORCHRL_SHORTCUTS.items() if k != "total_frames"},
         )
     )
+
+
+@dataclass(frozen=True)
+class Serial:
+    """Makes TorchRL's environments of one node, which has no ``init_fn``."""
+
+    factories: Sequence[envs.Make]
+
+    def __call__(self) -> Any:
+        collectors.quiet_worker()
+        return torchrl_serial(self.factories)

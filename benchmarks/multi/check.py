@@ -7,7 +7,8 @@ by the equations of motion, the log-probability from observation and action by t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.agreement import consistent
-from benchmarks.harness import OURS, WRONG, Fields, System
+from benchmarks.harness import OURS, WRONG, Clock, Fields, System
 from benchmarks.multi.processes import turn
 
 BATCHES = 8
@@ -25,7 +26,14 @@ BATCHES = 8
 class RealBatches:
     """Checks the systems of one case."""
 
-    def __init__(self, net: nn.Module, rows: int, steps: int, workers: int) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        rows: int,
+        steps: int,
+        workers: int,
+        turn: Callable[[System], AbstractContextManager[Clock]] = turn,
+    ) -> None:
         """Remember what is expected.
 
         Args:
@@ -33,7 +41,9 @@ class RealBatches:
             rows: Environments of all workers.
             steps: Steps per environment and rollout.
             workers: How many there are.
+            turn: Surrounds what a system does.
         """
+        self._turn = turn
         self._net, self._rows, self._steps, self._workers = net, rows, steps, workers
 
     def __call__(self, systems: Mapping[str, System]) -> list[str]:
@@ -46,10 +56,12 @@ class RealBatches:
 
     def _check(self, name: str, system: System) -> tuple[list[str], list[str]]:
         batches = []
-        with turn(system):
+        with self._turn(system):
             for _ in range(BATCHES):
                 system.collect_batch()
                 batches.append(system.fields())
+        if not batches[0]:
+            return ["shows no fields"], []
         wrong = []
         rows, steps = batches[0]["next.reward"].shape
         if rows * steps not in (self._rows * self._steps, self._rows * self._steps / self._workers):

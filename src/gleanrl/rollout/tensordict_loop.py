@@ -176,7 +176,9 @@ class TensorDictRollout(Served):
         exploration = set_interaction_type(self.options.exploration)
         with self.whole(), self.streams.active(), torch.no_grad(), exploration:
             self.start_over(torn)
-            act = self._act_randomly if random or policy is None else self._act
+            act = self._act
+            if random or policy is None:
+                act = self._begin_random()
             if policy is not None:
                 policy.begin()
             recorder.begin(window)
@@ -224,13 +226,19 @@ class TensorDictRollout(Served):
         for key, dtype in actor.casts:
             root.set(key, root.get(key).to(dtype))
 
-    def _act_randomly(self) -> None:
+    def _begin_random(self) -> Callable[[], None]:
+        """Return what acts at random; what the policy would write is zero, and carried like it."""
         handle, actor = self._handle, self._actor
-        handle.root = handle.env.rand_action(handle.root)
         if actor.silence is not None:
             handle.root.update(actor.silence.clone())
-        for state in actor.states:
-            handle.root.set(next_key(state.key), torch.zeros_like(handle.root.get(state.key)))
+        states = [(state.key, next_key(state.key)) for state in actor.states]
+
+        def act() -> None:
+            root = handle.root = handle.env.rand_action(handle.root)
+            for key, after in states:
+                root.set(after, torch.zeros_like(root.get(key)))
+
+        return act
 
     def _follow(self) -> None:
         """Let what the policy wrote under ``"next"`` replace its root entries."""
