@@ -1,8 +1,9 @@
 """Publish figures: ``python -m benchmarks.publish [--take NAME=RESULTS.json ...] [--check]``.
 
-Published results lie in ``benchmarks/published``, one file per suite. The tables in README.md and
-docs/benchmarks.md are written from them, between ``<!-- figures: ... -->`` marks, and edited by
-nobody. ``--check`` only says whether they are what the files hold.
+Published results lie in ``benchmarks/published``: one file per suite, and ``scripts.json`` of
+``tools.torchrl_scripts``. The tables in README.md and docs are written from them, between
+``<!-- figures: ... -->`` marks, and edited by nobody. ``--check`` only says whether they are what
+the files hold.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = Path(__file__).with_name("published")
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/migrating.md")
+RAN = ("finished", "limit")
+"""How a script ended that did what it was run for."""
 _MARKED = re.compile(r"(<!-- figures: (\S+)(?: only ([^>]*?))? -->\n)(.*?)(<!-- end -->)", re.S)
 
 
@@ -25,6 +28,9 @@ def take(name: str, results: Path) -> None:
     """Publish the results of a suite; cases that were not run again stay as they are."""
     found = json.loads(results.read_text())
     path = PUBLISHED / f"{name}.json"
+    if "scripts" in found:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        return
     cases: dict[str, Any] = json.loads(path.read_text())["cases"] if path.exists() else {}
     here = {"created": found["created"], "versions": found["versions"], "machine": found["machine"]}
     for case, entry in found["cases"].items():
@@ -48,6 +54,8 @@ def take(name: str, results: Path) -> None:
 def table(name: str, only: str = "") -> str:
     """Return the rows of a published suite as Markdown; ``only`` some cases, by commas."""
     document = json.loads((PUBLISHED / f"{name}.json").read_text())
+    if "scripts" in document:
+        return _scripts(document)
     chosen = [case.strip() for case in only.split(",")] if only else list(document["cases"])
     rows = ["| work | against | ratio (quartiles) | asked for |", "|---|---|---|---|"]
     for case in chosen:
@@ -65,6 +73,22 @@ def _rows(entry: dict[str, Any]) -> Iterator[str]:
         spread = f"{_times(ratio['q1'])} to {_times(ratio['q3'])}"
         yield f"| {title} | {other} | {_times(ratio['median'])} ({spread}) | {asked} |"
         title = ""
+
+
+def _scripts(document: dict[str, Any]) -> str:
+    """Return a row per script that ran on GleanRL."""
+    rows = ["| script | GleanRL, frames/s | TorchRL, frames/s |", "|---|---|---|"]
+    for entry in document["scripts"]:
+        ours, theirs = entry.get("gleanrl"), entry.get("torchrl")
+        if ours is not None and ours["ended"] in RAN:
+            rows.append(f"| `{entry['script']}` | {_rate(ours)} | {_rate(theirs)} |")
+    return "\n".join([*rows, "", _origin({"created": document["date"], **document}), ""])
+
+
+def _rate(result: dict[str, Any]) -> str:
+    if result["ended"] not in RAN:
+        return str(result["ended"])
+    return f"{result['collecting']:,.0f}" if result["collecting"] else "ran"
 
 
 def _times(value: float) -> str:

@@ -224,7 +224,7 @@ def test_bench_measures_and_says_what_to_use(capsys, tmp_path, policy_file):
 
 def test_an_interrupted_bench_shows_what_it_has(capsys, policy_file):
     policy = policy_file("os.getpid() == int(os.environ['LEARNER']) or interrupt()")
-    arguments = ("--seconds", 0.1, "--workers", 1, "--num-envs", 1, "--policy", policy)
+    arguments = ("--seconds", 1, "--workers", 1, "--num-envs", 1, "--policy", policy)
     code, out, _ = run(capsys, "bench", "CartPole-v1", *arguments)
     assert code == 130
     assert "1 environment in this process" in out
