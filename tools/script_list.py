@@ -74,7 +74,7 @@ def _tutorial(
 
 _ON_POLICY = ("collector.frames_per_batch=320", "collector.total_frames=3200")
 _NODES = (
-    *("--total_frames", "2000", "--frames_per_batch", "200", "--num_workers", "2"),
+    *("--total_frames", "4000", "--frames_per_batch", "200", "--num_workers", "2"),
     *("--num_nodes", "2", "--env", "CartPole-v1"),
 )
 _GLOO = (*_NODES, "--backend", "gloo")

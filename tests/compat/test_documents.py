@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+from benchmarks import publish
 
 SYNC_DATA_COLLECTOR = """
     from gleanrl.collectors import SyncDataCollector
@@ -101,3 +102,7 @@ def test_the_sync_data_collector_example_prints_the_documented_structure():
 @pytest.mark.slow
 def test_six_environments_and_seed_one_return_six():
     assert run(SEEDS).strip() == "6"
+
+
+def test_published_figures_are_what_the_pages_show():
+    assert publish.main(["--check"]) == 0
