@@ -8,7 +8,7 @@ import pytest
 import rig
 
 import gleanrl
-from gleanrl import MultiAsyncCollector, MultiSyncCollector
+from gleanrl import MultiAsyncCollector, MultiSyncCollector, ParallelEnv, SerialEnv
 
 PARTS = tuple(str(Path(gleanrl.__file__).parent / part) for part in ("engine", "rollout", "memory"))
 TURNS = "turns.py"
@@ -83,3 +83,24 @@ def test_interrupts_at_any_line_lose_at_most_the_batch_that_was_about_to_be_retu
         for _ in range(10):
             collector.rollout()
         assert collector.stats()["frames_discarded"] == 0
+
+
+def test_interrupts_at_any_line_of_a_step_leave_environments_that_can_be_seeded_and_reset():
+    interrupted, line = 0, 0
+    with ParallelEnv(2, "CartPole-v1") as env, SerialEnv(2, "CartPole-v1") as serial:
+        serial.set_seed(3)
+        first, second = (serial.reset()["observation"] for _ in range(2))
+        while True:
+            line += 1
+            root = env.rand_action(env.reset())
+            with rig.in_time(), Interrupts(line) as at:
+                try:
+                    env.step(root)
+                except KeyboardInterrupt:
+                    interrupted += 1
+            env.set_seed(3)
+            assert env.reset()["observation"].equal(first)
+            assert env.reset()["observation"].equal(second)
+            if at.left > 0:
+                break
+    assert interrupted > 50

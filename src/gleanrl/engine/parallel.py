@@ -19,6 +19,7 @@ from gleanrl.core.options import seconds, whole
 from gleanrl.engine.backends.process import ProcessBackend
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.exchange import Exchange
+from gleanrl.engine.interrupts import Deferred
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.declared import Declared, EnvSpecs, widened
 from gleanrl.envs.recipe import Recipe, check_recipes, dealt, ignored
@@ -167,12 +168,19 @@ class ParallelEnv(EnvBase):
 
     @contextmanager
     def _workers(self) -> Iterator[Engine]:
-        """Give the engine; a worker that is lost ends all: no step could be finished any more."""
+        """Give the engine, once a step that was interrupted is finished.
+
+        Ctrl-C comes while workers are waited for. A worker that is lost ends all: no step could be
+        finished any more.
+        """
         self._check_open()
         self.start()
         assert self._engine is not None
         try:
-            yield self._engine
+            with Deferred():
+                if self._exchange is not None:
+                    self._exchange.settle(self._timeout)
+                yield self._engine
         except (WorkerDied, CollectorTimeout):
             self.is_closed = True
             self._closing.detach()
@@ -218,7 +226,7 @@ class ParallelEnv(EnvBase):
     ) -> tuple[TensorDictBase, Callable[[], TensorDictBase]]:
         """Return what is under ``"next"`` after a step, and what gives the root after that."""
         with self._workers() as engine:
-            exchange = self._ready()
+            exchange = self._exchange
             if exchange is None or not self._writes(exchange, data):
                 reset = todo is Todo.STEP_AND_RESET
                 calls = {
@@ -241,17 +249,12 @@ class ParallelEnv(EnvBase):
         more = not self._masked and data.get("next", None) is not None
         return not more and exchange.write(data, self._inputs)
 
-    def _ready(self) -> Exchange | None:
-        if self._exchange is not None:
-            self._exchange.settle(self._timeout)
-        return self._exchange
-
     def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
         keys = [] if tensordict is None else self._given_masks(tensordict)
         if tensordict is not None and keys:
             return self._reset_some(tensordict, keys, options)
         with self._workers() as engine:
-            exchange = self._ready()
+            exchange = self._exchange
             if exchange is None or options:
                 found = engine.request_all(m.Call("restart", (None, options)), self._timeout)
                 return self._stack([root for _, roots in found for root in roots.unbind(0)])
@@ -270,7 +273,7 @@ class ParallelEnv(EnvBase):
         workers = [w for w, part in enumerate(self._parts) if bool(chosen[part].any())]
         kept = data.exclude(*keys)
         with self._workers() as engine:
-            exchange = self._ready()
+            exchange = self._exchange
             if exchange is None or options or not self._masked or not exchange.write(data, [RESET]):
                 calls = {
                     w: m.Call("restart", (copied(data[self._parts[w]].detach()), options))
