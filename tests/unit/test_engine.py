@@ -11,7 +11,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.options import FrameBudget
 from gleanrl.engine.backends.inline import InlineBackend
-from gleanrl.engine.batches import BatchOptions, gather_all
+from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.testing import (
@@ -25,10 +25,15 @@ from gleanrl.testing import (
 )
 
 
+def plan(engine, steps, options):
+    frames = [steps * envs for envs in engine.envs]
+    engine.plan(FrameBudget(frames_per_batch=sum(frames), total_frames=None), frames, options)
+
+
 def running(make_backend, factories, steps, **options):
     """Return an engine that makes stacked batches, and a function that collects one."""
     engine = Engine(make_backend, factories)
-    gather_all(engine, [steps] * len(factories), BatchOptions(stacked=True, **options))
+    plan(engine, steps, BatchOptions(stacked=True, **options))
     return engine
 
 

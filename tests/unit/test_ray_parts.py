@@ -18,7 +18,7 @@ from gleanrl.core.layout import Field, Layout
 from gleanrl.engine.backends.ray_data import Landing, Lender, RayBoard
 from gleanrl.engine.backends.ray_session import Session, check_options
 from gleanrl.engine.backends.told import ToldByte
-from gleanrl.engine.slots import SlabSlots
+from gleanrl.engine.batches import BatchOptions, SlabSlots
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.slab import Order, Slab
 from gleanrl.rollout.actor import COLLECTED, ActorBoot, Arrivals, Blocks, RayWorker
@@ -101,7 +101,7 @@ def large(arena):
 
 def test_a_large_rollout_is_handed_out_where_it_lies_until_a_part_of_the_store_is_lent():
     arena = Arena(Slab([LARGE], [4], Order.TIME), 2)
-    slots, lender = SlabSlots(arena, 2, None), Lender(lambda: 9 << 20)
+    slots, lender = SlabSlots(arena, 2, BatchOptions()), Lender(lambda: 9 << 20)
     blocks = [large(arena) for _ in range(5)]
     windows = [slots.windows(0)[0]] * 5
     lent = [lender.lend(window, block) for window, block in zip(windows, blocks, strict=True)]

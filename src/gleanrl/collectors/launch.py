@@ -25,7 +25,6 @@ from gleanrl.core.options import (
     seconds,
 )
 from gleanrl.core.protocols import SourceFactory
-from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.models import WeightSync
 from gleanrl.engine.pipeline import Pipeline
@@ -222,11 +221,8 @@ class LaunchedCollector(RemoteCollector):
         engine = self._engine
         if self.interruptor is not None:
             self.interruptor.attach(engine.backend.stop_byte)
-        self._steps = engine.steps_for(self._asked)
-        self._sizes = sizes = engine.sizes(self._steps)
-        self._budget = Budget(self._limits.rounded(self._batch_of(sizes), engine.num_envs))
-        self._pipeline.share_out(engine.num_envs)
         self._gather_with()
+        self._pipeline.share_out(engine.num_envs)
         self._models = WeightSync(
             engine,
             given.policy,

@@ -267,10 +267,7 @@ class DistributedCollector(NodesCollector):
         super()._begin(given)
         backend = self._engine.backend
         if isinstance(backend, ReplacingBackend):
-            assert self._first is not None
-            self._replacements = Replacements(
-                self._engine, backend, self._models, self._first.renew, self._most
-            )
+            self._replacements = Replacements(self._engine, backend, self._models, self._most)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed environments, action spaces and random streams, and reset all environments.
