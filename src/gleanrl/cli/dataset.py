@@ -22,7 +22,7 @@ from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_te
 
 from gleanrl.cli.card import CARD, Card, Column, DatasetError, card_text, read_card
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import Key, as_key, show
+from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.memory import tensor_files
 
 _CARD_EVERY_S = 2.0
@@ -184,7 +184,7 @@ def _tensor_keys(frames: TensorDictBase) -> list[Key]:
     entries = {as_key(key): value for key, value in frames.items(include_nested=True)}
     plain = (torch.Tensor, TensorDictBase)
     odd = [
-        show(key)
+        format_key(key)
         for key, value in entries.items()
         if is_non_tensor(value) or not isinstance(value, plain)
     ]
@@ -246,7 +246,7 @@ class Dataset:
         if found != expected:
             raise DatasetError(
                 f"{column.file!r} of {self.directory} has {found:,} bytes; {self.card.rows:,} rows "
-                f"of {show(column.key)} take {expected:,}"
+                f"of {format_key(column.key)} take {expected:,}"
             )
         return path
 
@@ -267,7 +267,9 @@ class Dataset:
         """
         column = next((column for column in self.card.columns if column.key == key), None)
         if column is None:
-            raise KeyError(f"{show(key)} is not in {self.directory}; it has {list(self.keys())}")
+            raise KeyError(
+                f"{format_key(key)} is not in {self.directory}; it has {list(self.keys())}"
+            )
         shape = (self.card.frames, *column.shape)
         if math.prod(shape) == 0:
             return torch.empty(shape, dtype=column.dtype)

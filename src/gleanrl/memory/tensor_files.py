@@ -24,7 +24,7 @@ from typing import Any, TypeGuard
 import torch
 
 from gleanrl.core.errors import GleanError
-from gleanrl.core.keys import Key, show
+from gleanrl.core.keys import Key, format_key
 
 _BYTES_PER_WRITE = 1 << 26
 """A write can be interrupted between two calls."""
@@ -125,8 +125,8 @@ class TensorFile:
                 f"{list(self.shape)} {dtype_name(self.dtype)}" if rows is None else f"{rows:,} rows"
             )
             raise TensorFileError(
-                f"{self.file!r} of {directory} has {found:,} bytes; {what} of {show(self.key)} "
-                f"take {expected:,}"
+                f"{self.file!r} of {directory} has {found:,} bytes; {what} of "
+                f"{format_key(self.key)} take {expected:,}"
             )
         return path
 

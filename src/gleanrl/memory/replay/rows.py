@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import Key, next_key, show
+from gleanrl.core.keys import Key, format_key, next_key
 from gleanrl.core.layout import Field, Group
 from gleanrl.memory.tensor_files import dtype_name, dtype_named
 from gleanrl.memory.trees import groups_of
@@ -159,7 +159,7 @@ def _leaves(data: Any, prefix: Key) -> Iterator[tuple[Key, torch.Tensor]]:
 
 
 def _where(key: Key) -> str:
-    return show(key) if key else "the data"
+    return format_key(key) if key else "the data"
 
 
 def batch_shape(data: Any, ndim: int) -> tuple[int, ...]:
