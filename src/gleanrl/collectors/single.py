@@ -25,7 +25,6 @@ from gleanrl.core.options import (
     TrajectoryOptions,
     limit,
 )
-from gleanrl.engine.backends.inline import InlineBackend
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.interruptor import stop_byte
@@ -33,6 +32,7 @@ from gleanrl.engine.models import Models
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sinks import make_sink
 from gleanrl.rollout.build import SourceBuilder
+from gleanrl.transport.inline import InlineBackend
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 

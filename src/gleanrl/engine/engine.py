@@ -20,9 +20,8 @@ from gleanrl.engine.batches import BatchOptions, BatchPlan
 from gleanrl.engine.budget import Budget, Tally
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather
-from gleanrl.engine.interrupts import Deferred
-from gleanrl.engine.turns import Turn, Turns
 from gleanrl.memory.window import RolloutWindow
+from gleanrl.transport.waiting import Deferred, FairLock, Turn
 
 _EPISODES = 1 << 32
 """Trajectories that each environment of a worker may begin in one of the worker's lives."""
@@ -51,7 +50,7 @@ class Engine:
         self.closed = False
         """Whether `close` was called."""
         self._owner = os.getpid()
-        self._turns = Turns()
+        self._turns = FairLock()
         self._busy = False
         self.failure: BaseException | None = None
         """What ended collection in the background; the next call raises it."""
