@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, tensorclass
 
 from gleanrl import ConfigError
-from gleanrl.engine.padding import end_flags
-from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
+from gleanrl.engine.trajectories import WholeTrajectories, end_flags, split_trajectories
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # importing torchrl warns about its own classes

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.keys import MASK, NEXT, TRAJ_IDS, as_key
-from gleanrl.engine.padding import end_flags
+from gleanrl.engine.trajectories import end_flags
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

@@ -27,8 +27,7 @@ from gleanrl.core.options import (
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.models import WeightSync
-from gleanrl.engine.pipeline import Pipeline
-from gleanrl.engine.sinks import make_sink
+from gleanrl.engine.pipeline import Pipeline, make_sink
 from gleanrl.rollout.build import Initialised, SourceBuilder
 
 

@@ -29,8 +29,7 @@ from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.interruptor import stop_byte
 from gleanrl.engine.models import Models
-from gleanrl.engine.pipeline import Pipeline
-from gleanrl.engine.sinks import make_sink
+from gleanrl.engine.pipeline import Pipeline, make_sink
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.weights.scheme import WeightSyncScheme
