@@ -202,7 +202,7 @@ def test_a_worker_that_is_gone_is_named(rig, kind):
 
 @both
 def test_a_receiver_gives_up_waiting(kind, monkeypatch):
-    monkeypatch.setattr("gleanrl.weights.standalone.WAIT_S", 0.05)
+    monkeypatch.setattr("gleanrl.weights.scheme._WAIT_S", 0.05)
     scheme = kind()
     scheme.init_on_sender(model=Net(), num_workers=1)
     scheme.connect()

@@ -8,7 +8,7 @@ from torch import nn
 from gleanrl import WeightsError
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.weights.board import Board, Boards, plan_board
-from gleanrl.weights.tracked import TrackedModule
+from gleanrl.weights.snapshot import TrackedModule
 
 WEIGHTS = {
     "matrix": torch.arange(12.0).view(3, 4),

@@ -26,7 +26,7 @@ from gleanrl.engine.interruptor import Interruptor
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.version import PolicyVersion
+from gleanrl.weights.snapshot import PolicyVersion
 
 NOT_ARGUMENTS = ("self", "__class__")
 """What `locals` of a constructor holds besides its arguments."""

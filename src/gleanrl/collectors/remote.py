@@ -24,7 +24,7 @@ class RemoteCollector(RunningCollector, WorkerSettings):
 
     _hooks_here = False
     num_workers: int
-    _models: WeightSync  # type: ignore[assignment]  # copies in workers, not the user's object
+    _models: WeightSync
     _threads: Any
     _sync: bool
     _stream: int

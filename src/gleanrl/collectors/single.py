@@ -33,7 +33,7 @@ from gleanrl.engine.pipeline import Pipeline, make_sink
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.version import PolicyVersion
+from gleanrl.weights.snapshot import PolicyVersion
 
 Device = torch.device | str | int | None
 

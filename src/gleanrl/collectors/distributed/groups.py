@@ -24,7 +24,7 @@ from gleanrl.transport.launchers import Launcher, check_replaces, make_launcher,
 from gleanrl.transport.network import NetworkBackend, ReplacingBackend
 from gleanrl.transport.process_group import check_kind
 from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.version import PolicyVersion
+from gleanrl.weights.snapshot import PolicyVersion
 
 _PORT = 10003
 _PORTS = 1 << 16
