@@ -276,8 +276,7 @@ class Engine:
             reading = all(isinstance(c, m.GetState | m.Get) for c in commands.values())
             if not (self.closed and reading):
                 self._check_usable()
-            tickets = self.dispatcher.post_each(commands)
-            values, errors = self.dispatcher.settle_each(tickets, timeout)
+            tickets, values, errors = self.dispatcher.carry_out(commands, timeout)
             if discard is not None and self._gather is not None:
                 answered = {w: t.arrived for w, t in tickets.items() if t.lost is None}
                 since = {worker: answered.get(worker, sys.maxsize) for worker in commands}
