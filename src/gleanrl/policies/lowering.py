@@ -28,7 +28,7 @@ from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import Key, as_key, as_keys, show
+from gleanrl.core.keys import Key, as_key, as_keys, format_key
 from gleanrl.policies.adapt import TensorCall
 from gleanrl.policies.distributions import (
     Draw,
@@ -295,7 +295,7 @@ class _Segment:
             log_prob=bool(module.return_log_prob),
             joint=safe
             and callable(getattr(module.distribution_class, "rsample_and_log_prob", None)),
-            name=", ".join(map(show, reads)),
+            name=", ".join(map(format_key, reads)),
         )
         keys = [as_key(module.dist_sample_keys[0])]
         keys += [as_key(module.log_prob_key)] if draw.log_prob else []
@@ -514,14 +514,20 @@ def _as_tuple(out: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
 
 
 def _copy(key: Key, cell: Tensor, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        raise PolicyError(f"the policy wrote {show(key)} before, and now {value!r:.100}")
-    if value.shape != cell.shape or value.dtype != cell.dtype:
-        raise PolicyError(
-            f"the policy wrote {show(key)} as {value.dtype} of shape {tuple(value.shape)}; before, "
-            f"it was {cell.dtype} of shape {tuple(cell.shape)}, and what is collected cannot change"
-        )
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (cell.shape, cell.dtype):
+        raise output_changed(key, value, cell.shape, cell.dtype)
     cell.copy_(value)
+
+
+def output_changed(key: Key, value: Any, shape: Sequence[int], dtype: torch.dtype) -> PolicyError:
+    """Return the error that an entry is not what the policy wrote before."""
+    name = format_key(key)
+    if not isinstance(value, Tensor):
+        return PolicyError(f"the policy wrote {name} before, and now {value!r:.100}")
+    return PolicyError(
+        f"the policy wrote {name} as {value.dtype} of shape {tuple(value.shape)}; before, it was "
+        f"{dtype} of shape {tuple(shape)}, and what is collected cannot change; pass fast=False"
+    )
 
 
 # -- modules that are recorded: linear layers, activations, and sequences of them ------------------

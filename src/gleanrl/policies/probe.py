@@ -19,7 +19,7 @@ from torch import distributions as D
 from torch import nn
 
 from gleanrl.core.errors import PolicyError, PolicyTypeError
-from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, as_keys, is_private, next_key, show
+from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, as_keys, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.policies.adapt import Adapted
 from gleanrl.policies.inspect import children_of, modules_of, selects, units_of
@@ -212,9 +212,9 @@ class PolicySignature:
     def why_no_rows(self) -> str | None:
         """What rows of known entries would lose; ``None`` if they hold all that was written."""
         if self.rewrites:
-            return f"the policy changes {', '.join(map(show, self.rewrites))}"
+            return f"the policy changes {', '.join(map(format_key, self.rewrites))}"
         if self.trace.objects:
-            return f"the policy writes {show(self.trace.objects[0])}, which is no tensor"
+            return f"the policy writes {format_key(self.trace.objects[0])}, which is no tensor"
         if not all(unit.declares for unit in self.trace.units):
             return "the policy does not say all that it writes (out_keys)"
         if set(self.policy_written_state) != set(self.states):
@@ -270,7 +270,7 @@ def learn(
         (trace, after), states = _provided(zeros, run, (trace, after))
     outputs = trace.outputs
     wanted = [field for field in env.actions if field.key in one_hot]
-    indices = [show(f.key) for f in wanted if _is_index(env, f, outputs.get(f.key))]
+    indices = [format_key(f.key) for f in wanted if _is_index(env, f, outputs.get(f.key))]
     if indices:
         warnings.warn(
             f"the policy gives indices as {', '.join(indices)}; the environment was made with "
@@ -489,18 +489,19 @@ def _reason(
 ) -> str | None:
     """Say why the policy failed, ``None`` if its own error says it best."""
     if missing:
-        given = ", ".join(map(show, shown))
+        given = ", ".join(map(format_key, shown))
         return (
-            f"the policy reads {', '.join(map(show, missing))}, which the environment does not "
-            f"give; it gives {given}"
+            f"the policy reads {', '.join(map(format_key, missing))}, which the environment does "
+            f"not give; it gives {given}"
         )
     if states:
         return (
-            f"the policy could not be called with its first state {', '.join(map(show, states))} "
-            "left out or zero; say what shape it has, without batch dimensions: "
-            f"policy.state_shapes = {{{show(states[0])}: (hidden_size,)}}"
+            "the policy could not be called with its first state "
+            f"{', '.join(map(format_key, states))} left out or zero; say what shape it has, "
+            "without batch dimensions: policy.state_shapes = "
+            f"{{{format_key(states[0])}: (hidden_size,)}}"
         )
-    wide = [show(key) for key, dtype in shown.items() if dtype == torch.float64]
+    wide = [format_key(key) for key, dtype in shown.items() if dtype == torch.float64]
     narrow = any(p.dtype == torch.float32 for m in modules_of(policy) for p in m.parameters(False))
     if isinstance(err, RuntimeError) and wide and narrow:
         return (
@@ -584,8 +585,8 @@ def _actions(
     for field in env.actions:
         value = outputs.get(field.key)
         if value is None:
-            wrote = ", ".join(map(show, outputs)) or "nothing"
-            raise PolicyError(f"the policy did not write {show(field.key)}; it wrote {wrote}")
+            wrote = ", ".join(map(format_key, outputs)) or "nothing"
+            raise PolicyError(f"the policy did not write {format_key(field.key)}; it wrote {wrote}")
         if as_written:
             found.append(_field(env, field.key, value))
         else:
@@ -607,8 +608,8 @@ def _field(env: EnvLayout, key: Key, value: torch.Tensor) -> Field:
     size = len(env.batch_shape)
     if tuple(value.shape[:size]) != env.batch_shape:
         raise PolicyError(
-            f"the policy wrote {show(key)} with shape {tuple(value.shape)}; it must begin with "
-            f"the batch shape {env.batch_shape} of the environment"
+            f"the policy wrote {format_key(key)} with shape {tuple(value.shape)}; it must begin "
+            f"with the batch shape {env.batch_shape} of the environment"
         )
     return Field(key, tuple(value.shape[size:]), value.dtype)
 
@@ -622,7 +623,7 @@ def _owned(env: EnvLayout) -> set[Key]:
 
 
 def _check_action(env: EnvLayout, field: Field, value: torch.Tensor, one_hot: bool) -> None:
-    name = show(field.key)
+    name = format_key(field.key)
     wanted = (*env.batch_shape, *field.shape)
     if tuple(value.shape) != wanted:
         hint = ""

@@ -17,12 +17,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, is_private, next_key, show
+from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import Array, Window
 from gleanrl.memory.window import batch_rows
 from gleanrl.policies.inspect import may_lower, selects
-from gleanrl.policies.lowering import Lowering, Parts, Program
+from gleanrl.policies.lowering import Lowering, Parts, Program, output_changed
 from gleanrl.policies.op_recorder import Check, Slot
 from gleanrl.policies.probe import PolicySignature, call_on, same_memory, writes_so_far
 
@@ -442,7 +442,7 @@ class _TensorDictOverRows:
         for key, rows, shape, dtype in self._stores:
             value = root.get(key, None)
             if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (shape, dtype):
-                raise _changed(key, value, shape, dtype)
+                raise output_changed(as_key(key), value, shape, dtype)
             rows[t].copy_(value)
         for key, rows in self._states:
             rows[t].copy_(root.get(key))
@@ -483,16 +483,6 @@ class _TensorDictOverRows:
             now = root.get(key)
             if not same_memory(now, value) or writes_so_far(value) != version:
                 raise PolicyError(
-                    f"the policy changed {show(as_key(key))}, which it did not do in its first "
-                    "call; pass fast=False to have such changes delivered"
+                    f"the policy changed {format_key(as_key(key))}, which it did not do in its "
+                    "first call; pass fast=False to have such changes delivered"
                 )
-
-
-def _changed(key: Any, value: Any, shape: torch.Size, dtype: torch.dtype) -> PolicyError:
-    name = show(as_key(key))
-    if not isinstance(value, torch.Tensor):
-        return PolicyError(f"the policy wrote {name} before, and now {value!r:.100}")
-    return PolicyError(
-        f"the policy wrote {name} as {value.dtype} of shape {tuple(value.shape)}; before, it was "
-        f"{dtype} of shape {tuple(shape)}, and what is collected cannot change; pass fast=False"
-    )
