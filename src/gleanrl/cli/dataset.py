@@ -23,7 +23,7 @@ from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_te
 from gleanrl.cli.card import CARD, Card, Column, DatasetError, card_text, read_card
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key, as_key, format_key
-from gleanrl.memory import durable
+from gleanrl.memory import tensor_files
 
 _CARD_EVERY_S = 2.0
 _ROOM, _ROOM_NBYTES = ".room", 1 << 16
@@ -89,7 +89,7 @@ class DatasetWriter:
             self._card_due = now + _CARD_EVERY_S
             with contextlib.suppress(OSError):  # frames have their room; `finish` has its own
                 card = self._card("collecting", self._capacity, facts())
-                durable.replace(self.directory / CARD, card)
+                tensor_files.replace(self.directory / CARD, card)
 
     def finish(self, status: str, facts: Mapping[str, Any]) -> None:
         """Cut the files to what was written and write the final card; idempotent.
@@ -112,13 +112,13 @@ class DatasetWriter:
             drafts = {}
             (self.directory / _ROOM).unlink(missing_ok=True)
             for path, text in texts.items():  # all that takes room comes first
-                drafts[path] = durable.prepare(path, text)
+                drafts[path] = tensor_files.prepare(path, text)
                 undo.callback(drafts[path].unlink, missing_ok=True)
             if self.frames < self._capacity:
                 for column in self._columns.values():
                     os.truncate(self.directory / column.file, self.frames * column.row_nbytes)
             for path, draft in drafts.items():
-                durable.publish(draft, path)
+                tensor_files.publish(draft, path)
 
     def _reserve(self, frames: TensorDictBase) -> None:
         keys = _tensor_keys(frames)
@@ -145,7 +145,7 @@ class DatasetWriter:
         path.touch()
         with path.open("r+b") as file:
             try:
-                durable.take_room(file.fileno(), 0, nbytes)
+                tensor_files.take_room(file.fileno(), 0, nbytes)
             except OSError as err:
                 raise DatasetError(
                     f"{size(nbytes)} for {path.name} of {self._capacity:,} frames cannot be "
