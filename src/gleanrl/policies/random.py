@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import Key, NestedKey, as_key, show
+from gleanrl.core.keys import Key, NestedKey, as_key, format_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import Policy, Window
 
@@ -78,12 +79,12 @@ class RandomActions:
         self._zeros = [f.key for f in self.outputs if f.key not in {a.key for a in actions}]
         self._draw = draw
 
-    def begin(self, window: Window, carry: Window) -> None:
+    def begin(self, window: Window, next_root: Window) -> None:
         """Zero everything but the actions: a policy's extras and its state."""
         for key in (*self._zeros, *self.states):
             window.tensor(key).zero_()
         for key in self.states:
-            carry.tensor(key).zero_()
+            next_root.tensor(key).zero_()
 
     def act(self, t: int) -> None:
         """Write random actions into row ``t``."""
@@ -121,7 +122,7 @@ class SpecActions(RandomActions):
         self._sources = [(field, _source(policy, field, env.batch_shape)) for field in env.actions]
         self._rows: list[tuple[Callable[[], torch.Tensor], tuple[int, ...], Any]] = []
 
-    def begin(self, window: Window, carry: Window) -> None:
+    def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``."""
         self._rows = [
             (draw, (self._envs, *field.shape), window.tensor_rows(field.key))
@@ -142,16 +143,11 @@ def _source(
     lead = () if shape == wanted else batch
     if (*lead, *shape) != wanted or spec.dtype != field.dtype:
         raise PolicyError(
-            f"RandomPolicy draws {show(field.key)} as {spec.dtype} of shape {shape}; the "
+            f"RandomPolicy draws {format_key(field.key)} as {spec.dtype} of shape {shape}; the "
             f"environment wants {field.dtype} of shape {tuple(field.shape)}, or {wanted} for all "
             "environments"
         )
-
-    def draw() -> torch.Tensor:
-        drawn: torch.Tensor = spec.rand(lead)
-        return drawn
-
-    return draw
+    return partial(spec.rand, lead)
 
 
 def _spec_of(policy: RandomPolicy, key: Key) -> Any:
@@ -161,11 +157,12 @@ def _spec_of(policy: RandomPolicy, key: Key) -> Any:
             return spec[key if len(key) > 1 else key[0]]
         except KeyError:
             raise PolicyError(
-                f"RandomPolicy's spec has no {show(key)}; it has {sorted(map(str, spec.keys()))}"
+                f"RandomPolicy's spec has no {format_key(key)}; it has "
+                f"{sorted(map(str, spec.keys()))}"
             ) from None
     if as_key(policy.action_key) != key:
         raise PolicyError(
-            f"RandomPolicy writes {show(as_key(policy.action_key))}; the environment reads "
-            f"{show(key)}: pass action_key={show(key)}"
+            f"RandomPolicy writes {format_key(as_key(policy.action_key))}; the environment reads "
+            f"{format_key(key)}: pass action_key={format_key(key)}"
         )
     return spec
