@@ -18,17 +18,16 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+from gleanrl import CollectorTimeout, ConfigError, WorkerDied
 from gleanrl.cli.main import main as command_line
 from gleanrl.collectors import DistributedCollector
 from gleanrl.collectors.distributed import submitit_delayed_launcher
-from gleanrl.core.errors import CollectorTimeout, ConfigError, WorkerDied
-from gleanrl.engine.launchers import make_launcher
-from gleanrl.engine.launchers.address import outward
-from gleanrl.engine.launchers.manual import ManualLauncher
-from gleanrl.engine.launchers.meeting import Keeper, Meeting
-from gleanrl.engine.launchers.slurm import SubmititLauncher
-from gleanrl.engine.launchers.torchrun import serve_as_rank
-from gleanrl.rollout.handshake import HandshakeError, Invitation, join, new_secret
+from gleanrl.transport.handshake import HandshakeError, Invitation, join, new_secret
+from gleanrl.transport.launchers import make_launcher
+from gleanrl.transport.launchers.delayed import Rendezvous, RendezvousKeeper
+from gleanrl.transport.launchers.external import ManualLauncher, serve_as_rank
+from gleanrl.transport.launchers.local import outward
+from gleanrl.transport.launchers.submitit import SubmititLauncher
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:port .* is taken")]
 SOON = 5.0
@@ -312,10 +311,10 @@ def test_a_delayed_collector_outside_of_a_main_job_is_refused():
 
 
 def test_a_delayed_node_waits_for_the_learner_no_longer_than_the_main_job_lives(tmp_path):
-    meeting = Meeting(tmp_path)
+    meeting = Rendezvous(tmp_path)
     with pytest.raises(CollectorTimeout, match="main job did not start within"):
         meeting.next_learner(0, 0.0)
-    keeper = Keeper(tmp_path)
+    keeper = RendezvousKeeper(tmp_path)
     keeper.call([Invitation("10.0.0.5", 10003, 0, b"a secret of sixteen bytes")])
     assert stat.S_IMODE((tmp_path / "learner.json").stat().st_mode) == 0o600
     assert meeting.next_learner(0, 0.0).port == 10003
@@ -326,7 +325,7 @@ def test_a_delayed_node_waits_for_the_learner_no_longer_than_the_main_job_lives(
 
 
 def test_a_file_that_cannot_be_read_for_the_moment_is_waited_for(tmp_path, monkeypatch):
-    keeper, read, write = Keeper(tmp_path), Path.read_text, Path.replace
+    keeper, read, write = RendezvousKeeper(tmp_path), Path.read_text, Path.replace
     keeper.call([Invitation("10.0.0.5", 10003, 0, b"a secret of sixteen bytes")])
     stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
     answers = iter([stale, "", '{"beat": 1', stale])
@@ -338,7 +337,7 @@ def test_a_file_that_cannot_be_read_for_the_moment_is_waited_for(tmp_path, monke
         return read(path, *args) if answer is None else answer
 
     monkeypatch.setattr(Path, "read_text", read_late)
-    assert Meeting(tmp_path).next_learner(0, 2 * SOON).port == 10003
+    assert Rendezvous(tmp_path).next_learner(0, 2 * SOON).port == 10003
     assert next(answers, None) is None
 
     def replace_late(*args):
@@ -348,7 +347,7 @@ def test_a_file_that_cannot_be_read_for_the_moment_is_waited_for(tmp_path, monke
     monkeypatch.setattr(Path, "replace", replace_late)
     keeper.dismiss()  # written with the next sign of life
     keeper.close()
-    assert Meeting(tmp_path).next_learner(1, 0.0) is None
+    assert Rendezvous(tmp_path).next_learner(1, 0.0) is None
 
 
 # -- torchrun --------------------------------------------------------------------------------------

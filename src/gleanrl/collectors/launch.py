@@ -27,8 +27,8 @@ from gleanrl.core.options import (
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine, MakeBackend
+from gleanrl.engine.models import WeightSync
 from gleanrl.engine.pipeline import Pipeline
-from gleanrl.engine.sent_models import SentModels
 from gleanrl.engine.sinks import make_sink
 from gleanrl.rollout.build import Initialised, SourceBuilder
 
@@ -227,7 +227,7 @@ class LaunchedCollector(RemoteCollector):
         self._budget = Budget(self._limits.rounded(self._batch_of(sizes), engine.num_envs))
         self._pipeline.share_out(engine.num_envs)
         self._gather_with()
-        self._models = SentModels(
+        self._models = WeightSync(
             engine,
             given.policy,
             made_by_factory=given.policy_factory is not None,

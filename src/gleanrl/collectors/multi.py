@@ -19,12 +19,12 @@ from gleanrl.collectors.legacy import warn_updater
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import (
     InfoKeys,
-    whole,
+    check_int,
 )
-from gleanrl.engine.backends.inline import InlineBackend
-from gleanrl.engine.backends.process import ProcessBackend
 from gleanrl.engine.batches import BatchOptions, gather_all, gather_first
 from gleanrl.engine.interruptor import Interruptor
+from gleanrl.transport.inline import InlineBackend
+from gleanrl.transport.process import ProcessBackend
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 
@@ -225,7 +225,7 @@ class MultiCollector(LaunchedCollector):
         self._threads = weakref.finalize(self, threads.restore)
         make = workers.make_backend_of(
             backend,
-            lambda: ProcessBackend(whole("num_sub_threads", num_sub_threads, least=1)),
+            lambda: ProcessBackend(check_int("num_sub_threads", num_sub_threads, least=1)),
             lambda windows: InlineBackend(windows, apart=True),
         )
         self._launch(given, functions, make)

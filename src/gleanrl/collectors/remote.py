@@ -15,8 +15,8 @@ from gleanrl.collectors.settings import WorkerSettings
 from gleanrl.core import messages as m
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
+from gleanrl.engine.models import WeightSync
 from gleanrl.engine.replacing import reseeded
-from gleanrl.engine.sent_models import SentModels
 
 
 class RemoteCollector(RunningCollector, WorkerSettings):
@@ -24,7 +24,7 @@ class RemoteCollector(RunningCollector, WorkerSettings):
 
     _hooks_here = False
     num_workers: int
-    _models: SentModels  # type: ignore[assignment]  # copies in workers, not the user's object
+    _models: WeightSync  # type: ignore[assignment]  # copies in workers, not the user's object
     _threads: Any
     _sizes: Sequence[int]
     _sync: bool

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import DevicePlan, whole
+from gleanrl.core.options import DevicePlan, check_int
 
 
 def env_functions(create_env_fn: Any, num_workers: int | None) -> list[Any]:
@@ -36,7 +36,7 @@ def env_functions(create_env_fn: Any, num_workers: int | None) -> list[Any]:
             "one create_env_fn for several workers needs num_workers=; or pass a list with one "
             "entry per worker"
         )
-    return [create_env_fn] * whole("num_workers", num_workers, least=1)
+    return [create_env_fn] * check_int("num_workers", num_workers, least=1)
 
 
 def per_worker(name: str, value: Any, workers: int) -> list[Any]:
@@ -86,8 +86,8 @@ def frames_per_worker(frames_per_batch: Any, workers: int, sync: bool) -> list[i
     """
     if isinstance(frames_per_batch, Sequence) and not isinstance(frames_per_batch, str):
         given = per_worker("frames_per_batch", list(frames_per_batch), workers)
-        return [whole("frames_per_batch", frames, least=1) for frames in given]
-    frames = whole("frames_per_batch", frames_per_batch, least=1)
+        return [check_int("frames_per_batch", frames, least=1) for frames in given]
+    frames = check_int("frames_per_batch", frames_per_batch, least=1)
     return [-(-frames // workers) if sync else frames] * workers
 
 
@@ -101,7 +101,7 @@ def read_cat(cat_results: str | int | None) -> int | None:
         return None
     if isinstance(cat_results, str):
         raise ConfigError(f"cat_results ({cat_results!r}) must be 'stack' or a dimension")
-    return whole("cat_results", cat_results)
+    return check_int("cat_results", cat_results)
 
 
 def read_threshold(threshold: float | None, workers: int) -> int | None:
@@ -135,7 +135,7 @@ class Threads:
         """Leave the cores of ``workers`` workers alone, unless a number is ``wanted``."""
         self._before = torch.get_num_threads()
         default = max(1, self._before - workers)
-        self._set = default if wanted is None else whole("num_threads", wanted, least=1)
+        self._set = default if wanted is None else check_int("num_threads", wanted, least=1)
         torch.set_num_threads(self._set)
 
     def restore(self) -> None:

@@ -84,10 +84,12 @@ class FrameBudget:
                 f"total_frames ({total_frames}) must be a whole number; "
                 "use -1 for endless collection"
             )
-        total = None if total_frames is None else whole("total_frames", total_frames)
-        first = 0 if init_random_frames is None else whole("init_random_frames", init_random_frames)
+        total = None if total_frames is None else check_int("total_frames", total_frames)
+        first = (
+            0 if init_random_frames is None else check_int("init_random_frames", init_random_frames)
+        )
         return cls(
-            frames_per_batch=whole("frames_per_batch", frames_per_batch, least=1),
+            frames_per_batch=check_int("frames_per_batch", frames_per_batch, least=1),
             total_frames=None if total is None or total < 0 else total,
             init_random_frames=max(0, first),
         )
@@ -121,7 +123,7 @@ class FrameBudget:
             warnings.warn("; ".join(notes), UserWarning, stacklevel=5)
 
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
+def check_int(name: str, value: Any, least: int | None = None) -> int:
     """Return ``value`` as a whole number, also if it is written as numpy's or as ``1e6``.
 
     Raises:
@@ -252,7 +254,9 @@ class TrajectoryOptions:
                 "trajs_per_write says how many whole trajectories are written at once: it needs "
                 "replay_buffer and trajs_per_batch"
             )
-        count = 1 if trajs_per_write is None else whole("trajs_per_write", trajs_per_write, least=1)
+        count = (
+            1 if trajs_per_write is None else check_int("trajs_per_write", trajs_per_write, least=1)
+        )
         return replace(given, trajs_per_batch=count, traj_format="cat")
 
     def __post_init__(self) -> None:
@@ -268,7 +272,7 @@ class TrajectoryOptions:
                 raise ConfigError("traj_format='cat' needs trajs_per_batch")
             return
         # A frozen class sets its own fields this way.
-        count = whole("trajs_per_batch", self.trajs_per_batch, least=1)
+        count = check_int("trajs_per_batch", self.trajs_per_batch, least=1)
         object.__setattr__(self, "trajs_per_batch", count)
         if self.split_trajs:
             raise ConfigError(
@@ -297,7 +301,7 @@ class EnvOptions:
     def __post_init__(self) -> None:
         """Check the number of environments and the dtype."""
         if self.num_envs is not None:
-            object.__setattr__(self, "num_envs", whole("num_envs", self.num_envs, least=1))
+            object.__setattr__(self, "num_envs", check_int("num_envs", self.num_envs, least=1))
         check_observation_dtype(self.observation_dtype)
 
 
@@ -343,5 +347,5 @@ def limit(value: int | None, name: str = "max_frames_per_traj") -> int | None:
     Raises:
         ConfigError: it is no whole number; ``name`` says what it limits.
     """
-    number = 0 if value is None else whole(name, value)
+    number = 0 if value is None else check_int(name, value)
     return number if number > 0 else None

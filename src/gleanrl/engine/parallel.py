@@ -15,11 +15,9 @@ from tensordict import TensorDictBase
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied
 from gleanrl.core.keys import Key
-from gleanrl.core.options import seconds, whole
-from gleanrl.engine.backends.process import ProcessBackend
+from gleanrl.core.options import check_int, seconds
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.exchange import Exchange
-from gleanrl.engine.interrupts import Deferred
 from gleanrl.envs.base import OwnBatch
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
 from gleanrl.envs.stock import Methods
@@ -27,6 +25,8 @@ from gleanrl.envs.tensordict import EnvSpecs, widened
 from gleanrl.memory.trees import copied, stacked
 from gleanrl.rollout.row import RESET, Todo
 from gleanrl.rollout.stepping import Described, SteppingBuilder
+from gleanrl.transport.process import ProcessBackend
+from gleanrl.transport.waiting import Deferred
 
 _CONTROL_S = 60.0
 _CLOSE_S = 10.0
@@ -84,8 +84,8 @@ class ParallelEnv(OwnBatch):
         """
         check_ignored("ParallelEnv", torchrl)
         self._close_s = seconds("shutdown_timeout", shutdown_timeout)
-        self.num_workers = whole("num_workers", num_workers, least=1)
-        number = self.num_workers if num_envs is None else whole("num_envs", num_envs, least=1)
+        self.num_workers = check_int("num_workers", num_workers, least=1)
+        number = self.num_workers if num_envs is None else check_int("num_envs", num_envs, least=1)
         if number < self.num_workers:
             raise ConfigError(
                 f"num_envs ({number}) must be at least num_workers ({self.num_workers}): a worker "
@@ -96,7 +96,7 @@ class ParallelEnv(OwnBatch):
         self._kwargs = per_env("create_env_kwargs", create_env_kwargs or {}, number, counted)
         check_factories(self._factories)
         self._wanted = device if device is None else torch.device(device)
-        self._threads = whole("num_sub_threads", num_sub_threads, least=1)
+        self._threads = check_int("num_sub_threads", num_sub_threads, least=1)
         self._timeout = timeout if timeout is None else seconds("timeout", timeout)
         self.num_envs = number
         super().__init__()

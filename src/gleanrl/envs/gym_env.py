@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
-from gleanrl.core.options import InfoKeys, check_observation_dtype, whole
+from gleanrl.core.options import InfoKeys, check_int, check_observation_dtype
 from gleanrl.core.protocols import Array, Window
 from gleanrl.envs.base import OwnBatch
 from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_gym, make_one
@@ -73,7 +73,7 @@ class GymEnv(OwnBatch):
             UnknownEnvError: an id that is not registered.
             ConfigError: arguments that do not fit together.
         """
-        num_envs = None if num_envs is None else whole("num_envs", num_envs, least=0)
+        num_envs = None if num_envs is None else check_int("num_envs", num_envs, least=0)
         check_observation_dtype(observation_dtype)
         if num_envs and isinstance(env, gym.Env):
             raise ConfigError(

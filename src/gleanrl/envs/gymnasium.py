@@ -15,7 +15,7 @@ import torch
 from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.options import InfoKeys, whole
+from gleanrl.core.options import InfoKeys, check_int
 from gleanrl.core.protocols import Array, Spec, Window
 from gleanrl.envs.spaces import Actions, Leaf, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded
@@ -342,7 +342,7 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
         Raises:
             ConfigError: ``seed`` is no whole number of 0 or more.
         """
-        seed = whole("seed", seed, least=0)
+        seed = check_int("seed", seed, least=0)
         self._seeds = [seed if static else seed + i for i in range(len(self._envs))]
         for env, own in zip(self._envs, self._seeds, strict=True):
             env.action_space.seed(own)

@@ -12,7 +12,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import NEXT, Key
-from gleanrl.core.options import whole
+from gleanrl.core.options import check_int
 from gleanrl.envs.base import EnvBase, OwnBatch
 from gleanrl.envs.factory import EnvFactory, check_ignored, closed_on_error, per_env
 from gleanrl.envs.gym_env import GymEnv, make_tensordict_env
@@ -65,7 +65,7 @@ class SerialEnv(OwnBatch):
             ConfigError: the wrong number of callables, or environments that do not fit together.
         """
         check_ignored("SerialEnv", torchrl)
-        num_workers = whole("num_workers", num_workers, least=1)
+        num_workers = check_int("num_workers", num_workers, least=1)
         factories = per_env("create_env_fn", create_env_fn, num_workers)
         kwargs = per_env("create_env_kwargs", create_env_kwargs or {}, num_workers)
         made: list[Any] = []

@@ -17,7 +17,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
 from gleanrl.core.layout import Field
-from gleanrl.core.options import whole
+from gleanrl.core.options import check_int
 from gleanrl.core.protocols import Array, Env, Window
 from gleanrl.envs.gymnasium import GymOptions, WindowEnv
 from gleanrl.envs.spaces import Leaf
@@ -162,7 +162,7 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
         Raises:
             ConfigError: ``seed`` is no whole number of 0 or more.
         """
-        seed = whole("seed", seed, least=0)
+        seed = check_int("seed", seed, least=0)
         listable = isinstance(self._env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
         self._env.action_space.seed(seed)
         self._env.single_action_space.seed(seed)
@@ -267,7 +267,7 @@ class EnvPoolAdapter(NextStepPool):
         Raises:
             ConfigError: ``seed`` is no whole number of 0 or more.
         """
-        seed = whole("seed", seed, least=0)
+        seed = check_int("seed", seed, least=0)
         own = [seed if static else seed + i for i in range(self.num_envs)]
         spec = self._env.spec
         seeds: dict[str, Any] = {"seed": 0, "env_seed": [value % 2**31 for value in own]}

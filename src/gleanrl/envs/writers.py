@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, EnvError
-from gleanrl.core.keys import next_key, show
+from gleanrl.core.keys import format_key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import InfoKeys
 from gleanrl.core.protocols import Array, Window
@@ -123,9 +123,9 @@ class _LeafWriter(FieldWriter):
         if got.kind == declared.kind == "f" and got != declared:
             hint = ", or pass observation_dtype=torch.float32 to cast floats on the way in"
         raise EnvError(
-            f"{who} returned {show(self._field.key)} with shape {values.shape} and dtype {got}, "
-            f"but its observation space declares shape {shape} and dtype {declared}; correct the "
-            f"space or the observation{hint}"
+            f"{who} returned {format_key(self._field.key)} with shape {values.shape} and dtype "
+            f"{got}, but its observation space declares shape {shape} and dtype {declared}; "
+            f"correct the space or the observation{hint}"
         )
 
     def _cast(self, values: Array) -> Array:
@@ -134,7 +134,7 @@ class _LeafWriter(FieldWriter):
                 return values.astype(self._target)
         except FloatingPointError as err:
             raise EnvError(
-                f"{show(self._field.key)} holds {np.abs(values).max():g}, which does not fit "
+                f"{format_key(self._field.key)} holds {np.abs(values).max():g}, which does not fit "
                 f"{self._target}"
             ) from err
 
@@ -219,9 +219,9 @@ class LeafWriter(_LeafWriter):
             row: Array = value if type(value) is np.ndarray else np.asarray(value)
         except ValueError as err:
             raise EnvError(
-                f"environment {env} returned {show(self._field.key)} that is no array of shape "
-                f"{self._shape}, as its observation space declares: {value!r:.100}; correct the "
-                "space or the observation"
+                f"environment {env} returned {format_key(self._field.key)} that is no array of "
+                f"shape {self._shape}, as its observation space declares: {value!r:.100}; correct "
+                "the space or the observation"
             ) from err
         if row.dtype == self._declared and row.shape == self._shape:
             return self._cast(row) if self._casts else row

@@ -18,13 +18,11 @@ from gleanrl.collectors.checks import read_seed
 from gleanrl.collectors.distributed.nodes import NodesCollector, with_defaults
 from gleanrl.collectors.multi import NOT_ARGUMENTS, Devices
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import InfoKeys, seconds, whole
-from gleanrl.engine.backends.network import NetworkBackend
-from gleanrl.engine.backends.network_replacing import ReplacingBackend
-from gleanrl.engine.launchers import check_replaces, make_launcher, serve_elsewhere
-from gleanrl.engine.launchers.launcher import Launcher
+from gleanrl.core.options import InfoKeys, check_int, seconds
 from gleanrl.engine.replacing import Replacements
-from gleanrl.rollout.pair import check_kind
+from gleanrl.transport.launchers import Launcher, check_replaces, make_launcher, serve_elsewhere
+from gleanrl.transport.network import NetworkBackend, ReplacingBackend
+from gleanrl.transport.process_group import check_kind
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 
@@ -219,7 +217,9 @@ class DistributedCollector(NodesCollector):
         if update_interval is not None:
             if max_weight_update_interval not in (None, -1):
                 raise ConfigError("update_interval is max_weight_update_interval: give one of them")
-            given.max_weight_update_interval = whole("update_interval", update_interval, least=1)
+            given.max_weight_update_interval = check_int(
+                "update_interval", update_interval, least=1
+            )
         if on_failure == "relaunch":
             check_replaces(launcher)
         serve_elsewhere(launcher, start_timeout)
@@ -243,7 +243,7 @@ class DistributedCollector(NodesCollector):
                 kind=backend,
                 host=host,
                 ports=ports,
-                threads=whole("num_sub_threads", num_sub_threads, least=1),
+                threads=check_int("num_sub_threads", num_sub_threads, least=1),
                 patience=heartbeat,
                 start_timeout=start_timeout,
             ),
@@ -254,7 +254,7 @@ class DistributedCollector(NodesCollector):
         return (ReplacingBackend if self._replaces else NetworkBackend)(*args, **kwargs)
 
     def _read_failure(self, given: SimpleNamespace) -> None:
-        self._most = whole("max_relaunches", given.max_relaunches, least=0)
+        self._most = check_int("max_relaunches", given.max_relaunches, least=0)
         self._replaces = self._can_replace and given.on_failure == "relaunch" and not self._sync
         if not self._replaces:
             super()._read_failure(given)
@@ -325,7 +325,7 @@ class DistributedSyncCollector(DistributedCollector):
                 f"DistributedSyncCollector takes no {', '.join(sorted(decided))}; update_interval= "
                 "says when weights are sent"
             )
-        interval = whole("update_interval", update_interval, least=1)
+        interval = check_int("update_interval", update_interval, least=1)
         super().__init__(
             create_env_fn, policy, sync=True, max_weight_update_interval=interval, **kwargs
         )

@@ -16,7 +16,7 @@ from gleanrl.collectors.multi import MultiAsyncCollector, MultiCollector, MultiS
 from gleanrl.collectors.nested import nested_factory
 from gleanrl.collectors.single import Collector
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import whole
+from gleanrl.core.options import check_int
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.batches import BatchOptions, gather_all, gather_first
 from gleanrl.engine.gather_first import AsyncGather
@@ -85,7 +85,7 @@ class NodesCollector(LaunchedCollector):
         self.num_workers = len(functions)
         self._sync = _flag("sync", given.sync)
         given.collector_class = _kind(given.collector_class)
-        self._per_node = whole(
+        self._per_node = check_int(
             "num_workers_per_collector", given.num_workers_per_collector, least=1
         )
         if given.collector_class is Collector and self._per_node > 1:
@@ -261,7 +261,7 @@ def _interval(value: Any) -> int | None:
     """Return the number of batches after which weights are sent at the latest; ``None``: never."""
     if value is None or value == -1:
         return None
-    return whole("max_weight_update_interval", value, least=1)
+    return check_int("max_weight_update_interval", value, least=1)
 
 
 def _checked(kwargs: Any, given: SimpleNamespace) -> Mapping[str, Any]:

@@ -16,9 +16,8 @@ from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.distributed.nodes import NodesCollector, with_defaults
 from gleanrl.collectors.multi import NOT_ARGUMENTS, Devices
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import InfoKeys, whole
-from gleanrl.engine.backends.ray import RayBackend
-from gleanrl.engine.backends.ray_session import check_options, require_ray, session
+from gleanrl.core.options import InfoKeys, check_int
+from gleanrl.transport.ray import RayBackend, check_options, require_ray, session
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 
@@ -217,7 +216,7 @@ class RayCollector(NodesCollector):
         self._read(given)
         threads = workers.Threads(torch.get_num_threads(), self.num_workers)
         self._threads = weakref.finalize(self, threads.restore)
-        sub_threads = whole("num_sub_threads", given.num_sub_threads, least=1)
+        sub_threads = check_int("num_sub_threads", given.num_sub_threads, least=1)
         self._launch(
             given,
             functions,
@@ -371,5 +370,5 @@ def _functions(create_env_fn: Any, count: int | None) -> list[Any]:
             f"num_collectors ({count!r}) does not match create_env_fn, which lists "
             f"{len(create_env_fn)}"
         )
-    count = 1 if count is None else whole("num_collectors", count, least=1)
+    count = 1 if count is None else check_int("num_collectors", count, least=1)
     return workers.env_functions(create_env_fn, None if several else count)
