@@ -78,6 +78,7 @@ class WindowEnv(Generic[W]):
         leaf_writer: Callable[[Leaf, Field], W],
         info_writer: Callable[[str, Field], W],
         batched: bool,
+        draw_ahead: int | None = None,
     ) -> None:
         """Read the spaces of one environment.
 
@@ -89,6 +90,7 @@ class WindowEnv(Generic[W]):
             leaf_writer: Makes what writes one array of the observation.
             info_writer: Makes what writes one entry of ``info``.
             batched: Whether one call steps all environments.
+            draw_ahead: Rows of random actions to draw at once; ``None`` for all of a rollout.
 
         Raises:
             ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
@@ -102,7 +104,9 @@ class WindowEnv(Generic[W]):
         self._writers: list[W] = [*leaf_writers, *info_writers]
         self._unsettled: list[Any] = info_writers
         envs = math.prod(batch_shape)
-        self._actions = Actions(acted, envs, options.categorical, batched)
+        self._actions = Actions(acted, envs, options.categorical, batched, draw_ahead)
+        self.random = self._actions.random
+        """Writes random actions into row ``t``."""
         self.action_specs: Mapping[Key, Spec] = self._actions.specs
         self.layout = EnvLayout(
             batch_shape=batch_shape,
@@ -119,12 +123,8 @@ class WindowEnv(Generic[W]):
             writer.begin(window, carry)
         self._actions.begin(window)
 
-    def random(self, t: int) -> None:
-        """Write random actions into row ``t``."""
-        self._actions.random(t, self._window.steps)
-
-    def finish(self, steps: int) -> None:
-        """End the rollout: an ``info`` entry that never came is warned about, once."""
+    def _settle(self) -> None:
+        """Warn about ``info`` entries that never came, after the first rollout."""
         for writer in self._unsettled:
             writer.watch.settle()
         self._unsettled = []
@@ -227,7 +227,7 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
         Raises:
             ConfigError: a method was replaced where this environment would not notice.
         """
-        if not is_stock(*self._around):
+        if self._around and not is_stock(*self._around):
             raise ConfigError(
                 f"a method of {self._inner!r:.100} was replaced after the collector was built, "
                 "which had found none replaced and steps its Gymnasium environments directly; "
@@ -281,7 +281,8 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
         Raises:
             EnvError: a reward that is not a number, or a finite one that overflows float32.
         """
-        super().finish(steps)
+        if self._unsettled:
+            self._settle()
         rewards = check_rewards(self._rewards)
         write_rewards(self._window.array(next_key(REWARD))[:, :steps, 0], rewards)
 

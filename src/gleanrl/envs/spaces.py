@@ -118,7 +118,12 @@ class Actions:
     """
 
     def __init__(
-        self, space: gym.Space[Any], envs: int, categorical: bool, batched: bool = False
+        self,
+        space: gym.Space[Any],
+        envs: int,
+        categorical: bool,
+        batched: bool = False,
+        draw_ahead: int | None = None,
     ) -> None:
         """Read the action space of one environment.
 
@@ -127,6 +132,7 @@ class Actions:
             envs: Environments, ``P``.
             categorical: Store discrete actions as indices (else one-hot vectors).
             batched: Hand out one value of the batched space, not a sequence of ``P`` values.
+            draw_ahead: Rows of random actions to draw at once; ``None`` for all of a window.
 
         Raises:
             ConfigError: a space without fixed shape, or with nothing in it.
@@ -147,6 +153,7 @@ class Actions:
         self._decoders = [_decoder(leaf.space, categorical, batched) for leaf in self._leaves]
         self._decode = self._decoders[0]
         self._plain = not self._leaves[0].path
+        self._draw_ahead = draw_ahead
         self._rows: list[list[Array]] = []
         self._window: Window
 
@@ -174,10 +181,11 @@ class Actions:
         values = {leaf.path: part for leaf, part in zip(self._leaves, parts, strict=True)}
         return _rebuild(self._space, (), values)
 
-    def random(self, t: int, ahead: int) -> None:
-        """Write random actions into row ``t``; draw at most ``ahead`` rows at once."""
+    def random(self, t: int) -> None:
+        """Write random actions into row ``t``."""
         if self._stepwise:
             # One call for many rows draws the same numbers in the same order.
+            ahead = self._draw_ahead or self._window.steps
             if t % ahead == 0:
                 ((key, spec),) = self.specs.items()
                 field = self._window.tensor(key)[:, t : t + ahead]

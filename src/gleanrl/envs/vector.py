@@ -37,6 +37,8 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
 
     _flags_at_once = False
     """Whether end flags are needed in the window before the end of a rollout."""
+    _draw_ahead: int | None = None
+    """Rows of random actions to draw at once; ``None`` for all of a rollout."""
 
     def __init__(self, env: Any, options: GymOptions) -> None:
         """Take over ``env``, built and not yet reset.
@@ -61,6 +63,7 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
             leaf_writer=leaf_writer,
             info_writer=VectorInfoWriter,
             batched=True,
+            draw_ahead=self._draw_ahead,
         )
         self._outcomes = _Outcomes(self.num_envs, self._flags_at_once)
         self.can_cut = self._resets_singly()
@@ -111,7 +114,8 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
         Raises:
             EnvError: a finite reward that overflows float32.
         """
-        super().finish(steps)
+        if self._unsettled:
+            self._settle()
         self._outcomes.finish(self._window, steps)
 
     # -- resets ----------------------------------------------------------------------------------
@@ -213,6 +217,7 @@ class NextStepPool(_VectorAdapter):
     """A vectorised environment in NEXT_STEP mode, as a `Pool`: a reset takes a step of its own."""
 
     _flags_at_once = True
+    _draw_ahead = 32  # how many steps a rollout will take is not known when it begins
 
     def _prepare(self, env: Any) -> None:
         if isinstance(env.unwrapped, AsyncVectorEnv) and not env.unwrapped.shared_memory:
@@ -225,11 +230,6 @@ class NextStepPool(_VectorAdapter):
     def step(self, t: int) -> None:
         """Take one step with the actions in row ``t``, writing the row and root row ``t + 1``."""
         self._advance(t)
-
-    def random(self, t: int) -> None:
-        """Write random actions into row ``t``."""
-        # How many steps a rollout will take is not known when it begins.
-        self._actions.random(t, 32)
 
 
 class EnvPoolAdapter(NextStepPool):

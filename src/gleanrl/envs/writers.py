@@ -45,6 +45,7 @@ class FieldWriter:
         self._field = field
         self._root: list[Array] = []
         self._next: list[Array] | None = None
+        self._rows_shape: tuple[int, ...] = ()
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; a field it lacks under ``"next"`` is not written there.
@@ -54,6 +55,7 @@ class FieldWriter:
             carry: One step long; receives the root row after the last step of ``window``.
         """
         self._root = window.rows(self._field.key)[1:] + carry.rows(self._field.key)
+        self._rows_shape = self._rows_shape or (window.envs, *self._field.shape)
         after = next_key(self._field.key)
         self._next = window.rows(after) if after in window.keys() else None
 
@@ -231,11 +233,6 @@ class LeafWriter(_LeafWriter):
 class PlainLeafWriter(LeafWriter):
     """The same where the observation is the array itself and keeps its dtype: the usual case."""
 
-    def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``."""
-        super().begin(window, carry)
-        self._rows_shape = (window.envs, *self._shape)
-
     def write(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
         """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
         try:
@@ -312,11 +309,6 @@ class InfoWriter(FieldWriter):
 
 class VectorWriter(FieldWriter):
     """Writes one field of a vectorised environment, given arrays of all of its environments."""
-
-    def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``."""
-        super().begin(window, carry)
-        self._rows_shape = (window.envs, *self._field.shape)
 
     def write(self, t: int, observations: Any, infos: Mapping[str, Any]) -> None:
         """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
