@@ -17,8 +17,8 @@ from gleanrl.core.layout import Field
 from gleanrl.core.options import RolloutOptions
 from gleanrl.envs.vector import make_vector
 from gleanrl.memory.window import RolloutWindow
-from gleanrl.rollout.cursor import CursorRollout
-from gleanrl.rollout.rollout import Rollout, check_can_cut
+from gleanrl.rollout.dense import DenseRollout, check_can_cut
+from gleanrl.rollout.next_step_loop import NextStepRollout
 
 OBS, ACTION, REWARD = ("observation",), ("action",), ("reward",)
 DONE, TERMINATED, TRUNCATED = ("done",), ("terminated",), ("truncated",)
@@ -76,6 +76,7 @@ class Uniform:
     """Acts at random, as the environment draws."""
 
     states = ()
+    needs_is_init = False
 
     def __init__(self, env):
         self.outputs = env.layout.actions
@@ -147,17 +148,18 @@ class Counting(FromObservation):
 class Made:
     policy: Any
     random: Any
-    needs_is_init: bool = False
     user: Any = None
 
 
 def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(), **options):
     """Return the source of ``vector_env``, in the loop that fits it."""
     env = make_vector(vector_env, info_keys=info_keys)
-    kind = CursorRollout if env.costs_reset_step else Rollout
+    kind = NextStepRollout if env.costs_reset_step else DenseRollout
 
     def make_policies(env, probe):
-        return Made(policy(env), Uniform(env), needs_is_init)
+        made = policy(env)
+        made.needs_is_init = needs_is_init
+        return Made(made, Uniform(env))
 
     rollout_options = RolloutOptions(**options)
     first = RolloutWindow.allocate(env.layout.observations, env.layout.num_envs, 1)
