@@ -15,7 +15,7 @@ from gleanrl.core.messages import Snapshot
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Env, Pool
 from gleanrl.core.streams import preserved
-from gleanrl.envs.tensordict_handle import TensorDictHandle
+from gleanrl.envs.tensordict import TensorDictHandle
 from gleanrl.rollout.streams import Streams
 from gleanrl.rollout.tracker import Tracker
 from gleanrl.weights.snapshot import Shapes, check_weights, cloned, load_weights, shapes_of

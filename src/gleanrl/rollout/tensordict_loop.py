@@ -36,8 +36,7 @@ from gleanrl.core.messages import Payload, Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Array, Stop, Window
 from gleanrl.core.streams import preserved
-from gleanrl.envs.tensordict_handle import TensorDictHandle
-from gleanrl.envs.tensordict_layout import EndFlags, spec_groups, spec_leaves
+from gleanrl.envs.tensordict import EndFlags, TensorDictHandle, spec_groups, spec_leaves
 from gleanrl.memory.trees import copied, groups_of, stacked, tensordict_over, time_named
 from gleanrl.memory.window import RolloutWindow, batch_rows
 from gleanrl.policies.policy import Actor
