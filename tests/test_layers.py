@@ -14,7 +14,8 @@ ALLOWED = {
     "weights": {"core", "memory", "weights"},
     "rollout": {"core", "memory", "envs", "policies", "weights", "rollout"},
 }
-ALLOWED["engine"] = ALLOWED["rollout"] | {"engine"}
+ALLOWED["transport"] = ALLOWED["rollout"] | {"transport"}
+ALLOWED["engine"] = ALLOWED["transport"] | {"engine"}
 ALLOWED["testing"] = ALLOWED["engine"] | {"testing"}
 ALLOWED["collectors"] = ALLOWED["engine"] | {"collectors"}
 ALLOWED["cli"] = ALLOWED["collectors"] | {"cli"}

@@ -9,8 +9,8 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
+from gleanrl import ConfigError, EnvError
 from gleanrl.collectors import Collector
-from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.options import EnvOptions, FrameBudget, TrajectoryOptions, check_int, limit
 from gleanrl.envs import GymEnv, SerialEnv
 from gleanrl.envs.gymnasium import GymnasiumEnv

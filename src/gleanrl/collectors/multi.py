@@ -21,10 +21,10 @@ from gleanrl.core.options import (
     InfoKeys,
     check_int,
 )
-from gleanrl.engine.backends.inline import InlineBackend
-from gleanrl.engine.backends.process import ProcessBackend
 from gleanrl.engine.batches import BatchOptions, gather_all, gather_first
 from gleanrl.engine.interruptor import Interruptor
+from gleanrl.transport.inline import InlineBackend
+from gleanrl.transport.process import ProcessBackend
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 

@@ -25,7 +25,6 @@ from gleanrl.core.options import (
     TrajectoryOptions,
     limit,
 )
-from gleanrl.engine.backends.inline import InlineBackend
 from gleanrl.engine.batches import BatchOptions, gather_all
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
@@ -34,6 +33,7 @@ from gleanrl.engine.models import Models
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sinks import make_sink
 from gleanrl.rollout.build import SourceBuilder
+from gleanrl.transport.inline import InlineBackend
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 

@@ -16,10 +16,8 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied
 from gleanrl.core.keys import Key
 from gleanrl.core.options import check_int, seconds
-from gleanrl.engine.backends.process import ProcessBackend
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.exchange import Exchange
-from gleanrl.engine.interrupts import Deferred
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.declared import Declared, EnvSpecs, widened
 from gleanrl.envs.recipe import Recipe, check_recipes, dealt, ignored
@@ -27,6 +25,8 @@ from gleanrl.envs.stock import Methods
 from gleanrl.memory.trees import copied, stacked
 from gleanrl.rollout.row import RESET, Todo
 from gleanrl.rollout.stepping import Described, SteppingBuilder
+from gleanrl.transport.process import ProcessBackend
+from gleanrl.transport.waiting import Deferred
 
 _CONTROL_S = 60.0
 _CLOSE_S = 10.0

@@ -6,7 +6,7 @@ from gleanrl.collectors.distributed.groups import DistributedCollector, Distribu
 from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.distributed.rpc import RPCCollector
 from gleanrl.collectors.legacy import DistributedWeightUpdater, RPCWeightUpdater
-from gleanrl.engine.launchers.delayed import submitit_delayed_launcher
+from gleanrl.transport.launchers.delayed import submitit_delayed_launcher
 
 DistributedDataCollector = DistributedCollector
 DistributedSyncDataCollector = DistributedSyncCollector

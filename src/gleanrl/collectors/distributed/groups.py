@@ -19,12 +19,10 @@ from gleanrl.collectors.distributed.nodes import NodesCollector, with_defaults
 from gleanrl.collectors.multi import NOT_ARGUMENTS, Devices
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import InfoKeys, check_int, seconds
-from gleanrl.engine.backends.network import NetworkBackend
-from gleanrl.engine.backends.network_replacing import ReplacingBackend
-from gleanrl.engine.launchers import check_replaces, make_launcher, serve_elsewhere
-from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.engine.replacing import Replacements
-from gleanrl.rollout.pair import check_kind
+from gleanrl.transport.launchers import Launcher, check_replaces, make_launcher, serve_elsewhere
+from gleanrl.transport.network import NetworkBackend, ReplacingBackend
+from gleanrl.transport.process_group import check_kind
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 

@@ -17,8 +17,7 @@ from gleanrl.collectors.distributed.nodes import NodesCollector, with_defaults
 from gleanrl.collectors.multi import NOT_ARGUMENTS, Devices
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import InfoKeys, check_int
-from gleanrl.engine.backends.ray import RayBackend
-from gleanrl.engine.backends.ray_session import check_options, require_ray, session
+from gleanrl.transport.ray import RayBackend, check_options, require_ray, session
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 

@@ -11,7 +11,7 @@ from gleanrl.collectors.legacy import RPCWeightUpdater
 from gleanrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gleanrl.engine.backends.rpc import RPCBackend
+    from gleanrl.transport.rpc import RPCBackend
 
 __all__ = ["RPCCollector", "RPCDataCollector", "RPCWeightUpdater"]
 
@@ -85,7 +85,7 @@ class RPCCollector(DistributedCollector):
 
     def _make_backend(self, *args: Any, **kwargs: Any) -> RPCBackend:
         # Only here: torch.distributed.rpc takes a while to import, and not every build has it.
-        from gleanrl.engine.backends.rpc import RPCBackend
+        from gleanrl.transport.rpc import RPCBackend
 
         kwargs.pop("kind")
         return RPCBackend(*args, options=self._tensorpipe, devices=self._visible, **kwargs)
