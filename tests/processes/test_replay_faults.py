@@ -176,7 +176,7 @@ one, other = opened
 one.extend(rows(1, 0, 3))
 other.extend(rows(1, 3, 3))
 assert len(one) == len(other) == 6
-say(one.storage.ring.lock is other.storage.ring.gate)
+say(one.storage.ring.lock is other.storage.ring.lock)
 """
 
 
