@@ -19,15 +19,15 @@ from gleanrl.core.streams import preserved
 from gleanrl.envs.gym_env import GymEnv
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.make import Made, make_env
-from gleanrl.envs.pool import NextStepPool
 from gleanrl.envs.specs import OneHot
-from gleanrl.envs.tensordict_handle import TensorDictHandle
-from gleanrl.envs.tensordict_layout import (
+from gleanrl.envs.tensordict import (
+    TensorDictHandle,
     is_tensordict_env,
     learn_layout,
     needs_carrier,
     spec_leaves,
 )
+from gleanrl.envs.vector import NextStepPool
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.policies.policy import (
     Actor,

@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from gleanrl.core.keys import NEXT, Key, as_key, next_key
 from gleanrl.core.layout import EnvLayout, Field, Group
 from gleanrl.core.options import RolloutOptions
-from gleanrl.envs.tensordict_layout import EndFlags, spec_groups
+from gleanrl.envs.tensordict import EndFlags, spec_groups
 from gleanrl.memory.trees import groups_of
 from gleanrl.policies.policy import Actor
 from gleanrl.rollout.plan import RolloutPlan

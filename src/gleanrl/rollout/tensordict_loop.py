@@ -36,8 +36,7 @@ from gleanrl.core.messages import Payload, Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Array, Stop, Window
 from gleanrl.core.streams import preserved
-from gleanrl.envs.tensordict_handle import TensorDictHandle
-from gleanrl.envs.tensordict_layout import spec_leaves
+from gleanrl.envs.tensordict import TensorDictHandle, spec_leaves
 from gleanrl.memory.trees import stacked, time_named
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.policies.policy import Actor
