@@ -37,7 +37,7 @@ from gleanrl import (
     WorkerDied,
     WorkerError,
 )
-from gleanrl.envs.tensordict_layout import is_tensordict_env
+from gleanrl.envs.tensordict import is_tensordict_env
 from gleanrl.testing import KeepingLearner
 
 # Workers that need not import this file (and TorchRL with it) start in milliseconds.
