@@ -26,7 +26,7 @@ DONE, TERMINATED, TRUNCATED = ("done",), ("terminated",), ("truncated",)
 TRAJ, STEPS = ("collector", "traj_ids"), ("step_count",)
 GO = bytearray(1)
 # What the processes of Gymnasium's asynchronous environments would each import by themselves.
-multiprocessing.set_forkserver_preload(["gleanrl", "hypothesis"])
+multiprocessing.set_forkserver_preload(["gleanrl.collectors", "hypothesis"])
 
 
 class Clock(gym.Env):
