@@ -137,7 +137,7 @@ def test_recent_looks_at_the_latest_episodes_only():
     assert summary(np.empty(0)) is None
 
 
-# -- datasets ---------------------------------------------------------------------------------------
+# -- datasets --------------------------------------------------------------------------------------
 
 
 def make_frames(number, start=0, episode=5):
@@ -283,7 +283,7 @@ def test_a_dataset_is_read_a_bounded_number_of_frames_at_a_time(tmp_path, monkey
     assert stats.ends.tolist() == [5, 10, 15, 20, 25, 30]
 
 
-# -- sizes and display ------------------------------------------------------------------------------
+# -- sizes and display -----------------------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None)
@@ -332,7 +332,7 @@ def test_text_from_files_cannot_drive_the_terminal():
     assert plain("a\x1b[2Jb\nc") == "a\ufffd[2Jb\ufffdc"
 
 
-# -- what bench tries and says ----------------------------------------------------------------------
+# -- what bench tries and says ---------------------------------------------------------------------
 
 
 SETTINGS = [
