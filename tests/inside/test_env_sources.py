@@ -8,14 +8,15 @@ from torchrl.testing.mocking_classes import CountingEnv, NestedCountingEnv
 
 from gleanrl.envs import EnvCreator, GymEnv, ParallelEnv, SerialEnv
 from gleanrl.envs.serial import gym_source
-from gleanrl.envs.tensordict_layout import is_tensordict_env, needs_carrier
+from gleanrl.envs.tensordict import is_tensordict_env, needs_carrier
 
 
 def test_the_collector_can_take_out_what_is_inside():
     inner = rig.Count()
     source = gym_source(GymEnv(inner, info_keys=["count"], categorical_action_encoding=False))
     assert source.envs == (inner,)
-    assert (source.batch_shape, source.categorical, source.info_keys) == ((), False, ["count"])
+    options = source.options
+    assert (source.batch_shape, options.categorical, options.info_keys) == ((), False, ["count"])
     assert gym_source(GymEnv(rig.Count, num_envs=2)).batch_shape == (2,)
     assert gym_source(GymEnv(rig.Count, device="meta")) is None
 

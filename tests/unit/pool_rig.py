@@ -15,7 +15,8 @@ from gymnasium.vector import SyncVectorEnv, VectorWrapper
 from gleanrl.core.keys import next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import RolloutOptions
-from gleanrl.envs.vector import make_vector
+from gleanrl.envs.gymnasium import GymOptions
+from gleanrl.envs.vector import NextStepPool, make_vector
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.cursor import CursorRollout
 from gleanrl.rollout.rollout import Rollout, check_can_cut
@@ -153,8 +154,8 @@ class Made:
 
 def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(), **options):
     """Return the source of ``vector_env``, in the loop that fits it."""
-    env = make_vector(vector_env, info_keys=info_keys)
-    kind = CursorRollout if env.costs_reset_step else Rollout
+    env = make_vector(vector_env, GymOptions(info_keys=info_keys))
+    kind = CursorRollout if isinstance(env, NextStepPool) else Rollout
 
     def make_policies(env, probe):
         return Made(policy(env), Uniform(env), needs_is_init)

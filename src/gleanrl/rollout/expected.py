@@ -15,9 +15,9 @@ from tensordict import TensorDictBase
 from gleanrl.core.keys import NEXT, Key, as_key, next_key
 from gleanrl.core.layout import EnvLayout, Field, Group
 from gleanrl.core.options import RolloutOptions
-from gleanrl.envs.tensordict_layout import EndFlags, spec_groups
+from gleanrl.envs.tensordict import EndFlags, spec_groups
 from gleanrl.memory.trees import groups_of
-from gleanrl.policies.carried import Actor
+from gleanrl.policies.policy import Actor
 from gleanrl.rollout.plan import RolloutPlan
 from gleanrl.rollout.recorder import StepFields
 from gleanrl.rollout.tensordict_loop import Expected
@@ -51,7 +51,7 @@ def expect(
     roots = {field.key: field for field in layout.actions}
     roots |= {key: field for key, field in found.items() if key[0] != NEXT and key not in flags}
     fed = {key[1:]: field for key, field in found.items() if key[0] == NEXT}
-    late = {key: fed[key] for key in actor.fed if key not in roots and key in fed}
+    late = {key: fed[key] for key in actor.policy_written_state if key not in roots and key in fed}
     shown = () if options.compact else layout.observations
     after = {field.key: field for field in (*layout.rewards, *shown)}
     after |= {key: Field(key, field.shape, field.dtype) for key, field in fed.items()}

@@ -36,12 +36,11 @@ from gleanrl.core.messages import Payload, Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Array, Stop, Window
 from gleanrl.core.streams import preserved
-from gleanrl.envs.tensordict_handle import TensorDictHandle
-from gleanrl.envs.tensordict_layout import spec_leaves
+from gleanrl.envs.tensordict import TensorDictHandle, spec_leaves
 from gleanrl.memory.trees import stacked, time_named
 from gleanrl.memory.window import RolloutWindow
-from gleanrl.policies.carried import Actor
-from gleanrl.policies.loose import leaves
+from gleanrl.policies.policy import Actor
+from gleanrl.policies.probe import leaves
 from gleanrl.rollout.plan import RolloutPlan, check_options, end_groups
 from gleanrl.rollout.recorder import Recorder, StepFields
 from gleanrl.rollout.rollout import Served, explanation
@@ -197,7 +196,9 @@ class TensorDictRollout(Served):
 
     def _loop(self, act: Callable[[], None], steps: int, stop: Stop) -> int:
         handle, tracker, recorder = self._handle, self.tracker, self._recorder
-        follow = self._follow if self._actor.fed or self._actor.needs_is_init else None
+        follow = (
+            self._follow if self._actor.policy_written_state or self._actor.needs_is_init else None
+        )
         before, after, step = recorder.before, recorder.after, handle.step
         for t in range(steps):
             act()
@@ -229,8 +230,8 @@ class TensorDictRollout(Served):
     def _begin_random(self) -> Callable[[], None]:
         """Return what acts at random; what the policy would write is zero, and carried like it."""
         handle, actor = self._handle, self._actor
-        if actor.silence is not None:
-            handle.root.update(actor.silence.clone())
+        if actor.zero_outputs is not None:
+            handle.root.update(actor.zero_outputs.clone())
         states = [(state.key, next_key(state.key)) for state in actor.states]
 
         def act() -> None:
@@ -244,7 +245,7 @@ class TensorDictRollout(Served):
         """Let what the policy wrote under ``"next"`` replace its root entries."""
         root, after = self._handle.root, self._handle.after
         assert after is not None
-        for key in self._actor.fed:
+        for key in self._actor.policy_written_state:
             value = after.get(key, None)
             if value is not None:
                 root.set(key, value)
