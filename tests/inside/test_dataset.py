@@ -6,7 +6,8 @@ import pytest
 from disk_rig import MB, fill, rows, survives
 from tensordict import TensorDict
 
-from gleanrl.cli.dataset import Dataset, DatasetError, DatasetWriter
+from gleanrl.cli.dataset import Dataset, DatasetWriter
+from gleanrl.memory.tensor_files import TensorFileError
 
 
 def test_a_dataset_whose_disk_fills_up_is_whole(small_disk):
@@ -23,7 +24,7 @@ def test_a_dataset_whose_disk_fills_up_is_whole(small_disk):
 
     assert survives(body) == "300"
     dataset = Dataset(disk / "data")
-    assert (dataset.card.status, dataset.card.frames) == ("complete", 300)
+    assert (dataset.metadata.status, dataset.metadata.frames) == ("complete", 300)
     assert dataset.read(("number",)).tolist() == list(range(300))
     assert TensorDict.load_memmap(disk / "data").shape == (300,)
 
@@ -33,7 +34,7 @@ def test_a_dataset_that_does_not_fit_is_refused_before_any_frame(small_disk, mon
     status = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: status)  # others take it meanwhile
     writer = DatasetWriter(disk / "data", 300)
-    with pytest.raises(DatasetError, match="cannot be reserved.*No space left"):
+    with pytest.raises(TensorFileError, match="cannot be reserved.*No space left"):
         writer.write(rows(0, 10), dict)
     writer.finish("failed", {})
     assert list(disk.iterdir()) == []
