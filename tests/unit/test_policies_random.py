@@ -8,7 +8,7 @@ from torchrl import data as rl
 
 from gleanrl import PolicyError
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.envs.specs import Bounded, Categorical, Composite
+from gleanrl.data import Bounded, Categorical, Composite
 from gleanrl.policies import RandomActions, RandomPolicy
 
 FLOATS = ((3,), torch.float32)
