@@ -52,7 +52,7 @@ def one_frame(rounds: int, seconds: float, tick: Tick) -> list[Figure]:
     """Measure ours with one and with two workers, and a pipe there and back."""
 
     def single(count: int) -> Build:
-        return grouped(lambda: ours.workers("async", envs.still(count, 16), None, 1))
+        return grouped(lambda: ours.over("process", "async", envs.still(count, 16), None, 1))
 
     case = Case(
         "one-frame",
@@ -127,7 +127,8 @@ def stragglers(rounds: int, seconds: float, tick: Tick) -> list[Figure]:
     passes in `step`. All of a worker's time between its first and its last observation counts.
     """
     systems = {
-        kind: ours.workers(
+        kind: ours.over(
+            "process",
             kind,
             envs.timed(STRAGGLERS, 0.002, True),
             None,
@@ -210,15 +211,16 @@ print(json.dumps({"first": time.perf_counter() - start}))
 
 def start_once(what: str) -> dict[str, float]:
     """Time three collectors, from the call to the first batch."""
-    from benchmarks.cases import multi as cases
+    from benchmarks.cases import cartpole as cases
 
     torch.set_num_threads(1)
     policy = policies.categorical_policy(policies.mlp(4, 2))
 
     def first_batch() -> tuple[float, ours.Batches]:
-        frames = cases.ROLLOUT * (2 if what == "sync" else 1)
         start = time.perf_counter()
-        system = ours.workers(what, cases.seeds(2), policy, frames, num_envs=cases.ENVS)
+        system = ours.over(
+            "process", what, cases.seeds(), policy, cases.frames(what), num_envs=cases.ENVS
+        )
         system.collect_batch()
         return time.perf_counter() - start, system
 
@@ -266,7 +268,7 @@ def flat_once(kind: str, batches: int) -> dict[str, Any]:
     torch.set_num_threads(1)
 
     def build() -> ours.Batches:
-        return ours.workers(kind, envs.still(2, 1024), ballast_policy(17 * 2**10), 64)
+        return ours.over("process", kind, envs.still(2, 1024), ballast_policy(17 * 2**10), 64)
 
     # One collector before: what is started once per process is no leak of a collector.
     before = Group(build)
@@ -390,7 +392,7 @@ def weights(rounds: int, seconds: float, tick: Tick) -> list[Figure]:
 
 def _publishing(name: str, size: int, rounds: int, seconds: float) -> list[Figure]:
     policy = ballast_policy(size)
-    group = Group(lambda: ours.workers("async", envs.still(2, 16), policy, 32))
+    group = Group(lambda: ours.over("process", "async", envs.still(2, 16), policy, 32))
     group.wake()
     try:
         measure = _Publishing(group, policy.module, size)
@@ -470,8 +472,8 @@ def freshness(rounds: int, seconds: float, tick: Tick) -> list[Figure]:
     per worker may be without it.
     """
     policy = TensorDictModule(OneWeight(), in_keys=["observation"], out_keys=["action"])
-    system = ours.workers(
-        "async", envs.timed(2, 0.001, False), policy, 16, track_policy_version=True
+    system = ours.over(
+        "process", "async", envs.timed(2, 0.001, False), policy, 16, track_policy_version=True
     )
     try:
         log = _log(system, rounds, seconds, tick)

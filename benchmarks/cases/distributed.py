@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 from benchmarks import checks, envs, policies
-from benchmarks.cases.multi import ENVS, STEPS, WORKERS, seeds
+from benchmarks.cases.cartpole import ENVS, STEPS, WORKERS, gleanrl, torchrl
 from benchmarks.harness import Build, Case, Figure, Measurement, Reference, Tick
 from benchmarks.measurements import ballast_policy
 from benchmarks.processes import Forked, grouped, turn
 from benchmarks.suites import Suite
-from benchmarks.systems import bare, ours, peers
+from benchmarks.systems import bare, ours
 
 SIZES = {"1MB": (2**15, 16), "64MB": (2**20, 32)}
 """Bytes of an observation and steps of a rollout; each observation is delivered twice."""
@@ -26,14 +26,15 @@ def all_cases() -> list[Case]:
         *(delivered(kind, name) for kind in ("async", "sync") for name in SIZES),
         *(collected(name) for name in SIZES),
         cartpole(),
-        *(torchrl(kind) for kind in ("async", "sync")),
+        *(theirs(kind) for kind in ("async", "sync")),
         *(delivered(kind, name, rpc=True) for kind in ("async", "sync") for name in SIZES),
     ]
 
 
-def _still(kind: str, size: int, frames: int, **options: Any) -> Build:
+def _still(where: str, kind: str, size: int, frames: int) -> Build:
     made = envs.still(WORKERS, size)
-    return grouped(lambda: ours.Bytes(ours.nodes(kind, made, None, frames, **options), size))
+    options = {"tcp_port": 0} if where == "rpc" else {}
+    return grouped(lambda: ours.Bytes(ours.over(where, kind, made, None, frames, **options), size))
 
 
 def delivered(kind: str, name: str, rpc: bool = False) -> Case:
@@ -41,17 +42,14 @@ def delivered(kind: str, name: str, rpc: bool = False) -> Case:
     size, steps = SIZES[name]
     frames = steps * (WORKERS if kind == "sync" else 1)
     if rpc:
-        options: dict[str, Any] = {"rpc": True, "tcp_port": 0}
-        label, push = "rpc", grouped(lambda: bare.Pushes(2 * size * steps))
-        reference = Reference("bare rpc_async", push)
+        reference = Reference("bare rpc_async", grouped(lambda: bare.Pushes(2 * size * steps)))
     else:
-        options, label = {}, "bytes"
         sends = grouped(lambda: bare.Sends(2 * size * steps))
         reference = Reference("bare send and recv", sends, 0.8)
     return Case(
-        f"{label}-{name}-{kind}",
+        f"{'rpc' if rpc else 'bytes'}-{name}-{kind}",
         f"no-op environment, {name} per rollout, 2 nodes, {'RPC, ' * rpc}{kind}; bytes per second",
-        _still(kind, size, frames, **options),
+        _still("rpc" if rpc else "nodes", kind, size, frames),
         [reference],
         check=checks.real_bytes,
         turn=turn,
@@ -65,20 +63,9 @@ def collected(name: str) -> Case:
     return Case(
         f"collected-{name}-async",
         f"no-op environment, {name} per rollout, 2 nodes, async; bytes per second",
-        _still("async", size, steps),
+        _still("nodes", "async", size, steps),
         [Reference("in-process collectors and bare send", made)],
         turn=turn,
-    )
-
-
-def _cartpole_nodes(kind: str, policy: Any) -> Any:
-    return ours.nodes(
-        kind,
-        seeds(WORKERS),
-        policy,
-        STEPS * ENVS * (WORKERS if kind == "sync" else 1),
-        num_envs=ENVS,
-        init_fn=ours.quiet_worker,
     )
 
 
@@ -90,7 +77,7 @@ def cartpole() -> Case:
     return Case(
         "cartpole-async",
         "CartPole-v1 x16 per node, 2 nodes, 64-64 MLP, async",
-        grouped(lambda: _cartpole_nodes("async", policy)),
+        grouped(lambda: gleanrl("nodes", "async", policy)),
         [Reference("2 in-process collectors in 2 processes", apart, 0.9)],
         turn=turn,
     )
@@ -102,45 +89,23 @@ def _apart(policy: Any, worker: int) -> Any:
     return ours.inline(factories, policy, STEPS * ENVS).collect_batch
 
 
-def torchrl(kind: str) -> Case:
+def theirs(kind: str) -> Case:
     """The same work with TorchRL's collector of the same name."""
     net = policies.mlp(4, 2)
     policy = policies.categorical_policy(net)
     return Case(
         f"torchrl-{kind}",
         f"CartPole-v1 x16 per node, 2 nodes, 64-64 MLP, {kind}",
-        grouped(lambda: _cartpole_nodes(kind, policy)),
+        grouped(lambda: gleanrl("nodes", kind, policy)),
         [
             Reference(
                 "TorchRL DistributedCollector, mp, gloo",
-                grouped(lambda: _torchrl(kind, policy)),
+                grouped(lambda: torchrl("nodes", kind, policy)),
                 10.0,
             )
         ],
         check=checks.RealBatches(net, WORKERS * ENVS, STEPS, WORKERS),
         turn=turn,
-    )
-
-
-def _torchrl(kind: str, policy: Any) -> Any:
-    from torchrl.collectors.distributed import DistributedCollector
-
-    factories = envs.seeded(envs.cartpole, WORKERS * ENVS)
-    frames = STEPS * ENVS * (WORKERS if kind == "sync" else 1)
-    return ours.Batches(
-        DistributedCollector(
-            [
-                peers.quiet_serial(factories[worker * ENVS : (worker + 1) * ENVS])
-                for worker in range(WORKERS)
-            ],
-            policy,
-            frames_per_batch=frames,
-            total_frames=1 << 40,
-            sync=kind == "sync",
-            launcher="mp",
-            backend="gloo",
-            collector_kwargs=dict(peers.TORCHRL_SHORTCUTS),
-        )
     )
 
 
@@ -153,7 +118,7 @@ def weights(rounds: int, seconds: float, tick: Tick) -> list[Figure]:
     figures: list[Figure] = []
     for name, size in WEIGHTS.items():
         policy: Any = ballast_policy(size)
-        system = ours.nodes("sync", envs.still(2, 16), policy, 2)
+        system = ours.over("nodes", "sync", envs.still(2, 16), policy, 2)
 
         def update(system: Any = system, policy: Any = policy) -> None:
             system.collector.update_policy_weights_()

@@ -6,17 +6,12 @@ from functools import partial
 from typing import Any
 
 from benchmarks import checks, envs, policies
+from benchmarks.cases.cartpole import ENVS, STEPS, WORKERS, frames, gleanrl, torchrl
 from benchmarks.harness import Build, Case, Measurement, Reference
 from benchmarks.processes import grouped, turn
 from benchmarks.suites import Suite
 from benchmarks.systems import bare, ours, peers
 
-STEPS = 64
-"""Steps per environment and rollout."""
-ENVS = 16
-"""Environments per worker."""
-WORKERS = 2
-ROLLOUT = STEPS * ENVS
 NESTED = 2**14
 """Bytes of an observation of the nested cases."""
 SIZES = {"1KB": 2**10, "64KB": 2**16, "1MB": 2**20, "8MB": 2**23}
@@ -33,28 +28,14 @@ def all_cases() -> list[Case]:
     ]
 
 
-def _split(workers: int) -> list[list[envs.Make]]:
-    factories = envs.seeded(envs.cartpole, workers * ENVS)
-    return [factories[first : first + ENVS] for first in range(0, len(factories), ENVS)]
-
-
-def seeds(workers: int) -> list[envs.Seeds]:
-    """Return the factories of ``workers`` workers, for ``num_envs=``."""
-    return [envs.Seeds(ENVS * worker) for worker in range(workers)]
-
-
 def _ours(kind: str, policy: Any, workers: int = WORKERS) -> Build:
-    frames = ROLLOUT * (workers if kind == "sync" else 1)
-    options = {"num_envs": ENVS, "init_fn": ours.quiet_worker}
-    return grouped(lambda: ours.workers(kind, seeds(workers), policy, frames, **options))
+    return grouped(lambda: gleanrl("process", kind, policy, workers))
 
 
 def cartpole(kind: str) -> Case:
     """Two workers against none, and against TorchRL's two."""
     net = policies.mlp(4, 2)
     policy = policies.categorical_policy(net)
-    # Batches hold equally many frames for everybody.
-    frames = ROLLOUT * (WORKERS if kind == "sync" else 1)
     factories = envs.seeded(envs.cartpole, ENVS)
     return Case(
         f"cartpole-{kind}",
@@ -63,17 +44,17 @@ def cartpole(kind: str) -> Case:
         [
             Reference(
                 "in-process Collector x16",
-                grouped(lambda: ours.inline(factories, policy, frames)),
+                grouped(lambda: ours.inline(factories, policy, frames(kind))),
                 1.8 if kind == "sync" else 1.85,
             ),
             Reference(
                 f"TorchRL Multi{kind.capitalize()}Collector",
-                grouped(lambda: peers.torchrl_multi(kind, _split(WORKERS), policy, frames)),
+                grouped(lambda: torchrl("process", kind, policy)),
                 20.0,
             ),
             Reference(
                 f"TorchRL Multi{kind.capitalize()}Collector, argument checks",
-                grouped(lambda: peers.torchrl_multi(kind, _split(WORKERS), policy, frames, True)),
+                grouped(lambda: torchrl("process", kind, policy, argument_checks=True)),
                 20.0,
             ),
         ],
@@ -134,7 +115,7 @@ def rollout_steps(size: int) -> int:
 def still_collector(kind: str, size: int) -> ours.Bytes:
     """Return ours on two environments that do nothing."""
     steps = rollout_steps(size) * (WORKERS if kind == "sync" else 1)
-    return ours.Bytes(ours.workers(kind, envs.still(WORKERS, size), None, steps), size)
+    return ours.Bytes(ours.over("process", kind, envs.still(WORKERS, size), None, steps), size)
 
 
 def delivered(kind: str, name: str) -> Case:
@@ -166,22 +147,20 @@ def nested(name: str, frames: int) -> Case:
     class Payloads(MultiSyncCollector):
         """Not known to hand out what it collected, so that its batches are pickled."""
 
-    def inside(kind: Any) -> Build:
-        made = [envs.still(WORKERS, NESTED)]
+    def build(made: Any, **options: Any) -> Build:
         return grouped(
-            lambda: ours.Bytes(
-                ours.workers("sync", made, None, frames, collector_class=kind), NESTED
-            )
+            lambda: ours.Bytes(ours.over("process", "sync", made, None, frames, **options), NESTED)
         )
 
-    flat = grouped(
-        lambda: ours.Bytes(ours.workers("sync", envs.still(WORKERS, NESTED), None, frames), NESTED)
-    )
+    made = envs.still(WORKERS, NESTED)
     return Case(
         f"nested-{name}",
         f"no-op environment, batches of {name}, a collector in one worker; bytes per second",
-        inside(MultiSyncCollector),
-        [Reference("2 workers", flat), Reference("payloads", inside(Payloads))],
+        build([made], collector_class=MultiSyncCollector),
+        [
+            Reference("2 workers", build(made)),
+            Reference("payloads", build([made], collector_class=Payloads)),
+        ],
         turn=turn,
     )
 

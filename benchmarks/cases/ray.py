@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import checks, envs, policies
+from benchmarks import checks, policies
+from benchmarks.cases.cartpole import ENVS, STEPS, WORKERS, gleanrl, torchrl
 from benchmarks.harness import Case, Reference, Skip, System, in_process
 from benchmarks.suites import Suite
-from benchmarks.systems import bare, ours, peers
+from benchmarks.systems import bare
 
-ENVS, STEPS, ACTORS = 16, 64, bare.RAY_ACTORS
 SIZES = {"100KB": 100 * 2**10, "1MB": 2**20, "16MB": 2**24, "64MB": 2**26}
 KINDS = ("sync", "async", "stack")
 OVERHEAD = 1.2
@@ -69,7 +69,7 @@ class OurObjects(System):
         from gleanrl.engine.engine import Engine
         from gleanrl.transport.ray import RayBackend
 
-        actors = 1 if kind == "sync" else ACTORS
+        actors = 1 if kind == "sync" else WORKERS
         options = [{"num_cpus": 0}] * actors
         self._engine = Engine(
             lambda windows: RayBackend(windows, options=options),
@@ -97,11 +97,11 @@ def objects(kind: str, name: str) -> Case:
     if kind == "stack":
         return Case(
             f"object-{name}-stack",
-            f"batches of {ACTORS} x {name}, one of each actor, stacked; arrays per second",
+            f"batches of {WORKERS} x {name}, one of each actor, stacked; arrays per second",
             lambda: OurObjects(size, kind),
             [Reference("ray.get and stack", lambda: bare.RayStack(size), 1 / OVERHEAD)],
         )
-    what = "one actor, one at a time" if kind == "sync" else f"{ACTORS} actors, two ahead of each"
+    what = "one actor, one at a time" if kind == "sync" else f"{WORKERS} actors, two ahead of each"
     return Case(
         f"object-{name}-{kind}",
         f"batches of {name}, {what}; batches per second",
@@ -127,7 +127,7 @@ class Rllib(System):
             PPOConfig()
             .environment("CartPole-v1")
             .env_runners(
-                num_env_runners=ACTORS,
+                num_env_runners=WORKERS,
                 num_envs_per_env_runner=ENVS,
                 num_cpus_per_env_runner=1,
                 rollout_fragment_length=steps,
@@ -150,47 +150,19 @@ class Rllib(System):
         self._group.stop()
 
 
-def _ours(kind: str, policy: Any) -> Any:
-    factories = [envs.Seeds(ENVS * worker) for worker in range(ACTORS)]
-    options = {"num_envs": ENVS, "init_fn": ours.quiet_worker}
-    return ours.actors(kind, factories, policy, _frames(kind), **options)
-
-
-def _frames(kind: str) -> int:
-    return ENVS * STEPS * (ACTORS if kind == "sync" else 1)
-
-
-def _torchrl(kind: str, policy: Any) -> Any:
-    from torchrl.collectors.distributed import RayCollector
-
-    factories = envs.seeded(envs.cartpole, ACTORS * ENVS)
-
-    return ours.Batches(
-        RayCollector(
-            [peers.quiet_serial(factories[ENVS * n : ENVS * (n + 1)]) for n in range(ACTORS)],
-            policy,
-            frames_per_batch=_frames(kind),
-            total_frames=1 << 40,
-            sync=kind == "sync",
-            remote_configs={"num_cpus": 1, "num_gpus": 0},
-            collector_kwargs=dict(peers.TORCHRL_SHORTCUTS),
-        )
-    )
-
-
 def cartpole(kind: str) -> Case:
     """Frames per second of two actors with sixteen environments each."""
     net = policies.mlp(4, 2)
     policy = policies.categorical_policy(net)
-    references = [Reference("TorchRL RayCollector", lambda: _torchrl(kind, policy), 5.0)]
+    references = [Reference("TorchRL RayCollector", lambda: torchrl("ray", kind, policy), 5.0)]
     if kind == "sync":
         references.append(Reference("RLlib EnvRunnerGroup", lambda: Rllib(STEPS), 1.0))
     return Case(
         f"cartpole-{kind}",
-        f"CartPole-v1 x16 in each of {ACTORS} actors, 64-64 MLP, {kind}; frames per second",
-        lambda: _ours(kind, policy),
+        f"CartPole-v1 x16 in each of {WORKERS} actors, 64-64 MLP, {kind}; frames per second",
+        lambda: gleanrl("ray", kind, policy),
         references,
-        check=checks.RealBatches(net, ACTORS * ENVS, STEPS, ACTORS, in_process),
+        check=checks.RealBatches(net, WORKERS * ENVS, STEPS, WORKERS, in_process),
     )
 
 

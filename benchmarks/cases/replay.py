@@ -270,7 +270,7 @@ def all_cases() -> list[Case]:
         sampling("1 M CartPole rows", cartpole, ROWS),
         sampling("20 k image rows", images, IMAGES),
         prioritized(ROWS, alone=False),
-        prioritized(ROWS, alone=True, rounds=9, seconds=0.3),
+        prioritized(ROWS, alone=True),
         slices(ROWS, writing=False),
         slices(ROWS, writing=True),
         compact(storing=False),

@@ -57,52 +57,31 @@ def inline(env: Any, policy: Any, frames: int, **options: Any) -> Batches:
     return Batches(Collector(env, policy, frames_per_batch=frames, total_frames=-1, **options))
 
 
-def workers(
-    kind: str, factories: Sequence[Any], policy: Any, frames: int, **options: Any
+def over(
+    where: str, kind: str, factories: Sequence[Any], policy: Any, frames: int, **options: Any
 ) -> Batches:
-    """Return our collector over processes, with one factory per worker.
+    """Return our collector with one factory per worker.
 
     Args:
+        where: ``"process"``, ``"nodes"``, ``"rpc"`` or ``"ray"``.
         kind: ``"sync"`` or ``"async"``.
         factories: One per worker.
         policy: The policy, ``None`` for random actions.
         frames: Per batch; in async that is per worker.
         **options: More arguments of the collector.
     """
-    from gleanrl.collectors import MultiAsyncCollector, MultiSyncCollector
+    import gleanrl
 
-    make = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}[kind]
-    options = {"frames_per_batch": frames, "total_frames": -1, "num_threads": 1, **options}
+    options |= {"frames_per_batch": frames, "total_frames": -1}
+    make: Any
+    if where == "process":
+        make = gleanrl.MultiSyncCollector if kind == "sync" else gleanrl.MultiAsyncCollector
+        options["num_threads"] = 1
+    else:
+        names = {"nodes": "DistributedCollector", "rpc": "RPCCollector", "ray": "RayCollector"}
+        make = getattr(gleanrl, names[where])
+        options |= {"sync": kind == "sync"} | ({} if where == "ray" else {"launcher": "mp"})
     return Batches(make(list(factories), policy, **options))
-
-
-def nodes(
-    kind: str, factories: Sequence[Any], policy: Any, frames: int, rpc: bool = False, **options: Any
-) -> Batches:
-    """Return ours over local nodes."""
-    from gleanrl.collectors import DistributedCollector, RPCCollector
-
-    return Batches(
-        (RPCCollector if rpc else DistributedCollector)(
-            list(factories),
-            policy,
-            frames_per_batch=frames,
-            total_frames=-1,
-            sync=kind == "sync",
-            launcher="mp",
-            **options,
-        )
-    )
-
-
-def actors(
-    kind: str, factories: Sequence[Any], policy: Any, frames: int, **options: Any
-) -> Batches:
-    """Return ours over Ray."""
-    from gleanrl import RayCollector
-
-    options = {"frames_per_batch": frames, "total_frames": -1, **options}
-    return Batches(RayCollector(list(factories), policy, sync=kind == "sync", **options))
 
 
 def quiet_worker() -> None:

@@ -67,35 +67,6 @@ def torchrl_transformed(env: Any) -> Any:
     return TransformedEnv(env, Compose(StepCounter(), RewardSum()))
 
 
-def torchrl_multi(
-    kind: str,
-    factories: Sequence[Sequence[EnvFactory]],
-    policy: Any,
-    frames: int,
-    argument_checks: bool = False,
-) -> Batches:
-    """Return TorchRL's collector with a ``SerialEnv`` in each worker.
-
-    ``argument_checks`` leaves those of `torch.distributions` on in its workers, where they are by
-    default.
-    """
-    from torchrl import collectors
-
-    make: Any = {"sync": collectors.MultiSyncCollector, "async": collectors.MultiAsyncCollector}
-    return Batches(
-        make[kind](
-            [serial(some) for some in factories],
-            policy,
-            frames_per_batch=frames,
-            total_frames=-1,
-            init_fn=None if argument_checks else quiet_worker,
-            num_threads=1,
-            **TORCHRL_SHORTCUTS,
-            **({"cat_results": "stack"} if kind == "sync" else {}),
-        )
-    )
-
-
 def serial(factories: Sequence[EnvFactory]) -> Callable[[], Any]:
     return lambda: torchrl_serial(factories)
 
