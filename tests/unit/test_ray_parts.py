@@ -22,7 +22,7 @@ from gleanrl.transport.frames import CommandWriter, read_reply
 from gleanrl.transport.peer import RemoteFlag
 from gleanrl.transport.ray import RayBoard, RayLanding, Session, ZeroCopyPolicy, check_options
 from gleanrl.transport.ray_actor import COLLECTED, ActorBoot, Arrivals, Blocks, RayWorker
-from gleanrl.weights.flat import plan_flat
+from gleanrl.weights.board import plan_flat
 
 FIELDS = (
     Field(("observation",), (3,), torch.float32),

@@ -30,7 +30,7 @@ from gleanrl.transport.stream import ForgedFrameError
 from gleanrl.transport.waiting import interruptible
 from gleanrl.transport.weights import NetworkBoard
 from gleanrl.transport.worker import OpenWindow
-from gleanrl.weights.flat import plan_flat
+from gleanrl.weights.board import plan_flat
 
 _GRACE = 1.0
 """Seconds within which a node that was told to end has to be gone."""

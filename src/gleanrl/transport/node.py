@@ -57,7 +57,7 @@ from gleanrl.transport.landing import mark_of, pieces_of
 from gleanrl.transport.process_group import NODE_RANK, ConnectionStore, ProcessGroupPair, Transfer
 from gleanrl.transport.stream import Channel, ForgedFrameError, SealedChannel
 from gleanrl.transport.worker import Addressed, Inbox, Surroundings, Worker, settle, work
-from gleanrl.weights.flat import FlatReader
+from gleanrl.weights.board import FlatReader
 
 _LAST = 5.0
 """Seconds a node that was asked to end may take to do so once the learner is gone."""

@@ -33,7 +33,7 @@ from gleanrl.transport.pickling import pickled
 from gleanrl.transport.ray_actor import COLLECTED, GROUPS, ActorBoot, Answer, RayWorker
 from gleanrl.transport.waiting import interruptible
 from gleanrl.transport.worker import OpenWindow
-from gleanrl.weights.flat import FlatBuffer, check_fit, plan_flat
+from gleanrl.weights.board import FlatBuffer, check_fit, plan_flat
 
 _OURS = ("concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries")
 """Options of an actor that a worker depends on."""

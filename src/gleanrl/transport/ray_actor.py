@@ -23,7 +23,7 @@ from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.transport.frames import CommandReader, frame_of, head_of, unreadable
 from gleanrl.transport.worker import CommandQueue, Worker, settle
-from gleanrl.weights.flat import FlatBuffer
+from gleanrl.weights.board import FlatBuffer
 
 Answer: TypeAlias = "tuple[int, int, bytes, Array | None]"
 """The reply's place among all of this worker's, the turns taken in when it was made, its frame, and

@@ -54,7 +54,7 @@ from gleanrl.transport.network import NetworkBackend
 from gleanrl.transport.node import NodeConnection
 from gleanrl.transport.peer import RemoteNode
 from gleanrl.transport.worker import OpenWindow, Worker, work
-from gleanrl.weights.flat import FlatBuffer, check_fit, plan_flat
+from gleanrl.weights.board import FlatBuffer, check_fit, plan_flat
 
 LEARNER = 0
 _autograd: Any = autograd  # stubs leave out what we use of these

@@ -10,7 +10,7 @@ import torch
 from gleanrl.core.messages import BoardRef
 from gleanrl.transport.peer import RemoteNode
 from gleanrl.transport.process_group import Transfer
-from gleanrl.weights.flat import FlatBuffer, check_fit
+from gleanrl.weights.board import FlatBuffer, check_fit
 
 
 @dataclass(eq=False, slots=True)

@@ -1,19 +1,25 @@
-"""Weights in shared memory: one publisher, any number of readers, nobody waits for anybody.
+"""The weights of one model as one flat buffer: in shared memory, or on their way over a network.
 
-A board has three buffers. Each publication goes into the next one and ends with a counter; a
-reader copies the newest buffer and looks afterwards whether it was being written meanwhile. With
-three buffers that takes three publications during one copy, so a retry is rare.
+In shared memory a board has one publisher and any number of readers, none of which waits for
+another. A board has three buffers. Each publication goes into the next one and ends with a
+counter; a reader copies the newest buffer and looks afterwards whether it was being written
+meanwhile. With three buffers that takes three publications during one copy, so a retry is rare.
 
     word 0: publications so far     words 1-3: per buffer, 2n once publication n is in it
     words 4-6: version in each      words 7-9: serial in each
 
 The words are 64-bit and aligned. Where the processor reorders stores or loads, `fence` keeps the
 words apart from what they announce.
+
+Over a network a buffer travels by itself:
+
+    [version, serial: int64][padding to 64 bytes][tensors, each aligned to 64 bytes]
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,6 +32,7 @@ from gleanrl.memory.fence import fence
 _ALIGN = 64
 _BUFFERS = 3
 _HEADER = 128
+_FLAT_HEADER = 64
 _STATE, _VERSION, _SERIAL = 1, 4, 7
 _MOST_TRIES = 10_000
 _SMALL = 1 << 20
@@ -35,12 +42,47 @@ time as plain bytes, and far less where nothing of torch's is in the caches."""
 
 def plan_board(memory: SharedMemory, weights: Mapping[str, torch.Tensor]) -> BoardRef:
     """Reserve a board for tensors like those in ``weights``."""
-    entries, size = [], 0
+    ref = _plan(0, 0, weights)
+    nbytes = max(ref.nbytes, _ALIGN)
+    return replace(ref, offset=memory.reserve(_HEADER + _BUFFERS * nbytes), nbytes=nbytes)
+
+
+def plan_flat(number: int, weights: Mapping[str, torch.Tensor]) -> BoardRef:
+    """Return where tensors like ``weights`` lie in the buffers of board ``number``.
+
+    In memory of its own a buffer begins at 0: the reference's ``offset`` holds the number instead.
+    """
+    return _plan(number, _FLAT_HEADER, weights)
+
+
+def _plan(offset: int, header: int, weights: Mapping[str, torch.Tensor]) -> BoardRef:
+    entries, size = [], header
     for name, tensor in weights.items():
         entries.append((name, tuple(tensor.shape), tensor.dtype, size))
         size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-    offset = memory.reserve(_HEADER + _BUFFERS * max(size, _ALIGN))
-    return BoardRef(offset, max(size, _ALIGN), tuple(entries))
+    return BoardRef(offset, size, tuple(entries))
+
+
+def check_fit(ref: BoardRef, tensors: Sequence[torch.Tensor]) -> None:
+    """Check shapes against the plan.
+
+    Raises:
+        WeightsError: one that is not the plan's.
+    """
+    if len(tensors) != len(ref.entries):
+        raise WeightsError(f"{len(tensors)} tensors for {len(ref.entries)} entries")
+    for tensor, (name, shape, _, _) in zip(tensors, ref.entries, strict=True):
+        if tuple(tensor.shape) != shape:
+            raise WeightsError(f"{name!r} has shape {tuple(tensor.shape)}, the workers' is {shape}")
+
+
+def _views(buffer: torch.Tensor, ref: BoardRef) -> list[torch.Tensor]:
+    """Return the tensors in ``buffer``, uint8 ``[ref.nbytes]``."""
+    views = []
+    for _, shape, dtype, offset in ref.entries:
+        stop = offset + torch.Size(shape).numel() * dtype.itemsize
+        views.append(buffer[offset:stop].view(dtype).view(shape))
+    return views
 
 
 class Board:
@@ -52,9 +94,8 @@ class Board:
         self.ref = ref
         self._words = _words(whole, ref).data  # numpy scalars cost twice as much
         buffers = [_buffer(whole, ref, number) for number in range(_BUFFERS)]
-        self._views = [_views(buffer, ref) for buffer in buffers]
+        self._views = [_views(torch.from_numpy(buffer), ref) for buffer in buffers]
         self._bytes = [[_bytes_of(view) for view in views] for views in self._views]
-        self._shapes = [shape for _, shape, _, _ in ref.entries]
         self._known: Sequence[torch.Tensor] = ()
         self._sources: list[memoryview] | None = None
 
@@ -87,20 +128,13 @@ class Board:
         words[0] = number
 
     def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        if [tuple(tensor.shape) for tensor in tensors] != self._shapes:
-            raise WeightsError(self._misfit(tensors))
+        check_fit(self.ref, tensors)
         plain = self.ref.nbytes <= _SMALL and all(
             _is_plain(tensor) and tensor.dtype == dtype
             for tensor, (_, _, dtype, _) in zip(tensors, self.ref.entries, strict=True)
         )
         self._known = tensors
         self._sources = [_bytes_of(tensor) for tensor in tensors] if plain else None
-
-    def _misfit(self, tensors: Sequence[torch.Tensor]) -> str:
-        for tensor, (name, shape, _, _) in zip(tensors, self.ref.entries, strict=True):
-            if tuple(tensor.shape) != shape:
-                return f"{name!r} has shape {tuple(tensor.shape)}, the workers' is {shape}"
-        return f"{len(tensors)} tensors for {len(self._shapes)} entries"
 
 
 class Boards:
@@ -135,7 +169,7 @@ class _Reader:
         self._buffers = [_buffer(whole, ref, number) for number in range(_BUFFERS)]
         self._own = np.zeros(ref.nbytes, np.uint8)
         names = [name for name, _, _, _ in ref.entries]
-        self.tensors = dict(zip(names, _views(self._own, ref), strict=True))
+        self.tensors = dict(zip(names, _views(torch.from_numpy(self._own), ref), strict=True))
         self._seen = 0
 
     def has_newer(self) -> bool:
@@ -183,11 +217,45 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _views(buffer: Array, ref: BoardRef) -> list[torch.Tensor]:
-    memory = torch.from_numpy(buffer)
-    views = []
-    for _, shape, dtype, offset in ref.entries:
-        count = int(np.prod(shape, dtype=np.int64))
-        part = memory[offset : offset + count * dtype.itemsize]
-        views.append(part.view(dtype).view(shape))
-    return views
+class FlatBuffer:
+    """One buffer that travels by itself, and its tensors as views."""
+
+    def __init__(self, ref: BoardRef) -> None:
+        """Make it, all zero, in ordinary memory."""
+        self.bytes = torch.zeros(ref.nbytes, dtype=torch.uint8)
+        """uint8 ``[ref.nbytes]``."""
+        self._words = self.bytes[:16].view(torch.int64)
+        names = [name for name, _, _, _ in ref.entries]
+        self.views = dict(zip(names, _views(self.bytes, ref), strict=True))
+
+    def fill(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
+        """Copy ``tensors``, in the order of the plan."""
+        self._words[0], self._words[1] = version, serial
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.views.values()), list(tensors))
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """Version and serial."""
+        return int(self._words[0]), int(self._words[1])
+
+
+class FlatReader:
+    """Two buffers in turn: one is read while the next weights arrive in the other."""
+
+    def __init__(self, model_id: str, ref: BoardRef) -> None:
+        """Read the weights of ``model_id``."""
+        self._model_id = model_id
+        self._buffers = [FlatBuffer(ref), FlatBuffer(ref)]
+        self._next = 0
+
+    def next_buffer(self) -> torch.Tensor:
+        """Return where the next weights are to arrive."""
+        return self._buffers[self._next].bytes
+
+    def read(self) -> Snapshot:
+        """Return what has arrived; its tensors are valid until the next call."""
+        buffer = self._buffers[self._next]
+        self._next = 1 - self._next
+        version, serial = buffer.stamp
+        return Snapshot(version, {self._model_id: buffer.views}, serial)
