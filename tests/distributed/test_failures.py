@@ -207,12 +207,12 @@ class Interrupted(LocalLauncher):
         super().__init__()
         self.times = 0
 
-    def fate(self, node, timeout):
+    def exit_reason(self, node, timeout):
         if timeout:
             self.times += 1
             if self.times == 1:
                 raise KeyboardInterrupt
-        return super().fate(node, timeout)
+        return super().exit_reason(node, timeout)
 
 
 def collect_for_ever(collector):
@@ -407,8 +407,8 @@ class Stuck:
         self.stuck.append(subprocess.Popen(["sleep", "100"]))
         self.begun.set()
 
-    def fate(self, node, timeout):
-        return None if self.stuck and node == 1 else self.inner.fate(node, timeout)
+    def exit_reason(self, node, timeout):
+        return None if self.stuck and node == 1 else self.inner.exit_reason(node, timeout)
 
     def stop(self, timeout):
         self.inner.stop(timeout)
@@ -476,7 +476,7 @@ def test_a_replacement_that_does_not_join_in_time_is_lost_too():
     with relaunching(
         rig.counting(0), rig.counting(1), launcher=launcher, start_timeout=10.0, max_relaunches=1
     ) as collector:
-        collector._engine.backend._joining._timeout = 0.2
+        collector._engine.backend._admitter._timeout_s = 0.2
         collector.next()
         kill(collector, 1)
         told = []
@@ -515,7 +515,7 @@ def test_a_node_with_workers_of_its_own_is_replaced():
     ) as collector:
         for _ in range(6):
             ids |= ids_in(collector.next())
-        pid = collector._engine.backend._launcher._pids[1]
+        pid = collector._engine.backend.launcher._pids[1]
         os.kill(pid, signal.SIGKILL)
         lives = collector._engine.lives[1]
         while collector._engine.lives[1] == lives:

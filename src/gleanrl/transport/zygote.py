@@ -179,6 +179,13 @@ class Zygote:
         if self.alive:
             self._ask_for(b"kill", self._numbers[pid])
 
+    def end(self, pids: Sequence[int], timeout: float) -> None:
+        """Let workers that were asked to end do so for ``timeout`` seconds, then kill the rest."""
+        deadline = time.monotonic() + timeout
+        for pid in pids:
+            if self.exit_status(pid, max(0.0, deadline - time.monotonic())) is None:
+                self.kill(pid)
+
     def close(self) -> None:
         """End it, and with it every worker that is left. Only its owner can."""
         owned = self.owner == os.getpid()
@@ -193,6 +200,11 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(5)
+
+
+def exit_text(status: int) -> str:
+    """Return how a process ended, by its status as `subprocess` counts."""
+    return f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"
 
 
 @contextlib.contextmanager

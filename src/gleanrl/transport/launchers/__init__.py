@@ -28,7 +28,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def fate(self, node: int, timeout: float) -> str | None:
+    def exit_reason(self, node: int, timeout: float) -> str | None:
         """Return how node ``node`` ended, ``None`` if it runs or nobody knows.
 
         Args:

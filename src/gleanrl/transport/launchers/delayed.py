@@ -249,7 +249,7 @@ class DelayedLauncher:
             )
         self._main.keeper.call(invitations)
 
-    def fate(self, node: int, timeout: float) -> str | None:
+    def exit_reason(self, node: int, timeout: float) -> str | None:
         """Return how the job of ``node`` ended, as far as somebody has said."""
         deadline = time.monotonic() + timeout
         while (how := self._main.keeper.end_of(node)) is None and time.monotonic() < deadline:

@@ -73,7 +73,7 @@ class ManualLauncher:
             f"each {where}:\n{commands}"
         )
 
-    def fate(self, node: int, timeout: float) -> str | None:
+    def exit_reason(self, node: int, timeout: float) -> str | None:
         """Return ``None``: who started it knows."""
         return None
 
@@ -195,7 +195,7 @@ class TorchrunLauncher:
             self._store = self._job.store(_PATIENCE)
         return self._store
 
-    def fate(self, node: int, timeout: float) -> str | None:
+    def exit_reason(self, node: int, timeout: float) -> str | None:
         """Return what rank ``node + 1`` said when it ended."""
         key, deadline = self._job.end_key(node), time.monotonic() + timeout
         store = self._connected()

@@ -101,7 +101,7 @@ class LocalLauncher:
                 self._zygote.kill(before)
             self._pids[invitation.node] = pid
 
-    def fate(self, node: int, timeout: float) -> str | None:
+    def exit_reason(self, node: int, timeout: float) -> str | None:
         """Return how the process of ``node`` ended."""
         pid = self._pids.get(node)
         status = None if pid is None else self._zygote.exit_status(pid, timeout)

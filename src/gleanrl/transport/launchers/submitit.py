@@ -300,7 +300,7 @@ class SubmititLauncher:
         first = self._jobs.submit([functools.partial(_serve, each) for each in invitations])
         self._latest.update({each.node: first + n for n, each in enumerate(invitations)})
 
-    def fate(self, node: int, timeout: float) -> str | None:
+    def exit_reason(self, node: int, timeout: float) -> str | None:
         """Return what became of the job of ``node``: its id, its state, where its log is."""
         job = self._latest.get(node)
         return None if job is None else self._jobs.outcome(job, timeout)
