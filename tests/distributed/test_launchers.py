@@ -157,7 +157,7 @@ def test_a_node_that_fails_before_it_joins_is_named_with_its_reason(tmp_path):
     launcher = SubmititLauncher({**HERE, "folder": tmp_path})
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    launcher.launch([Invitation("127.0.0.1", port, 0, new_secret(), patience=0.1)])
+    launcher.launch([Invitation("127.0.0.1", port, 0, new_secret(), timeout_s=0.1)])
     assert launcher.exit_reason(0, 0.0) is None
     fate = launcher.exit_reason(0, 60.0)
     launcher.stop(SOON)

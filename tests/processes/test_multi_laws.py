@@ -30,7 +30,7 @@ from gleanrl import (
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.testing import KeepingLearner
 from gleanrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
-from gleanrl.weights.board import Board, Boards, plan_board
+from gleanrl.weights.shared import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
@@ -307,7 +307,7 @@ class Stress(rig.Count):
 
     def read(self, path, ref, times):
         with open(path, "r+b", buffering=0) as file:
-            boards = Boards(SharedMemory(file.fileno()))
+            boards = SharedWeightReceiver(SharedMemory(file.fileno()))
             boards.bind("policy", ref)
             reads, last = 0, 0
             while reads < times:
@@ -329,7 +329,7 @@ class Stress(rig.Count):
 def test_no_torn_read_under_a_tight_publisher(sizes):
     memory, done = SharedMemory(), threading.Event()
     weights = {str(size): torch.zeros(size, dtype=torch.int64) for size in sizes}
-    board = Board(memory, plan_board(memory, weights))
+    board = SharedWeightPublisher(memory, reserve_shared(memory, weights))
 
     def publish():
         version = 0

@@ -7,7 +7,7 @@ from torch import nn
 
 from gleanrl import WeightsError
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.weights.board import Board, Boards, plan_board
+from gleanrl.weights.shared import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
 from gleanrl.weights.tracked import TrackedModule
 
 WEIGHTS = {
@@ -26,8 +26,8 @@ class Both:
 
     def __init__(self) -> None:
         memory = SharedMemory()
-        self.board = Board(memory, plan_board(memory, WEIGHTS))
-        self.boards = Boards(memory)
+        self.board = SharedWeightPublisher(memory, reserve_shared(memory, WEIGHTS))
+        self.boards = SharedWeightReceiver(memory)
         self.boards.bind("policy", self.board.ref)
         self.version = 0
 
@@ -79,8 +79,8 @@ def test_tensors_that_are_not_plain_memory_arrive_as_their_values(
 def test_weights_beyond_the_small_arrive_too() -> None:
     memory = SharedMemory()
     weights = {"large": torch.arange(400_000.0), "little": torch.ones(3)}
-    board = Board(memory, plan_board(memory, weights))
-    boards = Boards(memory)
+    board = SharedWeightPublisher(memory, reserve_shared(memory, weights))
+    boards = SharedWeightReceiver(memory)
     boards.bind("policy", board.ref)
     board.publish(list(weights.values()), 1, 1)
     snapshot = boards.newest()
@@ -143,13 +143,16 @@ def test_marks_stand_on_the_right_side_of_what_they_announce(monkeypatch) -> Non
     """Where stores and loads may change places, fences keep these apart."""
     memory = SharedMemory()
     weights = {"w": torch.zeros(4)}
-    board, boards = Board(memory, plan_board(memory, weights)), Boards(memory)
+    board, boards = (
+        SharedWeightPublisher(memory, reserve_shared(memory, weights)),
+        SharedWeightReceiver(memory),
+    )
     boards.bind("policy", board.ref)
     words = np.frombuffer(memory.map(), np.int64, 16, board.ref.offset)
     first = np.frombuffer(memory.map(), np.float32, 4, board.ref.offset + 128 + board.ref.nbytes)
     seen: list[tuple[int, int, bool]] = []
     monkeypatch.setattr(
-        "gleanrl.weights.board.fence",
+        "gleanrl.weights.shared.fence",
         lambda: seen.append((int(words[0]), int(words[2]), bool(first.any()))),
     )
     board.publish([torch.ones(4)], 1, 1)

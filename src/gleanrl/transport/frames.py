@@ -48,7 +48,6 @@ class CommandWriter:
     """The learner's side of one worker's commands."""
 
     def __init__(self) -> None:
-        """Start with no window described."""
         self._described: set[int] = set()
 
     def write(self, ticket: int, command: m.Command) -> bytes:
@@ -67,7 +66,6 @@ class CommandReader:
     """The worker's side."""
 
     def __init__(self, worker: int) -> None:
-        """Start with no window described."""
         self._worker = worker
         self._windows: dict[int, m.WindowRef] = {}
 
@@ -244,7 +242,6 @@ class InOrder(Generic[T]):
     """Numbered items that come in any order, handed over in the order of their numbers."""
 
     def __init__(self, hand_over: Callable[[T], object]) -> None:
-        """Begin with number 0; ``hand_over`` is called with one item at a time."""
         self._hand_over = hand_over
         self._early: dict[int, T] = {}
         self.due = 0

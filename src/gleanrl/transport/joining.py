@@ -70,16 +70,9 @@ class Admission:
     For one thread; `interrupt` is for others.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, patience: float) -> None:
-        """Take over ``listener``.
-
-        Args:
-            listener: Listens.
-            secret: What nodes have to know.
-            patience: Told to nodes; see `Introduction`.
-        """
+    def __init__(self, listener: socket.socket, secret: bytes, timeout_s: float) -> None:
         listener.setblocking(False)
-        self._listener, self._secret, self._patience = listener, secret, patience
+        self._listener, self._secret, self._timeout_s = listener, secret, timeout_s
         self._strangers: dict[int, _Stranger] = {}
         """By descriptor, longest there first."""
         self._ringing = threading.Lock()
@@ -121,7 +114,7 @@ class Admission:
                     time.sleep(_NAP)  # they go on knocking until there is a descriptor for them
                 break
             try:
-                introduction = Introduction(sock, self._secret, self._patience)
+                introduction = Introduction(sock, self._secret, self._timeout_s)
             except HandshakeError:
                 sock.close()
                 continue
@@ -182,23 +175,18 @@ class JoiningNode(Protocol):
 
     def greet(self, life: int) -> None:
         """Tell it what to be; returns once data can pass. Raises whatever goes wrong."""
-        ...
 
     def await_start(self) -> None:
         """Wait until it has said that it is up, or why it is not."""
-        ...
 
     def exit_reason(self, reason: str) -> str:
         """Return why it is gone; ``reason`` if neither it nor its launcher has said more."""
-        ...
 
     def hang_up(self) -> None:
         """End its connection, so that whoever waits for it is told; safe in any thread."""
-        ...
 
     def close(self) -> None:
         """Let go of it."""
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -228,15 +216,6 @@ class NodeAdmitter(Generic[N]):
         invitation: Callable[[int], Invitation],
         timeout_s: float,
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            launcher: Starts nodes.
-            admission: Lets them in; used by nobody else from now on.
-            take: Makes a node of a connection; raises `OSError` if that has ended.
-            invitation: Invites a node.
-            timeout_s: Seconds a replacement may take to join, and again until it is up.
-        """
         self._launcher, self._admission = launcher, admission
         self._take, self._invitation = take, invitation
         self._timeout_s = timeout_s

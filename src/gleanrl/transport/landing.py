@@ -68,7 +68,6 @@ class RolloutBlock:
     """A worker's memory for rollouts like one, laid out as they travel."""
 
     def __init__(self, reference: WindowRef) -> None:
-        """Make it, all zero."""
         plan, nbytes = packed(reference)
         self.bytes = torch.zeros(nbytes, dtype=torch.uint8)
         self.window = window_over(self.bytes, plan)
@@ -82,7 +81,6 @@ class Landing:
     """Where the pieces of a rollout are received, and what is to be copied then."""
 
     def __init__(self, window: RolloutWindow, reference: WindowRef) -> None:
-        """Prepare for rollouts into ``window``, which ``reference`` describes."""
         plan, nbytes = packed(reference)
         storage = window.tensor(reference.blocks[0].field.key).untyped_storage()
         memory = torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -122,7 +120,6 @@ class Landings:
     """The landings of one worker's rollouts, one per slot."""
 
     def __init__(self, open_window: OpenWindow) -> None:
-        """Land in windows that ``open_window`` maps."""
         self._open_window = open_window
         self._by_slot: dict[int, Landing] = {}
 
@@ -146,13 +143,6 @@ class Arrival:
     def __init__(
         self, ticket: int, landing: Landing, receive: Callable[[torch.Tensor], Transfer]
     ) -> None:
-        """Have the rollout with the mark ``ticket`` arrive, whatever this process does meanwhile.
-
-        Args:
-            ticket: What it is the answer to.
-            landing: Where it arrives.
-            receive: Begins to receive one piece.
-        """
         self._ticket, self._landing = ticket, landing
         self._transfers: list[Transfer] = []
         self._error: RuntimeError | None = None
@@ -169,11 +159,6 @@ class Arrival:
         return all(transfer.over for transfer in self._transfers)
 
     def finish(self) -> None:
-        """See to it that it is in its window.
-
-        Raises:
-            RuntimeError: it cannot come any more.
-        """
         if self._error is not None:
             raise self._error
         for transfer in self._transfers:

@@ -53,7 +53,6 @@ class RemoteNode(ChannelPeer):
     """A node, seen from the learner: its connection, and what has come on it."""
 
     def __init__(self, guest: Guest, backend: NodeBackend[Any]) -> None:
-        """Take over the connection on which the node was let in."""
         sock, keys = guest.sock, guest.keys
         super().__init__(guest.node, SealedChannel(sock, keys.learner, keys.node))
         self.backend = backend
@@ -195,7 +194,6 @@ class PairNode(RemoteNode):
     """A node whose rollouts and weights travel through a process group of two."""
 
     def __init__(self, guest: Guest, backend: NetworkBackend) -> None:
-        """Take over the connection on which the node was let in."""
         super().__init__(guest, backend)
         self._kind, self._timeout_s = backend.kind, backend.timeout_s
         self._group: ProcessGroupPair | None = None
@@ -206,7 +204,6 @@ class PairNode(RemoteNode):
         """Those on their way, oldest first, and whom to tell that they were taken."""
 
     def greet(self, life: int) -> None:
-        """Tell it what to be, and make the process group, which the node does at the same time."""
         super().greet(life)
         deadline = time.monotonic() + self._timeout_s
 
@@ -217,7 +214,6 @@ class PairNode(RemoteNode):
         self._group = ProcessGroupPair(self._kind, store, LEARNER_RANK, self.here, self._timeout_s)
 
     def post(self, ticket: int, command: m.Command) -> None:
-        """Send ``command`` as far as the connection takes it, and expect its rollout."""
         frame = self.writer.write(ticket, command)  # it raises what the user's objects raise
         try:
             if isinstance(command, m.Collect) and command.window.blocks:
@@ -231,16 +227,10 @@ class PairNode(RemoteNode):
             raise
 
     def is_here(self, ticket: int) -> bool:
-        """Whether `land` would not have to wait."""
         arrival = self._arriving.get(ticket)
         return arrival is None or arrival.here
 
     def land(self, ticket: int) -> None:
-        """If ``ticket`` is that of a rollout, see to it that it is in its window.
-
-        Raises:
-            RuntimeError: the node was lost meanwhile.
-        """
         arrival = self._arriving.get(ticket)
         if arrival is not None:
             arrival.finish()
@@ -258,13 +248,11 @@ class PairNode(RemoteNode):
         return True
 
     def weights_taken(self) -> None:
-        """Note that the node has taken over the oldest weights that were sent to it."""
         transfer, taken = self._weights.popleft()
         transfer.finish()
         taken()
 
     def close(self, *, drop: bool = True) -> None:
-        """Close the connection, and let go of the process group unless told otherwise."""
         super().close()
         if drop:
             self._group = None
@@ -544,12 +532,6 @@ class NetworkBackend(NodeBackend[PairNode]):
     ) -> None:
         """Listen for nodes.
 
-        Args:
-            open_window: Maps windows of the learner's arenas.
-            launcher: Starts the nodes.
-            kind: Of process group.
-            **options: See `NodeBackend`.
-
         Raises:
             ConfigError: the process group is not available, or the port cannot be listened on.
         """
@@ -561,7 +543,6 @@ class NetworkBackend(NodeBackend[PairNode]):
         return PairNode(guest, self)
 
     def boot(self, index: int, life: int) -> Boot:
-        """Return what node ``index`` is told to be, which was lost ``life`` times."""
         connect = functools.partial(PairEndpoint, kind=self.kind)
         return Boot(index, self._factories[index], self._threads, life, connect)
 

@@ -50,15 +50,8 @@ class NodeConnection:
     Commands go to ``inbox``; whoever carries them out answers through `send`.
     """
 
-    def __init__(self, channel: Channel, worker: int, patience: float) -> None:
-        """Take over ``channel``.
-
-        Args:
-            channel: The connection.
-            worker: This node's index.
-            patience: Seconds after which the learner gives a silent node up.
-        """
-        self._channel, self._worker, self._patience = channel, worker, patience
+    def __init__(self, channel: Channel, worker: int, timeout_s: float) -> None:
+        self._channel, self._worker, self._timeout_s = channel, worker, timeout_s
         self._reader = CommandReader(worker)
         self._sending = threading.Lock()
         self._changed = threading.Condition()
@@ -93,7 +86,7 @@ class NodeConnection:
             return
         if isinstance(reply, m.Rolled) and reply.report.payload is not None:
             # It may be more than the connection holds, and the learner may be away for long.
-            self._channel.be_patient()
+            self._channel.wait_for_ever()
         self.send(frame_of(reply))
 
     def leave(self, reason: str) -> None:
@@ -111,8 +104,8 @@ class NodeConnection:
             GleanError: it did not in time.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: key in self._keys, self._patience):
-                raise GleanError(f"the learner did not answer for {self._patience} s")
+            if not self._changed.wait_for(lambda: key in self._keys, self._timeout_s):
+                raise GleanError(f"the learner did not answer for {self._timeout_s} s")
             return self._keys[key]
 
     # -- the thread ------------------------------------------------------------------------------
@@ -149,7 +142,7 @@ class NodeConnection:
     def _read(self) -> None:
         readable = select.poll()
         readable.register(self._channel, select.POLLIN)
-        pause = self._patience / 6
+        pause = self._timeout_s / 6
         due = time.monotonic()
         while True:
             left = due - time.monotonic()
@@ -202,20 +195,11 @@ class SignalShutdown:
         label: str,
         note: Callable[[str], object],
     ) -> None:
-        """Prepare.
-
-        Args:
-            connection: The node's end of its connection.
-            signals: That make it leave.
-            label: Of what this process belongs to, for the learner: ``"Slurm job 12"``.
-            note: Also told why it leaves.
-        """
         self._connection, self._signals, self._label, self._note = connection, signals, label, note
         self._before: dict[signal.Signals, signal._HANDLER] = {}
         self._got: int | None = None
 
     def __enter__(self) -> SignalShutdown:
-        """Take over the signals."""
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -239,11 +223,6 @@ class SignalShutdown:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        """Give the signals back.
-
-        Raises:
-            SystemExit: the node was told to leave, and has.
-        """
         signal.set_wakeup_fd(self._wakeup)
         for number, before in self._before.items():
             signal.signal(number, before)
@@ -337,8 +316,8 @@ def run_node(
         OSError: nobody answers.
         SystemExit: one of ``signals`` came.
     """
-    sock, keys, patience = join(invitation, invitation.patience)
-    keep_alive(sock, patience)
+    sock, keys, timeout_s = join(invitation, invitation.timeout_s)
+    keep_alive(sock, timeout_s)
     address = str(sock.getsockname()[0])
     channel = SealedChannel(sock, sends=keys.node, receives=keys.learner)
     try:
@@ -351,7 +330,7 @@ def run_node(
     # The learner has authenticated, and so is all that comes: its pickles are loaded.
     boot: Boot = pickle.loads(first)
     boot.prepare()
-    connection = NodeConnection(channel, invitation.node, patience)
+    connection = NodeConnection(channel, invitation.node, timeout_s)
     connection.start(others)
     shutdown = SignalShutdown(connection, signals, label, note)
     with shutdown if signals else contextlib.nullcontext():
@@ -368,21 +347,12 @@ class NodeEndpoint(Endpoint, Protocol):
 
     def finish(self) -> None:
         """Take leave of the learner, after `Close` was answered."""
-        ...
 
 
 class PairEndpoint:
     """A `NodeEndpoint` whose rollouts and weights travel through a process group of two."""
 
     def __init__(self, connection: NodeConnection, boot: Boot, address: str, *, kind: str) -> None:
-        """Make the process group, which the learner does at the same time.
-
-        Args:
-            connection: To the learner.
-            boot: What this node is.
-            address: This node's address on the network between the two.
-            kind: Of process group.
-        """
 
         def tell(key: str, value: bytes) -> None:
             connection.send(key_frame(key, value))
@@ -400,7 +370,6 @@ class PairEndpoint:
         self._closing = False
 
     def next(self) -> tuple[int, m.Command]:
-        """Wait for the next command."""
         ticket, command = self._connection.inbox.next()
         if isinstance(command, m.Collect) and command.window.blocks:
             self._due = command.window
@@ -408,7 +377,6 @@ class PairEndpoint:
         return ticket, command
 
     def window(self, reference: m.WindowRef) -> RolloutWindow:
-        """Return memory of this node's own; what was in it has to be gone first."""
         self._await_taken(reference.slot)
         return self._block(reference).window
 
@@ -424,7 +392,6 @@ class PairEndpoint:
             transfer.finish()
 
     def answer(self, reply: m.Reply) -> None:
-        """Send a reply, and the rollout it is about."""
         connection = self._connection
         if connection.leaving:
             return
@@ -452,7 +419,6 @@ class PairWeights:
     """A `WeightReceiver`: weights come through a process group, announced on the connection."""
 
     def __init__(self, connection: NodeConnection, group: ProcessGroupPair) -> None:
-        """Expect nothing before `bind`."""
         self._connection, self._group = connection, group
         self._model_id = ""
         self._buffers: list[FlatBuffer] = []
@@ -460,7 +426,6 @@ class PairWeights:
         self._coming: Transfer | None = None
 
     def bind(self, model_id: str, board: m.BoardRef) -> None:
-        """Expect weights of ``model_id`` from now on."""
         self._model_id, self._buffers = model_id, [FlatBuffer(board), FlatBuffer(board)]
         self._expect()
 
@@ -470,7 +435,6 @@ class PairWeights:
         self._coming = self._group.receive(self._buffers[0].bytes, WEIGHTS_TAG)
 
     def newest(self) -> m.Snapshot | None:
-        """Return the newest weights that are here or on their way, if there are new ones."""
         snapshot = None
         while self._connection.weights_due and self._coming is not None:
             self._connection.weights_due.popleft()

@@ -23,17 +23,14 @@ class RemoteFlag:
     """A stop byte of workers that share no memory with the learner; any thread may set it."""
 
     def __init__(self, tell: Callable[[int], None]) -> None:
-        """Begin with zero; ``tell`` is called with 1 or 0 whenever that changes."""
         self._value = 0
         self._tell = tell
         self._lock = threading.Lock()
 
     def __getitem__(self, index: int, /) -> int:
-        """Return the byte."""
         return self._value
 
     def __setitem__(self, index: int, value: int, /) -> None:
-        """Set the byte: anything but zero raises it."""
         raised = int(bool(value))
         with self._lock:
             if raised != self._value:
@@ -45,13 +42,11 @@ class Peer:
     """A worker seen from the learner."""
 
     def __init__(self, index: int) -> None:
-        """Begin with no window described to it."""
         self.index = index
         self.writer = CommandWriter()
 
     @property
     def gone(self) -> bool:
-        """Whether nothing can be sent to it any more, which `receive` has said already."""
         raise NotImplementedError
 
 
@@ -72,7 +67,6 @@ class RemoteBackend(ABC, Generic[P]):
     """Whether `receive` looks at what is there before it waits: silence counts from then on."""
 
     def __init__(self) -> None:
-        """Start without workers."""
         self._owner = os.getpid()
         self._peers: list[P] = []
         """In worker order; empty before `start` and after `stop`."""
@@ -166,7 +160,6 @@ class ChannelPeer(Peer):
     """A worker on the other end of a `Channel`."""
 
     def __init__(self, index: int, channel: Channel) -> None:
-        """Take over ``channel``."""
         super().__init__(index)
         self.channel = channel
         self.watched_for = select.EPOLLIN
@@ -174,11 +167,9 @@ class ChannelPeer(Peer):
 
     @property
     def gone(self) -> bool:
-        """Whether the connection was closed here."""
         return self.channel.fileno() < 0
 
     def flush(self) -> None:
-        """Send what waits, as far as it is taken; whoever reads next is told of an end."""
         with contextlib.suppress(OSError):
             self.channel.flush()
 
@@ -187,7 +178,6 @@ class ChannelBackend(RemoteBackend[C]):
     """A `RemoteBackend` that has a connection of its own to each worker."""
 
     def __init__(self) -> None:
-        """Start without workers."""
         super().__init__()
         self._by_fd: dict[int, C] = {}
         self._poller = select.epoll()
@@ -209,7 +199,6 @@ class ChannelBackend(RemoteBackend[C]):
             peer.watched_for = wanted
 
     def wait(self, timeout: float) -> None:
-        """Wait until there may be a reply; safe while another thread uses the backend."""
         with contextlib.suppress(ValueError):  # closed meanwhile
             self._poller.poll(timeout)
 

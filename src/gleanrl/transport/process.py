@@ -22,7 +22,7 @@ from gleanrl.transport.pickling import pickled
 from gleanrl.transport.stream import Channel
 from gleanrl.transport.worker import Boot, Surroundings
 from gleanrl.transport.zygote import Zygote, exit_text
-from gleanrl.weights.board import Board, plan_board
+from gleanrl.weights.shared import SharedWeightPublisher, reserve_shared
 
 _FORK_TIMEOUT = 60.0
 _GRACE = 1.0
@@ -74,11 +74,6 @@ class ProcessBackend(ChannelBackend[_Process]):
     """One process per worker. Rollouts lie in memory both sides map; only messages travel."""
 
     def __init__(self, threads: int = 1) -> None:
-        """Reserve what workers and learner share.
-
-        Args:
-            threads: torch threads of each worker.
-        """
         super().__init__()
         self._threads = threads
         with contextlib.ExitStack() as undo:
@@ -99,22 +94,12 @@ class ProcessBackend(ChannelBackend[_Process]):
         """The byte that running rollouts look at; a forked child of the learner gets another."""
         return self._stop_byte if self._owner == os.getpid() else bytearray(1)
 
-    def board(self, weights: Mapping[str, torch.Tensor]) -> Board:
-        """Reserve a board in the memory that learner and workers share.
-
-        Raises:
-            ConfigError: there is not that much memory.
-        """
+    def board(self, weights: Mapping[str, torch.Tensor]) -> SharedWeightPublisher:
         nbytes = 3 * sum(tensor.nbytes for tensor in weights.values())
         check_memory(nbytes, "three copies of a model's weights", "use a smaller model")
-        return Board(self._control, plan_board(self._control, weights))
+        return SharedWeightPublisher(self._control, reserve_shared(self._control, weights))
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        """Fork one worker per factory; all of them build their source at the same time.
-
-        Raises:
-            ConfigError: something that cannot be sent to another process.
-        """
         blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
         for worker, blob in enumerate(blobs):
             self._fork(worker, blob)
@@ -150,7 +135,6 @@ class ProcessBackend(ChannelBackend[_Process]):
             self._watch(peer)
 
     def sound(self) -> bool:
-        """Whether no worker's end of its connection is closed."""
         return not self._ends.poll(0)
 
     def _hear(self, peer: _Process) -> None:
@@ -170,7 +154,6 @@ class ProcessBackend(ChannelBackend[_Process]):
         super()._drop(peer)
 
     def stop(self, timeout: float) -> None:
-        """End all workers: let those that were asked go, kill the rest. Idempotent."""
         processes = self._let_go()
         for process in processes:
             process.channel.close()

@@ -30,8 +30,9 @@ from gleanrl.transport.peer import Peer, RemoteBackend, RemoteFlag
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.ray_actor import COLLECTED, GROUPS, Answer, RayWorker
 from gleanrl.transport.waiting import interruptible
-from gleanrl.transport.weights import FlatBuffer, check_fit, plan_flat
+from gleanrl.transport.weights import FlatBuffer, plan_flat
 from gleanrl.transport.worker import Boot, OpenWindow
+from gleanrl.weights.shared import check_fit
 
 _OURS = ("concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries")
 """Options of an actor that a worker depends on."""
@@ -56,7 +57,6 @@ class Session:
     """Who uses the Ray that was started for collectors, so that the last one ends it."""
 
     def __init__(self) -> None:
-        """Start without users."""
         self._lock = threading.Lock()
         self._users: set[int] = set()
         self._node: str | None = None
@@ -154,7 +154,6 @@ class StoreView:
     """
 
     def __init__(self, block: Array) -> None:
-        """Keep ``block`` where it is for as long as this or an array made of it exists."""
         self._block = block
         self.nbytes = block.nbytes
         """Of the store."""
@@ -246,7 +245,6 @@ class RayLanding:
     """Where in the learner's memory the bytes of one window's rollouts belong."""
 
     def __init__(self, window: RolloutWindow, reference: WindowRef) -> None:
-        """Prepare for rollouts into ``window``, which ``reference`` describes."""
         plan, _ = packed(reference)
         self._parts: list[tuple[Array, slice]] = []
         for block in plan.blocks:
@@ -270,7 +268,6 @@ class RayPublisher:
         put: Callable[[Array], Any],
         tell: Callable[[Any], None],
     ) -> None:
-        """Publish what ``put`` has stored by means of ``tell``."""
         self.ref = ref
         self._put = put
         self._tell = tell
@@ -318,7 +315,6 @@ class _Actor(Peer):
 
     @property
     def gone(self) -> bool:
-        """Whether it died."""
         return bool(self.death)
 
 
@@ -377,11 +373,6 @@ class RayBackend(RemoteBackend[_Actor]):
     # -- commands --------------------------------------------------------------------------------
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        """Create one actor per factory; all of them build their source at the same time.
-
-        Raises:
-            ConfigError: something that cannot be sent to another process.
-        """
         blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
         check_room(self._options)
         for name, group in GROUPS.items():
@@ -403,12 +394,6 @@ class RayBackend(RemoteBackend[_Actor]):
         return [actor.handle for actor in self._peers]
 
     def send(self, worker: int, ticket: int, command: m.Command) -> None:
-        """Post ``command``; if the actor is gone, `receive` says so, after what it had sent.
-
-        Raises:
-            ClosedError: after `stop`, or Ray was shut down.
-            WorkerDied: `receive` has said already that the actor died.
-        """
         self._check()
         super().send(worker, ticket, command)
 
@@ -451,7 +436,6 @@ class RayBackend(RemoteBackend[_Actor]):
                 self._call(actor, method(actor.handle), *args)
 
     def board(self, weights: Mapping[str, torch.Tensor]) -> RayPublisher:
-        """Set up a board: one object per publication, whatever the number of actors."""
         return RayPublisher(plan_flat(weights), self._ray.put, self._publish)
 
     def _publish(self, reference: Any) -> None:
@@ -468,13 +452,6 @@ class RayBackend(RemoteBackend[_Actor]):
     # -- replies ---------------------------------------------------------------------------------
 
     def receive(self, timeout: float | None) -> m.Reply:
-        """Return the next reply of any worker; replies that came earlier come first.
-
-        Raises:
-            CollectorTimeout: none came within ``timeout`` seconds.
-            WorkerDied: an actor died.
-            ClosedError: after `stop`, or Ray was shut down.
-        """
         if not self._arrived:
             self._await(timeout)
         reply: m.Reply | WorkerDied = self._arrived.popleft()
@@ -488,7 +465,6 @@ class RayBackend(RemoteBackend[_Actor]):
             self._take(reference)
 
     def wait(self, timeout: float) -> None:
-        """Wait until there may be a reply; safe while another thread uses the backend."""
         with contextlib.suppress(Exception):  # stopped meanwhile
             if not self._arrived and self._ray.is_initialized():
                 self._ready(timeout)
@@ -593,10 +569,6 @@ class RayBackend(RemoteBackend[_Actor]):
     # -- the end ---------------------------------------------------------------------------------
 
     def stop(self, timeout: float) -> None:
-        """Kill all actors and wait until they are gone. Idempotent.
-
-        Ends Ray, too, if it was started for collectors and this was the last one (`ends_ray`).
-        """
         if self._owner != os.getpid():  # in a forked child they are somebody else's
             self._peers = []
             return

@@ -55,7 +55,6 @@ class RayWorker:
     """
 
     def __init__(self, boot: Boot) -> None:
-        """Remember what to do; nothing is built before `serve`."""
         self._boot = boot
         self._inbox = Arrivals()
         self._stop = bytearray(1)
@@ -130,7 +129,6 @@ class Arrivals:
     """What comes in, in any thread and any order, to be taken in one order by one thread."""
 
     def __init__(self) -> None:
-        """Start with turn 0."""
         self._in_order: InOrder[Callable[[], None]] = InOrder(lambda act: act())
         self._frames: list[bytes] = []
         self._arrived = threading.Condition(threading.RLock())
@@ -164,7 +162,6 @@ class EventSet:
     """Numbers that one thread reaches and others wait for."""
 
     def __init__(self) -> None:
-        """Start with none reached."""
         self._reached: set[int] = set()
         self._changed = threading.Condition()
 
@@ -193,7 +190,6 @@ class ActorLoop:
         stop: bytearray,
         weights: WeightReceiver,
     ) -> None:
-        """Work off ``inbox``; ``begun`` is told the ticket of every command but rollouts."""
         self._boot = boot
         self._inbox = inbox
         self._begun = begun
@@ -209,7 +205,6 @@ class ActorLoop:
         self._usual: m.Collect | None = None
 
     def open(self) -> Answer:
-        """Build the worker here."""
         index = self._boot.worker
         try:
             self._worker = self._boot.build(self._open, self._stop, self._weights)
@@ -273,7 +268,6 @@ class Blocks:
     """
 
     def __init__(self) -> None:
-        """Start without any."""
         self._free: dict[int, list[tuple[RolloutWindow, Array]]] = {}
         self.made = 0
         """Blocks there are."""

@@ -79,7 +79,7 @@ class World:
     host: str
     """Where the store listens."""
     port: int
-    patience: float
+    timeout_s: float
     """Seconds that every step of joining may take."""
     token: str
     """Told apart from other worlds by this: torch counts what members of the same names did."""
@@ -95,11 +95,11 @@ class World:
 
         Nodes wait for a learner that is busy or suspended: that it is gone, their connections tell.
         """
-        default = self.patience if rank == LEARNER else max(self.patience, _LONG)
+        default = self.timeout_s if rank == LEARNER else max(self.timeout_s, _LONG)
         return float(self.options.get("rpc_timeout", default))
 
     def enter(self, rank: int, store: Any, address: str) -> None:
-        """Become member ``rank``; waits for all others, at most ``patience`` seconds per step.
+        """Become member ``rank``; waits for all others, at most ``timeout_s`` seconds per step.
 
         Args:
             rank: Of this process.
@@ -110,7 +110,7 @@ class World:
             RuntimeError: the others did not come, or went away.
         """
         options = rpc.TensorPipeRpcBackendOptions(**self._translated(rank))
-        store.set_timeout(timedelta(seconds=self.patience))
+        store.set_timeout(timedelta(seconds=self.timeout_s))
         with _listening_on(address), warnings.catch_warnings():
             # About how torch calls itself.
             warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
@@ -138,11 +138,11 @@ class World:
 
     def connect(self) -> Any:
         """Return a node's end of the store."""
-        timeout = timedelta(seconds=self.patience)
+        timeout = timedelta(seconds=self.timeout_s)
         return _c10d.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
 
 
-def open_store(host: str, patience: float) -> Any:
+def open_store(host: str, timeout_s: float) -> Any:
     """Return the learner's end of a store that listens on ``host``, at any port."""
     sock = socket.create_server((host, 0))
     port = sock.getsockname()[1]
@@ -151,7 +151,7 @@ def open_store(host: str, patience: float) -> Any:
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=patience),
+        timeout=timedelta(seconds=timeout_s),
         master_listen_fd=sock.detach(),
     )
 
@@ -427,7 +427,6 @@ class RpcEndpoint:
     def __init__(
         self, connection: NodeConnection, boot: Boot, address: str, *, world: World
     ) -> None:
-        """Enter ``world``, at ``address``."""
         self._connection, self._world = connection, world
         self._inbox = connection.inbox  # where a signal has this node end, too
         self._reader = CommandReader(boot.worker)
@@ -443,7 +442,6 @@ class RpcEndpoint:
         world.enter(rank, world.connect(), address)
 
     def next(self) -> tuple[int, m.Command]:
-        """Wait for the next command."""
         return self._inbox.next()
 
     def _take(self, sender: int, frame: bytes, data: Data) -> None:
@@ -459,7 +457,6 @@ class RpcEndpoint:
         self._inbox.put(ticket, command)
 
     def window(self, reference: m.WindowRef) -> RolloutWindow:
-        """Return memory of this node's own; what was in it has to be gone first."""
         self._slot = reference.slot
         outgoing = self._blocks.get(reference.slot)
         if outgoing is None:
@@ -468,7 +465,6 @@ class RpcEndpoint:
         return outgoing.block.window
 
     def answer(self, reply: m.Reply) -> None:
-        """Send a reply, and the rollout it is about."""
         outgoing = self._blocks.get(self._slot)
         frame, send = frame_of(reply), self._messenger.send
         if isinstance(reply, m.Rolled) and reply.report.payload is None and outgoing is not None:
@@ -478,11 +474,10 @@ class RpcEndpoint:
             send(LEARNER, frame)
 
     def finish(self) -> None:
-        """Wait until the learner has all answers, or has left; then leave the world."""
         self._connection.finish()
         self._over = True
         with without_farewells(), contextlib.suppress(GleanError):
-            self._messenger.settle(self._world.patience)
+            self._messenger.settle(self._world.timeout_s)
             self._connection.key(LEFT_WORLD)
         leave()
 
@@ -518,7 +513,6 @@ class RpcNode(RemoteNode):
     """A node to which messages and data go by RPC."""
 
     def __init__(self, guest: Guest, backend: RPCBackend) -> None:
-        """Take over the connection on which the node was let in."""
         super().__init__(guest, backend)
         self.messenger: RpcMessenger | None = None
         """Carries messages, once the world was entered."""
@@ -527,7 +521,6 @@ class RpcNode(RemoteNode):
         """By ticket, where rollouts that are due belong."""
 
     def post(self, ticket: int, command: m.Command) -> None:
-        """Send ``command``."""
         assert self.messenger is not None
         if isinstance(command, m.Collect):
             self._windows[ticket] = command.window
@@ -595,19 +588,12 @@ class RPCBackend(NodeBackend[RpcNode]):
     # -- start -----------------------------------------------------------------------------------
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        """Have one node started per factory, let them in and enter an RPC world with them.
-
-        Raises:
-            ConfigError: something that cannot be sent to another process.
-            WorkerDied: a node ended before it joined.
-            CollectorTimeout: not all had joined in time.
-        """
         self._store = open_store(self._host, self.timeout_s)
         self._world = World(
             size=len(factories) + 1,
             host=self._host,
             port=self._store.port,
-            patience=self.timeout_s,
+            timeout_s=self.timeout_s,
             token=secrets.token_hex(8),
             options=self._rpc_options,
         )
@@ -619,7 +605,6 @@ class RPCBackend(NodeBackend[RpcNode]):
         self._enter()
 
     def boot(self, index: int, life: int) -> Boot:
-        """Return what node ``index`` is told to be."""
         world = self._world
         if self._devices is not None:
             own = {**self._rpc_options, "devices": list(self._devices[index] or [])}
@@ -697,7 +682,6 @@ class RPCBackend(NodeBackend[RpcNode]):
     # -- the end ---------------------------------------------------------------------------------
 
     def stop(self, timeout: float) -> None:
-        """End all nodes: let those that were asked go, kill the rest. Idempotent."""
         if self._closed:
             return
         mine = self._owner == os.getpid()  # in a forked child it is somebody else's world

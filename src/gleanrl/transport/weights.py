@@ -16,38 +16,27 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from gleanrl.core.errors import WeightsError
 from gleanrl.core.messages import BoardRef, Snapshot
+from gleanrl.weights.shared import check_fit, planned, views_of
 
 P = TypeVar("P", bound=Hashable)
-_ALIGN = 64
 _HEADER = 64
+"""Bytes of a buffer before its tensors."""
 
 
 def plan_flat(weights: Mapping[str, torch.Tensor]) -> BoardRef:
     """Return where tensors like ``weights`` lie in a buffer, which begins at 0."""
-    entries, size = [], _HEADER
-    for name, tensor in weights.items():
-        entries.append((name, tuple(tensor.shape), tensor.dtype, size))
-        size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-    return BoardRef(0, size, tuple(entries))
+    return planned(weights, _HEADER)
 
 
 class FlatBuffer:
     """One buffer in ordinary memory, and its tensors as views."""
 
     def __init__(self, ref: BoardRef) -> None:
-        """Make it, all zero."""
         self.bytes = torch.zeros(ref.nbytes, dtype=torch.uint8)
         """uint8 ``[ref.nbytes]``."""
-        self._ref = ref
         self._words = self.bytes[:16].view(torch.int64)
-        self._views = {
-            name: self.bytes[offset : offset + torch.Size(shape).numel() * dtype.itemsize]
-            .view(dtype)
-            .view(shape)
-            for name, shape, dtype, offset in ref.entries
-        }
+        self._views = views_of(self.bytes, ref)
 
     def fill(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
         """Copy ``tensors``, in the order of the plan."""
@@ -59,19 +48,6 @@ class FlatBuffer:
         """Return what is in it as weights of ``model_id``, over the same memory."""
         version, serial = int(self._words[0]), int(self._words[1])
         return Snapshot(version, {model_id: self._views}, serial)
-
-
-def check_fit(ref: BoardRef, tensors: Sequence[torch.Tensor]) -> None:
-    """Check shapes against the plan.
-
-    Raises:
-        WeightsError: one that is not the plan's.
-    """
-    if len(tensors) != len(ref.entries):
-        raise WeightsError(f"{len(tensors)} tensors for {len(ref.entries)} entries")
-    for tensor, (name, shape, _, _) in zip(tensors, ref.entries, strict=True):
-        if tuple(tensor.shape) != shape:
-            raise WeightsError(f"{name!r} has shape {tuple(tensor.shape)}, the nodes' is {shape}")
 
 
 # -- the learner's side ----------------------------------------------------------------------------
@@ -185,7 +161,6 @@ class LatestWeights:
     """The newest weights that were put here and not taken over yet; a `WeightReceiver`."""
 
     def __init__(self, fetch: Callable[[Any, torch.Tensor], None]) -> None:
-        """Begin without any; ``fetch`` copies what was put here into a flat buffer."""
         self._fetch = fetch
         self._model_id = ""
         self._buffer: FlatBuffer | None = None
@@ -196,11 +171,9 @@ class LatestWeights:
         self._newest.append(weights)
 
     def bind(self, model_id: str, ref: BoardRef) -> None:
-        """Take what is put here for weights of ``model_id``."""
         self._model_id, self._buffer = model_id, FlatBuffer(ref)
 
     def newest(self) -> Snapshot | None:
-        """Fetch what is new; its tensors are valid until the next call."""
         if self._buffer is None or not self._newest:
             return None
         self._fetch(self._newest.pop(), self._buffer.bytes)

@@ -25,7 +25,7 @@ from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.streams import enter_life
 from gleanrl.transport.frames import CommandReader, frame_of
 from gleanrl.transport.stream import Channel
-from gleanrl.weights.board import Boards
+from gleanrl.weights.shared import SharedWeightReceiver
 
 OpenWindow = Callable[[m.WindowRef], RolloutWindow]
 
@@ -35,11 +35,9 @@ class WeightReceiver(Protocol):
 
     def bind(self, model_id: str, board: m.BoardRef) -> None:
         """Look at ``board`` for the weights of ``model_id`` from now on."""
-        ...
 
     def newest(self) -> m.Snapshot | None:
         """Return the newest snapshot if it was not returned before."""
-        ...
 
 
 class Worker:
@@ -53,7 +51,6 @@ class Worker:
         stop: Stop,
         mailbox: WeightReceiver | None = None,
     ) -> None:
-        """Build the source here."""
         self._index = index
         self._open_window = open_window
         self._stop = stop
@@ -129,7 +126,6 @@ class CommandQueue:
     """Commands in the order they are carried out: rollouts not begun yet come last."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._collects: deque[tuple[int, m.Command]] = deque()
         self._others: deque[tuple[int, m.Command]] = deque()
 
@@ -151,7 +147,6 @@ class Inbox:
     """Commands that come in from any thread, for one thread to carry out."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._queue = CommandQueue()
         self._arrived = threading.Condition()
 
@@ -181,15 +176,12 @@ class Endpoint(Protocol):
 
     def next(self) -> tuple[int, m.Command]:
         """Wait for the next command; return its ticket and it."""
-        ...
 
     def window(self, reference: m.WindowRef) -> RolloutWindow:
         """Return memory for a rollout into ``reference``; may wait until it is free."""
-        ...
 
     def answer(self, reply: m.Reply) -> None:
         """Send a reply, and the rollout it is about."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,16 +282,14 @@ class ProcessEndpoint:
     def __init__(
         self, channel: Channel, worker: int, arena: SharedMemory, control: SharedMemory
     ) -> None:
-        """Serve over ``channel``; the stop byte is the first of ``control``."""
         self._channel, self._arena = channel, arena
         self.stop: Stop = memoryview(control.map())
-        self.weights: WeightReceiver | None = Boards(control)
+        self.weights: WeightReceiver | None = SharedWeightReceiver(control)
         self._reader = CommandReader(worker)
         self._queue = CommandQueue()
         self._windows: dict[int, RolloutWindow] = {}
 
     def next(self) -> tuple[int, m.Command]:
-        """Return the next command: rollouts not begun yet are overtaken by everything else."""
         if self._queue:
             self._take_in(self._channel.read())
         while not self._queue:
@@ -315,12 +305,10 @@ class ProcessEndpoint:
                 self._queue.put(ticket, command)
 
     def window(self, reference: m.WindowRef) -> RolloutWindow:
-        """Return the window in the arena; the same object every time."""
         window = self._windows.get(reference.slot)
         if window is None:
             window = self._windows[reference.slot] = map_window(self._arena.map(), reference)
         return window
 
     def answer(self, reply: m.Reply) -> None:
-        """Send a reply."""
         self._channel.send(frame_of(reply))

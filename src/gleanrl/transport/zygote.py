@@ -310,13 +310,6 @@ class _Zygote:
     def __init__(
         self, control: socket.socket, owner: int, works: Mapping[bytes, Callable[..., None]]
     ) -> None:
-        """Serve the owner.
-
-        Args:
-            control: The connection to it.
-            owner: A descriptor that tells when its process ends; -1 for none.
-            works: What can be forked.
-        """
         self._control = control
         # A process that the owner has forked may hold the connection open after its end.
         self._owner = [owner] if owner >= 0 else []
@@ -333,7 +326,6 @@ class _Zygote:
         os.set_blocking(self._woken, False)
 
     def run(self) -> None:
-        """Fork on request until the owner is gone."""
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         try:

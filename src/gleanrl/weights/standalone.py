@@ -42,7 +42,7 @@ from gleanrl.core.errors import (
 )
 from gleanrl.core.messages import BoardRef
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.weights.board import Board, Boards, plan_board
+from gleanrl.weights.shared import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
 from gleanrl.weights.snapshot import (
     Weights,
     check_shapes,
@@ -149,7 +149,7 @@ class Sender:
         self.links: dict[int, Link] = {}
         for worker, first in firsts.items():
             acks, replies = ctx.Pipe(duplex=False)
-            board = None if memory is None else plan_board(memory, _tensors(first))
+            board = None if memory is None else reserve_shared(memory, _tensors(first))
             self.links[worker] = Link(ctx.Queue(), acks, replies, memory, board)
         self._workers = {
             worker: _Worker(sources[worker], firsts[worker], self.links[worker])
@@ -213,7 +213,7 @@ class _Worker:
         self._dtypes = {name: t.dtype for name, t in _tensors(first).items()}
         self._link = link
         on_board = link.memory is not None and link.board is not None
-        self._board = Board(link.memory, link.board) if on_board else None  # type: ignore[arg-type]
+        self._board = SharedWeightPublisher(link.memory, link.board) if on_board else None  # type: ignore[arg-type]
         link.messages.cancel_join_thread()  # a worker that is gone must not keep this process
         self._sent, self._acked = _HELLO, _HELLO
         self._pid: int | None = None
@@ -295,9 +295,9 @@ class Receiver:
         self.lock = threading.Condition(threading.RLock())
         """Held while weights are loaded: whoever holds it sees weights of one version."""
         self._link = link
-        self._boards: Boards | None = None
+        self._boards: SharedWeightReceiver | None = None
         if link.memory is not None and link.board is not None:
-            self._boards = Boards(link.memory)
+            self._boards = SharedWeightReceiver(link.memory)
             self._boards.bind("", link.board)
         self._weights: Weights = {}
         self._returned = 0

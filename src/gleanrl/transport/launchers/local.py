@@ -78,17 +78,14 @@ class LocalLauncher:
     """Starts nodes here. They reach the learner through the loopback interface."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
         self._zygote = zygote()
         self._owner = os.getpid()
         self._pids: dict[int, int] = {}
 
     def address(self) -> str:
-        """Return the loopback address."""
         return "127.0.0.1"
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
-        """Fork one process per invitation."""
         for invitation in invitations:
             going = pickle.dumps(NodeSpec(invitation, Surroundings.here()))
             # A pipe would hold no more than 64 KB before somebody reads it.
@@ -102,7 +99,6 @@ class LocalLauncher:
             self._pids[invitation.node] = pid
 
     def exit_reason(self, node: int, timeout: float) -> str | None:
-        """Return how the process of ``node`` ended."""
         pid = self._pids.get(node)
         status = None if pid is None else self._zygote.exit_status(pid, timeout)
         if status is None:
@@ -112,7 +108,6 @@ class LocalLauncher:
         return f"(process {pid}) exited with code {status}"
 
     def stop(self, timeout: float) -> None:
-        """Let those that were asked to end do so, kill the rest."""
         pids, self._pids = self._pids, {}
         deadline = time.monotonic() + timeout
         # In a forked child of the learner they are somebody else's nodes.
