@@ -207,4 +207,4 @@ def test_nothing_is_left_behind():
         run()
     gc.collect()
     assert open_files() <= before
-    assert rig.shared_files() <= shared
+    rig.await_shared_files(shared)

@@ -8,7 +8,7 @@ from typing import Any
 from tensordict.nn import InteractionType
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.policies.exploration import parse_exploration_mode
+from gleanrl.policies.policy import parse_exploration_mode
 
 
 def read_exploration(

@@ -16,7 +16,7 @@ from torch import nn
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.protocols import Source, SourceFactory
-from gleanrl.envs.registry import Registrations, registrations
+from gleanrl.envs.registrations import Registrations, registrations
 
 _DEEPEST = 8
 _GROUPS = re.compile(r"^(factory\.)*(env|policy|rollout)\.")

@@ -1,7 +1,7 @@
 """A list of calls without arguments that does one step of arithmetic in place.
 
-Tensors here are made once. A lowering writes ordinary tensor code through a `Tape`; what it
-computes is kept as the buffer into which every later replay computes again. Replaying a call costs
+Tensors here are made once. A lowering writes ordinary tensor code through an `OpRecorder`; each
+result is kept as the buffer into which every later replay computes again. Replaying a call costs
 the kernel and nothing else: no allocation, no lookup, no Python frame.
 """
 
@@ -19,6 +19,16 @@ from gleanrl.core.errors import PolicyError
 from gleanrl.core.protocols import Array
 
 
+class Unknown(Exception):
+    """What a unit does is not known here: it is called as it is."""
+
+
+def require(known: bool) -> None:
+    """Raise `Unknown` unless something is ``known`` to be so."""
+    if not known:
+        raise Unknown
+
+
 def array_of(tensor: torch.Tensor) -> Array | None:
     """Return a numpy array over the memory of ``tensor``, ``None`` where there can be none."""
     if tensor.device.type != "cpu" or tensor.requires_grad or tensor.dtype is torch.bfloat16:
@@ -30,8 +40,8 @@ def array_of(tensor: torch.Tensor) -> Array | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One entry of a step as rows of environments."""
+class Slot:
+    """Memory of one entry of a step, as rows of environments."""
 
     tensor: torch.Tensor
     """``[P, ...]``."""
@@ -39,7 +49,7 @@ class Cell:
     """The same memory as an array, ``None`` where there can be none."""
 
     @classmethod
-    def of(cls, value: torch.Tensor, batch_dims: int) -> Cell:
+    def of(cls, value: torch.Tensor, batch_dims: int) -> Slot:
         """See a value with ``batch_dims`` batch dimensions as rows."""
         tensor = value.unsqueeze(0) if batch_dims == 0 else value
         if batch_dims > 1:
@@ -47,13 +57,13 @@ class Cell:
         return cls(tensor, array_of(tensor))
 
 
+# The same arithmetic, bit for bit, called in half the time; tells on rows as small as these.
 _UFUNCS: dict[Any, np.ufunc] = {
     torch.add: np.add,
     torch.div: np.divide,
     torch.mul: np.multiply,
     torch.sub: np.subtract,
 }
-"""The same arithmetic, bit for bit, called in half the time; tells on rows as small as these."""
 
 
 def _elementwise(
@@ -90,11 +100,10 @@ class Check:
             raise PolicyError(self.message)
 
 
-class Tape:
+class OpRecorder:
     """Records calls by making them."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.calls: list[Callable[[], Any]] = []
         self.checks: list[Check] = []
 
@@ -106,22 +115,15 @@ class Tape:
         """Forget what was recorded since ``mark``; nothing else was changed by recording it."""
         del self.calls[mark[0] :], self.checks[mark[1] :]
 
-    def __call__(self, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, fn: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
         """Call ``fn``, which takes ``out``, and return the buffer every replay writes to."""
-        result = fn(*args, **kwargs)
-        fast = None if kwargs else _elementwise(fn, args, result)
-        self.calls.append(fast or partial(fn, *args, **kwargs, out=result))
+        result = fn(*args)
+        self.calls.append(_elementwise(fn, args, result) or partial(fn, *args, out=result))
         return result
 
-    def do(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Call ``fn`` for its effect on tensors of this tape."""
-        call = partial(fn, *args) if args else fn
-        call()
-        self.calls.append(call)
-
-    def into(self, out: torch.Tensor, fn: Callable[..., Any], *args: Any) -> None:
-        """Call ``fn``, which takes ``out``, into a tensor of this tape."""
-        call = partial(fn, *args, out=out)
+    def do(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call ``fn`` for its effect on tensors of this recorder."""
+        call = partial(fn, *args, **kwargs) if args or kwargs else fn
         call()
         self.calls.append(call)
 
@@ -137,7 +139,7 @@ class Tape:
 
     def check_finite(self, tensor: torch.Tensor, message: str) -> None:
         """Have the rollout end with `PolicyError` if ``tensor`` was NaN or infinite at any step."""
-        self._fold(tensor, np.add, torch.add, Check(torch.zeros(0), 0.0, torch.isfinite, message))
+        self._fold(tensor, np.add, torch.add, 0.0, torch.isfinite, message)
 
     def check_above(self, tensor: torch.Tensor, least: float, message: str) -> None:
         """Have the rollout end with `PolicyError` if ``tensor`` was ever not above ``least``."""
@@ -145,22 +147,21 @@ class Tape:
         def valid(total: torch.Tensor) -> torch.Tensor:
             return total > least
 
-        start = float("inf")
-        self._fold(tensor, np.minimum, torch.minimum, Check(torch.zeros(0), start, valid, message))
+        self._fold(tensor, np.minimum, torch.minimum, float("inf"), valid, message)
 
     def _fold(
         self,
         tensor: torch.Tensor,
         fold: Callable[..., Any],
         tensor_fold: Callable[..., Any],
-        check: Check,
+        start: float,
+        valid: Callable[[torch.Tensor], torch.Tensor],
+        message: str,
     ) -> None:
-        check.total = torch.full(
-            tensor.shape, check.start, dtype=tensor.dtype, device=tensor.device
-        )
-        value, total = array_of(tensor), array_of(check.total)
-        if value is None or total is None:
-            self.calls.append(partial(tensor_fold, check.total, tensor, out=check.total))
+        total = torch.full(tensor.shape, start, dtype=tensor.dtype, device=tensor.device)
+        values, totals = array_of(tensor), array_of(total)
+        if values is None or totals is None:
+            self.calls.append(partial(tensor_fold, total, tensor, out=total))
         else:
-            self.calls.append(partial(fold, total, value, out=total))
-        self.checks.append(check)
+            self.calls.append(partial(fold, totals, values, out=totals))
+        self.checks.append(Check(total, start, valid, message))

@@ -1,4 +1,4 @@
-"""What environments return, checked: the shape of a step and of a reset, and rewards."""
+"""What environments return, checked: the shape of a step and of a reset, end flags and rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gleanrl.core.protocols import Array
 
 NUMBERS = "biuf"
 """Kinds of numpy dtypes that hold plain numbers."""
-PLAIN_NUMBERS = frozenset(
+_PLAIN_NUMBERS = frozenset(
     {float, int, bool, np.bool_}
     | {np.dtype(code).type for code in np.typecodes["AllInteger"] + np.typecodes["Float"]}
 )
@@ -34,7 +34,7 @@ def check_reset(result: Any, who: str, pair: str = "(observation, info)") -> tup
 
 
 def not_five(result: Any, who: str, names: str = "terminated, truncated, info") -> EnvError:
-    """Return what to raise for a ``step`` that did not return five things."""
+    """Return the error for a ``step`` that did not return five things."""
     size = len(result) if isinstance(result, tuple) else type(result).__name__
     return EnvError(
         f"{who} must return (observation, reward, {names}), it returned {size} instead; wrap old "
@@ -57,16 +57,67 @@ def check_flag(flag: Any, env: int, name: str) -> bool:
     return bool(value.item())
 
 
-def check_reward(reward: Any, env: int, when: str = "") -> Array:
-    """Return one environment's reward as an array without dimensions.
+def check_flags(flags: Sequence[Any], name: str) -> Array:
+    """Return the end flags of ``P`` environments, ``[P, 1]`` bool.
 
     Raises:
-        EnvError: it is not a number.
+        EnvError: one is an array of several, or no truth value.
     """
-    value = reward.numpy(force=True) if isinstance(reward, torch.Tensor) else np.asarray(reward)
-    if value.shape != () or value.dtype.kind not in NUMBERS:
-        raise EnvError(f"environment {env} returned reward {reward!r}{when}; it must be a number")
-    return value
+    try:
+        values = np.array(flags, bool)
+    except ValueError:  # arrays of different shapes
+        values = np.empty(0, bool)
+    if values.shape != (len(flags),):
+        values = np.array([check_flag(flag, env, name) for env, flag in enumerate(flags)])
+    return values[:, None]
+
+
+def check_rewards(rewards: Sequence[Sequence[Any]], when: str = " at step {}") -> Array:
+    """Return the rewards of a rollout, kept row by row, as one array ``[T, P]``.
+
+    Args:
+        rewards: Per step, one of each environment.
+        when: How the message tells the step.
+
+    Raises:
+        EnvError: one of them is not a number, or was overwritten after it was returned.
+    """
+    steps, envs = len(rewards), len(rewards[0])
+    if _PLAIN_NUMBERS.issuperset(map(type, chain.from_iterable(rewards))):
+        with contextlib.suppress(OverflowError):  # an int beyond all floats is found below
+            flat = np.fromiter(chain.from_iterable(rewards), np.float64, steps * envs)
+            return flat.reshape(steps, envs)
+    values = np.empty((steps, envs))
+    for t, row in enumerate(rewards):
+        for env, reward in enumerate(row):
+            tensor = isinstance(reward, torch.Tensor)
+            value = reward.numpy(force=True) if tensor else np.asarray(reward)
+            if value.shape != () or value.dtype.kind not in NUMBERS:
+                raise EnvError(
+                    f"environment {env} returned reward {reward!r}{when.format(t)}; "
+                    "it must be a number"
+                )
+            values[t, env] = value
+    _check_not_reused(rewards, when)
+    return values
+
+
+def _check_not_reused(rewards: Sequence[Sequence[Any]], when: str) -> None:
+    """Find tensors that were returned again before they were read.
+
+    The rewards of an environment that returns tensors from its first step on are copied at once;
+    this check is for an environment that begins to return tensors later. Arrays are always copied.
+    """
+    seen: set[int] = set()
+    for t, row in enumerate(rewards):
+        for env, reward in enumerate(row):
+            if isinstance(reward, torch.Tensor):
+                if reward.data_ptr() in seen:
+                    raise EnvError(
+                        f"environment {env} returned reward {reward!r}{when.format(t)} in a tensor "
+                        "that it uses again, after it had returned numbers; return a float"
+                    )
+                seen.add(reward.data_ptr())
 
 
 def write_rewards(
@@ -94,44 +145,3 @@ def write_rewards(
             f"environment {env} returned reward {rewards[t, env]}{when.format(t)}, which overflows "
             f"float32; scale it with gymnasium.wrappers.{wrapper}"
         ) from err
-
-
-def check_rewards(rewards: Sequence[Sequence[Any]], when: str = " at step {}") -> Array:
-    """Return the rewards of a rollout, kept row by row, as one array ``[T, P]``.
-
-    Args:
-        rewards: Per step, one of each environment.
-        when: How the message tells the step.
-
-    Raises:
-        EnvError: one of them is not a number, or was overwritten after it was returned.
-    """
-    steps, envs = len(rewards), len(rewards[0])
-    if PLAIN_NUMBERS.issuperset(map(type, chain.from_iterable(rewards))):
-        with contextlib.suppress(OverflowError):  # an int beyond all floats is told below
-            flat = np.fromiter(chain.from_iterable(rewards), np.float64, steps * envs)
-            return flat.reshape(steps, envs)
-    values = np.empty((steps, envs))
-    for t, row in enumerate(rewards):
-        for env, reward in enumerate(row):
-            values[t, env] = check_reward(reward, env, when.format(t))
-    _check_kept(rewards, when)
-    return values
-
-
-def _check_kept(rewards: Sequence[Sequence[Any]], when: str) -> None:
-    """Find tensors that were returned again before they were read.
-
-    An environment that returns tensors from its first step on has them copied at once; this is for
-    one that takes to it later. Arrays are always copied at once.
-    """
-    seen: set[int] = set()
-    for t, row in enumerate(rewards):
-        for env, reward in enumerate(row):
-            if isinstance(reward, torch.Tensor):
-                if reward.data_ptr() in seen:
-                    raise EnvError(
-                        f"environment {env} returned reward {reward!r}{when.format(t)} in a tensor "
-                        "that it uses again, after it had returned numbers; return a float"
-                    )
-                seen.add(reward.data_ptr())
