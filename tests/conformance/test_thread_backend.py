@@ -49,7 +49,7 @@ class ThreadBackend(RemoteBackend):
         self.stop_byte = bytearray(1)
         self.replies = queue.SimpleQueue()
 
-    def board(self, weights):
+    def weight_publisher(self, weights):
         return None
 
     def start(self, factories):

@@ -20,7 +20,13 @@ from gleanrl.memory.slab import Order, Slab
 from gleanrl.testing import StampedSource
 from gleanrl.transport.frames import CommandWriter, read_reply
 from gleanrl.transport.peer import RemoteFlag
-from gleanrl.transport.ray import RayLanding, RayPublisher, Session, ZeroCopyPolicy, check_options
+from gleanrl.transport.ray import (
+    RayLanding,
+    RayWeightPublisher,
+    Session,
+    ZeroCopyPolicy,
+    check_options,
+)
 from gleanrl.transport.ray_actor import COLLECTED, Arrivals, Blocks, RayWorker
 from gleanrl.transport.weights import plan_flat
 from gleanrl.transport.worker import Boot
@@ -150,7 +156,7 @@ def test_a_byte_tells_only_changes():
 def test_a_publication_is_one_object():
     stored, told = [], []
     weights = {"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.int64)}
-    board = RayPublisher(
+    board = RayWeightPublisher(
         plan_flat(weights),
         lambda array: stored.append(array.copy()) or len(stored),
         told.append,

@@ -88,7 +88,7 @@ class Replacements:
             )
         engine.lives[worker] += 1
         self._renew(worker)
-        # What binds boards comes first: with any other command it looks at them.
+        # `Bind` comes first: with any other command the worker looks at published weights.
         commands = [
             *self._models.catch_up(worker),
             engine.place(worker),

@@ -39,7 +39,7 @@ class InlineBackend:
         """The workers themselves: in process they can be looked at."""
         return self._workers
 
-    def board(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Return ``None``: weights travel as messages."""
 
     def start(self, factories: Sequence[SourceFactory]) -> None:

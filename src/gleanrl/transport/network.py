@@ -36,7 +36,7 @@ from gleanrl.transport.process_group import (
 )
 from gleanrl.transport.stream import ForgedFrameError, SealedChannel
 from gleanrl.transport.waiting import interruptible
-from gleanrl.transport.weights import WeightPublisher, plan_flat
+from gleanrl.transport.weights import FlatWeightPublisher, plan_flat
 from gleanrl.transport.worker import Boot, OpenWindow
 
 _GRACE = 1.0
@@ -304,7 +304,7 @@ class NodeBackend(ChannelBackend[N]):
         self._threads, self._start_timeout, self._replaces = threads, start_timeout, replaces
         self._secret = new_secret()
         self._factories: list[bytes] = []
-        self._publisher: WeightPublisher[N] | None = None
+        self._publisher: FlatWeightPublisher[N] | None = None
         self._closed = False
         self.stop_byte: Stop = RemoteFlag(self._send_stop)
         self._nap = _NAPS[0]
@@ -327,7 +327,7 @@ class NodeBackend(ChannelBackend[N]):
         raise NotImplementedError
 
     def _send_weights(self, peer: N, buffer: torch.Tensor, taken: Callable[[], None]) -> bool:
-        """Send ``buffer``; see `WeightPublisher`."""
+        """Send ``buffer``; see `FlatWeightPublisher`."""
         raise NotImplementedError
 
     # -- start -----------------------------------------------------------------------------------
@@ -396,9 +396,9 @@ class NodeBackend(ChannelBackend[N]):
         self._drop(self._peers[worker])
         self._admitter.want(worker, life)
 
-    def board(self, weights: Mapping[str, torch.Tensor]) -> WeightPublisher[N]:
+    def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> FlatWeightPublisher[N]:
         """Prepare to send weights like these to all nodes that are told of it by `Bind`."""
-        self._publisher = WeightPublisher(plan_flat(weights), self._send_weights)
+        self._publisher = FlatWeightPublisher(plan_flat(weights), self._send_weights)
         return self._publisher
 
     # -- messages --------------------------------------------------------------------------------

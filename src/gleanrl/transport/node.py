@@ -425,8 +425,8 @@ class PairWeights:
         """The first is the one that weights arrive in while the other is read."""
         self._coming: Transfer | None = None
 
-    def bind(self, model_id: str, board: m.BoardRef) -> None:
-        self._model_id, self._buffers = model_id, [FlatBuffer(board), FlatBuffer(board)]
+    def bind(self, model_id: str, ref: m.WeightsRef) -> None:
+        self._model_id, self._buffers = model_id, [FlatBuffer(ref), FlatBuffer(ref)]
         self._expect()
 
     def _expect(self) -> None:

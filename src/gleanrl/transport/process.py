@@ -94,7 +94,7 @@ class ProcessBackend(ChannelBackend[_Process]):
         """The byte that running rollouts look at; a forked child of the learner gets another."""
         return self._stop_byte if self._owner == os.getpid() else bytearray(1)
 
-    def board(self, weights: Mapping[str, torch.Tensor]) -> SharedWeightPublisher:
+    def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> SharedWeightPublisher:
         nbytes = 3 * sum(tensor.nbytes for tensor in weights.values())
         check_memory(nbytes, "three copies of a model's weights", "use a smaller model")
         return SharedWeightPublisher(self._control, reserve_shared(self._control, weights))

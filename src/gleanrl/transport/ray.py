@@ -20,7 +20,7 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, WorkerDied
-from gleanrl.core.messages import BoardRef, WindowRef
+from gleanrl.core.messages import WeightsRef, WindowRef
 from gleanrl.core.protocols import Array, SourceFactory
 from gleanrl.memory.slab import packed
 from gleanrl.memory.window import RolloutWindow
@@ -259,12 +259,12 @@ class RayLanding:
             np.copyto(rows, block[part].reshape(rows.shape))
 
 
-class RayPublisher:
+class RayWeightPublisher:
     """The weights of one model, published to all actors."""
 
     def __init__(
         self,
-        ref: BoardRef,
+        ref: WeightsRef,
         put: Callable[[Array], Any],
         tell: Callable[[Any], None],
     ) -> None:
@@ -278,7 +278,7 @@ class RayPublisher:
         """Copy ``tensors``, in the order of ``ref``, into one object and tell all actors of it.
 
         Raises:
-            WeightsError: a shape that is not the board's; nothing is published.
+            WeightsError: a shape that is not the plan's; nothing is published.
         """
         check_fit(self.ref, tensors)
         self._buffer.fill(tensors, version, serial)
@@ -435,8 +435,8 @@ class RayBackend(RemoteBackend[_Actor]):
             if not actor.gone:
                 self._call(actor, method(actor.handle), *args)
 
-    def board(self, weights: Mapping[str, torch.Tensor]) -> RayPublisher:
-        return RayPublisher(plan_flat(weights), self._ray.put, self._publish)
+    def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> RayWeightPublisher:
+        return RayWeightPublisher(plan_flat(weights), self._ray.put, self._publish)
 
     def _publish(self, reference: Any) -> None:
         self._check()

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from gleanrl.core.messages import BoardRef, Snapshot
+from gleanrl.core.messages import Snapshot, WeightsRef
 from gleanrl.weights.shared import check_fit, planned, views_of
 
 P = TypeVar("P", bound=Hashable)
@@ -24,7 +24,7 @@ _HEADER = 64
 """Bytes of a buffer before its tensors."""
 
 
-def plan_flat(weights: Mapping[str, torch.Tensor]) -> BoardRef:
+def plan_flat(weights: Mapping[str, torch.Tensor]) -> WeightsRef:
     """Return where tensors like ``weights`` lie in a buffer, which begins at 0."""
     return planned(weights, _HEADER)
 
@@ -32,7 +32,7 @@ def plan_flat(weights: Mapping[str, torch.Tensor]) -> BoardRef:
 class FlatBuffer:
     """One buffer in ordinary memory, and its tensors as views."""
 
-    def __init__(self, ref: BoardRef) -> None:
+    def __init__(self, ref: WeightsRef) -> None:
         self.bytes = torch.zeros(ref.nbytes, dtype=torch.uint8)
         """uint8 ``[ref.nbytes]``."""
         self._words = self.bytes[:16].view(torch.int64)
@@ -61,7 +61,7 @@ class _Publication:
     readers: int = 0
 
 
-class WeightPublisher(Generic[P]):
+class FlatWeightPublisher(Generic[P]):
     """Publishes the weights of one model to workers: one copy here, one transfer to each.
 
     While weights are on their way to a worker it is sent no others, and then the newest. Before a
@@ -71,7 +71,7 @@ class WeightPublisher(Generic[P]):
     """
 
     def __init__(
-        self, ref: BoardRef, send: Callable[[P, torch.Tensor, Callable[[], None]], bool]
+        self, ref: WeightsRef, send: Callable[[P, torch.Tensor, Callable[[], None]], bool]
     ) -> None:
         """Publish to nobody yet; `include` adds workers.
 
@@ -170,7 +170,7 @@ class LatestWeights:
         """Note the newest; those before are never fetched. Any thread may."""
         self._newest.append(weights)
 
-    def bind(self, model_id: str, ref: BoardRef) -> None:
+    def bind(self, model_id: str, ref: WeightsRef) -> None:
         self._model_id, self._buffer = model_id, FlatBuffer(ref)
 
     def newest(self) -> Snapshot | None:

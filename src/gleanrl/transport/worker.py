@@ -33,8 +33,8 @@ OpenWindow = Callable[[m.WindowRef], RolloutWindow]
 class WeightReceiver(Protocol):
     """Where weights lie that nobody sent a message about."""
 
-    def bind(self, model_id: str, board: m.BoardRef) -> None:
-        """Look at ``board`` for the weights of ``model_id`` from now on."""
+    def bind(self, model_id: str, ref: m.WeightsRef) -> None:
+        """Look at ``ref`` for the weights of ``model_id`` from now on."""
 
     def newest(self) -> m.Snapshot | None:
         """Return the newest snapshot if it was not returned before."""
@@ -102,8 +102,8 @@ class Worker:
         match command:
             case m.Load(snapshot):
                 return self._load(snapshot)
-            case m.Bind(model_id, board) if self._mailbox is not None:
-                return self._mailbox.bind(model_id, board)
+            case m.Bind(model_id, ref) if self._mailbox is not None:
+                return self._mailbox.bind(model_id, ref)
             case m.Place(base, stride):
                 return source.place(base, stride)
             case m.Seed(seed, static, stream):

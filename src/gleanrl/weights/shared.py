@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import GleanError, WeightsError
-from gleanrl.core.messages import BoardRef, Snapshot
+from gleanrl.core.messages import Snapshot, WeightsRef
 from gleanrl.core.protocols import Array, SharedMemory
 from gleanrl.memory.fence import fence
 
@@ -34,16 +34,16 @@ _SMALL = 1 << 20
 time as plain bytes, and far less where nothing of torch's is in the caches."""
 
 
-def planned(weights: Mapping[str, torch.Tensor], start: int = 0) -> BoardRef:
+def planned(weights: Mapping[str, torch.Tensor], start: int = 0) -> WeightsRef:
     """Return where tensors like ``weights`` lie in a buffer, from byte ``start`` on."""
     entries, size = [], start
     for name, tensor in weights.items():
         entries.append((name, tuple(tensor.shape), tensor.dtype, size))
         size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-    return BoardRef(0, max(size, _ALIGN), tuple(entries))
+    return WeightsRef(0, max(size, _ALIGN), tuple(entries))
 
 
-def views_of(buffer: torch.Tensor, ref: BoardRef) -> dict[str, torch.Tensor]:
+def views_of(buffer: torch.Tensor, ref: WeightsRef) -> dict[str, torch.Tensor]:
     """Return the tensors in ``buffer``, which is uint8, by name."""
     return {
         name: buffer[offset : offset + torch.Size(shape).numel() * dtype.itemsize]
@@ -53,7 +53,7 @@ def views_of(buffer: torch.Tensor, ref: BoardRef) -> dict[str, torch.Tensor]:
     }
 
 
-def check_fit(ref: BoardRef, tensors: Sequence[torch.Tensor]) -> None:
+def check_fit(ref: WeightsRef, tensors: Sequence[torch.Tensor]) -> None:
     """Check shapes against the plan.
 
     Raises:
@@ -66,7 +66,7 @@ def check_fit(ref: BoardRef, tensors: Sequence[torch.Tensor]) -> None:
             raise WeightsError(f"{name!r} has shape {tuple(tensor.shape)}, the workers' is {shape}")
 
 
-def reserve_shared(memory: SharedMemory, weights: Mapping[str, torch.Tensor]) -> BoardRef:
+def reserve_shared(memory: SharedMemory, weights: Mapping[str, torch.Tensor]) -> WeightsRef:
     """Reserve what a `SharedWeightPublisher` of tensors like ``weights`` needs."""
     ref = planned(weights)
     return replace(ref, offset=memory.reserve(_HEADER + _BUFFERS * ref.nbytes))
@@ -75,7 +75,7 @@ def reserve_shared(memory: SharedMemory, weights: Mapping[str, torch.Tensor]) ->
 class SharedWeightPublisher:
     """The publisher's side."""
 
-    def __init__(self, memory: SharedMemory, ref: BoardRef) -> None:
+    def __init__(self, memory: SharedMemory, ref: WeightsRef) -> None:
         """Map what `reserve_shared` has reserved; nothing is published yet."""
         whole = np.frombuffer(memory.map(), np.uint8)
         self.ref = ref
@@ -133,14 +133,14 @@ class SharedWeightReceiver:
         self._seen = 0
         self._words: Array | None = None
 
-    def bind(self, model_id: str, board: BoardRef) -> None:
-        """Take what is published at ``board`` for weights of ``model_id`` from now on."""
+    def bind(self, model_id: str, ref: WeightsRef) -> None:
+        """Take what is published at ``ref`` for weights of ``model_id`` from now on."""
         whole = np.frombuffer(self._memory.map(), np.uint8)
         self._model_id, self._seen = model_id, 0
-        self._words = _words(whole, board)
-        self._buffers = [_buffer(whole, board, number) for number in range(_BUFFERS)]
-        self._own = np.zeros(board.nbytes, np.uint8)
-        self._tensors = views_of(torch.from_numpy(self._own), board)
+        self._words = _words(whole, ref)
+        self._buffers = [_buffer(whole, ref, number) for number in range(_BUFFERS)]
+        self._own = np.zeros(ref.nbytes, np.uint8)
+        self._tensors = views_of(torch.from_numpy(self._own), ref)
 
     def newest(self) -> Snapshot | None:
         """Return a snapshot that was not returned before, ``None`` if there is none.
@@ -173,11 +173,11 @@ class SharedWeightReceiver:
         )
 
 
-def _words(whole: Array, ref: BoardRef) -> Array:
+def _words(whole: Array, ref: WeightsRef) -> Array:
     return whole[ref.offset : ref.offset + _HEADER].view(np.int64)
 
 
-def _buffer(whole: Array, ref: BoardRef, number: int) -> Array:
+def _buffer(whole: Array, ref: WeightsRef, number: int) -> Array:
     start = ref.offset + _HEADER + number * ref.nbytes
     return whole[start : start + ref.nbytes]
 

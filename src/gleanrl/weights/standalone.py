@@ -5,8 +5,8 @@ Per worker:
     sender -- (number, values) --> queue -> the receiver's thread -> model
     sender <- (number, pid, error) -- pipe
 
-Message 0 is `connect`'s, and ``None`` ends the thread. With shared memory the tensors lie on a
-board, and the message only has what is no tensor. The tensors of one message become the model's
+Message 0 is `connect`'s, and ``None`` ends the thread. With shared memory the tensors lie
+there, and the message only has what is no tensor. The tensors of one message become the model's
 under the receiver's lock.
 """
 
@@ -40,7 +40,7 @@ from gleanrl.core.errors import (
     WorkerDied,
     WorkerError,
 )
-from gleanrl.core.messages import BoardRef
+from gleanrl.core.messages import WeightsRef
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.weights.shared import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
 from gleanrl.weights.snapshot import (
@@ -82,7 +82,7 @@ class Link:
     acks: Connection
     replies: Connection
     memory: _Memory | None
-    board: BoardRef | None
+    ref: WeightsRef | None
 
 
 @dataclass
@@ -149,8 +149,8 @@ class Sender:
         self.links: dict[int, Link] = {}
         for worker, first in firsts.items():
             acks, replies = ctx.Pipe(duplex=False)
-            board = None if memory is None else reserve_shared(memory, _tensors(first))
-            self.links[worker] = Link(ctx.Queue(), acks, replies, memory, board)
+            ref = None if memory is None else reserve_shared(memory, _tensors(first))
+            self.links[worker] = Link(ctx.Queue(), acks, replies, memory, ref)
         self._workers = {
             worker: _Worker(sources[worker], firsts[worker], self.links[worker])
             for worker in sources
@@ -212,8 +212,8 @@ class _Worker:
             self._shapes = {name: (tuple(t.shape), True) for name, t in _tensors(first).items()}
         self._dtypes = {name: t.dtype for name, t in _tensors(first).items()}
         self._link = link
-        on_board = link.memory is not None and link.board is not None
-        self._board = SharedWeightPublisher(link.memory, link.board) if on_board else None  # type: ignore[arg-type]
+        shared = link.memory is not None and link.ref is not None
+        self._publisher = SharedWeightPublisher(link.memory, link.ref) if shared else None  # type: ignore[arg-type]
         link.messages.cancel_join_thread()  # a worker that is gone must not keep this process
         self._sent, self._acked = _HELLO, _HELLO
         self._pid: int | None = None
@@ -229,8 +229,8 @@ class _Worker:
 
     def post(self, weights: Weights, number: int) -> None:
         """Send them without waiting."""
-        if self._board is not None:
-            self._board.publish(list(_tensors(weights).values()), number, number)
+        if self._publisher is not None:
+            self._publisher.publish(list(_tensors(weights).values()), number, number)
             values = {n: v for n, v in weights.items() if not isinstance(v, torch.Tensor)}
         else:
             values = {
@@ -295,10 +295,10 @@ class Receiver:
         self.lock = threading.Condition(threading.RLock())
         """Held while weights are loaded: whoever holds it sees weights of one version."""
         self._link = link
-        self._boards: SharedWeightReceiver | None = None
-        if link.memory is not None and link.board is not None:
-            self._boards = SharedWeightReceiver(link.memory)
-            self._boards.bind("", link.board)
+        self._receiver: SharedWeightReceiver | None = None
+        if link.memory is not None and link.ref is not None:
+            self._receiver = SharedWeightReceiver(link.memory)
+            self._receiver.bind("", link.ref)
         self._weights: Weights = {}
         self._returned = 0
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -363,10 +363,10 @@ class Receiver:
 
     def _look(self, number: int, values: Weights) -> int:
         """Take the newest weights; return their number."""
-        if self._boards is None:
+        if self._receiver is None:
             self._weights = values
             return number
-        newest = self._boards.newest()
+        newest = self._receiver.newest()
         if newest is None:  # a message before this one found them
             self._weights.update(values)
             return self.version
