@@ -77,34 +77,33 @@ class RemoteNode(ChannelPeer):
         self.channel.send(pickle.dumps(self.backend.boot(self.index, life)))
 
     def key(self, key: str, deadline: float) -> bytes:
-        """Read until the node has told ``key``; what else comes is kept for later.
+        """Return what the node tells of ``key``; what else comes meanwhile is kept for later.
 
         Raises:
             CollectorTimeout: it did not in time.
             EOFError: it is gone.
         """
-        readable = select.poll()
-        readable.register(self.channel, select.POLLIN)
-        while key not in self._keys:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise CollectorTimeout(f"node {self.index} did not answer in time")
-            readable.poll(1000 * left)
-            self.read()
+        self._read_until(lambda: key in self._keys, deadline)
         return self._keys[key]
 
     def await_start(self) -> None:
-        """Wait until the node has said that it is up, or why it is not; keep what it said.
+        """Wait until the node has said that it is up, or why it is not.
 
         It has no deadline of its own: whoever gives the node up hangs up on it.
 
         Raises:
             EOFError: it is gone.
         """
+        self._read_until(lambda: any(head_of(frame)[0] == 0 for frame in self.announced))
+
+    def _read_until(self, there: Callable[[], bool], deadline: float | None = None) -> None:
         readable = select.poll()
         readable.register(self.channel, select.POLLIN)
-        while not any(head_of(frame)[0] == 0 for frame in self.announced):
-            readable.poll()
+        while not there():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise CollectorTimeout(f"node {self.index} did not answer in time")
+            readable.poll(None if left is None else 1000 * left)
             self.read()
 
     # -- messages --------------------------------------------------------------------------------

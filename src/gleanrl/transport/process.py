@@ -145,8 +145,8 @@ class ProcessBackend(ChannelBackend[_Process]):
 
     def _exit_reason(self, peer: _Process, reason: str) -> str:
         status = self._zygote.exit_status(peer.pid, 2.0)
-        how = reason if status is None else exit_text(status)
-        return f"(process {peer.pid}) {how}; what it printed last is above"
+        reason = reason if status is None else exit_text(status)
+        return f"(process {peer.pid}) {reason}; what it printed last is above"
 
     def _drop(self, peer: _Process) -> None:
         if not peer.gone:

@@ -89,11 +89,11 @@ class Rendezvous:
         """Replace what is there."""
         self._put("learner.json", json.dumps(asdict(info)))
 
-    def note_end(self, node: int, how: str) -> None:
+    def note_end(self, node: int, reason: str) -> None:
         """Keep that node ``node`` has ended, unless somebody has said so before."""
         if self.end_of(node) is None:
             with contextlib.suppress(OSError):  # the folder is gone: nobody asks any more
-                self._put(f"ended-{node}", how)
+                self._put(f"ended-{node}", reason)
 
     def end_of(self, node: int) -> str | None:
         """Return how node ``node`` ended, ``None`` if nobody has said so."""
@@ -233,9 +233,9 @@ class DelayedLauncher:
 
     def exit_reason(self, node: int, timeout: float) -> str | None:
         deadline = time.monotonic() + timeout
-        while (how := self._main.end_of(node)) is None and time.monotonic() < deadline:
+        while (reason := self._main.end_of(node)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        return how
+        return reason
 
     def stop(self, timeout: float) -> None:
         self._main.dismiss()
@@ -309,14 +309,14 @@ class submitit_delayed_launcher:  # the name that users know
             job.submit([start])
             nodes.submit([functools.partial(serve, node) for node in range(count)])
             told: set[int] = set()
-            while (how := job.outcome(0, _PAUSE)) is None:
+            while (reason := job.outcome(0, _PAUSE)) is None:
                 for node in set(range(count)) - told:  # the main job is told what becomes of nodes
                     end = nodes.outcome(node)
                     if end is not None:
                         rendezvous.note_end(node, end)
                         told.add(node)
             if not job.succeeded(0):
-                raise WorkerDied(f"the main job {how}") from job.error(0)
+                raise WorkerDied(f"the main job {reason}") from job.error(0)
             grace = _END_GRACE
         finally:
             job.stop(grace)
@@ -352,8 +352,8 @@ def _wait_to_serve(folder: Path, timeout: float, node: int) -> None:
                 secret = info.secret.encode()
                 serve_in_job(Invitation(info.host, info.port, node, secret, info.timeout_s))
     except Exception as err:
-        how = f"({environment.name()} job {environment.job_id})"
-        rendezvous.note_end(node, f"{how} failed: {type(err).__name__}: {err}")
+        job = f"({environment.name()} job {environment.job_id})"
+        rendezvous.note_end(node, f"{job} failed: {type(err).__name__}: {err}")
         raise
     end_soon()
 
