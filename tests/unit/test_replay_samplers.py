@@ -22,7 +22,7 @@ from gleanrl import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gleanrl.memory.replay.sumtree import SumTree
+from gleanrl.memory.replay.prioritized import SumTree
 
 
 def steps(numbers, ids, ends=()):
@@ -81,7 +81,7 @@ def test_slices_cross_neither_ends_nor_gaps_nor_the_cursor(size, writes, length,
     )
     number, traj, held = 0, 0, []
     for count, ending, what in writes:
-        if what != "write" and strict.storage.ledger.ready and len(held) < 2:
+        if what != "write" and strict.storage.ring.ready and len(held) < 2:
             taken = strict.reserve(min(count, 3))
             if what == "revoke":
                 strict.revoke(taken)
