@@ -29,12 +29,7 @@ from typing import Any, Generic, TypeVar
 import cloudpickle
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import (
-    GleanError,
-    WorkerDied,
-    WorkerError,
-    error_text,
-)
+from gleanrl.core.errors import GleanError, WorkerDied, WorkerError, error_text
 
 T = TypeVar("T")
 _COLLECT = struct.Struct("=cqiiq?")

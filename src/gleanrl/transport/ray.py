@@ -263,10 +263,7 @@ class RayWeightPublisher:
     """The weights of one model, published to all actors."""
 
     def __init__(
-        self,
-        ref: WeightsRef,
-        put: Callable[[Array], Any],
-        tell: Callable[[Any], None],
+        self, ref: WeightsRef, put: Callable[[Array], Any], tell: Callable[[Any], None]
     ) -> None:
         self.ref = ref
         self._put = put

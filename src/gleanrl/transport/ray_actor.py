@@ -183,12 +183,7 @@ class ActorLoop:
     """What the thread that works does: one command at a time."""
 
     def __init__(
-        self,
-        boot: Boot,
-        inbox: Arrivals,
-        begun: EventSet,
-        stop: bytearray,
-        weights: WeightReceiver,
+        self, boot: Boot, inbox: Arrivals, begun: EventSet, stop: bytearray, weights: WeightReceiver
     ) -> None:
         self._boot = boot
         self._inbox = inbox

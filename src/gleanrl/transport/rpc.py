@@ -34,14 +34,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.memory.window import RolloutWindow
-from gleanrl.transport.frames import (
-    WEIGHTS,
-    CommandReader,
-    InOrder,
-    frame_of,
-    head_of,
-    key_frame,
-)
+from gleanrl.transport.frames import WEIGHTS, CommandReader, InOrder, frame_of, head_of, key_frame
 from gleanrl.transport.handshake import Guest
 from gleanrl.transport.landing import Landings, RolloutBlock
 from gleanrl.transport.launchers import Launcher
@@ -313,11 +306,7 @@ class RpcMessenger:
         _here = self
 
     def send(
-        self,
-        peer: int,
-        frame: bytes,
-        data: Data = (),
-        done: Callable[[], None] | None = None,
+        self, peer: int, frame: bytes, data: Data = (), done: Callable[[], None] | None = None
     ) -> None:
         """Send a message; waits for nobody.
 
