@@ -403,6 +403,8 @@ class NodeBackend(ChannelBackend[N]):
     # -- messages --------------------------------------------------------------------------------
 
     def _post(self, peer: N, ticket: int, command: m.Command) -> None:
+        if peer.gone:
+            raise self._died(peer, "is gone")
         publisher = self._publisher
         if publisher is not None and not isinstance(command, m.Load | m.Bind | m.Close):
             publisher.catch_up(peer)
@@ -421,7 +423,8 @@ class NodeBackend(ChannelBackend[N]):
         if waiting and timeout:  # announced but not here, and nobody tells when it is
             interruptible(time.sleep, min(self._nap, timeout))
             self._nap, timeout = min(2 * self._nap, _NAPS[1]), 0.0
-        super()._poll(timeout)
+        for fd, events in interruptible(self._poller.poll, timeout):
+            self._turn_to(fd, events)
         for node in list(self._by_fd.values()):
             self._deliver(node)
         if self._arrived:
@@ -433,9 +436,21 @@ class NodeBackend(ChannelBackend[N]):
         return silent_in
 
     def _turn_to(self, fd: int, events: int) -> None:
-        if fd != self._admitter.bell:
-            super()._turn_to(fd, events)
-        elif (node := self._next_joined()) is not None:
+        if fd == self._admitter.bell:
+            self._replace()
+            return
+        node = self._by_fd[fd]
+        # Read first: what a node sent before it ended is whole, and so is what it is about.
+        if events & ~select.EPOLLOUT:
+            self._hear(node)
+        if events & select.EPOLLOUT:
+            node.flush()
+        if not node.gone:
+            self._watch(node)
+
+    def _replace(self) -> None:
+        node = self._next_joined()
+        if node is not None:
             self._peers[node.index] = node
             if self.stop_byte[0]:
                 node.put(STOP + bytes([self.stop_byte[0]]))

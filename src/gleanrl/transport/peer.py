@@ -75,7 +75,7 @@ class RemoteBackend(ABC, Generic[P]):
 
     @abstractmethod
     def _post(self, peer: P, ticket: int, command: m.Command) -> None:
-        """Send ``command``, without waiting; if the worker is gone, `_poll` finds out."""
+        """Send ``command``, without waiting; raises `_died` if ``peer`` is known to be gone."""
 
     @abstractmethod
     def _poll(self, timeout: float | None) -> float | None:
@@ -105,10 +105,7 @@ class RemoteBackend(ABC, Generic[P]):
         """
         if not self._peers:
             raise ClosedError("the collector was shut down")
-        peer = self._peers[worker]
-        if peer.gone:
-            raise self._died(peer, "is gone")
-        self._post(peer, ticket, command)
+        self._post(self._peers[worker], ticket, command)
 
     def receive(self, timeout: float | None) -> m.Reply:
         """Return the next reply of any worker; a rollout is in its window by then.
@@ -182,10 +179,6 @@ class ChannelBackend(RemoteBackend[C]):
         self._by_fd: dict[int, C] = {}
         self._poller = select.epoll()
 
-    @abstractmethod
-    def _hear(self, peer: C) -> None:
-        """Take in what ``peer`` has sent."""
-
     def _add(self, peer: C) -> None:
         """Wait for what ``peer`` sends from now on."""
         self._by_fd[peer.channel.fileno()] = peer
@@ -201,21 +194,6 @@ class ChannelBackend(RemoteBackend[C]):
     def wait(self, timeout: float) -> None:
         with contextlib.suppress(ValueError):  # closed meanwhile
             self._poller.poll(timeout)
-
-    def _poll(self, timeout: float | None) -> float | None:
-        for fd, events in interruptible(self._poller.poll, timeout):
-            self._turn_to(fd, events)
-        return None
-
-    def _turn_to(self, fd: int, events: int) -> None:
-        peer = self._by_fd[fd]
-        # Read first: what a worker sent before it ended is whole, and so is what it is about.
-        if events & ~select.EPOLLOUT:
-            self._hear(peer)
-        if events & select.EPOLLOUT:
-            peer.flush()
-        if not peer.gone:
-            self._watch(peer)
 
     def _drop(self, peer: C) -> None:
         fd = peer.channel.fileno()

@@ -20,6 +20,7 @@ from gleanrl.memory.shared import SharedMemory
 from gleanrl.transport.peer import ChannelBackend, ChannelPeer
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.stream import Channel
+from gleanrl.transport.waiting import interruptible
 from gleanrl.transport.worker import Boot, Surroundings
 from gleanrl.transport.zygote import Zygote, exit_text
 from gleanrl.weights.shared import SharedWeightPublisher, reserve_shared
@@ -118,7 +119,9 @@ class ProcessBackend(ChannelBackend[_Process]):
         self._add(process)
         self._ends.register(process.channel.fileno(), 0)
         boot = Boot(worker, factory, self._threads, surroundings=Surroundings.here())
-        self._send(process, pickle.dumps(boot))
+        with contextlib.suppress(ConnectionError):
+            process.channel.post(pickle.dumps(boot))
+        self._watch(process)
 
     @property
     def pids(self) -> list[int]:
@@ -126,22 +129,30 @@ class ProcessBackend(ChannelBackend[_Process]):
         return [process.pid for process in self._peers]
 
     def _post(self, peer: _Process, ticket: int, command: m.Command) -> None:
-        self._send(peer, peer.writer.write(ticket, command))
-
-    def _send(self, peer: _Process, frame: bytes) -> None:
+        channel = peer.channel
+        if channel.fileno() < 0:
+            raise self._died(peer, "is gone")
+        frame = peer.writer.write(ticket, command)
         with contextlib.suppress(ConnectionError):
-            peer.channel.post(frame)
-        if peer.channel.pending:
+            channel.post(frame)
+        if channel.pending:
             self._watch(peer)
+
+    def _poll(self, timeout: float | None) -> None:
+        for fd, events in interruptible(self._poller.poll, timeout):
+            peer = self._by_fd[fd]
+            # Read first: what a worker sent before it ended is whole, and so is what it is about.
+            if events & ~select.EPOLLOUT:
+                try:
+                    self._arrived.extend(peer.channel.read())
+                except EOFError:
+                    raise self._died(peer, "closed its connection") from None
+            if events & select.EPOLLOUT:
+                peer.flush()
+                self._watch(peer)
 
     def sound(self) -> bool:
         return not self._ends.poll(0)
-
-    def _hear(self, peer: _Process) -> None:
-        try:
-            self._arrived.extend(peer.channel.read())
-        except EOFError:
-            raise self._died(peer, "closed its connection") from None
 
     def _exit_reason(self, peer: _Process, reason: str) -> str:
         status = self._zygote.exit_status(peer.pid, 2.0)

@@ -395,6 +395,8 @@ class RayBackend(RemoteBackend[_Actor]):
         super().send(worker, ticket, command)
 
     def _post(self, actor: _Actor, ticket: int, command: m.Command) -> None:
+        if actor.gone:
+            raise self._died(actor, "")
         if isinstance(command, m.Collect):
             reply = self._ask(actor, ticket, command)
         else:
