@@ -7,7 +7,7 @@ import pytest
 from gleanrl import ClosedError
 from gleanrl.core import messages as m
 from gleanrl.core.options import FrameBudget
-from gleanrl.engine.batches import BatchOptions, gather_all
+from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.testing import KeepingLearner, ScriptedBackend, StampedSource, check_stamps
@@ -37,6 +37,11 @@ class Failing(StampedSource):
         return super().get(path)
 
 
+def plan(engine, steps, options):
+    frames = [steps * envs for envs in engine.envs]
+    engine.plan(FrameBudget(frames_per_batch=sum(frames), total_frames=None), frames, options)
+
+
 def collect(engine):
     budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
     batch, _ = engine.collect(budget, 30.0)
@@ -57,7 +62,7 @@ class BackendConformance:
         def build(factory=StampedSource, workers=2, steps=8):
             engine = Engine(self.backend, [factory] * workers)
             engines.append(engine)
-            gather_all(engine, [steps] * workers, BatchOptions(stacked=True))
+            plan(engine, steps, BatchOptions(stacked=True))
             return engine
 
         yield build
