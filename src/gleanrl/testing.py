@@ -116,7 +116,7 @@ class ScriptedBackend:
         return what
 
     def sound(self) -> bool:
-        """Return False: whether somebody died is a matter of the script."""
+        """Return False: deaths are scripted."""
         return False
 
     def wait(self, timeout: float) -> None:
