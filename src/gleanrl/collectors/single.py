@@ -309,7 +309,7 @@ class Collector(RunningCollector):
         """
         if cls is not Collector:
             front_door.check_subclass(cls, kwargs)
-        elif front_door.elsewhere(kwargs):
+        elif front_door.views_over(kwargs):
             return front_door.several(cls.__init__, args, kwargs)
         front_door.check_here(kwargs)
         return super().__new__(cls)

@@ -16,7 +16,7 @@ from gleanrl.engine.gather import SyncGather
 from gleanrl.engine.gather_first import AsyncGather
 from gleanrl.engine.slots import PayloadSlots, SlabSlots, Slots
 from gleanrl.memory.arena import Arena
-from gleanrl.memory.available import check_memory
+from gleanrl.memory.shared import check_memory
 from gleanrl.memory.slab import Order, Slab
 
 _SYNC_SLOTS = 3

@@ -18,8 +18,7 @@ from gleanrl.core.protocols import Backend, SourceFactory
 from gleanrl.engine.budget import Budget, Tally
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 from gleanrl.engine.gather import Gather, Rollouts
-from gleanrl.memory.arena import Arena
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import Arena, RolloutWindow
 from gleanrl.transport.waiting import Deferred, FairLock, Turn
 
 _EPISODES = 1 << 32

@@ -136,7 +136,7 @@ class SlabSlots:
         block = reports[0].block if reports else None
         if block is not None:
             self._prepared, self._elsewhere = None, True
-            batch = self._batch(self._parts(self._arena.elsewhere(block)), reports)
+            batch = self._batch(self._parts(self._arena.views_over(block)), reports)
             self._arena.release(slot)
             return batch
         if self._arena.has_free():

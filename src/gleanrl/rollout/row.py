@@ -25,8 +25,8 @@ from gleanrl.envs.tensordict import (
     spec_trees,
     state_leaves,
 )
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.memory.trees import copied, nest
-from gleanrl.memory.window import RolloutWindow
 
 TODO: Key = ("_todo",)
 """What a worker is to do, in the row of each of its environments."""

@@ -33,9 +33,8 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, error_text
 from gleanrl.core.protocols import Array
-from gleanrl.memory.arena import window_over
+from gleanrl.memory.arena import RolloutWindow, window_over
 from gleanrl.memory.slab import packed
-from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.streams import enter_life
 from gleanrl.transport.frames import (
     BEAT,

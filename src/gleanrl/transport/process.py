@@ -24,8 +24,7 @@ from gleanrl.core.errors import (
     WorkerDied,
 )
 from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.memory.available import check_memory
-from gleanrl.memory.shared import SharedMemory
+from gleanrl.memory.shared import SharedMemory, check_memory
 from gleanrl.transport.frames import CommandWriter, reply_in
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.stream import Channel

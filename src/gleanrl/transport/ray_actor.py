@@ -18,9 +18,8 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.protocols import Array
-from gleanrl.memory.arena import window_over
+from gleanrl.memory.arena import RolloutWindow, window_over
 from gleanrl.memory.slab import packed
-from gleanrl.memory.window import RolloutWindow
 from gleanrl.transport.frames import CommandReader, frame_of, head_of, unreadable
 from gleanrl.transport.worker import CommandQueue, Worker, settle
 from gleanrl.weights.flat import FlatBuffer

@@ -34,9 +34,8 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError
 from gleanrl.core.messages import BoardRef
 from gleanrl.core.protocols import SourceFactory
-from gleanrl.memory.arena import window_over
+from gleanrl.memory.arena import RolloutWindow, window_over
 from gleanrl.memory.slab import packed
-from gleanrl.memory.window import RolloutWindow
 from gleanrl.transport.frames import (
     WEIGHTS,
     CommandReader,
