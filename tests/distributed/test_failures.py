@@ -314,7 +314,7 @@ def test_a_node_with_workers_of_its_own_is_replaced():
     ) as collector:
         for _ in range(6):
             ids |= ids_in(collector.next())
-        pid = collector._engine.backend._launcher._pids[1]
+        pid = collector._engine.backend.launcher._pids[1]
         os.kill(pid, signal.SIGKILL)
         lives = collector._engine.lives[1]
         while collector._engine.lives[1] == lives:

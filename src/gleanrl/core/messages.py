@@ -54,8 +54,8 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class BoardRef:
-    """Where a board of weights lies in shared memory, and what one of its buffers holds."""
+class WeightsRef:
+    """Where published weights lie, and what one buffer of them holds."""
 
     offset: int
     nbytes: int
@@ -88,10 +88,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """Take the weights of ``model_id`` from a board from now on."""
+    """Take the weights of ``model_id`` as they are published from now on."""
 
     model_id: str
-    board: BoardRef
+    ref: WeightsRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import EnvLayout, Field, Layout
-from gleanrl.core.messages import BoardRef, Command, Payload, Reply, Report, Snapshot
+from gleanrl.core.messages import Command, Payload, Reply, Report, Snapshot, WeightsRef
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -228,17 +228,17 @@ class SharedMemory(Protocol):
         """Return a mapping of all there is now."""
 
 
-class Board(Protocol):
+class WeightPublisher(Protocol):
     """Where the weights of one model are published for all workers at once."""
 
-    ref: BoardRef
+    ref: WeightsRef
     """What a worker has to know to read it (`core.messages.Bind`)."""
 
     def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
         """Copy ``tensors``, in the order of ``ref``, and make them the newest.
 
         Raises:
-            WeightsError: a shape that is not the board's; nothing is published.
+            WeightsError: a shape that is not the plan's; nothing is published.
         """
 
 
@@ -257,8 +257,8 @@ class Backend(Protocol):
     def stop_byte(self) -> Stop:
         """The byte that running rollouts look at."""
 
-    def board(self, weights: Mapping[str, torch.Tensor]) -> Board | None:
-        """Set up a board for tensors like ``weights``; ``None`` if weights travel as messages."""
+    def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> WeightPublisher | None:
+        """Prepare to publish tensors like ``weights``; ``None`` if weights travel as messages."""
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
         """Start one worker per factory; each answers with `Ready`."""

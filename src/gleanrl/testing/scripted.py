@@ -58,7 +58,7 @@ class ScriptedBackend:
         self.now = 0.0
         """Virtual seconds since the start."""
 
-    def board(self, weights: Mapping[str, Any]) -> None:
+    def weight_publisher(self, weights: Mapping[str, Any]) -> None:
         """Return ``None``: weights travel as messages."""
 
     def start(self, factories: Sequence[SourceFactory]) -> None:

@@ -5,8 +5,8 @@ Without a collector, per worker:
     sender -- (number, values) --> queue -> the receiver's thread -> model
     sender <- (number, pid, error) -- pipe
 
-Message 0 is `connect`'s, and ``None`` ends the thread. With shared memory the tensors lie on a
-board, and the message only has what is no tensor. The tensors of one message become the model's
+Message 0 is `connect`'s, and ``None`` ends the thread. With shared memory the tensors lie
+there, and the message only has what is no tensor. The tensors of one message become the model's
 under the receiver's lock.
 """
 
@@ -41,9 +41,9 @@ from gleanrl.core.errors import (
     WorkerDied,
     WorkerError,
 )
-from gleanrl.core.messages import BoardRef
+from gleanrl.core.messages import WeightsRef
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.weights.board import Board, Boards, plan_board
+from gleanrl.weights.shared import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
 from gleanrl.weights.snapshot import (
     Weights,
     check_shapes,
@@ -498,7 +498,7 @@ class _Link:
     acks: Connection
     replies: Connection
     memory: _Memory | None
-    board: BoardRef | None
+    ref: WeightsRef | None
 
 
 def _tree_of(weights: Mapping[str, Any]) -> TensorDictBase:
@@ -595,8 +595,10 @@ class _Worker:
             self._shapes = {name: (tuple(t.shape), True) for name, t in tensors.items()}
         self._dtypes = {name: t.dtype for name, t in tensors.items()}
         acks, replies = ctx.Pipe(duplex=False)
-        ref = None if memory is None else plan_board(memory, tensors)
-        self._board = None if memory is None or ref is None else Board(memory, ref)
+        ref = None if memory is None else reserve_shared(memory, tensors)
+        self._publisher = (
+            None if memory is None or ref is None else SharedWeightPublisher(memory, ref)
+        )
         self.link = _Link(ctx.Queue(), acks, replies, memory, ref)
         self.link.messages.cancel_join_thread()  # a lost worker must not keep this process
         self._sent, self._acked = _HELLO, _HELLO
@@ -620,8 +622,8 @@ class _Worker:
 
     def post(self, weights: Weights, number: int) -> None:
         """Send them without waiting."""
-        if self._board is not None:
-            self._board.publish(list(_tensors(weights).values()), number, number)
+        if self._publisher is not None:
+            self._publisher.publish(list(_tensors(weights).values()), number, number)
             values = {n: v for n, v in weights.items() if not isinstance(v, torch.Tensor)}
         else:
             values = {
@@ -686,10 +688,10 @@ class _Receiver:
         self.lock = threading.Condition(threading.RLock())
         """Held while weights are loaded: whoever holds it sees weights of one version."""
         self._link = link
-        self._boards: Boards | None = None
-        if link.memory is not None and link.board is not None:
-            self._boards = Boards(link.memory)
-            self._boards.bind("", link.board)
+        self._receiver: SharedWeightReceiver | None = None
+        if link.memory is not None and link.ref is not None:
+            self._receiver = SharedWeightReceiver(link.memory)
+            self._receiver.bind("", link.ref)
         self._weights: Weights = {}
         self._returned = 0
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -754,10 +756,10 @@ class _Receiver:
 
     def _look(self, number: int, values: Weights) -> int:
         """Take the newest weights; return their number."""
-        if self._boards is None:
+        if self._receiver is None:
             self._weights = values
             return number
-        newest = self._boards.newest()
+        newest = self._receiver.newest()
         if newest is None:  # a message before this one found them
             self._weights.update(values)
             return self.version
