@@ -50,12 +50,14 @@ def torchrl(where: str, kind: str, policy: Any, argument_checks: bool = False) -
         options["init_fn"] = None if argument_checks else ours.quiet_worker
         options |= {"cat_results": "stack"} if kind == "sync" else {}
     else:
+        from torchrl.collectors import distributed
+
         options |= {"total_frames": 1 << 40, "sync": kind == "sync"}
         options["collector_kwargs"] = dict(peers.TORCHRL_SHORTCUTS)
         if where == "ray":
-            collector = collectors.distributed.RayCollector
+            collector = distributed.RayCollector
             options["remote_configs"] = {"num_cpus": 1, "num_gpus": 0}
         else:
-            collector = collectors.distributed.DistributedCollector
+            collector = distributed.DistributedCollector
             options |= {"launcher": "mp", "backend": "gloo"}
     return ours.Batches(collector([make(part) for part in parts], policy, **options))
