@@ -11,8 +11,8 @@ from typing import Any
 
 from gleanrl.cli.progress import plural
 from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
-from gleanrl.collectors.single import Collector
 from gleanrl.engine.interruptor import Interruptor
 
 _BATCH_FRAMES = 500

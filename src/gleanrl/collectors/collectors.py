@@ -3,13 +3,13 @@
 from tensordict.nn import InteractionType
 
 from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.multi import (
     AsyncCollector,
     MultiAsyncCollector,
     MultiCollector,
     MultiSyncCollector,
 )
-from gleanrl.collectors.single import Collector
 from gleanrl.engine.interruptor import Interruptor
 
 DEFAULT_EXPLORATION_TYPE = InteractionType.RANDOM

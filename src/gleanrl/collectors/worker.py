@@ -1,4 +1,4 @@
-"""The collector inside a worker: its hooks, and what paths of `map_fn` and others start at."""
+"""The collector inside a worker, its hooks, and workers that fill a replay buffer themselves."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from gleanrl.collectors import checks
+from gleanrl.collectors.arguments import read_index, read_seed
 from gleanrl.collectors.base import BaseCollector, PostHook, PreHook
 from gleanrl.core.keys import MASK, TIME
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
+from gleanrl.engine.pipeline import Pipeline
+from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.memory.replay.storages import LazyTensorStorage
+from gleanrl.memory.replay.writers import RoundRobinWriter
 from gleanrl.memory.trees import tensordict_over
+from gleanrl.memory.window import RolloutWindow
 from gleanrl.weights.snapshot import Shapes, cloned, weights_of
 
 
@@ -122,9 +127,11 @@ class WorkerCollector(BaseCollector):
     def _update_weights(
         self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        checks.check_update(worker_ids, kwargs)
-        given = {name: cloned(weights_of(w)) for name, w in models.items() if w is not None}
-        self._source.load(Snapshot(self.policy_version + 1, given))
+        if worker_ids is not None or kwargs:
+            unknown = sorted({*kwargs, "worker_ids"} if worker_ids is not None else kwargs)
+            raise TypeError(f"unexpected arguments {unknown}: this is the collector of one worker")
+        newest = {name: cloned(weights_of(w)) for name, w in models.items() if w is not None}
+        self._source.load(Snapshot(self.policy_version + 1, newest))
 
     def get_model(self, model_id: str) -> Any:
         """Return the model that runs under ``model_id``."""
@@ -142,11 +149,11 @@ class WorkerCollector(BaseCollector):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed this worker's environments and random streams, and reset its environments."""
-        return self._source.seed(checks.read_seed(seed), static_seed)
+        return self._source.seed(read_seed(seed), static_seed)
 
     def reset(self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Reset environments of this worker; all by default."""
-        chosen = None if index is None else checks.read_index(index, self.num_envs)
+        chosen = None if index is None else read_index(index, self.num_envs)
         self._source.reset(chosen, kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -304,3 +311,100 @@ def batch_over(window: Window, layout: Layout) -> TensorDictBase:
     }
     names = [None] * (len(shape) - 1) + [TIME]
     return tensordict_over(views, shape, names, layout.groups)
+
+
+# -- workers that fill a buffer --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FillingFactory:
+    """Builds a source whose rollouts go into a buffer where they are made."""
+
+    factory: SourceFactory
+    pipeline: Pipeline
+    """What rollouts go through there; its sink is the buffer."""
+
+    def __call__(self, worker: int) -> FillingSource:
+        """Build the source and connect it to the buffer."""
+        return FillingSource(self.factory(worker), self.pipeline)
+
+
+class FillingSource(SourceAround):
+    """A source that delivers into a buffer: what it reports are counts."""
+
+    def __init__(self, source: Source, pipeline: Pipeline) -> None:
+        """Serve ``source``; its rollouts are written into memory of this worker's own first."""
+        super().__init__(source)
+        self._pipeline = pipeline
+        # A collector of the user's class calls its hooks itself.
+        self._hook = source.hand_over_hook() if isinstance(source, WorkerSource) else _no_hook
+        self._layout = source.layout()
+        self._window: RolloutWindow | None = None
+        self._batch: TensorDictBase | None = None
+        self._dropped = 0
+
+    def layout(self) -> Layout | None:
+        """Return ``None``: nothing travels to the learner."""
+        return None
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
+        """Collect a rollout and store what became of it."""
+        if self._layout is None:
+            report = self._source.collect(window, steps, stop, random)
+            assert report.payload is not None
+            batch: TensorDictBase = report.payload.handle
+        else:
+            steps = self._layout.steps or steps
+            own, batch = self._memory(self._layout, steps)
+            report = self._source.collect(own, steps, stop, random)
+            if report.payload is not None:  # it did not fit the layout
+                batch = report.payload.handle
+        if report.steps < steps and MASK not in batch.keys(True):
+            batch = batch[..., : report.steps]
+        self._pipeline(batch, self._hook())
+        dropped, self._dropped = self._pipeline.discarded - self._dropped, self._pipeline.discarded
+        discarded = report.discarded + dropped
+        return Report(report.steps, report.frames, report.policy_version, discarded)
+
+    def _memory(self, layout: Layout, steps: int) -> tuple[RolloutWindow, TensorDictBase]:
+        if self._window is None or self._batch is None or self._window.steps != steps:
+            self._window = RolloutWindow.allocate(layout.fields, layout.num_envs, steps)
+            self._batch = batch_over(self._window, layout)
+        return self._window, self._batch
+
+    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
+        """Seed everything; trajectories in the making are dropped."""
+        self._pipeline.forget()
+        return super().seed(seed, static, stream)
+
+    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        """Reset environments; trajectories in the making are dropped."""
+        self._pipeline.forget()
+        super().reset(envs, options)
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore the source's state."""
+        self._pipeline.forget()
+        super().load_state(state, strict)
+
+
+def _no_hook() -> None:
+    return None
+
+
+def shared_with_workers(buffer: Any) -> bool:
+    """Tell whether workers can write into ``buffer`` themselves; it is shared then.
+
+    Rows of several workers go where there is room, so it has to be a buffer of rows, not one of
+    ``[env, time]`` or one that keeps the best, on the CPU, and one of ours: others are extended
+    by the learner.
+    """
+    if not isinstance(buffer, ReplayBuffer):
+        return False
+    storage = buffer.storage
+    if not isinstance(storage, LazyTensorStorage) or storage.ndim != 1:
+        return False
+    if not isinstance(buffer.writer, RoundRobinWriter) or storage.device.type != "cpu":
+        return False
+    buffer.share()
+    return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,10 +85,12 @@ class FrameBudget:
                 f"total_frames ({total_frames}) must be a whole number; "
                 "use -1 for endless collection"
             )
-        total = None if total_frames is None else whole("total_frames", total_frames)
-        first = 0 if init_random_frames is None else whole("init_random_frames", init_random_frames)
+        total = None if total_frames is None else check_int("total_frames", total_frames)
+        first = (
+            0 if init_random_frames is None else check_int("init_random_frames", init_random_frames)
+        )
         return cls(
-            frames_per_batch=whole("frames_per_batch", frames_per_batch, least=1),
+            frames_per_batch=check_int("frames_per_batch", frames_per_batch, least=1),
             total_frames=None if total is None or total < 0 else total,
             init_random_frames=max(0, first),
         )
@@ -118,10 +121,18 @@ class FrameBudget:
                 f"{extra} additional frames will be collected"
             )
         if notes and os.environ.get("RL_WARNINGS", "1") != "0":
-            warnings.warn("; ".join(notes), UserWarning, stacklevel=5)
+            warnings.warn("; ".join(notes), UserWarning, stacklevel=users_stacklevel())
 
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
+def users_stacklevel() -> int:
+    """Return the ``stacklevel`` with which the calling function warns the user's code."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gleanrl."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def check_int(name: str, value: Any, least: int | None = None) -> int:
     """Return ``value`` as a whole number, also if it is written as numpy's or as ``1e6``.
 
     Raises:
@@ -154,8 +165,8 @@ def _as_int(value: Any) -> int | None:
     except TypeError:
         pass
     # Floats: budgets of frames are often written in scientific notation.
-    whole_float = isinstance(value, (float, np.floating)) and float(value).is_integer()
-    return int(value) if whole_float else None
+    integral = isinstance(value, (float, np.floating)) and float(value).is_integer()
+    return int(value) if integral else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +263,9 @@ class TrajectoryOptions:
                 "trajs_per_write says how many whole trajectories are written at once: it needs "
                 "replay_buffer and trajs_per_batch"
             )
-        count = 1 if trajs_per_write is None else whole("trajs_per_write", trajs_per_write, least=1)
+        count = (
+            1 if trajs_per_write is None else check_int("trajs_per_write", trajs_per_write, least=1)
+        )
         return replace(given, trajs_per_batch=count, traj_format="cat")
 
     def __post_init__(self) -> None:
@@ -268,7 +281,7 @@ class TrajectoryOptions:
                 raise ConfigError("traj_format='cat' needs trajs_per_batch")
             return
         # A frozen class sets its own fields this way.
-        count = whole("trajs_per_batch", self.trajs_per_batch, least=1)
+        count = check_int("trajs_per_batch", self.trajs_per_batch, least=1)
         object.__setattr__(self, "trajs_per_batch", count)
         if self.split_trajs:
             raise ConfigError(
@@ -297,7 +310,7 @@ class EnvOptions:
     def __post_init__(self) -> None:
         """Check the number of environments and the dtype."""
         if self.num_envs is not None:
-            object.__setattr__(self, "num_envs", whole("num_envs", self.num_envs, least=1))
+            object.__setattr__(self, "num_envs", check_int("num_envs", self.num_envs, least=1))
         check_observation_dtype(self.observation_dtype)
 
 
@@ -343,5 +356,8 @@ def limit(value: int | None, name: str = "max_frames_per_traj") -> int | None:
     Raises:
         ConfigError: it is no whole number; ``name`` says what it limits.
     """
-    number = 0 if value is None else whole(name, value)
+    number = 0 if value is None else check_int(name, value)
     return number if number > 0 else None
+
+
+whole = check_int

@@ -1,4 +1,8 @@
-"""Weight updaters of earlier APIs, over the collectors' own way of publishing weights."""
+"""Spellings of earlier APIs: weight updaters, retired arguments, names that do not exist here.
+
+A weight updater decides what ``update_policy_weights_`` of its collectors does; the collectors
+publish weights in their own way all the same.
+"""
 
 from __future__ import annotations
 
@@ -340,15 +344,15 @@ def read_updater(given: Any) -> WeightUpdaterBase | None:
     return made
 
 
-def warn_updater(given: Any) -> None:
-    """Say what to use in place of ``weight_updater=``, if it was given."""
-    if given is not None:
-        warnings.warn(
-            "weight_updater= is retired; pass weight_sync_schemes=, or weights to "
-            "update_policy_weights_",
-            DeprecationWarning,
-            stacklevel=3,
-        )
+def refuse(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of ``module``: it says what to use instead of ``names``."""
+
+    def missing(name: str) -> Any:
+        if name in names:
+            raise ImportError(f"{module} has no {name}: {names[name]}", name=module)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return missing
 
 
 def _written(own: TensorDictBase | None, weights: Any) -> Any:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from gleanrl.collectors.arguments import CollectorArguments, defaults, definitions
 from gleanrl.core.errors import ConfigError
 
 _PROCESSES = ("process", "multiprocessing")
@@ -24,7 +25,7 @@ _RESERVED = ("backend", "backend_options", "num_collectors", "num_workers", "syn
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def shows(shown: Callable[..., Any]) -> Callable[[Function], Function]:
+def like(shown: Callable[..., Any]) -> Callable[[Function], Function]:
     """Return a decorator: what it decorates has the signature of ``shown`` for `inspect`."""
 
     def decorate(function: Function) -> Function:
@@ -93,12 +94,11 @@ def check_subclass(kind: type, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def several(direct: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the collector over processes that arguments of `Collector` mean.
 
     Args:
-        direct: `Collector.__init__`, whose defaults say what was not really asked for.
-        args: Its positional arguments.
+        args: The positional arguments of `Collector`.
         kwargs: Its other arguments.
 
     Raises:
@@ -125,7 +125,7 @@ def several(direct: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         )
     given.update(zip(("create_env_fn", "policy"), args, strict=False))
     options = _options(kwargs.get("backend_options"), given)
-    given = _wanted(given, direct, kind)
+    given = _wanted(given, kind.arguments)
     function, count = _functions(given.get("create_env_fn"), _count(kwargs.get("num_collectors")))
     if not nodes:
         return kind(**{**given, "create_env_fn": function, "num_workers": count}, **options)
@@ -174,34 +174,21 @@ def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _wanted(given: Mapping[str, Any], direct: Callable[..., Any], target: type) -> dict[str, Any]:
+def _wanted(given: Mapping[str, Any], target: Any) -> dict[str, Any]:
     """Drop what merely repeats a default of `Collector`, where the target has another or none.
 
     Raises:
         TypeError: an argument that the target does not take.
     """
-    defaults, known = inspect.signature(direct).parameters, _arguments(target)
     if "num_workers" in given:
         raise TypeError("num_workers= is num_collectors= here: say that")
+    usual, known = {"policy": None, **defaults(CollectorArguments)}, definitions(target)
+    there = {"policy": None, **defaults(target)}
     wanted = {}
     for name, value in given.items():
-        default = name in defaults and value is defaults[name].default
-        if name not in known and not default:
+        default = name in usual and value is usual[name]
+        if name not in (*known, "create_env_fn", "policy") and not default:
             raise TypeError(f"{name}= has no meaning for a collector over processes")
-        if not default or (name in known and known[name].default is value):
+        if not default or (name in there and there[name] is value):
             wanted[name] = value
     return wanted
-
-
-def _arguments(kind: type) -> dict[str, inspect.Parameter]:
-    """Return the arguments of ``kind``, those included that it passes on to its base."""
-    found: dict[str, inspect.Parameter] = {}
-    for base in kind.__mro__:
-        if "__init__" not in vars(base):
-            continue
-        own = inspect.signature(vars(base)["__init__"]).parameters
-        passes_on = [name for name, p in own.items() if p.kind is p.VAR_KEYWORD]
-        found = {**{name: p for name, p in own.items() if name not in passes_on}, **found}
-        if not passes_on:
-            break
-    return found
