@@ -18,10 +18,10 @@ from benchmarks.peers import SB3, CleanRL, TorchRL, torchrl_gym, torchrl_serial,
 
 STEPS = 64
 """Steps per environment and batch."""
-CHECKED = "as gym.make gives it"
-"""Marks references that step through the wrappers which only check how they are called."""
 ALONE = 256
 """The same for a single environment."""
+CHECKED = "as gym.make gives it"
+"""Marks references that step through the wrappers which only check how they are called."""
 
 
 def all_cases() -> list[Case]:

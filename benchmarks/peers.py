@@ -16,7 +16,6 @@ from benchmarks.harness import Fields, tensordict_fields
 from benchmarks.policies import HIDDEN
 
 TORCHRL_SHORTCUTS: Mapping[str, Any] = {
-    "total_frames": -1,
     "trust_policy": True,
     "no_cuda_sync": True,
     "use_buffers": True,
@@ -32,7 +31,12 @@ class TorchRL:
         from torchrl.collectors import Collector
 
         self._collector = Collector(
-            env, policy, frames_per_batch=frames, return_same_td=True, **TORCHRL_SHORTCUTS
+            env,
+            policy,
+            frames_per_batch=frames,
+            total_frames=-1,
+            return_same_td=True,
+            **TORCHRL_SHORTCUTS,
         )
         self._iterator = iter(self._collector)
         self._batch: Any = None

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.torchrl_scripts import Result, rate
+
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = Path(__file__).with_name("published")
 PAGES = ("README.md", "docs/benchmarks.md", "docs/migrating.md")
-RAN = ("finished", "limit")
-"""How a script ended that did what it was run for."""
 _MARKED = re.compile(r"(<!-- figures: (\S+)(?: only ([^>]*?))? -->\n)(.*?)(<!-- end -->)", re.S)
 
 
@@ -79,16 +79,12 @@ def _scripts(document: dict[str, Any]) -> str:
     """Return a row per script that ran on GleanRL."""
     rows = ["| script | GleanRL, frames/s | TorchRL, frames/s |", "|---|---|---|"]
     for entry in document["scripts"]:
-        ours, theirs = entry.get("gleanrl"), entry.get("torchrl")
-        if ours is not None and ours["ended"] in RAN:
-            rows.append(f"| `{entry['script']}` | {_rate(ours)} | {_rate(theirs)} |")
+        ours, theirs = (
+            Result(**entry[name]) if name in entry else None for name in ("gleanrl", "torchrl")
+        )
+        if ours is not None and ours.ran:
+            rows.append(f"| `{entry['script']}` | {rate(ours)} | {rate(theirs)} |")
     return "\n".join([*rows, "", _origin({"created": document["date"], **document}), ""])
-
-
-def _rate(result: dict[str, Any]) -> str:
-    if result["ended"] not in RAN:
-        return str(result["ended"])
-    return f"{result['collecting']:,.0f}" if result["collecting"] else "ran"
 
 
 def _times(value: float) -> str:

@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -252,27 +252,20 @@ def _torchrl(kind: str, policy: Any) -> Any:
     from torchrl.collectors.distributed import RayCollector
 
     from benchmarks import envs
-    from benchmarks.multi.collectors import Batches, quiet_worker
-    from benchmarks.peers import TORCHRL_SHORTCUTS, torchrl_serial
+    from benchmarks.multi.collectors import Batches, quiet_serial
+    from benchmarks.peers import TORCHRL_SHORTCUTS
 
     factories = envs.seeded(envs.cartpole, ACTORS * ENVS)
 
-    def make(some: Sequence[Any]) -> Callable[[], Any]:
-        def build() -> Any:
-            quiet_worker()
-            return torchrl_serial(some)
-
-        return build
-
     return Batches(
         RayCollector(
-            [make(factories[ENVS * n : ENVS * (n + 1)]) for n in range(ACTORS)],
+            [quiet_serial(factories[ENVS * n : ENVS * (n + 1)]) for n in range(ACTORS)],
             policy,
             frames_per_batch=ENVS * STEPS * (ACTORS if kind == "sync" else 1),
             total_frames=1 << 40,
             sync=kind == "sync",
             remote_configs={"num_cpus": 1, "num_gpus": 0},
-            collector_kwargs={k: v for k, v in TORCHRL_SHORTCUTS.items() if k != "total_frames"},
+            collector_kwargs=dict(TORCHRL_SHORTCUTS),
         )
     )
 

@@ -176,13 +176,14 @@ def line(script: Script, results: dict[str, Result]) -> str:
     cells = [f"{script.path:66.66}"]
     for library in LIBRARIES:
         result = results.get(library)
-        cells.append(f"{_rate(result):>14}")
+        cells.append(f"{rate(result):>14}")
     ratio = _ratio(results)
     cells.append(f"{ratio:6.2f} x" if ratio else "")
     return "  ".join(cells).rstrip()
 
 
-def _rate(result: Result | None) -> str:
+def rate(result: Result | None) -> str:
+    """Return frames per second of collecting, or how the script ended."""
     if result is None:
         return "-"
     if not result.ran:

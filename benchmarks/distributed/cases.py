@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -15,7 +13,7 @@ from benchmarks.multi import check, collectors
 from benchmarks.multi.cases import ENVS, STEPS, WORKERS, Bytes, Seeds
 from benchmarks.multi.envs import still
 from benchmarks.multi.processes import grouped, turn
-from benchmarks.peers import TORCHRL_SHORTCUTS, torchrl_serial
+from benchmarks.peers import TORCHRL_SHORTCUTS
 
 SIZES = {"1MB": (2**15, 16), "64MB": (2**20, 32)}
 """Bytes of an observation and steps of a rollout; each observation is delivered twice."""
@@ -195,24 +193,16 @@ def _torchrl(kind: str, policy: Any) -> Any:
     frames = STEPS * ENVS * (WORKERS if kind == "sync" else 1)
     return collectors.Batches(
         DistributedCollector(
-            [Serial(factories[worker * ENVS : (worker + 1) * ENVS]) for worker in range(WORKERS)],
+            [
+                collectors.quiet_serial(factories[worker * ENVS : (worker + 1) * ENVS])
+                for worker in range(WORKERS)
+            ],
             policy,
             frames_per_batch=frames,
             total_frames=1 << 40,
             sync=kind == "sync",
             launcher="mp",
             backend="gloo",
-            collector_kwargs={k: v for k, v in TORCHRL_SHORTCUTS.items() if k != "total_frames"},
+            collector_kwargs=dict(TORCHRL_SHORTCUTS),
         )
     )
-
-
-@dataclass(frozen=True)
-class Serial:
-    """Makes TorchRL's environments of one node, which has no ``init_fn``."""
-
-    factories: Sequence[envs.Make]
-
-    def __call__(self) -> Any:
-        collectors.quiet_worker()
-        return torchrl_serial(self.factories)

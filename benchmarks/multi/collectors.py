@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ def torchrl(
             [serial(some) for some in factories],
             policy,
             frames_per_batch=frames,
+            total_frames=-1,
             init_fn=None if argument_checks else quiet_worker,
             num_threads=1,
             **TORCHRL_SHORTCUTS,
@@ -99,6 +101,16 @@ def torchrl(
 
 def serial(factories: Sequence[EnvFactory]) -> Callable[[], Any]:
     return lambda: torchrl_serial(factories)
+
+
+def quiet_serial(factories: Sequence[EnvFactory]) -> Callable[[], Any]:
+    """Return the same for workers that have no ``init_fn``."""
+    return partial(_quiet_serial, factories)
+
+
+def _quiet_serial(factories: Sequence[EnvFactory]) -> Any:
+    quiet_worker()
+    return torchrl_serial(factories)
 
 
 def quiet_worker() -> None:

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
+from gleanrl import ClosedError
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError
 from gleanrl.core.options import FrameBudget
 from gleanrl.engine.backends.inline import InlineBackend
 from gleanrl.engine.backends.process import ProcessBackend

@@ -18,10 +18,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+from gleanrl import CollectorTimeout, ConfigError, WorkerDied
 from gleanrl.cli.main import main as command_line
 from gleanrl.collectors import DistributedCollector
 from gleanrl.collectors.distributed import submitit_delayed_launcher
-from gleanrl.core.errors import CollectorTimeout, ConfigError, WorkerDied
 from gleanrl.engine.launchers import make_launcher
 from gleanrl.engine.launchers.address import outward
 from gleanrl.engine.launchers.manual import ManualLauncher

@@ -10,8 +10,8 @@ from nested_rig import OwnAsync, OwnSingle, OwnSync, Shown, Told
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from gleanrl import ConfigError, UnknownModelError, WorkerDied, WorkerError
 from gleanrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from gleanrl.core.errors import ConfigError, UnknownModelError, WorkerDied, WorkerError
 from gleanrl.data import LazyTensorStorage, ReplayBuffer
 from gleanrl.weight_update import NoWeightSyncScheme, SharedMemWeightSyncScheme
 

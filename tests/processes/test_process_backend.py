@@ -14,8 +14,8 @@ import rig
 import torch
 from torch import nn
 
+from gleanrl import ConfigError, WorkerDied, WorkerError
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ConfigError, WorkerDied, WorkerError
 from gleanrl.core.options import EnvOptions, FrameBudget, PolicyOptions, RolloutOptions
 from gleanrl.engine.backends.inline import InlineBackend
 from gleanrl.engine.backends.process import ProcessBackend

@@ -11,8 +11,14 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from gleanrl import Collector, ConfigError, EnvCreator, MultiSyncCollector, ParallelEnv
-from gleanrl.core.errors import UnknownEnvError
+from gleanrl import (
+    Collector,
+    ConfigError,
+    EnvCreator,
+    MultiSyncCollector,
+    ParallelEnv,
+    UnknownEnvError,
+)
 from gleanrl.envs import GymEnv
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -9,8 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from gleanrl import Collector
-from gleanrl.core.errors import ClosedError, ConfigError, WeightsError, WorkerDied, WorkerError
+from gleanrl import ClosedError, Collector, ConfigError, WeightsError, WorkerDied, WorkerError
 from gleanrl.weight_update import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,

@@ -9,8 +9,8 @@ import rig
 import torch
 from tensordict.nn import TensorDictModule
 
+from gleanrl import ConfigError
 from gleanrl.collectors import MultiAsyncCollector, MultiSyncCollector
-from gleanrl.core.errors import ConfigError
 from gleanrl.data import LazyTensorStorage, ListStorage, ReplayBuffer
 
 several = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])

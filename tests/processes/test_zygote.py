@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import rig
 
-from gleanrl import MultiSyncCollector
+from gleanrl import ClosedError, CollectorTimeout, MultiSyncCollector, WorkerDied
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.engine.backends import process
 from gleanrl.engine.backends.process import ProcessBackend
 from gleanrl.engine.backends.zygote import Zygote

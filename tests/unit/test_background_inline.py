@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from gleanrl import Collector, CollectorTimeout, LazyTensorStorage, ReplayBuffer
-from gleanrl.engine.background import Background
+from gleanrl.collectors.background import Background
 
 
 class Steps:
@@ -101,7 +101,7 @@ def test_stopping_wakes_a_nap_and_a_pause():
     def step(feed):
         if feed:
             napping.set()
-            background.nap(60)
+            background.wait(60)
         return feed
 
     ready = threading.Event()
@@ -137,7 +137,7 @@ def test_hooks_run_once_for_each_batch_in_their_order():
         pre_collect_hook=lambda: calls.append(rb.write_count),
     )
     collector.start()
-    assert collector._background.join(10)
+    assert collector._background.thread.join(10)
     assert calls == [0, 16, 32, 48]
     assert rb.write_count == 64
     collector.shutdown()

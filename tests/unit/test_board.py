@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from gleanrl.core.errors import WeightsError
+from gleanrl import WeightsError
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.weights.board import Board, Boards, plan_board
 from gleanrl.weights.tracked import TrackedModule

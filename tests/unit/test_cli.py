@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
+from gleanrl import ConfigError
 from gleanrl.cli import collect, progress, show
 from gleanrl.cli.card import DatasetError, read_card
 from gleanrl.cli.collect import CollectOptions, plan
@@ -27,7 +28,6 @@ from gleanrl.cli.episodes import EpisodeStats, Summary
 from gleanrl.cli.main import main
 from gleanrl.cli.policies import load_policy
 from gleanrl.cli.progress import Lines, Moment, plain
-from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import as_key
 
 # -- episodes --------------------------------------------------------------------------------------

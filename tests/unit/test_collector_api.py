@@ -309,7 +309,7 @@ def test_stats_are_flat_scalars():
 
 
 def test_every_retired_spelling_warns_and_works():
-    with pytest.warns(DeprecationWarning, match="exploration_mode is retired"):
+    with pytest.warns(DeprecationWarning, match="exploration_mode= is retired"):
         collector = cartpole(exploration_mode="mean")
     assert collector.exploration_type == InteractionType.MEAN
     with (

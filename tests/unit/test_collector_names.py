@@ -8,9 +8,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from gleanrl import collectors
+from gleanrl import ConfigError, collectors
 from gleanrl.collectors import Collector, MultiSyncCollector, distributed
-from gleanrl.core.errors import ConfigError
 from gleanrl.weight_update import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,

@@ -32,8 +32,8 @@ from pool_rig import (
     serve,
 )
 
+from gleanrl import ConfigError
 from gleanrl.collectors import Collector
-from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import next_key
 
 MODES = ["SameStep", "Disabled", "NextStep"]

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gleanrl import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.options import FrameBudget
 from gleanrl.engine.backends.inline import InlineBackend
 from gleanrl.engine.batches import BatchOptions, gather_all

@@ -9,9 +9,9 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
+from gleanrl import ConfigError, EnvError
 from gleanrl.collectors import Collector
-from gleanrl.core.errors import ConfigError, EnvError
-from gleanrl.core.options import EnvOptions, FrameBudget, TrajectoryOptions, limit, whole
+from gleanrl.core.options import EnvOptions, FrameBudget, TrajectoryOptions, check_int, limit
 from gleanrl.envs import GymEnv, SerialEnv
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.make import make_env
@@ -117,7 +117,7 @@ def test_a_limit_that_is_zero_or_negative_is_none():
     with pytest.raises(ConfigError, match=r"^steps \('x'\)"):
         limit("x", "steps")
     with pytest.raises(ConfigError, match=r"n \(2\) must be at least 3"):
-        whole("n", 2, least=3)
+        check_int("n", 2, least=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16, "float32", np.dtype("f4"), float])

@@ -20,7 +20,7 @@ from pool_rig import (
     serve,
 )
 
-from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl import ConfigError, EnvError
 from gleanrl.core.keys import next_key
 from gleanrl.envs.vector import is_vector_env, make_vector
 from gleanrl.memory.window import RolloutWindow

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import gleanrl
+from gleanrl import ConfigError
 from gleanrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from gleanrl.core.errors import ConfigError
 
 
 def collect(create_env_fn="CartPole-v1", policy=None, **options):

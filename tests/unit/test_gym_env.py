@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torchrl.envs import GymEnv as TorchRLGymEnv
 from torchrl.testing.mocking_classes import CountingEnv, NestedCountingEnv
 
-from gleanrl.core.errors import ConfigError, EnvError, UnknownEnvError
+from gleanrl import ConfigError, EnvError, UnknownEnvError
 from gleanrl.envs import EnvCreator, GymEnv, GymWrapper, SerialEnv, set_gym_backend
 from gleanrl.envs.serial import gym_source
 from gleanrl.envs.specs import Categorical, Composite, OneHot

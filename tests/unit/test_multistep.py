@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from gleanrl.core.errors import ConfigError
+from gleanrl import ConfigError
 from gleanrl.engine.multistep import MultiStep
 from gleanrl.engine.trajectories import split_trajectories
 

@@ -18,8 +18,7 @@ from torch import distributions as D
 from torch import nn
 from torchrl.modules import MLP
 
-from gleanrl import Collector
-from gleanrl.core.errors import PolicyError, PolicyTypeError
+from gleanrl import Collector, PolicyError, PolicyTypeError
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 from gleanrl.core.protocols import Policy
 from gleanrl.policies import make_policy

@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictSequential as Seq
 from torch import distributions as D
 from torch import nn
 
-from gleanrl.core.errors import PolicyError
+from gleanrl import PolicyError
 
 FLOATS = ((3,), torch.float32)
 INT = ((), torch.int64)

@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictSequential as Seq
 from torch import distributions as D
 from torch import nn
 
-from gleanrl.core.errors import ConfigError
+from gleanrl import ConfigError
 from gleanrl.policies import (
     ExplorationType,
     ProgramPolicy,

@@ -6,7 +6,7 @@ from policies_rig import OBS, layout, no_random, probe_of, run, windows
 from tensordict import TensorDict
 from torchrl import data as rl
 
-from gleanrl.core.errors import PolicyError
+from gleanrl import PolicyError
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.envs.specs import Bounded, Categorical, Composite
 from gleanrl.policies import RandomActions, RandomPolicy, make_policy

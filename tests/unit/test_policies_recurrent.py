@@ -9,8 +9,7 @@ from tensordict.nn import TensorDictSequential as Seq
 from torch import nn
 from torchrl.modules import GRUModule, LSTMModule
 
-from gleanrl import Collector
-from gleanrl.core.errors import PolicyError
+from gleanrl import Collector, PolicyError
 from gleanrl.policies import RandomActions
 
 FLOATS = ((3,), torch.float32)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gleanrl import ConfigError, RayCollector, RayWeightSyncScheme, WeightSyncScheme
+from gleanrl import ConfigError, RayCollector, RayWeightSyncScheme, WeightsError, WeightSyncScheme
 from gleanrl.core import messages as m
-from gleanrl.core.errors import WeightsError
 from gleanrl.core.layout import Field, Layout
 from gleanrl.engine.backends.ray_data import Landing, Lender, RayBoard
 from gleanrl.engine.backends.ray_session import Session, check_options

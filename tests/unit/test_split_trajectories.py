@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, tensorclass
 
-from gleanrl.core.errors import ConfigError
+from gleanrl import ConfigError
 from gleanrl.engine.padding import end_flags
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
 

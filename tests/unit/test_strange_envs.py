@@ -10,8 +10,8 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 from torchrl.envs import GymEnv as TorchRLGymEnv
 
+from gleanrl import ConfigError, EnvError
 from gleanrl.collectors import Collector
-from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.envs import GymEnv, SerialEnv
 
 

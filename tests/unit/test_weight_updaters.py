@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from gleanrl import ConfigError, UnknownModelError, WeightsError
 from gleanrl.collectors import (
     Collector,
     MultiAsyncCollector,
@@ -21,7 +22,6 @@ from gleanrl.collectors import (
     VanillaWeightUpdater,
     WeightUpdaterBase,
 )
-from gleanrl.core.errors import ConfigError, UnknownModelError, WeightsError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*retired:DeprecationWarning")
 

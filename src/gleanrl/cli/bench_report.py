@@ -17,7 +17,7 @@ from rich.table import Table
 from gleanrl.cli.collect import versions
 from gleanrl.cli.progress import plain, print_facts
 from gleanrl.cli.settings import Setting
-from gleanrl.memory import durable
+from gleanrl.memory import tensor_files
 
 _HEADERS = ("", "setting", "frames/s", "of best", "start")
 
@@ -151,7 +151,7 @@ def print_results(results: Results) -> None:
 
 def write_results(path: Path, results: Results) -> None:
     """Write the figures to ``path``, whole or not at all."""
-    durable.replace(path, json.dumps(results.as_json(), indent=2) + "\n")
+    tensor_files.replace(path, json.dumps(results.as_json(), indent=2) + "\n")
 
 
 # -- progress --------------------------------------------------------------------------------------

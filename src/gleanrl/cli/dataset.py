@@ -22,8 +22,8 @@ from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_te
 
 from gleanrl.cli.card import CARD, Card, Column, DatasetError, card_text, read_card
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import Key, as_key, show
-from gleanrl.memory import durable
+from gleanrl.core.keys import Key, as_key, format_key
+from gleanrl.memory import tensor_files
 
 _CARD_EVERY_S = 2.0
 _ROOM, _ROOM_NBYTES = ".room", 1 << 16
@@ -89,7 +89,7 @@ class DatasetWriter:
             self._card_due = now + _CARD_EVERY_S
             with contextlib.suppress(OSError):  # frames have their room; `finish` has its own
                 card = self._card("collecting", self._capacity, facts())
-                durable.replace(self.directory / CARD, card)
+                tensor_files.replace(self.directory / CARD, card)
 
     def finish(self, status: str, facts: Mapping[str, Any]) -> None:
         """Cut the files to what was written and write the final card; idempotent.
@@ -112,13 +112,13 @@ class DatasetWriter:
             drafts = {}
             (self.directory / _ROOM).unlink(missing_ok=True)
             for path, text in texts.items():  # all that takes room comes first
-                drafts[path] = durable.prepare(path, text)
+                drafts[path] = tensor_files.prepare(path, text)
                 undo.callback(drafts[path].unlink, missing_ok=True)
             if self.frames < self._capacity:
                 for column in self._columns.values():
                     os.truncate(self.directory / column.file, self.frames * column.row_nbytes)
             for path, draft in drafts.items():
-                durable.publish(draft, path)
+                tensor_files.publish(draft, path)
 
     def _reserve(self, frames: TensorDictBase) -> None:
         keys = _tensor_keys(frames)
@@ -145,7 +145,7 @@ class DatasetWriter:
         path.touch()
         with path.open("r+b") as file:
             try:
-                durable.take_room(file.fileno(), 0, nbytes)
+                tensor_files.take_room(file.fileno(), 0, nbytes)
             except OSError as err:
                 raise DatasetError(
                     f"{size(nbytes)} for {path.name} of {self._capacity:,} frames cannot be "
@@ -184,7 +184,7 @@ def _tensor_keys(frames: TensorDictBase) -> list[Key]:
     entries = {as_key(key): value for key, value in frames.items(include_nested=True)}
     plain = (torch.Tensor, TensorDictBase)
     odd = [
-        show(key)
+        format_key(key)
         for key, value in entries.items()
         if is_non_tensor(value) or not isinstance(value, plain)
     ]
@@ -246,7 +246,7 @@ class Dataset:
         if found != expected:
             raise DatasetError(
                 f"{column.file!r} of {self.directory} has {found:,} bytes; {self.card.rows:,} rows "
-                f"of {show(column.key)} take {expected:,}"
+                f"of {format_key(column.key)} take {expected:,}"
             )
         return path
 
@@ -267,7 +267,9 @@ class Dataset:
         """
         column = next((column for column in self.card.columns if column.key == key), None)
         if column is None:
-            raise KeyError(f"{show(key)} is not in {self.directory}; it has {list(self.keys())}")
+            raise KeyError(
+                f"{format_key(key)} is not in {self.directory}; it has {list(self.keys())}"
+            )
         shape = (self.card.frames, *column.shape)
         if math.prod(shape) == 0:
             return torch.empty(shape, dtype=column.dtype)

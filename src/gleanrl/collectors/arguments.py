@@ -8,18 +8,31 @@ groups that the rest of the program reads.
 """
 
 import difflib
+import functools
 import inspect
 import operator
+import re
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Required, TypedDict, TypeVar, cast, get_args, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Required,
+    TypedDict,
+    TypeVar,
+    cast,
+    get_args,
+    get_type_hints,
+    is_typeddict,
+)
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
+import gleanrl.envs.registry  # noqa: F401  # before launchers: both lead to worker processes
 from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.compat import read_updater
 from gleanrl.core.errors import ConfigError
@@ -49,455 +62,354 @@ REQUIRED = inspect.Parameter.empty
 
 
 class CommonArguments(TypedDict, total=False):
-    """What every collector takes. A worker is a process, a node or a Ray actor."""
+    """What every collector takes. A worker is a process, a node or a Ray actor.
 
-    total_frames: Annotated[
-        int | None,
-        -1,
-        "Frames, over all workers, after which iteration ends, rounded up to whole batches; -1 or "
-        "None for endless collection.",
-    ]
-    max_frames_per_traj: Annotated[
-        int | None,
-        None,
-        "Truncate and reset an episode after this many steps; zero, negative or None for no limit. "
-        "Adds ``step_count``.",
-    ]
-    init_random_frames: Annotated[
-        int | None,
-        None,
-        "Act at random, without calling the policy, for this many frames over all workers (rounded "
-        "up to whole batches). What else the policy writes is zero in them.",
-    ]
-    reset_at_each_iter: Annotated[bool, False, "Reset all environments before each batch."]
-    postproc: Annotated[
-        Callable[[TensorDictBase], TensorDictBase] | None,
-        None,
-        "Applied to each batch in this process, after ``split_trajs``.",
-    ]
-    split_trajs: Annotated[bool | None, None, "Deliver one padded row per trajectory with a mask."]
-    exploration_type: Annotated[
-        InteractionType | None, None, "How a probabilistic policy acts; RANDOM by default."
-    ]
-    exploration_mode: Annotated[str | None, None, "Retired spelling of ``exploration_type``."]
-    set_truncated: Annotated[bool, False, "Mark the last step of every batch as truncated."]
-    replay_buffer: Annotated[
-        Any,
-        None,
-        "Anything with ``extend`` (and ``add``): batches go there, and iteration yields ``None``. "
-        "Worker processes write into a `ReplayBuffer` of tensors by themselves, and it is shared "
-        "if it was not.",
-    ]
-    extend_buffer: Annotated[
-        bool,
-        True,
-        "Store whole batches; ``False`` stores step by step with ``add``, one element per step and "
-        "worker.",
-    ]
-    trust_policy: Annotated[
-        bool | None, None, "Call the policy on a TensorDict as it is, without looking at it."
-    ]
-    compile_policy: Annotated[
-        bool | Mapping[str, Any] | None,
-        None,
-        "Compile the policy with `torch.compile`; a mapping gives its arguments.",
-    ]
-    weight_updater: Annotated[
-        Any,
-        None,
-        "Retired: a `WeightUpdaterBase`, or what returns one, that sends weights in place of the "
-        "schemes.",
-    ]
-    weight_sync_schemes: Annotated[
-        Mapping[str, WeightSyncScheme] | None,
-        None,
-        "Per model id; a `NoWeightSyncScheme` keeps that model fixed. By default weights travel "
-        "through shared memory to processes, through torch.distributed to nodes and through Ray to "
-        "actors.",
-    ]
-    weight_recv_schemes: Annotated[
-        Mapping[str, WeightSyncScheme] | None,
-        None,
-        "Models that a collector this one is a worker of may update; see "
-        "`register_scheme_receiver`.",
-    ]
-    track_policy_version: Annotated[
-        bool | PolicyVersion, False, "Deliver ``policy_version``; ``True`` or the counter to use."
-    ]
-    track_traj_ids: Annotated[bool, True, 'Deliver ``("collector", "traj_ids")``.']
-    trajs_per_batch: Annotated[
-        int | None, None, "Deliver exactly this many whole trajectories per batch."
-    ]
-    trajs_per_write: Annotated[
-        int | None, None, "With a replay buffer: whole trajectories per write, 1 by default."
-    ]
-    traj_format: Annotated[
-        str, "padded", '``"padded"`` (with a mask) or ``"cat"``, for ``trajs_per_batch``.'
-    ]
-    traj_quota: Annotated[
-        str | None,
-        None,
-        '``"equal"``: each environment gives equally many trajectories to a batch, in the order in '
-        "which it made them, so that short ones are not preferred; then ``trajs_per_batch`` is "
-        "rounded up to a multiple of the environments of all workers.",
-    ]
-    pre_collect_hook: Annotated[
-        PreHook | None,
-        None,
-        "Called before each batch is collected; in every worker, before each of its rollouts.",
-    ]
-    post_collect_hook: Annotated[
-        PostHook | None,
-        None,
-        "Called with each batch before it is handed over. In every worker it is called with each "
-        "of its rollouts, or with what it stores, where workers write into a buffer: that memory "
-        "is used again, so clone what is to be kept; values may be changed in place, new entries "
-        "need ``postproc``.",
-    ]
-    compact_obs: Annotated[
-        bool,
-        False,
-        "Leave out observations under ``next`` of batches. Where an episode ends, or a batch, the "
-        "successor is in no other row then: it is lost. A buffer with a compact storage needs "
-        "them, and stores each once.",
-    ]
-    num_envs: Annotated[
-        int | None,
-        None,
-        "Environments to make from one id or callable: a batch ``[num_envs, T]``; in each worker.",
-    ]
-    categorical_action_encoding: Annotated[
-        bool, True, "Discrete actions as indices; ``False`` for one-hot vectors."
-    ]
-    observation_dtype: Annotated[
-        torch.dtype | None, None, "Cast floating observations to this dtype."
-    ]
-    info_keys: Annotated[
-        InfoKeys,
-        (),
-        "Numeric ``info`` entries to deliver; a mapping gives their shapes and dtypes.",
-    ]
-    check_finite: Annotated[bool, False, "Raise on NaN or infinity in observations and rewards."]
-    fast: Annotated[
-        bool,
-        True,
-        "Leave out what is proven to make no difference to the data; `explain` says what. "
-        "``False``: environments and policies are called as they are, on TensorDicts.",
-    ]
-    timeout: Annotated[
-        float | None,
-        None,
-        "Seconds one rollout of a worker may take; a worker that takes longer is killed. By "
-        "default a worker is waited for as long as it shows signs of life, with a warning every "
-        "minute. No effect within one process.",
-    ]
+    Attributes:
+        total_frames: Frames, over all workers, after which iteration ends, rounded up to whole
+            batches; -1 or None for endless collection.
+        max_frames_per_traj: Truncate and reset an episode after this many steps; zero, negative or
+            None for no limit. Adds ``step_count``.
+        init_random_frames: Act at random, without calling the policy, for this many frames over all
+            workers (rounded up to whole batches). What else the policy writes is zero in them.
+        reset_at_each_iter: Reset all environments before each batch.
+        postproc: Applied to each batch in this process, after ``split_trajs``.
+        split_trajs: Deliver one padded row per trajectory with a mask.
+        exploration_type: How a probabilistic policy acts; RANDOM by default.
+        exploration_mode: Retired spelling of ``exploration_type``.
+        set_truncated: Mark the last step of every batch as truncated.
+        replay_buffer: Anything with ``extend`` (and ``add``): batches go there, and iteration
+            yields ``None``. Worker processes write into a `ReplayBuffer` of tensors by themselves,
+            and it is shared if it was not.
+        extend_buffer: Store whole batches; ``False`` stores step by step with ``add``, one element
+            per step and worker.
+        trust_policy: Call the policy on a TensorDict as it is, without looking at it.
+        compile_policy: Compile the policy with `torch.compile`; a mapping gives its arguments.
+        weight_updater: Retired: a `WeightUpdaterBase`, or what returns one, that sends weights in
+            place of the schemes.
+        weight_sync_schemes: Per model id; a `NoWeightSyncScheme` keeps that model fixed. By default
+            weights travel through shared memory to processes, through torch.distributed to nodes
+            and through Ray to actors.
+        weight_recv_schemes: Models that a collector this one is a worker of may update; see
+            `register_scheme_receiver`.
+        track_policy_version: Deliver ``policy_version``; ``True`` or the counter to use.
+        track_traj_ids: Deliver ``("collector", "traj_ids")``.
+        trajs_per_batch: Deliver exactly this many whole trajectories per batch.
+        trajs_per_write: With a replay buffer: whole trajectories per write, 1 by default.
+        traj_format: ``"padded"`` (with a mask) or ``"cat"``, for ``trajs_per_batch``.
+        traj_quota: ``"equal"``: each environment gives equally many trajectories to a batch, in the
+            order in which it made them, so that short ones are not preferred; then
+            ``trajs_per_batch`` is rounded up to a multiple of the environments of all workers.
+        pre_collect_hook: Called before each batch is collected; in every worker, before each of its
+            rollouts.
+        post_collect_hook: Called with each batch before it is handed over. In every worker it is
+            called with each of its rollouts, or with what it stores, where workers write into a
+            buffer: that memory is used again, so clone what is to be kept; values may be changed in
+            place, new entries need ``postproc``.
+        compact_obs: Leave out observations under ``next`` of batches. Where an episode ends, or a
+            batch, the successor is in no other row then: it is lost. A buffer with a compact
+            storage needs them, and stores each once.
+        num_envs: Environments to make from one id or callable: a batch ``[num_envs, T]``; in each
+            worker.
+        categorical_action_encoding: Discrete actions as indices; ``False`` for one-hot vectors.
+        observation_dtype: Cast floating observations to this dtype.
+        info_keys: Numeric ``info`` entries to deliver; a mapping gives their shapes and dtypes.
+        check_finite: Raise on NaN or infinity in observations and rewards.
+        fast: Leave out what is proven to make no difference to the data; `explain` says what.
+            ``False``: environments and policies are called as they are, on TensorDicts.
+        timeout: Seconds one rollout of a worker may take; a worker that takes longer is killed. By
+            default a worker is waited for as long as it shows signs of life, with a warning every
+            minute. No effect within one process.
+    """
+
+    total_frames: Annotated[int | None, -1]
+    max_frames_per_traj: Annotated[int | None, None]
+    init_random_frames: Annotated[int | None, None]
+    reset_at_each_iter: Annotated[bool, False]
+    postproc: Annotated[Callable[[TensorDictBase], TensorDictBase] | None, None]
+    split_trajs: Annotated[bool | None, None]
+    exploration_type: Annotated[InteractionType | None, None]
+    exploration_mode: Annotated[str | None, None]
+    set_truncated: Annotated[bool, False]
+    replay_buffer: Annotated[Any, None]
+    extend_buffer: Annotated[bool, True]
+    trust_policy: Annotated[bool | None, None]
+    compile_policy: Annotated[bool | Mapping[str, Any] | None, None]
+    weight_updater: Annotated[Any, None]
+    weight_sync_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, None]
+    weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, None]
+    track_policy_version: Annotated[bool | PolicyVersion, False]
+    track_traj_ids: Annotated[bool, True]
+    trajs_per_batch: Annotated[int | None, None]
+    trajs_per_write: Annotated[int | None, None]
+    traj_format: Annotated[str, "padded"]
+    traj_quota: Annotated[str | None, None]
+    pre_collect_hook: Annotated[PreHook | None, None]
+    post_collect_hook: Annotated[PostHook | None, None]
+    compact_obs: Annotated[bool, False]
+    num_envs: Annotated[int | None, None]
+    categorical_action_encoding: Annotated[bool, True]
+    observation_dtype: Annotated[torch.dtype | None, None]
+    info_keys: Annotated[InfoKeys, ()]
+    check_finite: Annotated[bool, False]
+    fast: Annotated[bool, True]
+    timeout: Annotated[float | None, None]
 
 
 class _OnThisMachine(TypedDict, total=False):
-    """What collectors in this process and over processes take."""
+    """What collectors in this process and over processes take.
 
-    reset_when_done: Annotated[bool, True, "Only ``True``: environments that end are reset."]
-    use_buffers: Annotated[bool | None, None, "Accepted; memory is always preallocated."]
-    replay_buffer_chunk: Annotated[bool | None, None, "Retired spelling of ``extend_buffer``."]
-    local_init_rb: Annotated[bool | None, None, "Retired, changes nothing."]
-    auto_register_policy_transforms: Annotated[
-        bool | None,
-        None,
-        "Provide ``is_init`` and zeroed recurrent states to policies that read them (the default); "
-        "``False`` leaves that to the environment.",
-    ]
+    Attributes:
+        reset_when_done: Only ``True``: environments that end are reset.
+        use_buffers: Accepted; memory is always preallocated.
+        replay_buffer_chunk: Retired spelling of ``extend_buffer``.
+        local_init_rb: Retired, changes nothing.
+        auto_register_policy_transforms: Provide ``is_init`` and zeroed recurrent states to policies
+            that read them (the default); ``False`` leaves that to the environment.
+    """
+
+    reset_when_done: Annotated[bool, True]
+    use_buffers: Annotated[bool | None, None]
+    replay_buffer_chunk: Annotated[bool | None, None]
+    local_init_rb: Annotated[bool | None, None]
+    auto_register_policy_transforms: Annotated[bool | None, None]
 
 
 class _NotOfNodes(TypedDict, total=False):
-    """What all but the collectors over torch.distributed take."""
+    """What all but the collectors over torch.distributed take.
 
-    cudagraph_policy: Annotated[
-        bool | Mapping[str, Any] | None,
-        None,
-        "Run the policy as a CUDA graph; a mapping gives its arguments.",
-    ]
-    no_cuda_sync: Annotated[bool, False, "Accepted; only copies made here are waited for."]
-    worker_idx: Annotated[int | None, None, "This collector's index among its parent's workers."]
+    Attributes:
+        cudagraph_policy: Run the policy as a CUDA graph; a mapping gives its arguments.
+        no_cuda_sync: Accepted; only copies made here are waited for.
+        worker_idx: This collector's index among its parent's workers.
+    """
+
+    cudagraph_policy: Annotated[bool | Mapping[str, Any] | None, None]
+    no_cuda_sync: Annotated[bool, False]
+    worker_idx: Annotated[int | None, None]
 
 
 class CollectorArguments(CommonArguments, _OnThisMachine, _NotOfNodes, total=False):
-    """The arguments of `Collector`."""
+    """The arguments of `Collector`.
 
-    frames_per_batch: Required[
-        Annotated[
-            int, REQUIRED, "Frames of one batch, over all environments; rounded up to whole steps."
-        ]
-    ]
-    policy_factory: Annotated[
-        Callable[[], Any] | None, None, "A callable that returns the policy, instead of ``policy``."
-    ]
-    device: Annotated[Device, None, "Fills in whichever of the three below is not given."]
-    storing_device: Annotated[Device, None, "Where batches are delivered."]
-    policy_device: Annotated[
-        Device, None, "Where the policy runs; a copy is made if it lives elsewhere."
-    ]
-    env_device: Annotated[Device, None, "Where the environment runs."]
-    create_env_kwargs: Annotated[
-        Mapping[str, Any] | None, None, "Arguments for ``create_env_fn`` or for `gymnasium.make`."
-    ]
-    return_same_td: Annotated[
-        bool, False, "Deliver the same `TensorDict` each time, overwritten by the next batch."
-    ]
-    interruptor: Annotated[Any, None, "An `Interruptor` that can end rollouts early."]
-    backend: Annotated[
-        str | None,
-        None,
-        '``"inline"`` (alias ``"direct"``): in this process. ``"process"`` (alias '
-        '``"multiprocessing"``) makes a `MultiSyncCollector` or `MultiAsyncCollector`, '
-        '``"distributed"`` and ``"submitit"`` a `DistributedCollector`, ``"rpc"`` an '
-        '`RPCCollector`, ``"ray"`` a `RayCollector`.',
-    ]
-    num_collectors: Annotated[
-        int | None, None, 'How many worker processes; implies ``backend="process"``.'
-    ]
-    sync: Annotated[
-        bool | None,
-        None,
-        "Whether the batches of several workers hold rollouts of all; ``False`` by default.",
-    ]
-    backend_options: Annotated[
-        Mapping[str, Any] | None, None, "Arguments that only the collectors with workers have."
-    ]
+    Attributes:
+        frames_per_batch: Frames of one batch, over all environments; rounded up to whole steps.
+        policy_factory: A callable that returns the policy, instead of ``policy``.
+        device: Fills in whichever of the three below is not given.
+        storing_device: Where batches are delivered.
+        policy_device: Where the policy runs; a copy is made if it lives elsewhere.
+        env_device: Where the environment runs.
+        create_env_kwargs: Arguments for ``create_env_fn`` or for `gymnasium.make`.
+        return_same_td: Deliver the same `TensorDict` each time, overwritten by the next batch.
+        interruptor: An `Interruptor` that can end rollouts early.
+        backend: ``"inline"`` (alias ``"direct"``): in this process. ``"process"`` (alias
+            ``"multiprocessing"``) makes a `MultiSyncCollector` or `MultiAsyncCollector`,
+            ``"distributed"`` and ``"submitit"`` a `DistributedCollector`, ``"rpc"`` an
+            `RPCCollector`, ``"ray"`` a `RayCollector`.
+        num_collectors: How many worker processes; implies ``backend="process"``.
+        sync: Whether the batches of several workers hold rollouts of all; ``False`` by default.
+        backend_options: Arguments that only the collectors with workers have.
+    """
+
+    frames_per_batch: Required[int]
+    policy_factory: Annotated[Callable[[], Any] | None, None]
+    device: Annotated[Device, None]
+    storing_device: Annotated[Device, None]
+    policy_device: Annotated[Device, None]
+    env_device: Annotated[Device, None]
+    create_env_kwargs: Annotated[Mapping[str, Any] | None, None]
+    return_same_td: Annotated[bool, False]
+    interruptor: Annotated[Any, None]
+    backend: Annotated[str | None, None]
+    num_collectors: Annotated[int | None, None]
+    sync: Annotated[bool | None, None]
+    backend_options: Annotated[Mapping[str, Any] | None, None]
 
 
 class WorkersArguments(CommonArguments, total=False):
-    """What every collector with workers takes."""
+    """What every collector with workers takes.
 
-    frames_per_batch: Required[
-        Annotated[
-            int | Sequence[int],
-            REQUIRED,
-            "Frames of one batch. Synchronous workers share them out; asynchronous ones make whole "
-            "batches each. A list gives every worker its own.",
-        ]
-    ]
-    policy_factory: Annotated[
-        Callable[[], Any] | Sequence[Callable[[], Any]] | None,
-        None,
-        "Called in each worker to make its policy; or a list, one per worker. With a ``policy`` "
-        "beside it, that is where weights are taken from.",
-    ]
-    device: Annotated[
-        Devices,
-        None,
-        "Fills in whichever of the three below is not given. Each of the four is one device, or a "
-        "list with one per worker.",
-    ]
-    storing_device: Annotated[
-        Devices, None, "Where batches are delivered; the CPU if workers differ."
-    ]
-    env_device: Annotated[Devices, None, "Where environments run."]
-    policy_device: Annotated[Devices, None, "Where policies run."]
-    create_env_kwargs: Annotated[
-        Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        None,
-        "Arguments of environments; or a list, one per worker.",
-    ]
-    collector_class: Annotated[
-        Any,
-        None,
-        "What runs in each worker: a class other than `Collector` runs as it is. Nodes and Ray "
-        'actors take the names ``"single"`` (default), ``"sync"`` and ``"async"``, too.',
-    ]
-    num_sub_threads: Annotated[int, 1, "torch threads of each worker."]
-    cat_results: Annotated[
-        str | int | None,
-        None,
-        '``"stack"`` (default): a leading worker dimension. A number: rollouts one after another '
-        "along that dimension (-1: time). Synchronous collectors only.",
-    ]
-    init_fn: Annotated[Callable[[], Any] | None, None, "Called first in every worker."]
-    start_timeout: Annotated[
-        float,
-        120.0,
-        "Seconds all workers together may take to come up, time in a queue included; and for nodes "
-        "as long again to build their environments.",
-    ]
+    Attributes:
+        frames_per_batch: Frames of one batch. Synchronous workers share them out; asynchronous ones
+            make whole batches each. A list gives every worker its own.
+        policy_factory: Called in each worker to make its policy; or a list, one per worker. With a
+            ``policy`` beside it, that is where weights are taken from.
+        device: Fills in whichever of the three below is not given. Each of the four is one device,
+            or a list with one per worker.
+        storing_device: Where batches are delivered; the CPU if workers differ.
+        env_device: Where environments run.
+        policy_device: Where policies run.
+        create_env_kwargs: Arguments of environments; or a list, one per worker.
+        collector_class: What runs in each worker: a class other than `Collector` runs as it is.
+            Nodes and Ray actors take the names ``"single"`` (default), ``"sync"`` and ``"async"``,
+            too.
+        num_sub_threads: torch threads of each worker.
+        cat_results: ``"stack"`` (default): a leading worker dimension. A number: rollouts one after
+            another along that dimension (-1: time). Synchronous collectors only.
+        init_fn: Called first in every worker.
+        start_timeout: Seconds all workers together may take to come up, time in a queue included;
+            and for nodes as long again to build their environments.
+    """
+
+    frames_per_batch: Required[int | Sequence[int]]
+    policy_factory: Annotated[Callable[[], Any] | Sequence[Callable[[], Any]] | None, None]
+    device: Annotated[Devices, None]
+    storing_device: Annotated[Devices, None]
+    env_device: Annotated[Devices, None]
+    policy_device: Annotated[Devices, None]
+    create_env_kwargs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
+    collector_class: Annotated[Any, None]
+    num_sub_threads: Annotated[int, 1]
+    cat_results: Annotated[str | int | None, None]
+    init_fn: Annotated[Callable[[], Any] | None, None]
+    start_timeout: Annotated[float, 120.0]
 
 
 class MultiArguments(WorkersArguments, _OnThisMachine, _NotOfNodes, total=False):
-    """The arguments of `MultiCollector` and its subclasses."""
+    """The arguments of `MultiCollector` and its subclasses.
 
-    num_workers: Annotated[
-        int | None, None, "How many workers; a list of environments tells by its length."
-    ]
-    update_at_each_batch: Annotated[
-        bool,
-        False,
-        "Send the policy's weights before (synchronous) or after (asynchronous) each batch.",
-    ]
-    preemptive_threshold: Annotated[
-        float | None,
-        None,
-        "Share of the workers that finish; the others are stopped then, and what they did not "
-        "reach is masked; where it comes to no worker, all are stopped at once and make a step "
-        "each. Synchronous collectors only.",
-    ]
-    interruptor: Annotated[
-        Interruptor | None, None, "An `Interruptor` that can end rollouts early."
-    ]
-    num_threads: Annotated[
-        int | None,
-        None,
-        "torch threads of this process while workers run; by default those it has, less one per "
-        "worker.",
-    ]
-    backend: Annotated[
-        str | None, None, '``"process"``, or ``"inline"``: the same workers in this process.'
-    ]
-    sync: Annotated[bool | None, None, "Chooses the subclass of `MultiCollector`."]
+    Attributes:
+        num_workers: How many workers; a list of environments tells by its length.
+        update_at_each_batch: Send the policy's weights before (synchronous) or after (asynchronous)
+            each batch.
+        preemptive_threshold: Share of the workers that finish; the others are stopped then, and
+            what they did not reach is masked; where it comes to no worker, all are stopped at once
+            and make a step each. Synchronous collectors only.
+        interruptor: An `Interruptor` that can end rollouts early.
+        num_threads: torch threads of this process while workers run; by default those it has, less
+            one per worker.
+        backend: ``"process"``, or ``"inline"``: the same workers in this process.
+        sync: Chooses the subclass of `MultiCollector`.
+    """
+
+    num_workers: Annotated[int | None, None]
+    update_at_each_batch: Annotated[bool, False]
+    preemptive_threshold: Annotated[float | None, None]
+    interruptor: Annotated[Interruptor | None, None]
+    num_threads: Annotated[int | None, None]
+    backend: Annotated[str | None, None]
+    sync: Annotated[bool | None, None]
 
 
 class NodesArguments(WorkersArguments, total=False):
-    """What collectors over nodes and Ray actors take."""
+    """What collectors over nodes and Ray actors take.
 
-    collector_kwargs: Annotated[
-        Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        None,
-        "Further arguments of the workers' collectors; or a list, one per worker.",
-    ]
-    num_workers_per_collector: Annotated[
-        int, 1, 'Workers of a worker\'s ``"sync"`` or ``"async"`` collector.'
-    ]
-    on_failure: Annotated[
-        str,
-        "raise",
-        'What to do when a worker is lost: ``"raise"``; ``"continue"``: warn and go on with the '
-        "others, which collect what it had not delivered; or, for a `DistributedCollector`, "
-        '``"relaunch"``: do that, and have the launcher start another in its place, which takes '
-        'part as soon as it is up. The last two are for ``sync=False``; ``"torchrun"`` and '
-        '``"submitit_delayed"`` cannot start nodes again.',
-    ]
+    Attributes:
+        collector_kwargs: Further arguments of the workers' collectors; or a list, one per worker.
+        num_workers_per_collector: Workers of a worker's ``"sync"`` or ``"async"`` collector.
+        on_failure: What to do when a worker is lost: ``"raise"``; ``"continue"``: warn and go on
+            with the others, which collect what it had not delivered; or, for a
+            `DistributedCollector`, ``"relaunch"``: do that, and have the launcher start another in
+            its place, which takes part as soon as it is up. The last two are for ``sync=False``;
+            ``"torchrun"`` and ``"submitit_delayed"`` cannot start nodes again.
+    """
+
+    collector_kwargs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
+    num_workers_per_collector: Annotated[int, 1]
+    on_failure: Annotated[str, "raise"]
 
 
 class _WeightIntervals(TypedDict, total=False):
-    """When weights are sent to nodes and actors by themselves."""
+    """When weights are sent to nodes and actors by themselves.
 
-    sync: Annotated[bool, False, "Whether a batch is made of rollouts of all workers."]
-    update_after_each_batch: Annotated[
-        bool,
-        False,
-        "Send the policy's weights when the next batch is asked for: to all workers, or with "
-        "``sync=False`` to the one that the last batch came from.",
-    ]
-    max_weight_update_interval: Annotated[
-        int | None,
-        -1,
-        "Batches after which a worker gets new weights at the latest; -1 for never.",
-    ]
+    Attributes:
+        sync: Whether a batch is made of rollouts of all workers.
+        update_after_each_batch: Send the policy's weights when the next batch is asked for: to all
+            workers, or with ``sync=False`` to the one that the last batch came from.
+        max_weight_update_interval: Batches after which a worker gets new weights at the latest; -1
+            for never.
+    """
+
+    sync: Annotated[bool, False]
+    update_after_each_batch: Annotated[bool, False]
+    max_weight_update_interval: Annotated[int | None, -1]
 
 
 class NetworkArguments(NodesArguments, total=False):
-    """What collectors over nodes take, which join over the network."""
+    """What collectors over nodes take, which join over the network.
 
-    slurm_kwargs: Annotated[
-        Mapping[str, Any] | None,
-        None,
-        'Parameters of the jobs, for ``launcher="submitit"``, as `submitit.AutoExecutor` takes '
-        'them; besides ``cluster`` (``"local"`` for processes of this machine) and ``folder`` (of '
-        "logs; by default ``gleanrl_jobs`` here).",
-    ]
-    backend: Annotated[
-        str,
-        "gloo",
-        '``"gloo"``, ``"nccl"``, ``"mpi"`` or ``"ucc"``, of torch.distributed. An `RPCCollector` '
-        "has no process group and ignores it.",
-    ]
-    launcher: Annotated[
-        str | Launcher,
-        "submitit",
-        '``"mp"``: processes of this machine. ``"submitit"``: Slurm jobs. '
-        '``"submitit_delayed"``: jobs that `submitit_delayed_launcher` has started. '
-        '``"torchrun"``: the other ranks of this very job. ``"manual"``: whoever runs the commands '
-        "that are printed.",
-    ]
-    tcp_port: Annotated[
-        int | str | None,
-        None,
-        "The port nodes connect to. By default that in the environment variable ``TCP_PORT``, or "
-        "10003, or the next one that is free.",
-    ]
-    heartbeat: Annotated[
-        float,
-        60.0,
-        "Seconds without a sign of life after which a node, or for a node its learner, counts as "
-        "dead.",
-    ]
-    max_relaunches: Annotated[
-        int,
-        3,
-        "Replacements of each node, those that fail included; after as many, collection continues "
-        "without that node.",
-    ]
-    host: Annotated[
-        str | None,
-        None,
-        "Address of this machine to listen on, which nodes can reach; the launcher's choice by "
-        'default (the loopback interface for ``"mp"``).',
-    ]
+    Attributes:
+        slurm_kwargs: Parameters of the jobs, for ``launcher="submitit"``, as
+            `submitit.AutoExecutor` takes them; besides ``cluster`` (``"local"`` for processes of
+            this machine) and ``folder`` (of logs; by default ``gleanrl_jobs`` here).
+        backend: ``"gloo"``, ``"nccl"``, ``"mpi"`` or ``"ucc"``, of torch.distributed. An
+            `RPCCollector` has no process group and ignores it.
+        launcher: ``"mp"``: processes of this machine. ``"submitit"``: Slurm jobs.
+            ``"submitit_delayed"``: jobs that `submitit_delayed_launcher` has started.
+            ``"torchrun"``: the other ranks of this very job. ``"manual"``: whoever runs the
+            commands that are printed.
+        tcp_port: The port nodes connect to. By default that in the environment variable
+            ``TCP_PORT``, or 10003, or the next one that is free.
+        heartbeat: Seconds without a sign of life after which a node, or for a node its learner,
+            counts as dead.
+        max_relaunches: Replacements of each node, those that fail included; after as many,
+            collection continues without that node.
+        host: Address of this machine to listen on, which nodes can reach; the launcher's choice by
+            default (the loopback interface for ``"mp"``).
+    """
+
+    slurm_kwargs: Annotated[Mapping[str, Any] | None, None]
+    backend: Annotated[str, "gloo"]
+    launcher: Annotated[str | Launcher, "submitit"]
+    tcp_port: Annotated[int | str | None, None]
+    heartbeat: Annotated[float, 60.0]
+    max_relaunches: Annotated[int, 3]
+    host: Annotated[str | None, None]
 
 
 class DistributedArguments(NetworkArguments, _WeightIntervals, total=False):
-    """The arguments of `DistributedCollector`."""
+    """The arguments of `DistributedCollector`.
 
-    update_interval: Annotated[int | None, None, "Another name of ``max_weight_update_interval``."]
+    Attributes:
+        update_interval: Another name of ``max_weight_update_interval``.
+    """
+
+    update_interval: Annotated[int | None, None]
 
 
 class DistributedSyncArguments(NetworkArguments, total=False):
-    """The arguments of `DistributedSyncCollector`."""
+    """The arguments of `DistributedSyncCollector`.
 
-    update_interval: Annotated[
-        int,
-        1,
-        "Batches after which the policy's weights are sent to all nodes, when the next batch is "
-        "asked for.",
-    ]
+    Attributes:
+        update_interval: Batches after which the policy's weights are sent to all nodes, when the
+            next batch is asked for.
+    """
+
+    update_interval: Annotated[int, 1]
 
 
 class RPCArguments(DistributedArguments, total=False):
-    """The arguments of `RPCCollector`."""
+    """The arguments of `RPCCollector`.
 
-    visible_devices: Annotated[
-        Sequence[Any] | None,
-        None,
-        "Per node, the CUDA device, or a list of them, that its RPC agent synchronises with. "
-        "Rollouts cross as CPU memory.",
-    ]
-    tensorpipe_options: Annotated[
-        Mapping[str, Any] | None,
-        None,
-        "Arguments of `torch.distributed.rpc.TensorPipeRpcBackendOptions`, in every process: "
-        "``num_worker_threads``, ``rpc_timeout`` (seconds any single message may take; by default "
-        "``heartbeat`` towards nodes and an hour towards a learner that may be busy), "
-        '``device_maps``, ``devices``. This process is ``"TRAINER_NODE"`` there, nodes are '
-        '``"COLLECTOR_NODE_1"``, ….',
-    ]
+    Attributes:
+        visible_devices: Per node, the CUDA device, or a list of them, that its RPC agent
+            synchronises with. Rollouts cross as CPU memory.
+        tensorpipe_options: Arguments of `torch.distributed.rpc.TensorPipeRpcBackendOptions`, in
+            every process: ``num_worker_threads``, ``rpc_timeout`` (seconds any single message may
+            take; by default ``heartbeat`` towards nodes and an hour towards a learner that may be
+            busy), ``device_maps``, ``devices``. This process is ``"TRAINER_NODE"`` there, nodes are
+            ``"COLLECTOR_NODE_1"``, ….
+    """
+
+    visible_devices: Annotated[Sequence[Any] | None, None]
+    tensorpipe_options: Annotated[Mapping[str, Any] | None, None]
 
 
 class RayArguments(NodesArguments, _WeightIntervals, _NotOfNodes, total=False):
-    """The arguments of `RayCollector`."""
+    """The arguments of `RayCollector`.
 
-    ray_init_config: Annotated[
-        Mapping[str, Any] | None,
-        None,
-        "Arguments of `ray.init`, for when this process is not connected to Ray; "
-        '``{"address": "auto"}`` connects to the cluster of this machine.',
-    ]
-    remote_configs: Annotated[
-        Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        None,
-        "Options of the actors: ``num_cpus`` (1 by default), ``num_gpus``, ``resources``, "
-        "``scheduling_strategy``, ``runtime_env``, …; or a list, one each.",
-    ]
-    num_collectors: Annotated[
-        int | None, None, "How many actors; a list of environments tells by its length."
-    ]
-    use_env_creator: Annotated[bool, False, "Accepted; what builds environments always travels."]
+    Attributes:
+        ray_init_config: Arguments of `ray.init`, for when this process is not connected to Ray;
+            ``{"address": "auto"}`` connects to the cluster of this machine.
+        remote_configs: Options of the actors: ``num_cpus`` (1 by default), ``num_gpus``,
+            ``resources``, ``scheduling_strategy``, ``runtime_env``, …; or a list, one each.
+        num_collectors: How many actors; a list of environments tells by its length.
+        use_env_creator: Accepted; what builds environments always travels.
+    """
+
+    ray_init_config: Annotated[Mapping[str, Any] | None, None]
+    remote_configs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
+    num_collectors: Annotated[int | None, None]
+    use_env_creator: Annotated[bool, False]
 
 
 class Arguments(CommonArguments, _OnThisMachine, _NotOfNodes, total=False):
@@ -522,27 +434,47 @@ _RETIRED = {
     "weight_updater": "weight_sync_schemes=, or pass weights to update_policy_weights_",
 }
 """Arguments that still work, and what to use instead."""
+_DICTIONARIES = [found for found in tuple(globals().values()) if is_typeddict(found)]
 _MISSPELT = dict.fromkeys(("num_env", "n_env", "n_envs", "nenv", "nenvs"), "num_envs")
 
 
-def definitions(kind: Any) -> dict[str, tuple[Any, Any, str]]:
-    """Return type, default (`REQUIRED` if there is none) and meaning of the arguments of ``kind``.
+@functools.cache
+def definitions(kind: Any) -> dict[str, tuple[Any, Any]]:
+    """Return type and default (`REQUIRED` if there is none) of the arguments of ``kind``.
 
     Args:
         kind: One of the dictionaries above.
     """
-    found = {}
+    found: dict[str, tuple[Any, Any]] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if hint.__origin__ is Required:
-            hint = get_args(hint)[0]
-        found[name] = (hint.__origin__, *hint.__metadata__)
+            found = {name: (get_args(hint)[0], REQUIRED), **found}
+        else:
+            found[name] = hint.__origin__, hint.__metadata__[0]
     return found
 
 
 def defaults(kind: Any) -> dict[str, Any]:
     """Return the defaults of the arguments that have one."""
-    found = {name: default for name, (_, default, _) in definitions(kind).items()}
+    found = {name: default for name, (_, default) in definitions(kind).items()}
     return {name: default for name, default in found.items() if default is not REQUIRED}
+
+
+def meanings(kind: Any) -> dict[str, str]:
+    """Return what the arguments of ``kind`` mean; nothing under ``python -OO``."""
+    defined, found = definitions(kind), _described(kind)
+    for other in _DICTIONARIES:
+        there = definitions(other)
+        for name, meaning in _described(other).items():
+            if defined.get(name) == there[name]:
+                found.setdefault(name, meaning)
+    return found
+
+
+def _described(kind: Any) -> dict[str, str]:
+    attributes = (kind.__doc__ or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", attributes, re.M)
+    return {name: " ".join(meaning.split()) for name, meaning in entries}
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -551,16 +483,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def shows(kind: Any) -> Callable[[Function], Function]:
     """Return a decorator: a constructor shows each argument of ``kind``, as if written out."""
     parameters = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-        )
-        for name, (annotation, default, _) in definitions(kind).items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        for name, (hint, default) in definitions(kind).items()
     ]
-    explained = "".join(
-        textwrap.fill(f"{name}: {doc}", 100, initial_indent=" " * 12, subsequent_indent=" " * 16)
-        + "\n"
-        for name, (_, _, doc) in definitions(kind).items()
-    )
 
     def decorate(function: Function) -> Function:
         own = inspect.signature(function)
@@ -568,6 +493,15 @@ def shows(kind: Any) -> Callable[[Function], Function]:
         function.__signature__ = own.replace(parameters=[*fixed, *parameters])  # type: ignore[attr-defined]
         before, given, after = (function.__doc__ or "").partition(" " * 12 + "**given:")
         if given:  # not under -OO
+            found = meanings(kind)
+            explained = "".join(
+                textwrap.indent(
+                    textwrap.fill(f"{p.name}: {found[p.name]}", 88, subsequent_indent="    "),
+                    " " * 12,
+                )
+                + "\n"
+                for p in parameters
+            )
             function.__doc__ = before + explained + after.partition("\n")[2]
         return function
 
@@ -592,7 +526,7 @@ def read(kind: type[Kind], owner: str, given: Mapping[str, Any]) -> Kind:
     for name in given:
         if name not in known:
             raise TypeError(f"{owner} takes no {name}=" + _instead(name, known))
-    missing = [n for n, (_, default, _) in known.items() if default is REQUIRED and n not in given]
+    missing = [n for n, (_, default) in known.items() if default is REQUIRED and n not in given]
     if missing:
         raise TypeError(f"{owner} needs {missing[0]}=")
     for name, instead in _RETIRED.items():
@@ -843,7 +777,7 @@ class Shown:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
-        self.__doc__ = self.__doc__ or _MEANINGS[name]
+        self.__doc__ = self.__doc__ or _MEANINGS.get(name)
 
     def __get__(self, collector: Any, owner: type | None = None) -> Any:
         return self if collector is None else collector._settings[self._name]
@@ -855,9 +789,7 @@ class Shown:
         )
 
 
-_MEANINGS = {
-    name: doc for kind in _COLLECTORS.values() for name, (_, _, doc) in definitions(kind).items()
-}
+_MEANINGS = {name: doc for kind in _COLLECTORS.values() for name, doc in meanings(kind).items()}
 _AS_GIVEN = (
     "cat_results",
     "collector_class",

@@ -242,11 +242,9 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
                 "model_id and weights_dict need weight sync schemes; a weight updater knows the "
                 "policy only"
             )
-        if weights_dict is not None:
-            if source is not None or model_id is not None or not weights_dict:
-                raise ConfigError(
-                    "weights_dict excludes model_id and others, and must not be empty"
-                )
+        further = source is not None or model_id is not None
+        if weights_dict is not None and (further or not weights_dict):
+            raise ConfigError("weights_dict excludes model_id and others, and must not be empty")
         models = {model_id or "policy": source} if weights_dict is None else dict(weights_dict)
         self._update_weights(models, worker_ids, kwargs)
 

@@ -7,13 +7,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from gleanrl.collectors.arguments import Arguments, Options, Shown, read_seed
+from gleanrl.collectors.arguments import Arguments, CommonArguments, Options, Shown, read_seed
 from gleanrl.collectors.background import BackgroundFilling
 from gleanrl.collectors.base import BaseCollector, one_of
 from gleanrl.collectors.weights import WeightUpdates
@@ -57,6 +57,8 @@ class EngineCollector(BaseCollector):
     trust_policy = Shown()
     verbose = False
 
+    arguments: ClassVar[Any]
+    """The dictionary of the constructor's arguments."""
     _engine: Engine
     _models: Any
     _budget: Budget
@@ -74,7 +76,7 @@ class EngineCollector(BaseCollector):
     _reports: Rollouts = {}
     """What workers said of the newest batch."""
 
-    def __init__(self, given: Arguments) -> None:
+    def __init__(self, given: CommonArguments) -> None:
         """Take what stays if the workers are started anew."""
         super().__init__(given["pre_collect_hook"], given["post_collect_hook"])
         self._updates = WeightUpdates()

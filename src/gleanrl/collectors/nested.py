@@ -15,7 +15,7 @@ from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.engine_collector import EngineCollector
 from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
-from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, show
+from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Payload, Report, Snapshot
 from gleanrl.core.protocols import Stop, Window
@@ -339,15 +339,17 @@ def _write_batch(batch: TensorDictBase, layout: Layout, window: Window) -> int:
         value = found.pop(field.key, None)
         shape = (*layout.batch_shape, taken, *field.shape)
         if not isinstance(value, torch.Tensor):
-            raise _misfit(show(field.key), type(value).__name__, f"{field.dtype} {shape}")
+            raise _misfit(format_key(field.key), type(value).__name__, f"{field.dtype} {shape}")
         if tuple(value.shape) != shape or value.dtype != field.dtype:
             raise _misfit(
-                show(field.key), f"{value.dtype} {tuple(value.shape)}", f"{field.dtype} {shape}"
+                format_key(field.key),
+                f"{value.dtype} {tuple(value.shape)}",
+                f"{field.dtype} {shape}",
             )
         rows = value.reshape(window.envs, taken, *field.shape)
         window.tensor(field.key)[:, :taken].copy_(rows)
     if found:
-        raise _misfit(show(next(iter(found))), "there", "not there")
+        raise _misfit(format_key(next(iter(found))), "there", "not there")
     if taken < window.steps:
         window.zero_from(taken)
         if TRAJ_IDS in window.keys():

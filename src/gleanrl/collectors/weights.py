@@ -24,7 +24,9 @@ class Publishes(Protocol):
 
     def _check_workers(self, worker_ids: Any) -> None: ...
 
-    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None: ...
+    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
+        """Update weights, in the way of the collector's class."""
+        ...
 
 
 class WeightUpdates:

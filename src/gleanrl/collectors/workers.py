@@ -40,8 +40,8 @@ from gleanrl.core.options import FrameBudget, seconds
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.batches import BatchOptions, gather_all, gather_first
 from gleanrl.engine.engine import Engine, MakeBackend
+from gleanrl.engine.models import WeightSync
 from gleanrl.engine.replacing import Replacements, Starts, reseeded
-from gleanrl.engine.sent_models import SentModels
 from gleanrl.rollout.build import Initialised, SourceBuilder
 
 _OF_A_WORKER = frozenset(
@@ -140,7 +140,7 @@ class WorkersCollector(EngineCollector):
     update_at_each_batch = Shown()
 
     _hooks_here = False
-    _models: SentModels
+    _models: WeightSync
     _replacements: Replacements | None = None
     num_workers: int
 
@@ -296,7 +296,7 @@ class WorkersCollector(EngineCollector):
             gather_all(engine, self._steps, self._options, enough=plan.enough, stopped=stopped)
         else:
             renew = gather_first(engine, self._steps, self._options).renew
-        self._models = SentModels(
+        self._models = WeightSync(
             engine,
             plan.policy,
             made_by_factory=given["policy_factory"] is not None,

@@ -82,3 +82,11 @@ class WorkerDied(GleanError, RuntimeError):
 
 class CollectorTimeout(GleanError, TimeoutError):
     """Something took longer than its deadline."""
+
+
+def error_text(error: BaseException) -> str:
+    """Return the message of ``error``, also if its ``__str__`` raises."""
+    try:
+        return str(error)
+    except Exception as err:
+        return f"(its message cannot be shown: {type(err).__name__} in __str__)"

@@ -57,10 +57,10 @@ def next_key(key: Key) -> Key:
     return (NEXT, *key)
 
 
-def show(key: Key) -> str:
+def format_key(key: Key) -> str:
     """Spell ``key`` the way a user would write it in code.
 
-    >>> show(("action",)), show(("next", "reward"))
+    >>> format_key(("action",)), format_key(("next", "reward"))
     ("'action'", "('next', 'reward')")
     """
     return repr(key[0] if len(key) == 1 else key)

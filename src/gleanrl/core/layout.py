@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import Key, show
+from gleanrl.core.keys import Key, format_key
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
@@ -46,9 +46,9 @@ class Field:
         found = numpy_dtype(self.dtype)
         if found is None:
             raise ConfigError(
-                f"{show(self.key)} is {self.dtype}, which numpy does not have; what vectorised "
-                "environments in NEXT_STEP mode and EnvPools are collected with passes through "
-                "numpy: cast it (to torch.float32, say)"
+                f"{format_key(self.key)} is {self.dtype}, which numpy does not have; what "
+                "vectorised environments in NEXT_STEP mode and EnvPools are collected with passes "
+                "through numpy: cast it (to torch.float32, say)"
             )
         return found
 

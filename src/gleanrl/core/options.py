@@ -358,6 +358,3 @@ def limit(value: int | None, name: str = "max_frames_per_traj") -> int | None:
     """
     number = 0 if value is None else check_int(name, value)
     return number if number > 0 else None
-
-
-whole = check_int

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import show
+from gleanrl.core.keys import format_key
 from gleanrl.core.layout import Layout
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import SyncGather
@@ -207,7 +207,7 @@ def _check_fields(layouts: Sequence[Layout]) -> None:
         for key in [*first, *own]:
             if first.get(key) != own.get(key):
                 raise ConfigError(
-                    f"workers cannot share a batch: {show(key)} is {own.get(key)} in worker "
+                    f"workers cannot share a batch: {format_key(key)} is {own.get(key)} in worker "
                     f"{worker}, {first.get(key)} in worker 0; collect asynchronously, or make the "
                     "environments alike"
                 )

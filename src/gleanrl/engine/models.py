@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ConfigError, UnknownModelError
+from gleanrl.core.errors import ConfigError, PolicyTypeError, UnknownModelError
+from gleanrl.core.protocols import Board
 from gleanrl.engine.engine import Engine
-from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.snapshot import Shapes, check_weights, cloned, load_weights, weights_of
+from gleanrl.weights.scheme import SharedMemWeightSyncScheme, WeightSyncScheme
+from gleanrl.weights.snapshot import (
+    Shapes,
+    Weights,
+    check_shapes,
+    check_values,
+    check_weights,
+    cloned,
+    load_weights,
+    shapes_of,
+    weights_of,
+)
+from gleanrl.weights.tracked import TrackedModule
 from gleanrl.weights.version import PolicyVersion
+
+_POLICY = "policy"
 
 
 class Models:
@@ -124,3 +142,310 @@ class Models:
     def continue_from(self, number: int) -> None:
         """Go on counting from a restored version."""
         self._version.set_number(number)
+
+
+class WeightSync:
+    """Publishes weights to workers: through a board for all of them, or by message to some.
+
+    Everything is checked here, before anything is sent: weights that do not fit are the caller's
+    error. A board holds one model for all workers. What concerns several models at once, some of
+    the workers, or extra state goes by message, which is atomic over models. A serial number tells
+    workers which of the two is newer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        policy: Any,
+        *,
+        made_by_factory: bool,
+        schemes: Mapping[str, WeightSyncScheme] | None,
+        version: PolicyVersion | None,
+        devices: Sequence[torch.device | None],
+        keep: bool = False,
+    ) -> None:
+        """Remember the learner's policy, and set up its board.
+
+        Args:
+            engine: Whose workers run the models.
+            policy: The policy the user gave: what is sent when nothing else is given.
+            made_by_factory: Whether workers made their own.
+            schemes: Per model id; shared memory where nothing is said.
+            version: The counter to show, if versions are tracked.
+            devices: Per worker, where its policy is.
+            keep: Keep what was sent by message, for workers that take the place of others.
+        """
+        self._engine = engine
+        self._policy = policy
+        self._factory = made_by_factory
+        self._schemes = dict(schemes or {})
+        self._version = version if version is not None else PolicyVersion()
+        self._devices = list(devices)
+        self._serial = 0
+        self._kept = dict.fromkeys(range(engine.workers), m.Snapshot(0, {})) if keep else {}
+        """Per worker, the weights that were last sent to it by message, if they are kept."""
+        self._shapes: dict[str, Shapes] = {}
+        self._dtypes: dict[str, dict[str, torch.dtype]] = {}
+        self._boards: dict[str, Board] = {}
+        self._fitting: list[torch.Tensor] | None = None
+        self._tracked = TrackedModule(policy) if isinstance(policy, nn.Module) else None
+        if self._tracked is not None:
+            tracked = self._tracked
+            self._dtypes[_POLICY] = dict(
+                zip(tracked.names, (t.dtype for t in tracked.tensors()), strict=True)
+            )
+            if not made_by_factory:  # as the workers got it: the learner's may change its shape
+                self._shapes[_POLICY] = shapes_of(policy)
+            self._bind(_POLICY, dict(zip(tracked.names, tracked.tensors(), strict=True)))
+            if made_by_factory and tracked.names:
+                self.update({_POLICY: None}, version=0)  # workers start with these weights
+
+    @property
+    def number(self) -> int:
+        """The version of the newest weights."""
+        return self._version.number
+
+    @property
+    def given(self) -> Any:
+        """The learner's policy, ``None`` if there is none."""
+        return self._policy
+
+    def running(self, model_id: str) -> Any:
+        """Return the learner's own object behind ``model_id``.
+
+        Raises:
+            UnknownModelError: the learner has none; workers may.
+        """
+        if model_id == _POLICY and self._policy is not None:
+            return self._policy
+        raise UnknownModelError(f"no model {model_id!r} on the learner's side")
+
+    # -- publishing ------------------------------------------------------------------------------
+
+    def update(
+        self, given: Mapping[str, Any], version: int | None = None, worker_ids: Any = None
+    ) -> None:
+        """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
+
+        Args:
+            given: Per model id a module, a `TensorDict`, a state dict or ``None``; or, by worker
+                index, a dictionary of these.
+            version: The version they get, which is not counted then; the next one by default.
+            worker_ids: Which workers: indices, devices, or a list of them; ``None`` for all.
+
+        Raises:
+            UnknownModelError: no model of that id.
+            WeightsError: weights that do not fit; nothing was sent.
+            PolicyTypeError: nothing was given, and there is no policy to take weights from.
+            WorkerDied: a worker's process ended.
+        """
+        self._engine.check_alive()
+        workers = None if worker_ids is None else self.chosen(worker_ids)
+        number = self._version.number + 1 if version is None else version
+        some = workers is not None and len(workers) < self._engine.workers
+        if some or not self._published(given, number):
+            self._send(given, range(self._engine.workers) if workers is None else workers, number)
+        if version is None:
+            self._version.increment_version()
+
+    def _send(self, given: Mapping[str, Any], workers: Sequence[int], number: int) -> None:
+        """Send a message to each of ``workers``; answers to earlier ones are taken in first."""
+        self._engine.check()
+        applied = {name: w for name, w in given.items() if self._scheme(name).applies}
+        copies: dict[str, Weights] = {}
+        per_worker = [self._weights_for(worker, applied, copies) for worker in workers]
+        for models in per_worker:
+            for name, weights in models.items():
+                self._check(name, weights)
+        self._serial += 1
+        alive = self._engine.dispatcher.alive  # all of them, unless losses are tolerated
+        loads = {
+            worker: self._load(worker, number, models)
+            for worker, models in zip(workers, per_worker, strict=True)
+        }
+        self._engine.post({worker: load for worker, load in loads.items() if worker in alive})
+
+    def _load(self, worker: int, number: int, models: Mapping[str, Weights]) -> m.Load:
+        """Return the message that has ``worker`` load ``models``, which are kept if need be."""
+        if worker in self._kept:
+            models_then = {**self._kept[worker].models, **models}
+            self._kept[worker] = m.Snapshot(number, models_then, self._serial)
+        return m.Load(m.Snapshot(number, models, self._serial))
+
+    def catch_up(self, worker: int) -> list[m.Command]:
+        """Return what gives a worker that takes the place of ``worker`` the newest weights."""
+        kept = self._kept[worker]
+        bound = [m.Bind(name, board.ref) for name, board in self._boards.items()]
+        return [*bound, m.Load(kept)] if kept.serial else [*bound]
+
+    def _published(self, given: Mapping[str, Any], number: int) -> bool:
+        """Publish through a board if that can be done."""
+        if len(given) != 1:
+            return False
+        ((name, source),) = given.items()
+        board = self._boards.get(name)
+        if board is None:
+            return False
+        if source is None or source is self._policy:
+            tracked = self._learners()
+            if tracked is None or tracked.has_extra:
+                return False
+            tensors = tracked.tensors()
+            # The list that fitted before fits still: only values can have changed.
+            if tensors is not self._fitting and not self._fits(board, tracked, tensors):
+                return False
+        else:
+            if isinstance(source, Mapping) and _by_worker(source):
+                return False
+            weights = weights_of(source)
+            self._check(name, weights)
+            names = [entry[0] for entry in board.ref.entries]
+            if set(weights) != set(names):
+                return False  # buffers may be left out; a board takes all or nothing
+            tensors = [torch.as_tensor(weights[entry]) for entry in names]
+        self._serial += 1
+        board.publish(tensors, number, self._serial)
+        for worker, kept in self._kept.items():  # what the board has is newer
+            if name in kept.models:
+                models = {n: w for n, w in kept.models.items() if n != name}
+                self._kept[worker] = replace(kept, models=models)
+        return True
+
+    def _fits(self, board: Board, tracked: TrackedModule, tensors: list[torch.Tensor]) -> bool:
+        """Tell whether the learner's policy has the board's entries, in values it can hold."""
+        entries = board.ref.entries
+        if tracked.names != [entry[0] for entry in entries]:
+            return False
+        if [tensor.dtype for tensor in tensors] == [entry[2] for entry in entries]:
+            self._fitting = tensors
+        else:  # rare, and costs a look at the values each time
+            expected = {entry[0]: entry[2] for entry in entries}
+            weights = dict(zip(tracked.names, tensors, strict=True))
+            check_values(repr(_POLICY), weights, expected)
+        return True
+
+    def _check(self, name: str, weights: Weights) -> None:
+        check_values(repr(name), weights, self._dtypes.get(name, {}))
+        check_shapes(repr(name), self.shapes(name), weights)
+
+    def _weights_for(
+        self, worker: int, given: Mapping[str, Any], copies: dict[str, Weights]
+    ) -> dict[str, Weights]:
+        """Return what one worker is sent; ``copies`` holds what all of them are."""
+        models = {}
+        for name, source in given.items():
+            if isinstance(source, Mapping) and _by_worker(source):
+                if worker in source:
+                    models[name] = cloned(self._read(name, source[worker]))
+                continue
+            if name not in copies:
+                copies[name] = cloned(self._read(name, source))
+            models[name] = copies[name]
+        return {name: weights for name, weights in models.items() if weights}
+
+    def _read(self, name: str, source: Any) -> Weights:
+        if source is not None:
+            return weights_of(source)
+        if name != _POLICY:
+            raise ConfigError(f"no weights were given for model {name!r}")
+        tracked = self._learners()
+        return {} if tracked is None else weights_of(tracked.module)
+
+    def _learners(self) -> TrackedModule | None:
+        if self._tracked is None and self._factory and self._policy is None:
+            raise PolicyTypeError(
+                "there is nothing to take weights from: the workers made their policies with "
+                "policy_factory; pass weights, or give the collector a policy= as well"
+            )
+        return self._tracked
+
+    def shapes(self, name: str) -> Shapes:
+        """Return shape and kind (``True``: parameter) of a model's weights by dotted name.
+
+        Raises:
+            UnknownModelError: there is no model of that id.
+        """
+        if name not in self._shapes:
+            ask = m.Call("describe_weights", (name,))
+            self._shapes[name] = self._engine.ask(ask)
+        return self._shapes[name]
+
+    def _scheme(self, name: str) -> WeightSyncScheme:
+        return self._schemes.get(name) or SharedMemWeightSyncScheme()
+
+    def _bind(self, name: str, weights: Mapping[str, torch.Tensor]) -> None:
+        scheme = self._scheme(name)
+        if not weights or not (scheme.shared and scheme.applies):
+            return
+        board = self._engine.backend.board(weights)
+        if board is None:
+            return
+        workers = range(self._engine.workers)
+        self._engine.request_each(dict.fromkeys(workers, m.Bind(name, board.ref)))
+        self._boards[name] = board
+
+    # -- which workers ---------------------------------------------------------------------------
+
+    def chosen(self, worker_ids: Any) -> list[int]:
+        """Return the workers meant by indices, devices or a list of them; ``None`` means all.
+
+        Raises:
+            ConfigError: none is meant, or one that does not exist.
+        """
+        workers = range(self._engine.workers)
+        if worker_ids is None:
+            return list(workers)
+        if isinstance(worker_ids, torch.Tensor):
+            worker_ids = worker_ids.tolist()
+        chosen: set[int] = set()
+        several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str)
+        for one in worker_ids if several else [worker_ids]:
+            index = _index(one)
+            if isinstance(one, torch.device | str):
+                device = torch.device(one)
+                chosen |= {w for w in workers if (self._devices[w] or _CPU) == device}
+            elif index is not None and index in workers:
+                chosen.add(index)
+            else:
+                raise ConfigError(f"worker_ids ({one!r}) is none of the {len(workers)} workers")
+        if not chosen:
+            raise ConfigError(f"worker_ids ({worker_ids!r}) names no worker")
+        return sorted(chosen)
+
+    def continue_from(self, number: int) -> None:
+        """Go on counting from a restored version."""
+        self._version.set_number(number)
+
+    def check_restore(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Raise `WeightsError` unless all policy states fit; empty ones do."""
+        for state in states:
+            if state:
+                self._check(_POLICY, weights_of(state))
+
+    def restore(self, states: Mapping[int, tuple[Mapping[str, Any], int]]) -> None:
+        """Load a policy state of its own, with its version, into each worker."""
+        self._serial += 1
+        loads: dict[int, m.Command] = {}
+        for worker, (state, number) in states.items():
+            models = {_POLICY: cloned(weights_of(state))} if state else {}
+            loads[worker] = self._load(worker, number, models)
+        self._engine.request_each(loads)
+
+
+_CPU = torch.device("cpu")
+
+
+def _index(value: Any) -> int | None:
+    """Return a whole number of any library; ``None`` for bools and what is no number."""
+    if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _by_worker(source: Mapping[Any, Any]) -> bool:
+    if isinstance(source, TensorDictBase):  # a mapping too, but of weights
+        return False
+    return bool(source) and all(isinstance(key, int) for key in source)

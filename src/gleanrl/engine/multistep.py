@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import MASK, NEXT, TRAJ_IDS, Key, NestedKey, as_key, as_keys, show
+from gleanrl.core.keys import MASK, NEXT, TRAJ_IDS, Key, NestedKey, as_key, as_keys, format_key
 from gleanrl.engine.padding import end_flags
 
 
@@ -108,7 +108,7 @@ class MultiStep(nn.Module):
                     "no entry under 'next' is called 'reward'; name it with reward_keys"
                 )
             return chosen
-        missing = [show((NEXT, *key)) for key in self.reward_keys if key not in found]
+        missing = [format_key((NEXT, *key)) for key in self.reward_keys if key not in found]
         if missing:
             raise ConfigError(f"the batch has no {', '.join(missing)}, named in reward_keys")
         return self.reward_keys

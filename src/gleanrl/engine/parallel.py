@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied
 from gleanrl.core.keys import Key
-from gleanrl.core.options import seconds, whole
+from gleanrl.core.options import check_int, seconds
 from gleanrl.engine.backends.process import ProcessBackend
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.exchange import Exchange
@@ -84,8 +84,8 @@ class ParallelEnv(EnvBase):
         """
         ignored("ParallelEnv", torchrl)
         self._close_s = seconds("shutdown_timeout", shutdown_timeout)
-        self.num_workers = whole("num_workers", num_workers, least=1)
-        number = self.num_workers if num_envs is None else whole("num_envs", num_envs, least=1)
+        self.num_workers = check_int("num_workers", num_workers, least=1)
+        number = self.num_workers if num_envs is None else check_int("num_envs", num_envs, least=1)
         if number < self.num_workers:
             raise ConfigError(
                 f"num_envs ({number}) must be at least num_workers ({self.num_workers}): a worker "
@@ -96,7 +96,7 @@ class ParallelEnv(EnvBase):
         self._kwargs = dealt("create_env_kwargs", create_env_kwargs or {}, number, counted)
         check_recipes(self._recipes)
         self._wanted = device if device is None else torch.device(device)
-        self._threads = whole("num_sub_threads", num_sub_threads, least=1)
+        self._threads = check_int("num_sub_threads", num_sub_threads, least=1)
         self._timeout = timeout if timeout is None else seconds("timeout", timeout)
         self.num_envs = number
         super().__init__()
@@ -339,11 +339,11 @@ class ParallelEnv(EnvBase):
     _returns_all = True
 
     def _set_seed(self, seed: int | None) -> None:
-        self._spread_seed(whole("seed", seed, least=0), False)
+        self._spread_seed(check_int("seed", seed, least=0), False)
 
     def _seed_all(self, seed: int | None, static: bool) -> None:
         if static:
-            self._spread_seed(whole("seed", seed, least=0), True)
+            self._spread_seed(check_int("seed", seed, least=0), True)
         else:
             self._set_seed(seed)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.sent_models import SentModels
+from gleanrl.engine.models import WeightSync
 from gleanrl.rollout.streams import renewed
 
 _SEEDS = 1 << 31
@@ -43,7 +43,7 @@ class Replacements:
         self,
         engine: Engine,
         backend: Starts,
-        models: SentModels,
+        models: WeightSync,
         renew: Callable[[int], None],
         most: int,
     ) -> None:

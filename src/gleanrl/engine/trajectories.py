@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import MASK, NEXT, TIME, TRAJ_IDS, Key, NestedKey, as_key, show
+from gleanrl.core.keys import MASK, NEXT, TIME, TRAJ_IDS, Key, NestedKey, as_key, format_key
 from gleanrl.engine.padding import Padding, any_over_features, changes, end_flags, restack
 
 _INVALID = -1
@@ -114,7 +114,7 @@ def _starts_after_ends(batch: TensorDictBase, done_key: NestedKey | None) -> tor
     else:
         flag = batch.get((NEXT, *as_key(done_key)), None)
         if flag is None:
-            where = show((NEXT, *as_key(done_key)))
+            where = format_key((NEXT, *as_key(done_key)))
             raise ConfigError(
                 f"the batch has neither trajectory ids nor {where} to tell them apart"
             )
@@ -239,7 +239,7 @@ class WholeTrajectories:
         ids = td.get(self._ids_key, None)
         if ids is None:
             raise ConfigError(
-                f"whole trajectories need {show(self._ids_key)} in every batch; leave "
+                f"whole trajectories need {format_key(self._ids_key)} in every batch; leave "
                 "track_traj_ids on"
             )
         ids = ids.reshape(-1)

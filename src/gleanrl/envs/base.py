@@ -12,8 +12,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import nn
 
 from gleanrl.core.errors import ConfigError, EnvError
-from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, show
-from gleanrl.core.options import whole
+from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, format_key
+from gleanrl.core.options import check_int
 from gleanrl.envs.declared import Declared, EnvSpecs, widened, with_all_flags
 from gleanrl.envs.specs import Binary, Composite, Unbounded
 from gleanrl.envs.tensordict_layout import is_spec_group
@@ -444,7 +444,7 @@ class EnvBase(nn.Module, abc.ABC):
                 if bool((done if part is None else done[part]).any()):
                     raise EnvError(
                         f"{type(self).__name__}._reset returned episodes that are over ("
-                        f"{show((*group.prefix, 'done'))} is set); pass "
+                        f"{format_key((*group.prefix, 'done'))} is set); pass "
                         "allow_done_after_reset=True to EnvBase.__init__ if that is meant"
                     )
 
@@ -456,7 +456,7 @@ class EnvBase(nn.Module, abc.ABC):
             reward = after.get(key, None)
             if reward is None:
                 raise EnvError(
-                    f"{type(self).__name__}._step returned no {show(key)}; it returned "
+                    f"{type(self).__name__}._step returned no {format_key(key)}; it returned "
                     f"{sorted(map(str, after.keys(True, True)))}"
                 )
             shape = (*lead, *spec.shape)
@@ -673,7 +673,7 @@ class EnvBase(nn.Module, abc.ABC):
             ConfigError: ``seed`` is no whole number of 0 or more.
         """
         if seed is not None:
-            seed = whole("seed", seed, least=0)
+            seed = check_int("seed", seed, least=0)
         self._seed_all(seed, static_seed)
         if seed is None:
             return None

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from gleanrl.core.errors import EnvError
-from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key, show
+from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, format_key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.protocols import Array, Spec, Window
 from gleanrl.envs.returned import NUMBERS, check_reset, write_rewards
@@ -99,8 +99,9 @@ class LeafReader:
             hint = ", or pass observation_dtype=torch.float32 to cast floats on the way in"
         expected = f"shape {shape} and dtype {declared}"
         raise EnvError(
-            f"{who} returned {show(self.field.key)} with shape {values.shape} and dtype {got}, but "
-            f"its observation space declares {expected}; correct the space or the observation{hint}"
+            f"{who} returned {format_key(self.field.key)} with shape {values.shape} and dtype "
+            f"{got}, but its observation space declares {expected}; correct the space or the "
+            f"observation{hint}"
         )
 
 
@@ -347,5 +348,5 @@ def _narrow(values: Array, target: np.dtype[Any], key: Key) -> Array:
             return values.astype(target)
         except FloatingPointError as err:
             raise EnvError(
-                f"{show(key)} holds {np.abs(values).max():g}, which does not fit {target}"
+                f"{format_key(key)} holds {np.abs(values).max():g}, which does not fit {target}"
             ) from err

@@ -12,7 +12,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import REWARD, Key
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.options import InfoKeys, whole
+from gleanrl.core.options import InfoKeys, check_int
 from gleanrl.core.protocols import Array, Spec, Window
 from gleanrl.envs.batched import (
     BatchedActions,
@@ -193,7 +193,7 @@ class BatchedEnv:
         Raises:
             ConfigError: ``seed`` is no whole number of 0 or more.
         """
-        seed = whole("seed", seed, least=0)
+        seed = check_int("seed", seed, least=0)
         last = seed if static else seed + self.num_envs - 1
         listable = isinstance(self._env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
         self._env.action_space.seed(seed)

@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
-from gleanrl.core.options import InfoKeys, check_observation_dtype, whole
+from gleanrl.core.options import InfoKeys, check_int, check_observation_dtype
 from gleanrl.core.protocols import Array, Window
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.closing import closed_on_error
@@ -73,7 +73,7 @@ class GymEnv(EnvBase):
             UnknownEnvError: an id that is not registered.
             ConfigError: arguments that do not fit together.
         """
-        num_envs = None if num_envs is None else whole("num_envs", num_envs, least=0)
+        num_envs = None if num_envs is None else check_int("num_envs", num_envs, least=0)
         check_observation_dtype(observation_dtype)
         if num_envs and isinstance(env, gym.Env):
             raise ConfigError(
@@ -180,11 +180,11 @@ class GymEnv(EnvBase):
     _returns_all = True
 
     def _set_seed(self, seed: int | None) -> None:
-        self.batch.seed(whole("seed", seed, least=0), False)
+        self.batch.seed(check_int("seed", seed, least=0), False)
 
     def _seed_all(self, seed: int | None, static: bool) -> None:
         if static:
-            self.batch.seed(whole("seed", seed, least=0), True)
+            self.batch.seed(check_int("seed", seed, least=0), True)
         else:
             self._set_seed(seed)
 

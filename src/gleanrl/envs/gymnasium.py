@@ -12,7 +12,7 @@ import torch
 from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.options import InfoKeys, whole
+from gleanrl.core.options import InfoKeys, check_int
 from gleanrl.core.protocols import Array, Spec, Window
 from gleanrl.envs.gym_batch import GymSource
 from gleanrl.envs.returned import check_flag, check_reset, check_rewards, not_five, write_rewards
@@ -227,7 +227,7 @@ class GymnasiumEnv:
         Raises:
             ConfigError: ``seed`` is no whole number of 0 or more.
         """
-        seed = whole("seed", seed, least=0)
+        seed = check_int("seed", seed, least=0)
         own = [seed if static else seed + i for i in range(len(self._envs))]
         for env, value in zip(self._envs, own, strict=True):
             env.action_space.seed(value)

@@ -11,7 +11,7 @@ from gymnasium import Env
 from gymnasium.vector import AsyncVectorEnv
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import whole
+from gleanrl.core.options import check_int
 from gleanrl.core.protocols import Array
 from gleanrl.envs.batched import ResetResult, Rows
 from gleanrl.envs.batched_env import BatchedEnv
@@ -72,7 +72,7 @@ class EnvPoolAdapter(NextStepPool):
         Raises:
             ConfigError: ``seed`` is no whole number of 0 or more.
         """
-        seed = whole("seed", seed, least=0)
+        seed = check_int("seed", seed, least=0)
         last = seed if static else seed + self.num_envs - 1
         own = [seed] * self.num_envs if static else list(range(seed, last + 1))
         spec = self._env.spec

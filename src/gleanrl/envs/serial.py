@@ -12,7 +12,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import NEXT, Key
-from gleanrl.core.options import whole
+from gleanrl.core.options import check_int
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.closing import closed_on_error
 from gleanrl.envs.declared import EnvSpecs, widened
@@ -61,7 +61,7 @@ class SerialEnv(EnvBase):
             ConfigError: the wrong number of callables, or environments that do not fit together.
         """
         ignored("SerialEnv", torchrl)
-        num_workers = whole("num_workers", num_workers, least=1)
+        num_workers = check_int("num_workers", num_workers, least=1)
         makers = dealt("create_env_fn", create_env_fn, num_workers)
         kwargs = dealt("create_env_kwargs", create_env_kwargs or {}, num_workers)
         made: list[Any] = []
@@ -157,11 +157,11 @@ class SerialEnv(EnvBase):
     _returns_all = True
 
     def _set_seed(self, seed: int | None) -> None:
-        self._spread_seed(whole("seed", seed, least=0), False)
+        self._spread_seed(check_int("seed", seed, least=0), False)
 
     def _seed_all(self, seed: int | None, static: bool) -> None:
         if static:
-            self._spread_seed(whole("seed", seed, least=0), True)
+            self._spread_seed(check_int("seed", seed, least=0), True)
         else:
             self._set_seed(seed)
 

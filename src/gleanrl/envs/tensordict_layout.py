@@ -16,7 +16,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.errors import EnvError
-from gleanrl.core.keys import Key, NestedKey, as_key, is_private, next_key, outermost, show
+from gleanrl.core.keys import Key, NestedKey, as_key, format_key, is_private, next_key, outermost
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 
 
@@ -211,8 +211,8 @@ def _field(key: Key, spec: Any, value: Any, batch: tuple[int, ...]) -> Field:
     shape = tuple(source.shape)
     if shape[: len(batch)] != batch:
         raise EnvError(
-            f"{show(key)} has shape {shape}, which does not begin with the environment's batch "
-            f"size {batch}; correct its spec or what reset returns"
+            f"{format_key(key)} has shape {shape}, which does not begin with the environment's "
+            f"batch size {batch}; correct its spec or what reset returns"
         )
     return Field(key, shape[len(batch) :], source.dtype)
 

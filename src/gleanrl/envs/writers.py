@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, EnvError
-from gleanrl.core.keys import next_key, show
+from gleanrl.core.keys import format_key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import InfoKeys
 from gleanrl.core.protocols import Array, Window
@@ -125,8 +125,8 @@ class LeafWriter:
         if row.shape == self._shape and (same or (self._casts and row.dtype.kind == "f")):
             return row
         raise EnvError(
-            f"environment {env} returned {show(self._field.key)} with shape {row.shape} and dtype "
-            f"{row.dtype}, but its observation space declares shape {self._shape} and dtype "
+            f"environment {env} returned {format_key(self._field.key)} with shape {row.shape} and "
+            f"dtype {row.dtype}, but its observation space declares shape {self._shape} and dtype "
             f"{self._source_dtype}; correct the space or the observation"
             + _dtype_hint(row.dtype, self._source_dtype)
         )
@@ -136,9 +136,9 @@ class LeafWriter:
             return np.asarray(value)
         except ValueError as err:
             raise EnvError(
-                f"environment {env} returned {show(self._field.key)} that is no array of shape "
-                f"{self._shape}, as its observation space declares: {value!r:.100}; correct the "
-                "space or the observation"
+                f"environment {env} returned {format_key(self._field.key)} that is no array of "
+                f"shape {self._shape}, as its observation space declares: {value!r:.100}; correct "
+                "the space or the observation"
             ) from err
 
     def _cast(self, rows: Array) -> Array:
@@ -147,7 +147,7 @@ class LeafWriter:
                 return rows.astype(self._target)
         except FloatingPointError as err:
             raise EnvError(
-                f"{show(self._field.key)} holds {np.abs(rows).max():g}, which does not fit "
+                f"{format_key(self._field.key)} holds {np.abs(rows).max():g}, which does not fit "
                 f"{self._target}"
             ) from err
 

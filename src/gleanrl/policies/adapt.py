@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from gleanrl.core.errors import PolicyError, PolicyTypeError
-from gleanrl.core.keys import Key, as_keys, show
+from gleanrl.core.keys import Key, as_keys, format_key
 
 _TENSORDICT_NAMES = ("tensordict", "td")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -218,4 +218,4 @@ def _name(policy: Any) -> str:
 
 
 def _list(keys: Sequence[Key]) -> str:
-    return "[" + ", ".join(map(show, keys)) + "]"
+    return "[" + ", ".join(map(format_key, keys)) + "]"

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import Key, as_key, show
+from gleanrl.core.keys import Key, as_key, format_key
 
 
 def tensor_call(
@@ -70,10 +70,11 @@ def _as_tuple(out: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
 
 def _copy(key: Key, cell: torch.Tensor, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
-        raise PolicyError(f"the policy wrote {show(key)} before, and now {value!r:.100}")
+        raise PolicyError(f"the policy wrote {format_key(key)} before, and now {value!r:.100}")
     if value.shape != cell.shape or value.dtype != cell.dtype:
         raise PolicyError(
-            f"the policy wrote {show(key)} as {value.dtype} of shape {tuple(value.shape)}; before, "
-            f"it was {cell.dtype} of shape {tuple(cell.shape)}, and what is collected cannot change"
+            f"the policy wrote {format_key(key)} as {value.dtype} of shape {tuple(value.shape)}; "
+            f"before, it was {cell.dtype} of shape {tuple(cell.shape)}, and what is collected "
+            "cannot change"
         )
     cell.copy_(value)

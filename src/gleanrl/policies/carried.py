@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import NEXT, Key, as_key, is_private, next_key, show
+from gleanrl.core.keys import NEXT, Key, as_key, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import Window
 from gleanrl.memory.window import batch_rows
@@ -289,8 +289,8 @@ class RowCarrier:
             now = root.get(key)
             if not same_memory(now, value) or changes(value) != version:
                 raise PolicyError(
-                    f"the policy changed {show(as_key(key))}, which it did not do in its first "
-                    "call; pass fast=False to have such changes delivered"
+                    f"the policy changed {format_key(as_key(key))}, which it did not do in its "
+                    "first call; pass fast=False to have such changes delivered"
                 )
 
 
@@ -299,7 +299,7 @@ def _keys(td: TensorDictBase) -> list[Key]:
 
 
 def _changed(key: Any, value: Any, shape: torch.Size, dtype: torch.dtype) -> PolicyError:
-    name = show(as_key(key))
+    name = format_key(as_key(key))
     if not isinstance(value, torch.Tensor):
         return PolicyError(f"the policy wrote {name} before, and now {value!r:.100}")
     return PolicyError(

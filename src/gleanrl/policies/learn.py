@@ -13,7 +13,7 @@ from tensordict.nn import ProbabilisticTensorDictModule
 from torch import distributions as D
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, next_key, show
+from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, format_key, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.policies.adapt import Adapted
 from gleanrl.policies.exploration import ExplorationType, set_exploration_type
@@ -54,9 +54,9 @@ class Learnt:
     def why_no_rows(self) -> str:
         """What rows of known entries would lose."""
         if self.rewrites:
-            return f"the policy changes {', '.join(map(show, self.rewrites))}"
+            return f"the policy changes {', '.join(map(format_key, self.rewrites))}"
         if self.probed.objects:
-            return f"the policy writes {show(self.probed.objects[0])}, which is no tensor"
+            return f"the policy writes {format_key(self.probed.objects[0])}, which is no tensor"
         if not self.declares:
             return "the policy does not say all that it writes (out_keys)"
         return "the policy makes its own first state"
@@ -296,18 +296,19 @@ def _reason(
 ) -> str | None:
     """Say why the policy failed, ``None`` if its own error says it best."""
     if missing:
-        given = ", ".join(map(show, shown))
+        given = ", ".join(map(format_key, shown))
         return (
-            f"the policy reads {', '.join(map(show, missing))}, which the environment does not "
-            f"give; it gives {given}"
+            f"the policy reads {', '.join(map(format_key, missing))}, which the environment does "
+            f"not give; it gives {given}"
         )
     if states:
         return (
-            f"the policy could not be called with its first state {', '.join(map(show, states))} "
-            "left out or zero; say what shape it has, without batch dimensions: "
-            f"policy.state_shapes = {{{show(states[0])}: (hidden_size,)}}"
+            "the policy could not be called with its first state "
+            f"{', '.join(map(format_key, states))} left out or zero; say what shape it has, "
+            "without batch dimensions: policy.state_shapes = "
+            f"{{{format_key(states[0])}: (hidden_size,)}}"
         )
-    wide = [show(key) for key, dtype in shown.items() if dtype == torch.float64]
+    wide = [format_key(key) for key, dtype in shown.items() if dtype == torch.float64]
     narrow = any(p.dtype == torch.float32 for m in modules_of(policy) for p in m.parameters(False))
     if isinstance(err, RuntimeError) and wide and narrow:
         return (
@@ -332,12 +333,12 @@ def _actions(
     for field in env.actions:
         value = outputs.get(field.key)
         if value is None:
-            wrote = ", ".join(map(show, outputs)) or "nothing"
-            raise PolicyError(f"the policy did not write {show(field.key)}; it wrote {wrote}")
+            wrote = ", ".join(map(format_key, outputs)) or "nothing"
+            raise PolicyError(f"the policy did not write {format_key(field.key)}; it wrote {wrote}")
         if field.key in wants_one_hot and _is_index(env, field, value):
             raise GivesIndex(
-                f"the policy gives indices as {show(field.key)}; the environment was made with "
-                "categorical_action_encoding=False and wants one-hot vectors"
+                f"the policy gives indices as {format_key(field.key)}; the environment was made "
+                "with categorical_action_encoding=False and wants one-hot vectors"
             )
         if as_written:
             found.append(_field(env, field.key, value))
@@ -362,8 +363,8 @@ def _field(env: EnvLayout, key: Key, value: torch.Tensor) -> Field:
     size = len(env.batch_shape)
     if tuple(value.shape[:size]) != env.batch_shape:
         raise PolicyError(
-            f"the policy wrote {show(key)} with shape {tuple(value.shape)}; it must begin with "
-            f"the batch shape {env.batch_shape} of the environment"
+            f"the policy wrote {format_key(key)} with shape {tuple(value.shape)}; it must begin "
+            f"with the batch shape {env.batch_shape} of the environment"
         )
     return Field(key, tuple(value.shape[size:]), value.dtype)
 
@@ -377,7 +378,7 @@ def _owned(env: EnvLayout) -> set[Key]:
 
 
 def _check_action(env: EnvLayout, field: Field, value: torch.Tensor, one_hot: bool) -> None:
-    name = show(field.key)
+    name = format_key(field.key)
     wanted = (*env.batch_shape, *field.shape)
     if tuple(value.shape) != wanted:
         hint = ""

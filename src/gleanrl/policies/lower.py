@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
 
-from gleanrl.core.keys import Key, as_key, as_keys, show
+from gleanrl.core.keys import Key, as_key, as_keys, format_key
 from gleanrl.policies.adapt import TensorCall
 from gleanrl.policies.calls import tensor_call
 from gleanrl.policies.distributions import Draw, are_settings, recipe_of, watches_distribution
@@ -314,7 +314,7 @@ class _Work:
             log_prob=bool(module.return_log_prob),
             joint=safe
             and callable(getattr(module.distribution_class, "rsample_and_log_prob", None)),
-            name=", ".join(map(show, reads)),
+            name=", ".join(map(format_key, reads)),
         )
         mark = len(self._tape.calls)
         drawn = recipe(draw)

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import Key, NestedKey, as_key, show
+from gleanrl.core.keys import Key, NestedKey, as_key, format_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import Policy, Window
 
@@ -142,7 +142,7 @@ def _source(
     lead = () if shape == wanted else batch
     if (*lead, *shape) != wanted or spec.dtype != field.dtype:
         raise PolicyError(
-            f"RandomPolicy draws {show(field.key)} as {spec.dtype} of shape {shape}; the "
+            f"RandomPolicy draws {format_key(field.key)} as {spec.dtype} of shape {shape}; the "
             f"environment wants {field.dtype} of shape {tuple(field.shape)}, or {wanted} for all "
             "environments"
         )
@@ -161,11 +161,12 @@ def _spec_of(policy: RandomPolicy, key: Key) -> Any:
             return spec[key if len(key) > 1 else key[0]]
         except KeyError:
             raise PolicyError(
-                f"RandomPolicy's spec has no {show(key)}; it has {sorted(map(str, spec.keys()))}"
+                f"RandomPolicy's spec has no {format_key(key)}; it has "
+                f"{sorted(map(str, spec.keys()))}"
             ) from None
     if as_key(policy.action_key) != key:
         raise PolicyError(
-            f"RandomPolicy writes {show(as_key(policy.action_key))}; the environment reads "
-            f"{show(key)}: pass action_key={show(key)}"
+            f"RandomPolicy writes {format_key(as_key(policy.action_key))}; the environment reads "
+            f"{format_key(key)}: pass action_key={format_key(key)}"
         )
     return spec

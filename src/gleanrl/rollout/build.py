@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import IS_INIT, Key, show
+from gleanrl.core.keys import IS_INIT, Key, format_key
 from gleanrl.core.layout import EnvLayout
 from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
 from gleanrl.core.protocols import Env, Pool, Source, SourceFactory, Window
@@ -153,8 +153,9 @@ class SourceBuilder:
         wanted = [*states, *([IS_INIT] if needs_is_init else [])]
         if wanted and not self.policy.provide_inputs:
             raise PolicyError(
-                f"the policy reads {', '.join(map(show, wanted))}, which the environment does not "
-                "give; add them to the environment, or drop auto_register_policy_transforms=False"
+                f"the policy reads {', '.join(map(format_key, wanted))}, which the environment "
+                "does not give; add them to the environment, or drop "
+                "auto_register_policy_transforms=False"
             )
 
     def _user_policy(self, own: bool = False) -> Any:
@@ -201,7 +202,7 @@ def _check_rewrites(keys: Sequence[Key]) -> None:
     """
     if keys:
         raise PolicyError(
-            f"the policy changes {', '.join(map(show, keys))}, which the environment shows; that "
-            "cannot be collected from vectorised environments: write it under another name, or "
-            "vectorise single environments with num_envs="
+            f"the policy changes {', '.join(map(format_key, keys))}, which the environment shows; "
+            "that cannot be collected from vectorised environments: write it under another name, "
+            "or vectorise single environments with num_envs="
         )

@@ -23,11 +23,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import GleanError
+from gleanrl.core.errors import GleanError, error_text
 from gleanrl.rollout.channel import Channel
 from gleanrl.rollout.inbox import Inbox
 from gleanrl.rollout.sealed import ForgedFrameError
-from gleanrl.rollout.serve import frame_of, said, unreadable
+from gleanrl.rollout.serve import frame_of, unreadable
 from gleanrl.rollout.wire import CommandReader, head_of
 
 BEAT, STOP, KEY, WEIGHTS, LEAVE = b"H", b"S", b"K", b"W", b"L"
@@ -147,9 +147,8 @@ class Link:
                     str(err) if isinstance(err, ForgedFrameError) else "the learner is gone"
                 )
         except BaseException as err:  # even SystemExit: it would end this thread and nothing else
-            problem = (
-                f"failed while it read from its connection ({type(err).__name__}: {said(err)})"
-            )
+            cause = f"{type(err).__name__}: {error_text(err)}"
+            problem = f"failed while it read from its connection ({cause})"
             self._tell_problem(problem)
             self._abort(problem, traceback.format_exc())
 

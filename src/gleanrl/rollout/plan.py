@@ -19,9 +19,9 @@ from gleanrl.core.keys import (
     TRAJ_IDS,
     TRUNCATED,
     Key,
+    format_key,
     is_private,
     next_key,
-    show,
 )
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout
 from gleanrl.core.options import RolloutOptions
@@ -214,7 +214,7 @@ class RolloutPlan:
                 env, step = (int(index) for index in bad.nonzero()[0][:2])
                 raise EnvError(
                     f"environment {env} returned {values[env, step].flatten()[:4].tolist()} as "
-                    f"{show(field.key)} at step {step} of the rollout (check_finite=True)"
+                    f"{format_key(field.key)} at step {step} of the rollout (check_finite=True)"
                 )
 
 
@@ -248,7 +248,7 @@ def check_options(
     if options.set_truncated and not any(group.truncated for group in groups):
         raise EnvError(
             "set_truncated=True needs a 'truncated' key, but the environment has only "
-            f"{[show(key) for group in groups for key in group.keys()]}; add one with "
+            f"{[format_key(key) for group in groups for key in group.keys()]}; add one with "
             "env.add_truncated_keys()"
         )
 

@@ -16,7 +16,7 @@ import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import GleanError, WorkerError
+from gleanrl.core.errors import GleanError, WorkerError, error_text
 from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.window import RolloutWindow
@@ -88,15 +88,7 @@ class RemoteError:
             text = f"(the traceback cannot be shown: {type(err).__name__})"
         if isinstance(error, WorkerError) and error.headline:
             return cls(pickled, type(error).__qualname__, error.headline, text, passed_on=True)
-        return cls(pickled, type(error).__qualname__, said(error), text)
-
-
-def said(error: BaseException) -> str:
-    """Return the message of ``error``, also if its ``__str__`` raises."""
-    try:
-        return str(error)
-    except Exception as err:
-        return f"(its message cannot be shown: {type(err).__name__} in __str__)"
+        return cls(pickled, type(error).__qualname__, error_text(error), text)
 
 
 def main(connection_fd: int, arena_fd: int, control_fd: int) -> None:
@@ -189,7 +181,7 @@ def unsendable(err: Exception) -> GleanError:
     """Return the error for an answer that could not be pickled."""
     return GleanError(
         f"the answer cannot be sent to the learner's process ({type(err).__name__}: "
-        f"{said(err)}); ask for an attribute that can be pickled"
+        f"{error_text(err)}); ask for an attribute that can be pickled"
     )
 
 
@@ -197,7 +189,7 @@ def unreadable(err: Exception) -> GleanError:
     """Return the error for a command that could not be unpickled."""
     found = GleanError(
         f"what was sent cannot be loaded in the worker's process ({type(err).__name__}: "
-        f"{said(err)}); send what can be unpickled there"
+        f"{error_text(err)}); send what can be unpickled there"
     )
     found.__cause__ = err
     return found

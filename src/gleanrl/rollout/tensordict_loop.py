@@ -27,9 +27,9 @@ from gleanrl.core.keys import (
     TRAJ_IDS,
     Key,
     as_key,
+    format_key,
     is_private,
     next_key,
-    show,
 )
 from gleanrl.core.layout import DoneGroup, Layout
 from gleanrl.core.messages import Payload, Report
@@ -344,7 +344,7 @@ class TensorDictRollout(Served):
             own = key[1:] if key[0] == NEXT else key
             if own in self._finite and value.is_floating_point() and not value.isfinite().all():
                 raise EnvError(
-                    f"{show(key)} holds NaN or infinity at step {t} of the rollout "
+                    f"{format_key(key)} holds NaN or infinity at step {t} of the rollout "
                     "(check_finite=True)"
                 )
 

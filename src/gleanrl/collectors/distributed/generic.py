@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 from gleanrl.collectors import per_worker
 from gleanrl.collectors.arguments import (
@@ -53,7 +53,7 @@ class DistributedCollector(WorkersCollector):
         [(2, 32), (2, 32)]
     """
 
-    arguments = DistributedArguments
+    arguments: ClassVar[Any] = DistributedArguments
     _can_replace = True
     """Whether nodes can be let in later on."""
 
@@ -75,7 +75,7 @@ class DistributedCollector(WorkersCollector):
             WorkerDied: a node ended while starting.
             CollectorTimeout: nodes did not come up in time.
         """
-        own = read(DistributedArguments, type(self).__name__, given)
+        own: DistributedArguments = read(self.arguments, type(self).__name__, given)
         interval = own["max_weight_update_interval"]
         if own["update_interval"] is not None:
             if interval not in (None, -1):

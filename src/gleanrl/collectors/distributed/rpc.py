@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from gleanrl.collectors import per_worker
-from gleanrl.collectors.arguments import RPCArguments, shows
+from gleanrl.collectors.arguments import DistributedArguments, RPCArguments, shows
 from gleanrl.collectors.compat import RPCWeightUpdater
 from gleanrl.collectors.distributed.generic import DistributedCollector
 from gleanrl.core.errors import ConfigError
@@ -61,9 +61,9 @@ class RPCCollector(DistributedCollector):
             ConfigError: torch.distributed.rpc is initialised in this process already; or see
                 `DistributedCollector`.
         """
-        self._tensorpipe = _read_options(given.pop("tensorpipe_options", None))
-        self._visible = given.pop("visible_devices", None)
-        super().__init__(create_env_fn, policy, **given)
+        self._tensorpipe = _read_options(given.get("tensorpipe_options"))
+        self._visible = given.get("visible_devices")
+        super().__init__(create_env_fn, policy, **cast("DistributedArguments", given))
 
     def _make_backend(
         self, windows: Any, launcher: Any, replaces: bool, **options: Any

@@ -24,6 +24,7 @@ from gleanrl.core.errors import (
     GleanError,
     WorkerDied,
     WorkerError,
+    error_text,
 )
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.engine.backends.pickling import pickled
@@ -32,7 +33,7 @@ from gleanrl.engine.interrupts import interruptible
 from gleanrl.memory.available import check_memory
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.rollout.channel import Channel
-from gleanrl.rollout.serve import Bootstrap, RemoteError, Surroundings, said
+from gleanrl.rollout.serve import Bootstrap, RemoteError, Surroundings
 from gleanrl.rollout.wire import CommandWriter, head_of, read_reply
 from gleanrl.weights.board import Board, plan_board
 
@@ -281,7 +282,8 @@ def reply_in(frame: bytes) -> m.Reply:
     except Exception as err:  # whatever the user's objects do when unpickled
         error = GleanError(
             f"the answer of worker {worker} cannot be loaded here ({type(err).__name__}: "
-            f"{said(err)}); ask for an attribute that can be unpickled in the learner's process"
+            f"{error_text(err)}); ask for an attribute that can be unpickled in the learner's "
+            "process"
         )
         error.__cause__ = err
         return m.Failed(worker, ticket, error)

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import cloudpickle
 
 from gleanrl.core.errors import ConfigError, WorkerDied
-from gleanrl.core.options import whole
+from gleanrl.core.options import check_int
 from gleanrl.engine.launchers.address import LOOPBACK, outward
 from gleanrl.engine.launchers.jobs import DEFAULT_SLURM_CONF, Jobs
 from gleanrl.engine.launchers.meeting import Keeper, Meeting
@@ -125,7 +125,7 @@ class submitit_delayed_launcher:  # the name that users know
             raise ConfigError(f"framework ({framework!r}) must be one of {_FRAMEWORKS}")
         if backend not in KINDS:
             raise ConfigError(f"backend ({backend!r}) must be one of {KINDS}")
-        self._count = whole("num_jobs", num_jobs, least=1)
+        self._count = check_int("num_jobs", num_jobs, least=1)
         self._port = str(tcpport)
         self._main = {"name": "gleanrl-main", **(submitit_main_conf or {})}
         self._nodes = dict(submitit_collection_conf or {})

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import NestedKey, as_key, next_key, show
+from gleanrl.core.keys import NestedKey, as_key, format_key, next_key
 from gleanrl.memory.replay.ledger import STEP, Ledger, Words
 from gleanrl.memory.replay.reservation import Reservation
 from gleanrl.memory.replay.rows import RowLayout, Rows
@@ -62,15 +62,16 @@ def choose(layout: RowLayout, compact: bool | Sequence[NestedKey]) -> RowLayout:
         for key in once:
             if key not in twins:
                 raise ConfigError(
-                    f"compact names {show(key)}, but the data have no {show(next_key(key))} of the "
-                    f"same shape and dtype; they have {[show(k) for k in fields]}"
+                    f"compact names {format_key(key)}, but the data have no "
+                    f"{format_key(next_key(key))} of the same shape and dtype; they have "
+                    f"{[format_key(k) for k in fields]}"
                 )
     if not once:
         raise ConfigError(
             "a compact storage needs observations together with their successors under 'next', of "
-            f"more than {_LINK_BYTES} bytes; the data have {[show(k) for k in fields]}. Collect "
-            "with compact_obs=False (the storage keeps each observation once by itself), or store "
-            "with compact=False"
+            f"more than {_LINK_BYTES} bytes; the data have {[format_key(k) for k in fields]}. "
+            "Collect with compact_obs=False (the storage keeps each observation once by itself), "
+            "or store with compact=False"
         )
     return _agreed(layout, tuple(once))
 
@@ -78,8 +79,8 @@ def choose(layout: RowLayout, compact: bool | Sequence[NestedKey]) -> RowLayout:
 def _agreed(layout: RowLayout, once: tuple[Any, ...]) -> RowLayout:
     if layout.once and layout.once != once:
         raise ConfigError(
-            f"rows that keep {[show(k) for k in layout.once]} once do not fit into a storage with "
-            f"{[show(k) for k in once] or 'compact=False'}"
+            f"rows that keep {[format_key(k) for k in layout.once]} once do not fit into a storage "
+            f"with {[format_key(k) for k in once] or 'compact=False'}"
         )
     return replace(layout, once=once)
 

@@ -12,8 +12,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import Key, next_key, show
+from gleanrl.core.keys import Key, format_key, next_key
 from gleanrl.core.layout import Field, Group
+from gleanrl.memory.tensor_files import dtype_name, dtype_named
 from gleanrl.memory.trees import groups_of
 
 Flat: TypeAlias = dict[Key, torch.Tensor]
@@ -96,7 +97,7 @@ class RowLayout:
 
     def to_json(self) -> bytes:
         """Describe the layout."""
-        fields = [[list(f.key), list(f.shape), str(f.dtype)[6:]] for f in self.fields]
+        fields = [[list(f.key), list(f.shape), dtype_name(f.dtype)] for f in self.fields]
         found = {"fields": fields, "element": list(self.element), "envs": self.envs}
         if self.once:
             found["once"] = [list(key) for key in self.once]
@@ -113,10 +114,7 @@ class RowLayout:
         """
         try:
             found = json.loads(text)
-            fields = tuple(
-                Field(tuple(key), tuple(int(size) for size in shape), dtype_named(dtype))
-                for key, shape, dtype in found["fields"]
-            )
+            fields = tuple(_field(*entry) for entry in found["fields"])
             once = tuple(tuple(key) for key in found.get("once", ()))
             groups = tuple(
                 Group(tuple(key), tuple(int(size) for size in shape), tuple(names))
@@ -128,16 +126,11 @@ class RowLayout:
             raise ConfigError(f"no layout of a replay buffer: {text[:80]!r} ({err})") from err
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """Return ``torch.float32`` for ``"float32"``.
-
-    Raises:
-        ConfigError: torch has no such dtype.
-    """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"torch has no dtype {name!r}")
-    return found
+def _field(key: Any, shape: Any, dtype: Any) -> Field:
+    known = dtype_named(dtype)
+    if known is None:
+        raise ConfigError(f"torch has no dtype {dtype!r}")
+    return Field(tuple(key), tuple(int(size) for size in shape), known)
 
 
 def flatten(data: Any) -> Flat:
@@ -166,7 +159,7 @@ def _leaves(data: Any, prefix: Key) -> Iterator[tuple[Key, torch.Tensor]]:
 
 
 def _where(key: Key) -> str:
-    return show(key) if key else "the data"
+    return format_key(key) if key else "the data"
 
 
 def batch_shape(data: Any, ndim: int) -> tuple[int, ...]:

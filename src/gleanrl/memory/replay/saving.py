@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
-import stat
-from collections.abc import Mapping
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +18,14 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import next_key
-from gleanrl.memory import durable
-from gleanrl.memory.replay.dumps import FOLDER, META, named, new_folder, publish
+from gleanrl.core.keys import Key, next_key
+from gleanrl.memory import tensor_files
 from gleanrl.memory.replay.ledger import check_ring
 from gleanrl.memory.replay.once import follow
-from gleanrl.memory.replay.rows import RowLayout, dtype_named
+from gleanrl.memory.replay.rows import RowLayout
 from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage
 from gleanrl.memory.replay.writers import RoundRobinWriter
+from gleanrl.memory.tensor_files import TensorFile
 
 _FORMAT = "gleanrl replay buffer"
 _VERSION = 1
@@ -202,10 +207,19 @@ def _by_age(stamps: torch.Tensor) -> Any:
     return order[numbers[order] > 0]
 
 
-def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any]) -> None:
-    """Write a buffer to the directory ``path``.
+META = "meta.json"
+FOLDER = re.compile(r"data-[0-9a-f]{32}")
+_LOCK_TIMEOUT_S = 10.0
+_POLL_INTERVAL_S = 0.01
 
-    What an earlier call left there stays valid until this one is complete and on the disk.
+
+def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any]) -> None:
+    """Write a buffer to the directory ``path``, which several processes may do at once.
+
+    A dump is a folder of files, and a description that names the folder. The writer of a folder
+    holds a lock of the kernel on it, which ends with the process; a folder that nobody holds and
+    that the description does not name was left by a dead process. What an earlier call wrote stays
+    valid until this one is complete and on the disk.
 
     Raises:
         ConfigError: the storage is a list of objects.
@@ -215,27 +229,123 @@ def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any
         raise ConfigError("ListStorage holds any object, and files hold tensors: use state_dict()")
     root = Path(path)
     root.mkdir(parents=True, exist_ok=True)
-    with new_folder(root) as folder:
-        publish(folder, _write_tensors(folder, storage, sampler))
+    with _new_folder(root) as folder:
+        _publish(folder, _write_tensors(folder, storage, sampler))
 
 
 def _write_tensors(folder: Path, storage: Storage, sampler: dict[str, Any]) -> str:
     """Write all tensors; return the description."""
     state = storage_state(storage, copied=False)
-    meta: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "folder": folder.name}
-    files: list[dict[str, Any]] = []
+    files: list[TensorFile] = []
+
+    def save(key: Key, tensor: torch.Tensor) -> None:
+        files.append(tensor_files.save(folder, key, tensor, f"{len(files)}.bin"))
+
     for tensor in state.pop("tensors", ()):
-        files.append(_save(folder, len(files), tensor))
-    meta["tensors"] = len(files)
+        save(("tensors", str(len(files))), tensor)
+    number = len(files)
     if "stamps" in state:
         keep_unchanged(storage, state)
-        files.append(_save(folder, len(files), state.pop("stamps")))
+        save(("stamps",), state.pop("stamps"))
     tensors = {name: value for name, value in sampler.items() if isinstance(value, torch.Tensor)}
-    for value in tensors.values():
-        files.append(_save(folder, len(files), value))
-    meta["sampler"] = {k: v for k, v in sampler.items() if k not in tensors}
-    meta |= {"storage": state, "sampler_tensors": list(tensors), "files": files}
+    for name, value in tensors.items():
+        save(("sampler", name), value)
+    meta = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "folder": folder.name,
+        "tensors": number,
+        "sampler": {name: value for name, value in sampler.items() if name not in tensors},
+        "storage": state,
+        "sampler_tensors": list(tensors),
+        "files": [file.to_json() for file in files],
+    }
     return json.dumps(meta, indent=1)
+
+
+@contextlib.contextmanager
+def _new_folder(root: Path) -> Iterator[Path]:
+    """Make a folder for a dump; it is removed again if the dump fails."""
+    folder = root / f"data-{uuid.uuid4().hex}"
+    with contextlib.ExitStack() as held:
+        with _locked(root, _LOCK_TIMEOUT_S):  # nobody tidies up between making and locking
+            folder.mkdir()
+            held.enter_context(_locked(folder, 0.0))
+        try:
+            yield folder
+        except BaseException:
+            if _current_folder(root) != folder.name:
+                _remove(folder)
+            raise
+
+
+def _current_folder(root: Path) -> str | None:
+    """Return which folder the description names, ``None`` if there is no such description."""
+    try:
+        found = json.loads((root / META).read_text())["folder"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) and FOLDER.fullmatch(found) else None
+
+
+def _publish(folder: Path, text: str) -> None:
+    """Make ``text`` the description, which names ``folder``; remove abandoned folders.
+
+    Raises:
+        OSError: the disk is full; the description is the old one.
+    """
+    root = folder.parent
+    tensor_files.sync_directory(folder)
+    fresh = root / f"{META}.{folder.name}"
+    tensor_files.write_new(fresh, text.encode())
+    with _locked(root, _LOCK_TIMEOUT_S) as alone:
+        before = _current_folder(root)
+        tensor_files.publish(fresh, root / META)
+        if before is not None and before != folder.name:
+            _remove(root / before)
+        for other in [path for path in root.iterdir() if FOLDER.fullmatch(path.name)]:
+            if alone and other.name != folder.name:
+                with contextlib.suppress(OSError), _locked(other, 0.0) as abandoned:
+                    if abandoned:
+                        _remove(other)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder.parent / f"{META}.{folder.name}").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, timeout: float) -> Iterator[bool]:
+    """Lock a directory; yield whether that succeeded within ``timeout`` seconds.
+
+    Without the lock (on a file system that has none, or if its holder was stopped) dumps are as
+    safe, but what dead processes left stays.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline, locked = time.monotonic() + timeout, _try_lock(fd)
+        while locked is None and time.monotonic() < deadline:
+            time.sleep(_POLL_INTERVAL_S)
+            locked = _try_lock(fd)
+        try:
+            yield bool(locked)
+        finally:
+            if locked:  # a forked child has the descriptor as well: closing it is not enough
+                fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int) -> bool | None:
+    """Return ``None`` if somebody else has the lock, False where there are no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return False
+    return True
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -248,23 +358,27 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     root = Path(path)
     while True:
-        folder = named(root)
+        folder = _current_folder(root)
         try:
             return _read(root)
         except ConfigError:
-            if named(root) == folder:  # otherwise another dump replaced this one while it was read
+            if _current_folder(root) == folder:  # else another dump replaced this one meanwhile
                 raise
 
 
 def _read(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
-        meta = json.loads(_regular(root / META).read_text())
+        meta = tensor_files.read_description(root / META)
         if meta["format"] != _FORMAT or meta["version"] != _VERSION:
             raise ConfigError(f"{root} holds {meta['format']!r}, version {meta['version']!r}")
         if not FOLDER.fullmatch(meta["folder"]) or (root / meta["folder"]).is_symlink():
             raise ConfigError(f"{root} names {meta['folder']!r} as its data")
-        folder = root / meta["folder"]
-        found = [_load(folder, number, entry) for number, entry in enumerate(meta["files"])]
+        found = []
+        for number, entry in enumerate(meta["files"]):
+            # Entries of older dumps have neither key nor file.
+            named = {"key": ["files", str(number)], "file": f"{number}.bin", **entry}
+            file = TensorFile.from_json(named, root / META)
+            found.append(file.load(file.locate(root / meta["folder"])))
         storage, sampler = dict(meta["storage"]), dict(meta["sampler"])
         number = int(meta["tensors"])
         if storage.get("layout") is not None:
@@ -276,33 +390,3 @@ def _read(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise
         raise ConfigError(f"{root} holds no replay buffer that dumps() wrote: {err}") from err
     return storage, sampler
-
-
-def _save(folder: Path, number: int, tensor: torch.Tensor) -> dict[str, Any]:
-    data = tensor.detach().cpu().contiguous()
-    durable.write_new(_file(folder, number), data.reshape(-1).view(torch.uint8).numpy())
-    return {"shape": list(data.shape), "dtype": str(data.dtype)[6:]}
-
-
-def _load(folder: Path, number: int, entry: dict[str, Any]) -> torch.Tensor:
-    path = _regular(_file(folder, number))
-    shape, dtype = [int(size) for size in entry["shape"]], dtype_named(entry["dtype"])
-    nbytes = dtype.itemsize
-    for size in shape:
-        nbytes *= size
-    if min(shape, default=0) < 0 or path.stat().st_size != nbytes:
-        raise ConfigError(f"{path} has {path.stat().st_size} bytes, {shape} {dtype} takes {nbytes}")
-    if not nbytes:
-        return torch.empty(shape, dtype=dtype)
-    data = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
-    return data.view(dtype).view(shape)
-
-
-def _file(folder: Path, number: int) -> Path:
-    return folder / f"{number}.bin"
-
-
-def _regular(path: Path) -> Path:
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise ConfigError(f"{path} is not a regular file")
-    return path

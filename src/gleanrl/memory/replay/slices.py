@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
-from gleanrl.core.keys import TRAJ_IDS, Key, NestedKey, as_key, show
+from gleanrl.core.keys import TRAJ_IDS, Key, NestedKey, as_key, format_key
 from gleanrl.memory.replay.runs import Bools, Places, RunFinder, Runs, steps_of
 from gleanrl.memory.replay.samplers import Draw, Sampler
 from gleanrl.memory.replay.storages import Storage
@@ -190,10 +190,12 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 def _column(storage: Storage, key: Key) -> Any:
     found = storage.field(key)
     if found is None:
-        raise ConfigError(f"no {show(key)} is stored: slices need traj_key, or end_key")
+        raise ConfigError(f"no {format_key(key)} is stored: slices need traj_key, or end_key")
     column = found.cpu().reshape(storage.ledger.slots, storage.envs, -1)
     if column.shape[2] != 1:
-        raise ConfigError(f"{show(key)} has {column.shape[2]} elements per frame, slices need one")
+        raise ConfigError(
+            f"{format_key(key)} has {column.shape[2]} elements per frame, slices need one"
+        )
     return column[:, :, 0].numpy()
 
 

@@ -15,7 +15,6 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
-from gleanrl.memory import durable
 from gleanrl.memory.available import check_memory
 from gleanrl.memory.fence import fence
 from gleanrl.memory.replay import files
@@ -27,6 +26,7 @@ from gleanrl.memory.replay.once import Successors, choose
 from gleanrl.memory.replay.reservation import Reservation
 from gleanrl.memory.replay.rows import RowLayout, Rows, batch_shape, describe, flatten
 from gleanrl.memory.shared import SharedMemory
+from gleanrl.memory.tensor_files import take_room
 
 
 class Storage:
@@ -455,7 +455,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         starts = files.starts_of(layout.shapes(slots))
         for number, first, nbytes in layout.extents(slots, spare):
             try:
-                durable.take_room(self._memory.fd, starts[number] + first, nbytes)
+                take_room(self._memory.fd, starts[number] + first, nbytes)
             except OSError as err:
                 raise OSError(
                     err.errno,

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import NestedKey, as_key, show
+from gleanrl.core.keys import NestedKey, as_key, format_key
 from gleanrl.memory.replay.buffer import ReplayBuffer, made_storage
 from gleanrl.memory.replay.prioritized import PrioritizedSampler
 from gleanrl.memory.replay.storages import Storage
@@ -40,7 +40,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """Give the rows of a sample the priorities it holds under ``priority_key``."""
         priority = data.get(self._priority_key, None)
         if priority is None:
-            raise ConfigError(f"no {show(self._priority_key)} in the data: set it, or priority_key")
+            raise ConfigError(
+                f"no {format_key(self._priority_key)} in the data: set it, or priority_key"
+            )
         self.update_priority(data.get("index"), priority.reshape(data.shape[0], -1))
 
     def _take_priorities(self, data: Any, places: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import NestedKey, as_key, show
+from gleanrl.core.keys import NestedKey, as_key, format_key
 from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 
 
@@ -100,7 +100,9 @@ class TensorDictMaxValueWriter(Writer):
         assert rows is not None
         keys = [field.key for field in rows.layout.fields]
         if self.rank_key not in keys:
-            raise ConfigError(f"rank_key {show(self.rank_key)} is no entry of the data: {keys}")
+            raise ConfigError(
+                f"rank_key {format_key(self.rank_key)} is no entry of the data: {keys}"
+            )
         rank = keys.index(self.rank_key)
         with storage.ledger.section():
             return self._store(storage, values, count, rank)

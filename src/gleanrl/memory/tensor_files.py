@@ -1,0 +1,282 @@
+"""Tensors on disk: raw files, and a JSON description that lists them. Nothing is unpickled.
+
+A description has one entry per tensor: ``{"key": ["next", "reward"], "shape": [1], "dtype":
+"float32", "file": "next/reward.memmap"}``. Nothing in it is trusted: files lie within the
+directory and have the size that shape and dtype say.
+
+Files and descriptions are written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+
+from gleanrl.core.errors import GleanError
+from gleanrl.core.keys import Key, format_key
+
+_BYTES_PER_WRITE = 1 << 26
+"""A write can be interrupted between two calls."""
+_MAX_DESCRIPTION_BYTES = 16 * 2**20
+_MAX_DIMS = 32
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+
+class TensorFileError(GleanError, ValueError):
+    """Files are damaged, or are not what their description says."""
+
+
+def dtype_named(name: Any) -> torch.dtype | None:
+    """Return ``torch.float32`` for ``"float32"``, and ``None`` for what names no dtype."""
+    return _DTYPES.get(name) if isinstance(name, str) else None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """An entry of a description: one tensor in a raw file.
+
+    The file of an entry that describes one row holds ``[rows, *shape]``; methods take ``rows``.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: str
+    """Path within the directory, parts separated by ``/``."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one tensor of this shape (of one row, if there are rows)."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as a description holds it."""
+        return {
+            "key": list(self.key),
+            "shape": list(self.shape),
+            "dtype": dtype_name(self.dtype),
+            "file": self.file,
+        }
+
+    @classmethod
+    def from_json(cls, entry: Any, source: Path) -> TensorFile:
+        """Check and read an entry of the description ``source``.
+
+        Raises:
+            TensorFileError: it is no such entry, or names a file outside the directory.
+        """
+        if not isinstance(entry, dict):
+            raise TensorFileError(f"{source}: an entry of 'keys' is not an object")
+        key, shape, file = (entry.get(name) for name in ("key", "shape", "file"))
+        if not isinstance(key, list) or not key or not all(isinstance(part, str) for part in key):
+            raise TensorFileError(f"{source}: a key ({key!r:.50}) must be a list of strings")
+        if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(map(is_count, shape)):
+            raise TensorFileError(
+                f"{source}: the shape of {key} ({shape!r:.50}) must list whole numbers"
+            )
+        dtype = dtype_named(entry.get("dtype"))
+        if dtype is None:
+            raise TensorFileError(
+                f"{source}: the dtype of {key} ({entry.get('dtype')!r:.50}) is not known"
+            )
+        if not isinstance(file, str) or not _stays_inside(file):
+            raise TensorFileError(
+                f"{source}: the file of {key} ({file!r:.100}) must be within the dataset"
+            )
+        return cls(tuple(key), tuple(shape), dtype, file)
+
+    def locate(self, directory: Path, rows: int | None = None) -> Path:
+        """Return the path of the file, after checking that it holds such a tensor.
+
+        Raises:
+            TensorFileError: it is missing, leads out of ``directory`` or has another size.
+        """
+        root = directory.resolve()
+        path = (root / self.file).resolve()
+        if not path.is_relative_to(root):
+            raise TensorFileError(f"{self.file!r} of {directory} leads out of the dataset")
+        if not path.is_file():
+            raise TensorFileError(
+                f"{directory} has no file {self.file!r}, which its description names"
+            )
+        expected, found = self.nbytes * (1 if rows is None else rows), path.stat().st_size
+        if found != expected:
+            what = (
+                f"{list(self.shape)} {dtype_name(self.dtype)}" if rows is None else f"{rows:,} rows"
+            )
+            raise TensorFileError(
+                f"{self.file!r} of {directory} has {found:,} bytes; {what} of "
+                f"{format_key(self.key)} take {expected:,}"
+            )
+        return path
+
+    def load(self, path: Path, rows: int | None = None) -> torch.Tensor:
+        """Map what `locate` found, or its first ``rows``; changes do not reach the file."""
+        shape = self.shape if rows is None else (rows, *self.shape)
+        nbytes = math.prod(shape) * self.dtype.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=self.dtype)
+        data = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
+        return data.view(self.dtype).view(shape)
+
+
+def save(directory: Path, key: Key, tensor: torch.Tensor, file: str) -> TensorFile:
+    """Write ``tensor`` to the new file ``file`` of ``directory``.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    data = tensor.detach().cpu().contiguous()
+    write_new(directory / file, data.reshape(-1).view(torch.uint8).numpy())
+    return TensorFile(key, tuple(data.shape), data.dtype, file)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``path``; nothing in it is checked.
+
+    Raises:
+        TensorFileError: it is no regular file, or not such an object.
+    """
+    try:
+        status = path.lstat()
+        text = path.read_text(encoding="utf-8") if _is_readable(status) else ""
+        found = json.loads(text) if text else None
+    except (ValueError, RecursionError, OSError) as err:
+        raise TensorFileError(f"{path} cannot be read as JSON: {err}") from err
+    if not isinstance(found, dict):
+        raise TensorFileError(
+            f"{path} cannot be read as JSON: it must be a regular file of at most 16 MiB with "
+            "an object in it"
+        )
+    return found
+
+
+def _is_readable(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_DESCRIPTION_BYTES
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Tell whether a number of a description is a whole number, 0 or more, that fits 63 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _stays_inside(file: str) -> bool:
+    parts = file.split("/")
+    tame = file.isprintable() and not set(file) & set("\\:")
+    return tame and all(part not in ("", ".", "..") for part in parts)
+
+
+def write_new(path: Path, data: Any) -> None:
+    """Write a new file and flush it to the disk; a write that fails leaves no file.
+
+    Args:
+        path: Of a file that does not exist.
+        data: Bytes, or anything contiguous with the buffer protocol.
+
+    Raises:
+        OSError: the disk is full, or anything else goes wrong; says which file.
+    """
+    view = memoryview(data)
+    view = view.cast("B") if view.nbytes else memoryview(b"")
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with _naming(path):
+            _write_all(fd, view)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        done += os.write(fd, view[done : done + _BYTES_PER_WRITE])
+    os.fsync(fd)
+    found = os.fstat(fd).st_size
+    if found != len(view):
+        raise OSError(errno.EIO, f"{found:,} of {len(view):,} bytes written")
+
+
+def prepare(path: Path, text: str) -> Path:
+    """Write what `publish` will put in place of ``path``; return the draft.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    write_new(draft, text.encode())
+    return draft
+
+
+def publish(draft: Path, path: Path) -> None:
+    """Put ``draft`` in place of ``path``: readers see the old file or the new one, whole."""
+    with _naming(path):
+        os.replace(draft, path)
+    sync_directory(path.parent)
+
+
+def replace(path: Path, text: str) -> None:
+    """Replace a file at once; the old one stays if that fails.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    draft = prepare(path, text)
+    try:
+        publish(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def sync_directory(path: Path) -> None:
+    """Flush the names in a directory to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def take_room(fd: int, start: int, nbytes: int) -> None:
+    """Take blocks of the disk for a part of a file, which grows to hold it.
+
+    Without them, writing to a mapping of the file ends the process (``SIGBUS``) when the disk is
+    full.
+
+    Raises:
+        OSError: the disk, a quota or a limit does not allow that much.
+    """
+    if nbytes > 0:
+        os.posix_fallocate(fd, start, nbytes)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as err:
+        err.filename = err.filename or os.fspath(path)
+        raise
