@@ -522,7 +522,7 @@ def read(kind: type[Kind], owner: str, given: Mapping[str, Any]) -> Kind:
     Raises:
         TypeError: a name that it does not take, or a missing argument.
     """
-    known = definitions(kind)
+    known = definitions(cast("Any", kind))
     for name in given:
         if name not in known:
             raise TypeError(f"{owner} takes no {name}=" + _instead(name, known))
