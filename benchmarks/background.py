@@ -25,7 +25,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from gleanrl import LazyTensorStorage, MultiAsyncCollector, ReplayBuffer
-from gleanrl.engine.backends.process import ProcessBackend
+from gleanrl.transport.process import ProcessBackend
 
 ENVS, STEPS, ROWS, SAMPLE = 16, 64, 1_000_000, 256
 WARM = 0.3

@@ -57,10 +57,10 @@ class OurObjects:
         import functools
 
         from gleanrl.core.options import FrameBudget
-        from gleanrl.engine.backends.ray import RayBackend
         from gleanrl.engine.batches import BatchOptions, gather_all, gather_first
         from gleanrl.engine.budget import Budget
         from gleanrl.engine.engine import Engine
+        from gleanrl.transport.ray import RayBackend
 
         actors = 1 if kind == "sync" else ACTORS
         options = [{"num_cpus": 0}] * actors

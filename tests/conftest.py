@@ -1,7 +1,30 @@
 """What holds for every test."""
 
+import os
 import signal
+from collections import Counter
+
+import pytest
 
 # Processes started with SIGINT ignored (`nohup ... &`) hand that on: tests of Ctrl-C need it back.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests that run side by side, and their workers, have a core each at most.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+_skipped: Counter[str] = Counter()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report):
+    """Note why tests are skipped; where tests run side by side, the process that reports does."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _skipped[report.longrepr[-1].removeprefix("Skipped: ")] += 1
+
+
+def pytest_unconfigure(config):
+    """Print, last of all, how many tests were skipped, and why."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and reporter.stats:
+        reasons = "; ".join(f"{count} where {why}" for why, count in _skipped.most_common())
+        reporter.write_line(f"{_skipped.total()} skipped{': ' if reasons else ''}{reasons}")

@@ -7,12 +7,12 @@ import pytest
 from gleanrl import ClosedError
 from gleanrl.core import messages as m
 from gleanrl.core.options import FrameBudget
-from gleanrl.engine.backends.inline import InlineBackend
-from gleanrl.engine.backends.process import ProcessBackend
 from gleanrl.engine.batches import BatchOptions, gather_all
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.testing import KeepingLearner, ScriptedBackend, StampedSource, check_stamps
+from gleanrl.transport.inline import InlineBackend
+from gleanrl.transport.process import ProcessBackend
 
 BACKENDS = {
     "inline": InlineBackend,

@@ -4,7 +4,7 @@ import pytest
 import rig
 from node_rig import nodes
 
-from gleanrl.engine.backends.process import zygote
+from gleanrl.transport.process import zygote
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,11 @@ from gleanrl import (
     RPCCollector,
     WorkerDied,
 )
-from gleanrl.engine.backends.joining import Joining
-from gleanrl.engine.backends.network import NetworkBackend
-from gleanrl.engine.launchers.local import LocalLauncher
-from gleanrl.engine.launchers.manual import ManualLauncher
-from gleanrl.rollout.handshake import Invitation, join
+from gleanrl.transport.handshake import Invitation, join
+from gleanrl.transport.joining import NodeAdmitter
+from gleanrl.transport.launchers.external import ManualLauncher
+from gleanrl.transport.launchers.local import LocalLauncher
+from gleanrl.transport.network import NetworkBackend
 
 pytestmark = pytest.mark.usefixtures("tidy_nodes")
 
@@ -279,7 +279,7 @@ def ctrl_c_after(function):
 
 
 @pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
-@pytest.mark.parametrize("where", [NetworkBackend._drop, Joining.pop], ids=["drop", "pop"])
+@pytest.mark.parametrize("where", [NetworkBackend._drop, NodeAdmitter.pop], ids=["drop", "pop"])
 def test_ctrl_c_between_two_halves_of_a_change_loses_no_node(where):
     with relaunching(rig.counting(0), rig.counting(1)) as collector:
         collector.next()

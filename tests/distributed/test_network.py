@@ -12,9 +12,9 @@ import pytest
 import rig
 
 from gleanrl import CollectorTimeout, DistributedCollector, RPCCollector, WorkerDied
-from gleanrl.engine.backends.zygote import NODE, Zygote
-from gleanrl.rollout.node import Going
-from gleanrl.rollout.serve import Surroundings
+from gleanrl.transport.node import NodeSpec
+from gleanrl.transport.worker import Surroundings
+from gleanrl.transport.zygote import NODE, Zygote
 
 pytestmark = pytest.mark.filterwarnings("ignore:RPCCollector. torch.distributed.rpc unpickles")
 # Of this process's own: hosts that a killed run left behind would answer in place of ours.
@@ -73,7 +73,7 @@ class Elsewhere:
     def launch(self, invitations):
         for invitation in invitations:
             with open(os.memfd_create("invitation"), "w+b") as told:
-                told.write(pickle.dumps(Going(invitation, Surroundings.here())))
+                told.write(pickle.dumps(NodeSpec(invitation, Surroundings.here())))
                 told.seek(0)
                 self.nodes.append(self.zygote.fork([told.fileno()], 60.0, NODE))
 

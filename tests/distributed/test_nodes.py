@@ -317,7 +317,7 @@ def test_a_port_that_is_taken(monkeypatch):
 
 
 def test_strangers_are_refused_and_delay_nobody(monkeypatch):
-    from gleanrl.engine.backends import admission
+    from gleanrl.transport import joining as admission
 
     met = []
     wait = admission.Admission.wait

@@ -10,7 +10,7 @@ import rig
 from node_rig import nodes
 
 from gleanrl import WorkerDied
-from gleanrl.engine.launchers.local import LocalLauncher
+from gleanrl.transport.launchers.local import LocalLauncher
 
 pytestmark = pytest.mark.usefixtures("tidy_nodes")
 

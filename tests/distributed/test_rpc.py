@@ -25,8 +25,8 @@ from gleanrl import (
     WorkerDied,
     WorkerError,
 )
-from gleanrl.engine.backends.process import zygote
-from gleanrl.engine.launchers.address import outward
+from gleanrl.transport.launchers.local import outward
+from gleanrl.transport.process import zygote
 from gleanrl.weight_update import RPCWeightSyncScheme, WeightSyncScheme
 
 
@@ -507,7 +507,7 @@ BEYOND = """
     sys.path.insert(0, {rig!r})
     import rig
     from gleanrl import RPCCollector
-    from gleanrl.engine.launchers.address import outward
+    from gleanrl.transport.launchers.local import outward
 
     for _ in range(2):
         with RPCCollector(

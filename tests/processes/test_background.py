@@ -38,7 +38,7 @@ from gleanrl import (
     WorkerDied,
     WorkerError,
 )
-from gleanrl.engine.backends.process import zygote
+from gleanrl.transport.process import zygote
 
 KINDS = {"inline": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
 MULTI = ["sync", "async"]

@@ -29,7 +29,7 @@ from gleanrl import (
     WorkerError,
 )
 from gleanrl.engine import dispatch
-from gleanrl.engine.backends.process import zygote
+from gleanrl.transport.process import zygote
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 

@@ -37,7 +37,7 @@ from gleanrl import (
     WorkerDied,
     WorkerError,
 )
-from gleanrl.envs.tensordict_layout import is_tensordict_env
+from gleanrl.envs.tensordict import is_tensordict_env
 from gleanrl.testing import KeepingLearner
 
 # Workers that need not import this file (and TorchRL with it) start in milliseconds.
@@ -380,7 +380,9 @@ def test_nothing_is_left_behind():
         del env
         gc.collect()
         for fd in watched:
-            assert select.select([fd], [], [], 5.0)[0], "a worker was left behind"
+            assert select.select([fd], [], [], rig.LIMIT * rig.load())[0], (
+                "a worker was left behind"
+            )
             os.close(fd)
 
     use(lambda env: env.close())
@@ -389,7 +391,7 @@ def test_nothing_is_left_behind():
         use(lambda env: env.close())
         use(lambda env: None)  # collected as garbage
     assert len(os.listdir("/proc/self/fd")) <= before
-    assert rig.shared_files() <= shared
+    rig.await_shared_files(shared)
 
 
 # -- access ----------------------------------------------------------------------------------------
@@ -555,7 +557,9 @@ def test_workers_of_a_collector_have_parallel_envs(create_env_fn):
     finally:
         collector.shutdown()
     for fd in watched:
-        assert select.select([fd], [], [], 5.0)[0], "a worker's worker was left behind"
+        assert select.select([fd], [], [], rig.LIMIT * rig.load())[0], (
+            "a worker's worker was left behind"
+        )
         os.close(fd)
 
 
@@ -575,7 +579,9 @@ def test_workers_of_a_worker_end_with_it():
     with pytest.raises(WorkerDied, match="worker 0 .* killed by signal 9"):
         collector.cascade_execute("policy.end")
     for fd in watched:
-        assert select.select([fd], [], [], 5.0)[0], "a worker's worker outlived it"
+        assert select.select([fd], [], [], rig.LIMIT * rig.load())[0], (
+            "a worker's worker outlived it"
+        )
         os.close(fd)
     collector.shutdown()
 

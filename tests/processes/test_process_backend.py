@@ -17,13 +17,13 @@ from torch import nn
 from gleanrl import ConfigError, WorkerDied, WorkerError
 from gleanrl.core import messages as m
 from gleanrl.core.options import EnvOptions, FrameBudget, PolicyOptions, RolloutOptions
-from gleanrl.engine.backends.inline import InlineBackend
-from gleanrl.engine.backends.process import ProcessBackend
 from gleanrl.engine.batches import BatchOptions, gather_all
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.testing import StampedSource
+from gleanrl.transport.inline import InlineBackend
+from gleanrl.transport.process import ProcessBackend
 
 
 def act(observation):
@@ -150,7 +150,7 @@ def test_what_cannot_be_sent_is_named():
 
 SCRIPT = """
     import os, sys, time
-    from gleanrl.engine.backends.process import ProcessBackend
+    from gleanrl.transport.process import ProcessBackend
     from gleanrl.core.options import FrameBudget
     from gleanrl.engine.batches import BatchOptions, gather_all
     from gleanrl.engine.budget import Budget
@@ -207,4 +207,4 @@ def test_nothing_is_left_behind():
         run()
     gc.collect()
     assert open_files() <= before
-    assert rig.shared_files() <= shared
+    rig.await_shared_files(shared)

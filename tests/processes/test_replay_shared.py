@@ -32,7 +32,7 @@ from gleanrl import (
 SECONDS = float(os.environ.get("GLEANRL_REPLAY_SECONDS", "4"))
 WIDTH = 48
 PROCESSES = mp.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["gleanrl"])
+PROCESSES.set_forkserver_preload(["gleanrl.collectors"])
 
 
 def rows(writer, first, count):

@@ -16,11 +16,11 @@ import rig
 
 from gleanrl import ClosedError, CollectorTimeout, MultiSyncCollector, WorkerDied
 from gleanrl.core import messages as m
-from gleanrl.engine.backends import process
-from gleanrl.engine.backends.process import ProcessBackend
-from gleanrl.engine.backends.zygote import Zygote
 from gleanrl.engine.engine import Engine
 from gleanrl.testing import StampedSource
+from gleanrl.transport import process
+from gleanrl.transport.process import ProcessBackend
+from gleanrl.transport.zygote import Zygote
 
 
 def make(how=lambda: None, workers=1):
@@ -218,7 +218,7 @@ def test_files_in_the_working_directory_do_not_shadow_modules(tmp_path):
         here = os.getcwd()
         sys.path[:] = [entry for entry in sys.path if entry not in ("", here)]
         sys.path.append(pathlib.Path("/"))
-        from gleanrl.engine.backends.process import zygote
+        from gleanrl.transport.process import zygote
         import socket
         ours, theirs = socket.socketpair()
         print(zygote().fork([theirs.fileno()] * 3, 60.0) > 0)

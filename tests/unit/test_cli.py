@@ -743,13 +743,22 @@ def test_help_shows_examples_and_version_is_printed(capsys):
     assert out.startswith("gleanrl 0.")
 
 
-@pytest.mark.slow
-def test_the_package_runs_as_a_module():
+@pytest.mark.parametrize(
+    ("argument", "code"), [("--version", 0), ("--help", 0), ("colect", 2)], ids=str
+)
+def test_nothing_heavy_is_imported_before_a_command_needs_it(argument, code):
     done = subprocess.run(
-        [sys.executable, "-m", "gleanrl", "--version"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("gleanrl ")
+        [sys.executable, "-X", "importtime", "-m", "gleanrl", argument],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert done.returncode == code
+    assert {name for name in imported if name.startswith("gleanrl")} == {
+        "gleanrl", "gleanrl.core", "gleanrl.core.errors", "gleanrl.core.lazy",
+        "gleanrl.cli", "gleanrl.cli.main", "gleanrl.cli.arguments", "gleanrl.cli.codes",
+    }  # fmt: skip
+    assert not imported & {"torch", "tensordict", "gymnasium", "numpy", "rich", "rich.console"}
+    assert "gleanrl" in done.stdout + done.stderr
 
 
 def test_the_command_on_the_card_can_be_typed_again():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from gleanrl import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core import messages as m
 from gleanrl.core.options import FrameBudget
-from gleanrl.engine.backends.inline import InlineBackend
 from gleanrl.engine.batches import BatchOptions, gather_all
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
@@ -23,6 +22,7 @@ from gleanrl.testing import (
     StampedSource,
     check_stamps,
 )
+from gleanrl.transport.inline import InlineBackend
 
 
 def running(make_backend, factories, steps, **options):

@@ -13,7 +13,7 @@ from gleanrl import ConfigError, EnvError
 from gleanrl.collectors import Collector
 from gleanrl.core.options import EnvOptions, FrameBudget, TrajectoryOptions, check_int, limit
 from gleanrl.envs import GymEnv, SerialEnv
-from gleanrl.envs.gymnasium import GymnasiumEnv
+from gleanrl.envs.gymnasium import GymOptions
 from gleanrl.envs.make import make_env
 from gleanrl.envs.vector import make_vector
 
@@ -166,7 +166,7 @@ def test_seeds_that_were_used_are_not_used_again():
 
 
 def cartpoles():
-    return GymnasiumEnv([gym.make("CartPole-v1") for _ in range(2)], (2,))
+    return make_env(EnvOptions(create_env_fn="CartPole-v1", num_envs=2))
 
 
 def cartpole_vector():
@@ -218,7 +218,7 @@ def test_collecting_goes_on_after_a_seed_that_was_refused():
     [
         lambda keys: make_env(EnvOptions(create_env_fn=Plain, info_keys=keys)),
         lambda keys: GymEnv(Plain, info_keys=keys),
-        lambda keys: make_vector(SyncVectorEnv([Plain]), info_keys=keys),
+        lambda keys: make_vector(SyncVectorEnv([Plain]), GymOptions(info_keys=keys)),
     ],
 )
 def test_info_keys_that_cannot_be_are_named(make, keys, message):

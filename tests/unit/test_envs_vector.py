@@ -22,6 +22,7 @@ from pool_rig import (
 
 from gleanrl import ConfigError, EnvError
 from gleanrl.core.keys import next_key
+from gleanrl.envs.gymnasium import GymOptions
 from gleanrl.envs.vector import is_vector_env, make_vector
 from gleanrl.memory.window import RolloutWindow
 
@@ -157,7 +158,8 @@ def test_numeric_info_entries_stand_beside_the_observation(mode):
 def test_info_entries_only_some_environments_give_are_zero_for_the_others():
     infos = {"score": np.array([5.0, 6.0, 7.0]), "_score": np.array([True, False, True])}
     env = make_vector(
-        Native(AutoresetMode.DISABLED, infos=infos), info_keys={"score": ((), torch.float64)}
+        Native(AutoresetMode.DISABLED, infos=infos),
+        GymOptions(info_keys={"score": ((), torch.float64)}),
     )
     window, _ = bind(env)
     env.step(0, ())
@@ -167,7 +169,7 @@ def test_info_entries_only_some_environments_give_are_zero_for_the_others():
 
 def test_info_entries_of_another_shape_are_named():
     infos = {"score": np.zeros((3, 2))}
-    env = make_vector(Native(AutoresetMode.DISABLED, infos=infos), info_keys=["score"])
+    env = make_vector(Native(AutoresetMode.DISABLED, infos=infos), GymOptions(info_keys=["score"]))
     bind(env)
     with pytest.raises(EnvError, match=r"infos\['score'\].*\(3, 2\).*shape \(3,\)"):
         env.step(0, ())
@@ -257,7 +259,7 @@ def test_floats_are_cast_on_the_way_in_if_asked():
     wide = spaces.Box(-9, 9, (2,), np.float64)
     observation = np.array([[1.5, 2.5]] * 3)
     native = Native(AutoresetMode.DISABLED, space=wide, observation=observation)
-    env = make_vector(native, observation_dtype=torch.float32)
+    env = make_vector(native, GymOptions(observation_dtype=torch.float32))
     window, _ = bind(env)
     env.step(0, ())
     assert window.tensor(next_key(OBS)).dtype == torch.float32
@@ -333,7 +335,7 @@ def test_the_environment_gets_its_own_copy_of_the_actions():
 
 def test_actions_can_be_one_hot():
     native = Native(AutoresetMode.DISABLED)
-    env = make_vector(native, categorical=False)
+    env = make_vector(native, GymOptions(categorical=False))
     window, _ = bind(env)
     window.tensor(ACTION)[:, 0] = torch.tensor([[0, 1], [1, 0], [0, 1]])
     env.step(0, ())

@@ -16,7 +16,7 @@ from gleanrl import ConfigError, EnvError, UnknownEnvError
 from gleanrl.envs import EnvCreator, GymEnv, GymWrapper, SerialEnv, set_gym_backend
 from gleanrl.envs.serial import gym_source
 from gleanrl.envs.specs import Categorical, Composite, OneHot
-from gleanrl.envs.tensordict_layout import is_tensordict_env, needs_carrier
+from gleanrl.envs.tensordict import is_tensordict_env, needs_carrier
 
 
 class Counter(gym.Env):
@@ -379,7 +379,8 @@ def test_the_collector_can_take_out_what_is_inside():
     inner = Counter()
     source = gym_source(GymEnv(inner, info_keys=["count"], categorical_action_encoding=False))
     assert source.envs == (inner,)
-    assert (source.batch_shape, source.categorical, source.info_keys) == ((), False, ["count"])
+    options = source.options
+    assert (source.batch_shape, options.categorical, options.info_keys) == ((), False, ["count"])
     assert gym_source(GymEnv(Counter, num_envs=2)).batch_shape == (2,)
     assert gym_source(GymEnv(Counter, device="meta")) is None
 

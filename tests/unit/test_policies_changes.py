@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies_rig import DETERMINISTIC, MODE, OBS, RANDOM, layout, make, plain, run, windows
+from policies_rig import DETERMINISTIC, MODE, RANDOM, layout, make, plain, run, windows
 from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
 from tensordict.nn import TensorDictModule as Mod
@@ -243,19 +243,6 @@ def test_a_stopped_rollout_writes_its_steps_only(setting):
     assert setting.window.tensor(("action",))[:, :2].any()
 
 
-def test_private_copies_run_under_inference_mode():
-    policy = Mod(network(), ["observation"], ["action"])
-    env = layout((5,), FLOATS)
-    ours = make(policy, env, inference=True)
-    window, carry = windows(env, ours)
-    with ours.context():
-        assert torch.is_inference_mode_enabled()
-    run(ours, window, carry)
-    assert not window.tensor(("action",)).is_inference()
-    assert torch.equal(window.tensor(("action",)), plain(policy, env, window)[("action",)])
-    window.tensor(OBS).mul_(2)
-
-
 def test_what_was_found_out_about_a_changing_module_does_not_pile_up():
     setting = Setting(actor(return_log_prob=True), INT)
     for _ in range(3):
@@ -263,4 +250,4 @@ def test_what_was_found_out_about_a_changing_module_does_not_pile_up():
             setting.policy[1].note = object()  # something was replaced: it is looked at again
             setting.check(kind)
     assert setting.ours.lowered == 2
-    assert len(setting.ours._builder._agreed) == 2
+    assert len(setting.ours._lowering.agreed) == 2

@@ -24,8 +24,8 @@ from gleanrl.policies import (
     set_exploration_type,
 )
 from gleanrl.policies.adapt import adapt
-from gleanrl.policies.learn import learn
-from gleanrl.policies.make import root_of
+from gleanrl.policies.policy import root_of
+from gleanrl.policies.probe import learn
 
 FLOATS = ((3,), torch.float32)
 INT = ((), torch.int64)
@@ -205,8 +205,8 @@ def test_off_the_cpu_extras_and_states_stay_until_the_rollout_is_over(steps):
     # The cells are on the CPU all the same; what is tested is where rows go and when.
     policy, env, ends = recurrent(), layout((5,), FLOATS), {1: [0]}
     adapted = adapt(policy, [OBS], [("action",)])
-    learnt = learn(policy, adapted, env, root_of(env, probe_of(env)), RANDOM)
-    ours = ProgramPolicy(policy, adapted.call, learnt, env, device=torch.device("cuda"))
+    adapted, signature = learn(policy, adapted, env, root_of(env, probe_of(env)), RANDOM)
+    ours = ProgramPolicy(policy, adapted.call, signature, env, device=torch.device("cuda"))
     near = make(policy, env)
     (window, carry), (other, other_carry) = windows(env, ours), windows(env, near)
     for rollout in range(2):

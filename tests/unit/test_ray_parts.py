@@ -14,15 +14,14 @@ import torch
 from gleanrl import ConfigError, RayCollector, RayWeightSyncScheme, WeightsError, WeightSyncScheme
 from gleanrl.core import messages as m
 from gleanrl.core.layout import Field, Layout
-from gleanrl.engine.backends.ray_data import Landing, Lender, RayBoard
-from gleanrl.engine.backends.ray_session import Session, check_options
-from gleanrl.engine.backends.told import ToldByte
 from gleanrl.engine.slots import SlabSlots
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.slab import Order, Slab
-from gleanrl.rollout.actor import COLLECTED, ActorBoot, Arrivals, Blocks, RayWorker
-from gleanrl.rollout.wire import CommandWriter, read_reply
 from gleanrl.testing import StampedSource
+from gleanrl.transport.frames import CommandWriter, read_reply
+from gleanrl.transport.peer import RemoteFlag
+from gleanrl.transport.ray import RayBoard, RayLanding, Session, ZeroCopyPolicy, check_options
+from gleanrl.transport.ray_actor import COLLECTED, ActorBoot, Arrivals, Blocks, RayWorker
 from gleanrl.weights.flat import plan_flat
 
 FIELDS = (
@@ -63,7 +62,7 @@ def test_a_block_lands_where_its_window_is(order):
         for key in sent.keys():
             tensor = sent.tensor(key)
             tensor.copy_((torch.rand(tensor.shape) * 100).to(tensor.dtype))
-        Landing(arena.window(reference), reference).fill(block)
+        RayLanding(arena.window(reference), reference).fill(block)
         for key in sent.keys():
             assert torch.equal(arena.window(reference).tensor(key), sent.tensor(key))
     for worker in range(3):  # nobody wrote into another's part
@@ -100,7 +99,7 @@ def large(arena):
 
 def test_a_large_rollout_is_handed_out_where_it_lies_until_a_part_of_the_store_is_lent():
     arena = Arena(Slab([LARGE], [4], Order.TIME), 2)
-    slots, lender = SlabSlots(arena, 2, None), Lender(lambda: 9 << 20)
+    slots, lender = SlabSlots(arena, 2, None), ZeroCopyPolicy(lambda: 9 << 20)
     blocks = [large(arena) for _ in range(5)]
     windows = [slots.windows(0)[0]] * 5
     lent = [lender.lend(window, block) for window, block in zip(windows, blocks, strict=True)]
@@ -115,10 +114,10 @@ def test_a_large_rollout_is_handed_out_where_it_lies_until_a_part_of_the_store_i
     del batch
     assert lender.lend(windows[4], blocks[4]) is None
     del part
-    assert Lender(lambda: 9 << 20).lend(windows[4], blocks[4]) is not None
+    assert ZeroCopyPolicy(lambda: 9 << 20).lend(windows[4], blocks[4]) is not None
     lent.append(lender.lend(windows[4], blocks[4]))
     assert lent[-1] is not None
-    assert Lender(lambda: 9 << 20).lend(windows[4], blocks[4]) is None  # one store for all
+    assert ZeroCopyPolicy(lambda: 9 << 20).lend(windows[4], blocks[4]) is None  # one store for all
 
 
 def test_what_is_small_or_a_part_of_a_batch_or_may_not_be_written_is_copied():
@@ -126,19 +125,21 @@ def test_what_is_small_or_a_part_of_a_batch_or_may_not_be_written_is_copied():
     for slab in (Slab([LARGE] * 2, [4] * 2), Slab([LAYOUT], [4], Order.TIME)):
         arena = Arena(slab, 1)
         own = block if slab.layouts[0] is LARGE else Blocks().take(arena.reference(0, 0))[1]
-        assert Lender(lambda: 1 << 30).lend(arena.reference(0, 0), own) is None
+        assert ZeroCopyPolicy(lambda: 1 << 30).lend(arena.reference(0, 0), own) is None
     with tempfile.TemporaryFile() as file:
         file.write(bytes(block.nbytes))
         file.flush()
         mapped = mmap.mmap(file.fileno(), block.nbytes, prot=mmap.PROT_READ)
         reference = Arena(Slab([LARGE], [4], Order.TIME), 1).reference(0, 0)
-        assert Lender(lambda: 1 << 30).lend(reference, np.frombuffer(mapped, np.uint8)) is None
-    assert Lender(lambda: 1 << 30).lend(reference, block) is not None
+        assert (
+            ZeroCopyPolicy(lambda: 1 << 30).lend(reference, np.frombuffer(mapped, np.uint8)) is None
+        )
+    assert ZeroCopyPolicy(lambda: 1 << 30).lend(reference, block) is not None
 
 
 def test_a_byte_tells_only_changes():
     told = []
-    byte = ToldByte(told.append)
+    byte = RemoteFlag(told.append)
     for value in (0, 1, 1, 0):
         byte[0] = value
         assert byte[0] == value

@@ -1,12 +1,12 @@
-"""Turns: first come, first served, also for those who give up."""
+"""FairLock: first come, first served, also for those who give up."""
 
 import threading
 
-from gleanrl.engine.turns import Turns
+from gleanrl.transport.waiting import FairLock
 
 
 def test_whoever_asked_first_is_next_also_before_the_one_who_had_it():
-    turns, order, asked = Turns(), [], threading.Barrier(2)
+    turns, order, asked = FairLock(), [], threading.Barrier(2)
     assert turns.acquire(None)
 
     def other():
@@ -29,7 +29,7 @@ def test_whoever_asked_first_is_next_also_before_the_one_who_had_it():
 
 
 def test_it_can_be_taken_again_by_its_holder():
-    turns = Turns()
+    turns = FairLock()
     assert turns.acquire(None)
     assert turns.acquire(0.0)
     turns.release()
@@ -46,7 +46,7 @@ def test_it_can_be_taken_again_by_its_holder():
 
 
 def test_many_threads_never_hold_it_together():
-    turns, inside, most = Turns(), [0], [0]
+    turns, inside, most = FairLock(), [0], [0]
 
     def work():
         for _ in range(300):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gleanrl.core.errors import ConfigError, GleanError
-from gleanrl.rollout.handshake import SECRET, Invitation, secret_from
-from gleanrl.rollout.node import run_node
+from gleanrl.transport.handshake import SECRET, Invitation, secret_from
+from gleanrl.transport.node import run_node
 
 NUMBERS = (
     "GLEANRL_NODE",

@@ -32,7 +32,6 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
-import gleanrl.envs.registry  # noqa: F401  # before launchers: both lead to worker processes
 from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.compat import read_updater
 from gleanrl.core.errors import ConfigError
@@ -48,10 +47,10 @@ from gleanrl.core.options import (
     users_stacklevel,
 )
 from gleanrl.engine.interruptor import Interruptor
-from gleanrl.engine.launchers.launcher import Launcher
 from gleanrl.memory.replay.buffer import ReplayBuffer
-from gleanrl.policies.exploration import parse_exploration_mode
+from gleanrl.policies.policy import parse_exploration_mode
 from gleanrl.rollout.build import SourceBuilder
+from gleanrl.transport.launchers import Launcher
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.version import PolicyVersion
 

@@ -23,11 +23,11 @@ from gleanrl.collectors.arguments import (
 from gleanrl.collectors.engine_collector import EngineCollector
 from gleanrl.core import messages as m
 from gleanrl.core.options import DevicePlan, FrameBudget
-from gleanrl.engine.backends.inline import InlineBackend
 from gleanrl.engine.batches import BatchOptions, gather_all
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.interruptor import stop_byte
 from gleanrl.engine.models import Models
+from gleanrl.transport.inline import InlineBackend
 
 
 class Collector(EngineCollector):

@@ -12,10 +12,10 @@ from gleanrl.collectors.dispatch import like
 from gleanrl.collectors.workers import WorkerPlan, WorkersCollector
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, users_stacklevel
-from gleanrl.engine.backends.inline import InlineBackend
-from gleanrl.engine.backends.process import ProcessBackend
 from gleanrl.engine.engine import MakeBackend
 from gleanrl.engine.interruptor import Interruptor
+from gleanrl.transport.inline import InlineBackend
+from gleanrl.transport.process import ProcessBackend
 
 
 class MultiCollector(WorkersCollector):

@@ -13,8 +13,10 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import DevicePlan, check_int, users_stacklevel
 
 
-def env_functions(create_env_fn: Any, num_workers: int | None) -> list[Any]:
-    """Return what each worker collects from.
+def env_functions(
+    create_env_fn: Any, num_workers: int | None, default: int | None = None
+) -> list[Any]:
+    """Return what each worker collects from; one environment is for ``default`` workers.
 
     Raises:
         TypeError: one environment and no number of workers.
@@ -31,6 +33,7 @@ def env_functions(create_env_fn: Any, num_workers: int | None) -> list[Any]:
                 stacklevel=users_stacklevel(),
             )
         return list(create_env_fn)
+    num_workers = default if num_workers is None else num_workers
     if num_workers is None:
         raise TypeError(
             "one create_env_fn for several workers needs num_workers=; or pass a list with one "

@@ -10,10 +10,10 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
-from gleanrl.engine.backends.process import ProcessBackend
 from gleanrl.engine.engine import Engine
 from gleanrl.envs.meta import EnvMetaData
 from gleanrl.rollout.stepping import SteppingBuilder
+from gleanrl.transport.process import ProcessBackend
 
 
 class EnvCreator:

@@ -18,10 +18,9 @@ from gleanrl.core.protocols import Backend, SourceFactory
 from gleanrl.engine.budget import Budget, Tally
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 from gleanrl.engine.gather import Gather, Rollouts
-from gleanrl.engine.interrupts import Deferred
-from gleanrl.engine.turns import Turn, Turns
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.window import RolloutWindow
+from gleanrl.transport.waiting import Deferred, FairLock, Turn
 
 _EPISODES = 1 << 32
 """Trajectories that each environment of a worker may begin in one of the worker's lives."""
@@ -50,7 +49,7 @@ class Engine:
         self._workers = len(factories)
         self._closed = False
         self._owner = os.getpid()
-        self._turns = Turns()
+        self._turns = FairLock()
         self._busy = False
         self.failure: BaseException | None = None
         """What ended collection in the background: whoever asks for anything next is told."""

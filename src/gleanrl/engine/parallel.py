@@ -16,17 +16,17 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied
 from gleanrl.core.keys import Key
 from gleanrl.core.options import check_int, seconds
-from gleanrl.engine.backends.process import ProcessBackend
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.exchange import Exchange
-from gleanrl.engine.interrupts import Deferred
-from gleanrl.envs.base import EnvBase
-from gleanrl.envs.declared import Declared, EnvSpecs, widened
-from gleanrl.envs.recipe import Recipe, check_recipes, dealt, ignored
+from gleanrl.envs.base import OwnBatch
+from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
 from gleanrl.envs.stock import Methods
+from gleanrl.envs.tensordict import EnvSpecs, widened
 from gleanrl.memory.trees import copied, stacked
 from gleanrl.rollout.row import RESET, Todo
 from gleanrl.rollout.stepping import Described, SteppingBuilder
+from gleanrl.transport.process import ProcessBackend
+from gleanrl.transport.waiting import Deferred
 
 _CONTROL_S = 60.0
 _CLOSE_S = 10.0
@@ -35,7 +35,7 @@ Parts = Sequence[TensorDictBase]
 """One TensorDict per environment."""
 
 
-class ParallelEnv(EnvBase):
+class ParallelEnv(OwnBatch):
     """``num_envs`` environments of one kind in ``num_workers`` processes, one batch.
 
     Gives the data of a `SerialEnv` of the same environments, under the same seed. Processes are
@@ -53,7 +53,7 @@ class ParallelEnv(EnvBase):
     def __init__(
         self,
         num_workers: int,
-        create_env_fn: Recipe | Sequence[Recipe],
+        create_env_fn: EnvFactory | Sequence[EnvFactory],
         *,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         num_envs: int | None = None,
@@ -77,12 +77,12 @@ class ParallelEnv(EnvBase):
             timeout: Seconds that one step or reset may take; then workers are killed. ``None``
                 waits as long as they live.
             shutdown_timeout: Seconds that `close` waits for workers; then they are killed.
-            torchrl: TorchRL's other arguments (see `ignored`); data are the same whatever they say.
+            torchrl: TorchRL's other arguments; data are the same whatever they say.
 
         Raises:
             ConfigError: arguments that are wrong or do not fit together.
         """
-        ignored("ParallelEnv", torchrl)
+        check_ignored("ParallelEnv", torchrl)
         self._close_s = seconds("shutdown_timeout", shutdown_timeout)
         self.num_workers = check_int("num_workers", num_workers, least=1)
         number = self.num_workers if num_envs is None else check_int("num_envs", num_envs, least=1)
@@ -92,9 +92,9 @@ class ParallelEnv(EnvBase):
                 "without an environment has nothing to do"
             )
         counted = "num_workers" if num_envs is None else "num_envs"
-        self._recipes = dealt("create_env_fn", create_env_fn, number, counted)
-        self._kwargs = dealt("create_env_kwargs", create_env_kwargs or {}, number, counted)
-        check_recipes(self._recipes)
+        self._factories = per_env("create_env_fn", create_env_fn, number, counted)
+        self._kwargs = per_env("create_env_kwargs", create_env_kwargs or {}, number, counted)
+        check_factories(self._factories)
         self._wanted = device if device is None else torch.device(device)
         self._threads = check_int("num_sub_threads", num_sub_threads, least=1)
         self._timeout = timeout if timeout is None else seconds("timeout", timeout)
@@ -105,7 +105,7 @@ class ParallelEnv(EnvBase):
     # -- start and end ---------------------------------------------------------------------------
 
     @property
-    def _known(self) -> Declared:
+    def _specs(self) -> EnvSpecs:
         self.start()
         assert self._declared is not None
         return self._declared
@@ -128,7 +128,7 @@ class ParallelEnv(EnvBase):
         stream = _stream()
         factories = [
             SteppingBuilder(
-                tuple(self._recipes[part]), tuple(self._kwargs[part]), stream + part.start
+                tuple(self._factories[part]), tuple(self._kwargs[part]), stream + part.start
             )
             for part in self._parts
         ]
@@ -147,9 +147,11 @@ class ParallelEnv(EnvBase):
         first = found[0]
         for worker, other in enumerate(found):
             _check_alike(first, other, self._parts[worker].start)
-        wide = EnvSpecs(*(widened(tree, (self.num_envs,)) for tree in first.specs))
-        device = first.device if self._wanted is None else self._wanted
-        self._declared = Declared(wide, (self.num_envs, *first.batch), device)
+        self._declared = EnvSpecs(
+            *(widened(tree, (self.num_envs,)) for tree in first.specs),
+            batch_size=torch.Size((self.num_envs, *first.batch)),
+            device=first.device if self._wanted is None else self._wanted,
+        )
         layouts = [layout for layout in engine.layouts if layout is not None]
         # Workers may step their environments in different ways, of which each has its own fields.
         alike = all((d.inputs, d.masked) == (first.inputs, first.masked) for d in found)
@@ -214,7 +216,7 @@ class ParallelEnv(EnvBase):
         after, root = self._advance(tensordict, Todo.STEP_AND_RESET)
         finished = self._finish(tensordict, self._complete(after))
         following = self.step_mdp(finished)
-        if self._known.ends.any(following):
+        if self._specs.ends.any(following):
             following.update(self._complete(root()))
         return finished, following
 
@@ -262,7 +264,7 @@ class ParallelEnv(EnvBase):
         return self._mixed(exchange.root, left, 1) if left else self._copy(exchange.root)
 
     def _given_masks(self, data: TensorDictBase) -> list[Key]:
-        return [key for key in self._known.ends.reset_keys if data.get(key, None) is not None]
+        return [key for key in self._specs.ends.reset_keys if data.get(key, None) is not None]
 
     def _reset_some(
         self, data: TensorDictBase, keys: Sequence[Key], options: Mapping[str, Any]
@@ -335,17 +337,6 @@ class ParallelEnv(EnvBase):
         with self._workers() as engine:
             found = engine.request_all(command, _CONTROL_S)
         return [value for values in found for value in values]
-
-    _returns_all = True
-
-    def _set_seed(self, seed: int | None) -> None:
-        self._spread_seed(check_int("seed", seed, least=0), False)
-
-    def _seed_all(self, seed: int | None, static: bool) -> None:
-        if static:
-            self._spread_seed(check_int("seed", seed, least=0), True)
-        else:
-            self._set_seed(seed)
 
     def _spread_seed(self, seed: int, static: bool) -> None:
         with self._workers() as engine:

@@ -14,12 +14,44 @@ from torch import nn
 from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, format_key
 from gleanrl.core.options import check_int
-from gleanrl.envs.declared import Declared, EnvSpecs, widened, with_all_flags
 from gleanrl.envs.specs import Binary, Composite, Unbounded
-from gleanrl.envs.tensordict_layout import is_spec_group
+from gleanrl.envs.tensordict import SPEC_GROUPS, EnvSpecs, is_spec_group, widened, with_all_flags
 
 Self = TypeVar("Self", bound="EnvBase")
 TensorDictPolicy = Callable[[TensorDictBase], Any]
+
+
+def _spec(group: str, doc: str, single: bool = False) -> Any:
+    """Return a property: the specs of one group, or the only one in it if ``single``."""
+
+    def read(env: EnvBase) -> Any:
+        tree: Composite = getattr(env._specs, group)
+        leaves = list(tree.leaves().values()) if single else ()
+        return leaves[0] if len(leaves) == 1 else tree
+
+    def assign(env: EnvBase, spec: Any) -> None:
+        env._assign(group, spec)
+
+    return property(read, assign, doc=doc)
+
+
+def _keys(group: str, doc: str) -> Any:
+    """Return a property: the keys of one group."""
+
+    def read(env: EnvBase) -> list[NestedKey]:
+        return _spelled(getattr(env._specs, group).leaves())
+
+    return property(read, doc=doc)
+
+
+def _spelled(keys: Iterable[Key]) -> list[NestedKey]:
+    return [key[0] if len(key) == 1 else key for key in keys]
+
+
+def _only(what: str, keys: list[NestedKey]) -> NestedKey:
+    if len(keys) != 1:
+        raise ConfigError(f"this environment has the {what} keys {keys}, not one")
+    return keys[0]
 
 
 class EnvBase(nn.Module, abc.ABC):
@@ -93,23 +125,26 @@ class EnvBase(nn.Module, abc.ABC):
             self._batch = torch.Size(batch_size)
         if device is not None:
             self._device = torch.device(device)
-        self._declared: Declared | None = None
+        self._declared: EnvSpecs | None = None
 
-    def _declare(self, specs: EnvSpecs) -> None:
-        """Declare all data at once."""
-        self._declared = Declared(specs, tuple(self._batch), self._device, self.batch_locked)
+    def _declare(self, *specs: Composite) -> None:
+        """Declare all data at once: observation, action, reward, done and maybe state specs."""
+        self._declared = EnvSpecs(
+            *specs, batch_size=self._batch, device=self._device, locked=self.batch_locked
+        )
 
-    def _assign(self, group: str, key: str, spec: Any) -> None:
-        """Declare the data of one group: specs by name, or one spec, which is called ``key``."""
+    def _assign(self, group: str, spec: Any) -> None:
+        """Declare the data of one group: specs by name, or one spec, which is called as it."""
         if not is_spec_group(spec):
-            spec = Composite({key: spec}, shape=self._batch)
+            spec = Composite({group: spec}, shape=self._batch)
         elif tuple(spec.shape[: len(self._batch)]) != tuple(self._batch):
             raise ConfigError(
                 f"{group}_spec has shape {tuple(spec.shape)}, which does not begin with the "
                 f"environment's batch size {tuple(self._batch)}"
             )
         if not self.specs_assigned:
-            vars(self)["_assigned"] = self._groups()
+            declared = vars(self).get("_declared")
+            vars(self)["_assigned"] = {} if declared is None else declared.groups()
         vars(self)["_assigned"][group] = widened(spec)
         self._declared = None
 
@@ -118,29 +153,19 @@ class EnvBase(nn.Module, abc.ABC):
         """Whether specs were assigned one by one. Internal to the package."""
         return "_assigned" in vars(self)
 
-    def _groups(self) -> dict[str, Composite]:
-        """Return what is declared already, by group."""
-        declared = vars(self).get("_declared")
-        if declared is None:
-            return {}
-        names = ("observation", "action", "reward", "done", "state")
-        return {name: getattr(declared.specs, name) for name in names}
-
     @property
-    def _known(self) -> Declared:
+    def _specs(self) -> EnvSpecs:
         """What is declared; a subclass that has to find out first overrides this."""
-        declared = vars(self).get("_declared")
+        declared: EnvSpecs | None = vars(self).get("_declared")
         if declared is None:
-            given = dict(vars(self).get("_assigned", {}))
-            given.setdefault(
-                "reward", Composite(reward=Unbounded((*self._batch, 1)), shape=self._batch)
-            )
-            flag = Binary(shape=(*self._batch, 1), dtype=torch.bool)
-            given.setdefault("done", Composite(done=flag, shape=self._batch))
-            for group in ("observation", "action", "state"):
-                given.setdefault(group, Composite(shape=self._batch))
-            given["done"] = with_all_flags(given["done"])
-            self._declare(EnvSpecs(**given))
+            batch = self._batch
+            specs = {name: Composite(shape=batch) for name in SPEC_GROUPS}
+            specs["reward"] = Composite(reward=Unbounded((*batch, 1)), shape=batch)
+            flag = Binary(shape=(*batch, 1), dtype=torch.bool)
+            specs["done"] = Composite(done=flag, shape=batch)
+            specs.update(vars(self).get("_assigned", {}))
+            specs["done"] = with_all_flags(specs["done"])
+            self._declare(*specs.values())
             declared = self._declared
         assert declared is not None
         return declared
@@ -177,135 +202,42 @@ class EnvBase(nn.Module, abc.ABC):
     @property
     def batch_size(self) -> torch.Size:
         """``()`` for a single environment."""
-        return self._known.batch_size
+        return self._specs.batch_size
 
     @property
     def device(self) -> torch.device | None:
         """Where data are returned; ``None`` if nothing was said."""
-        return self._known.device
+        return self._specs.device
 
-    @property
-    def full_observation_spec(self) -> Any:
-        """Specs of everything shown, at the root and under ``"next"``."""
-        return self._known.specs.observation
-
-    @full_observation_spec.setter
-    def full_observation_spec(self, spec: Any) -> None:
-        self._assign("observation", "observation", spec)
-
-    @property
-    def observation_spec(self) -> Any:
-        """Specs of everything shown, at the root and under ``"next"``."""
-        return self._known.specs.observation
-
-    @observation_spec.setter
-    def observation_spec(self, spec: Any) -> None:
-        self._assign("observation", "observation", spec)
-
-    @property
-    def full_action_spec(self) -> Any:
-        """Specs of all actions."""
-        return self._known.specs.action
-
-    @full_action_spec.setter
-    def full_action_spec(self, spec: Any) -> None:
-        self._assign("action", "action", spec)
-
-    @property
-    def action_spec(self) -> Any:
-        """The spec of the action if there is exactly one, else that of all of them."""
-        return _single(self._known.specs.action)
-
-    @action_spec.setter
-    def action_spec(self, spec: Any) -> None:
-        self._assign("action", "action", spec)
-
-    @property
-    def full_reward_spec(self) -> Any:
-        """Specs of all rewards."""
-        return self._known.specs.reward
-
-    @full_reward_spec.setter
-    def full_reward_spec(self, spec: Any) -> None:
-        self._assign("reward", "reward", spec)
-
-    @property
-    def reward_spec(self) -> Any:
-        """The spec of the reward if there is exactly one, else that of all of them."""
-        return _single(self._known.specs.reward)
-
-    @reward_spec.setter
-    def reward_spec(self, spec: Any) -> None:
-        self._assign("reward", "reward", spec)
-
-    @property
-    def full_done_spec(self) -> Any:
-        """Specs of all end flags."""
-        return self._known.specs.done
-
-    @full_done_spec.setter
-    def full_done_spec(self, spec: Any) -> None:
-        self._assign("done", "done", spec)
-
-    @property
-    def done_spec(self) -> Any:
-        """The spec of the end flag if there is exactly one, else that of all of them."""
-        return _single(self._known.specs.done)
-
-    @done_spec.setter
-    def done_spec(self, spec: Any) -> None:
-        self._assign("done", "done", spec)
-
-    @property
-    def full_state_spec(self) -> Any:
-        """Specs of what is told besides actions."""
-        return self._known.specs.state
-
-    @full_state_spec.setter
-    def full_state_spec(self, spec: Any) -> None:
-        self._assign("state", "state", spec)
-
-    @property
-    def state_spec(self) -> Any:
-        """Specs of what is told besides actions."""
-        return self._known.specs.state
-
-    @state_spec.setter
-    def state_spec(self, spec: Any) -> None:
-        self._assign("state", "state", spec)
+    full_observation_spec = _spec("observation", "Specs of everything shown, at both places.")
+    observation_spec = _spec("observation", "Specs of everything shown, at both places.")
+    full_action_spec = _spec("action", "Specs of all actions.")
+    action_spec = _spec("action", "The spec of the only action, else that of all.", single=True)
+    full_reward_spec = _spec("reward", "Specs of all rewards.")
+    reward_spec = _spec("reward", "The spec of the only reward, else that of all.", single=True)
+    full_done_spec = _spec("done", "Specs of all end flags.")
+    done_spec = _spec("done", "The spec of the only end flag, else that of all.", single=True)
+    full_state_spec = _spec("state", "Specs of what is told besides actions.")
+    state_spec = _spec("state", "Specs of what is told besides actions.")
+    observation_keys = _keys("observation", 'Keys of everything shown, without ``"next"``.')
+    state_keys = _keys("state", "Keys of what is told besides actions.")
+    action_keys = _keys("action", "Keys of all actions.")
+    reward_keys = _keys("reward", 'Keys of all rewards, without ``"next"``.')
+    done_keys = _keys("done", 'Keys of all end flags, without ``"next"``.')
 
     @property
     def input_spec(self) -> Composite:
         """Specs of what is told: ``"full_action_spec"`` and ``"full_state_spec"``."""
-        specs = self._known.specs
-        told = {"full_action_spec": specs.action, "full_state_spec": specs.state}
-        return Composite(told, shape=self.batch_size)
+        return self._grouped("action", "state")
 
     @property
     def output_spec(self) -> Composite:
         """Specs of what is returned, as ``"full_..._spec"``."""
-        specs = self._known.specs
-        returned = {
-            "full_observation_spec": specs.observation,
-            "full_reward_spec": specs.reward,
-            "full_done_spec": specs.done,
-        }
-        return Composite(returned, shape=self.batch_size)
+        return self._grouped("observation", "reward", "done")
 
-    @property
-    def observation_keys(self) -> list[NestedKey]:
-        """Keys of everything shown, without ``"next"``."""
-        return _spelled(self._known.specs.observation)
-
-    @property
-    def state_keys(self) -> list[NestedKey]:
-        """Keys of what is told besides actions."""
-        return _spelled(self._known.specs.state)
-
-    @property
-    def action_keys(self) -> list[NestedKey]:
-        """Keys of all actions."""
-        return _spelled(self._known.specs.action)
+    def _grouped(self, *groups: str) -> Composite:
+        specs = {f"full_{group}_spec": getattr(self._specs, group) for group in groups}
+        return Composite(specs, shape=self.batch_size)
 
     @property
     def action_key(self) -> NestedKey:
@@ -314,19 +246,7 @@ class EnvBase(nn.Module, abc.ABC):
         Raises:
             ConfigError: there is not exactly one.
         """
-        if len(self.action_keys) != 1:
-            raise ConfigError(f"this environment has the action keys {self.action_keys}, not one")
-        return self.action_keys[0]
-
-    @property
-    def reward_keys(self) -> list[NestedKey]:
-        """Keys of all rewards, without ``"next"``."""
-        return _spelled(self._known.specs.reward)
-
-    @property
-    def done_keys(self) -> list[NestedKey]:
-        """Keys of all end flags, without ``"next"``."""
-        return _spelled(self._known.specs.done)
+        return _only("action", self.action_keys)
 
     @property
     def reward_key(self) -> NestedKey:
@@ -335,19 +255,16 @@ class EnvBase(nn.Module, abc.ABC):
         Raises:
             ConfigError: there is not exactly one.
         """
-        if len(self.reward_keys) != 1:
-            raise ConfigError(f"this environment has the reward keys {self.reward_keys}, not one")
-        return self.reward_keys[0]
+        return _only("reward", self.reward_keys)
 
     @property
     def reset_keys(self) -> list[NestedKey]:
         """Keys of the masks that say what to reset."""
-        keys = self._known.ends.reset_keys
-        return [key[0] if len(key) == 1 else key for key in keys]
+        return _spelled(self._specs.ends.reset_keys)
 
     def fake_tensordict(self) -> TensorDictBase:
         """Return one step filled with zeros: right keys, shapes and dtypes, nothing stepped."""
-        specs = self._known.specs
+        specs = self._specs
         fake = TensorDict({}, batch_size=self.batch_size, device=self.device)
         for tree in (specs.observation, specs.state, specs.action, specs.done):
             fake.update(tree.zero())
@@ -358,7 +275,7 @@ class EnvBase(nn.Module, abc.ABC):
 
     def to(self: Self, device: torch.device | str) -> Self:  # type: ignore[override]
         """Return data on ``device`` from now on. Changes and returns this environment."""
-        self._known.to(device)
+        self._specs.to(device)
         return self
 
     def add_truncated_keys(self: Self) -> Self:
@@ -366,7 +283,7 @@ class EnvBase(nn.Module, abc.ABC):
 
         Changes and returns this environment.
         """
-        self._known.add_truncated()
+        self._specs.add_truncated()
         return self
 
     # -- stepping --------------------------------------------------------------------------------
@@ -392,7 +309,7 @@ class EnvBase(nn.Module, abc.ABC):
         Raises:
             EnvError: `_reset` returned no TensorDict, or episodes that are over.
         """
-        known = self._known
+        known = self._specs
         root = self._checked(self._reset(tensordict, **options), "_reset")
         masks = {} if tensordict is None else _given(tensordict, known.ends.reset_keys)
         if not self._returns_all:
@@ -429,7 +346,7 @@ class EnvBase(nn.Module, abc.ABC):
         masks: Mapping[Key, torch.Tensor],
     ) -> None:
         """Add end flags to what a reset returned, and what environments not reset had before."""
-        _complete_flags(self._known, root)
+        _complete_flags(self._specs, root)
         for prefix in {key[:-1] for key in masks}:
             mask = masks[(*prefix, "_reset")]
             old = None if before is None else before.get(prefix, None) if prefix else before
@@ -437,8 +354,8 @@ class EnvBase(nn.Module, abc.ABC):
             if old is not None and not mask.all():
                 inner = {key[len(prefix)] for key in masks if len(key) > len(prefix) + 1}
                 _keep(new, old, mask, inner if not prefix else set())
-        if not self._may_begin_done and self._known.ends.any(root):
-            for group in self._known.ends.groups:
+        if not self._may_begin_done and self._specs.ends.any(root):
+            for group in self._specs.ends.groups:
                 part = masks.get((*group.prefix, "_reset"))
                 done = root.get((*group.prefix, "done"))
                 if bool((done if part is None else done[part]).any()):
@@ -450,9 +367,9 @@ class EnvBase(nn.Module, abc.ABC):
 
     def _complete_step(self, after: TensorDictBase) -> None:
         """Add flags that follow from others, and give rewards their declared shape."""
-        _complete_flags(self._known, after)
+        _complete_flags(self._specs, after)
         lead = after.batch_size[: after.ndim - len(self.batch_size)]
-        for key, spec in self._known.specs.reward.leaves().items():
+        for key, spec in self._specs.reward.leaves().items():
             reward = after.get(key, None)
             if reward is None:
                 raise EnvError(
@@ -463,7 +380,7 @@ class EnvBase(nn.Module, abc.ABC):
             if tuple(reward.shape) != shape and reward.numel() == math.prod(shape):
                 after.set(key, reward.reshape(shape))
         if self.run_type_checks:
-            for tree in (self._known.specs.observation, self._known.specs.reward):
+            for tree in (self._specs.observation, self._specs.reward):
                 for key, spec in tree.leaves().items():
                     spec.type_check(after.get(key), key)
 
@@ -481,15 +398,15 @@ class EnvBase(nn.Module, abc.ABC):
         """
         # `copy`, because `exclude` alone would share the branches of nested data with the step.
         root, after = tensordict.exclude(NEXT).copy(), tensordict.get(NEXT)
-        specs = self._known.specs
+        specs = self._specs
         known = {*specs.observation.keys(), *specs.state.keys(), *specs.done.keys(), *root.keys()}
         return root.update(after.exclude(*specs.reward.leaves(), *(after.keys() - known)))
 
     def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reset where the root end flags are set; return the root data."""
-        if not self._known.ends.any(tensordict):
+        if not self._specs.ends.any(tensordict):
             return tensordict
-        for group in self._known.ends.groups:
+        for group in self._specs.ends.groups:
             flags = [tensordict.get(key) for key in group.keys()]
             tensordict.set((*group.prefix, "_reset"), torch.stack(flags).any(0))
         return self.reset(tensordict)
@@ -506,7 +423,7 @@ class EnvBase(nn.Module, abc.ABC):
         ahead: Sequence[int] = ()
         if tensordict is not None and not self.batch_locked:
             ahead = tensordict.batch_size[: tensordict.ndim - len(self.batch_size)]
-        drawn = self._known.specs.action.rand(ahead)
+        drawn = self._specs.action.rand(ahead)
         return drawn if tensordict is None else tensordict.update(drawn)
 
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -603,7 +520,7 @@ class EnvBase(nn.Module, abc.ABC):
                 callback(self, finished)
             steps.append(finished)
             root = self.step_mdp(finished)
-            if any_done and self._known.ends.any(root):
+            if any_done and self._specs.ends.any(root):
                 break
             root = self.maybe_reset(root)
         return steps
@@ -627,7 +544,7 @@ class EnvBase(nn.Module, abc.ABC):
                 callback(self, finished)
             steps.append(finished)
             ended = torch.zeros(finished.batch_size.numel(), dtype=torch.bool)
-            ended[self._known.ends.ended(finished.get(NEXT))] = True
+            ended[self._specs.ends.ended(finished.get(NEXT))] = True
             now = ended.reshape(finished.batch_size)
             over = now if over is None else over | now
             if bool(over.all()):
@@ -642,18 +559,18 @@ class EnvBase(nn.Module, abc.ABC):
 
     def _truncate(self, finished: TensorDictBase) -> None:
         after = finished.get(NEXT)
-        for group in self._known.ends.groups:
+        for group in self._specs.ends.groups:
             done, late = (*group.prefix, "done"), (*group.prefix, "truncated")
             if group.truncated:
                 after.set(late, after.get(late) | ~after.get(done))
                 after.set(done, torch.ones_like(after.get(done)))
 
     def _complete(self, data: TensorDictBase) -> TensorDictBase:
-        known = self._known
+        known = self._specs
         for key in known.silent:
             data.set(
                 key,
-                known.specs.done[key].zero(data.batch_size[: data.ndim - len(known.batch_size)]),
+                known.done[key].zero(data.batch_size[: data.ndim - len(known.batch_size)]),
             )
         return data
 
@@ -707,21 +624,12 @@ class EnvBase(nn.Module, abc.ABC):
         self.close()
 
 
-def _single(tree: Composite) -> Any:
-    leaves = list(tree.leaves().values())
-    return leaves[0] if len(leaves) == 1 else tree
-
-
-def _spelled(tree: Composite) -> list[NestedKey]:
-    return [key[0] if len(key) == 1 else key for key in tree.leaves()]
-
-
 def _given(data: TensorDictBase, keys: Iterable[Key]) -> dict[Key, torch.Tensor]:
     found = {key: data.get(key, None) for key in keys}
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _complete_flags(known: Declared, data: TensorDictBase) -> None:
+def _complete_flags(known: EnvSpecs, data: TensorDictBase) -> None:
     """Set end flags that are missing: they follow from those that are there, or are down."""
     lead = data.batch_size[: data.ndim - len(known.batch_size)]
     for group in known.ends.groups:
@@ -729,7 +637,7 @@ def _complete_flags(known: Declared, data: TensorDictBase) -> None:
         done, dead, late = (data.get(key, None) for key in keys)
         if done is None:
             there = [flag for flag in (dead, late) if flag is not None]
-            down = known.specs.done[keys[0]].zero(lead)
+            down = known.done[keys[0]].zero(lead)
             done = torch.stack(there).any(0) if there else down
             data.set(keys[0], done)
         if dead is None:
@@ -752,6 +660,25 @@ def _keep(
         elif isinstance(value, torch.Tensor):
             where = chosen.reshape(*chosen.shape, *[1] * (value.ndim - chosen.ndim))
             new.set(name, torch.where(where, value, was))
+
+
+class OwnBatch(EnvBase):
+    """Base of the environments that this library steps as batches of others."""
+
+    _returns_all = True
+
+    def _set_seed(self, seed: int | None) -> None:
+        self._spread_seed(check_int("seed", seed, least=0), False)
+
+    def _seed_all(self, seed: int | None, static: bool) -> None:
+        if static:
+            self._spread_seed(check_int("seed", seed, least=0), True)
+        else:
+            self._set_seed(seed)
+
+    @abc.abstractmethod
+    def _spread_seed(self, seed: int, static: bool) -> None:
+        """Seed environment ``i`` with ``seed + i`` (``seed`` if static) from its next reset on."""
 
 
 class _Recorded:

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
 import gymnasium as gym
+import numpy as np
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
 from gleanrl.core.options import InfoKeys, check_int, check_observation_dtype
 from gleanrl.core.protocols import Array, Window
-from gleanrl.envs.base import EnvBase
-from gleanrl.envs.closing import closed_on_error
-from gleanrl.envs.gym_batch import FLAGS, GymBatch, GymSource
-from gleanrl.envs.gym_wrappers import FrameSkip, Pixels
-from gleanrl.envs.registry import make_gym
+from gleanrl.envs.base import OwnBatch
+from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_gym, make_one
+from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymOptions, GymSource
 from gleanrl.envs.stock import stock
+from gleanrl.envs.tensordict import is_tensordict_env
 from gleanrl.memory.window import RolloutWindow
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @stock
-class GymEnv(EnvBase):
+class GymEnv(OwnBatch):
     """A Gymnasium environment, or several of one kind as a batch.
 
     Observations keep the dtype of their space, and ``Dict`` spaces become nested keys; rewards are
@@ -91,10 +91,8 @@ class GymEnv(EnvBase):
                     ours.append(made)
                 made = made if frame_skip in (None, 1) else FrameSkip(made, frame_skip)
                 self._envs.append(Pixels(made, pixels_only) if from_pixels else made)
-            source = GymSource(
-                tuple(self._envs), batch, categorical_action_encoding, observation_dtype, info_keys
-            )
-            self._take(source, device)
+            options = GymOptions(categorical_action_encoding, observation_dtype, info_keys)
+            self._take(GymSource(tuple(self._envs), batch, options), device)
 
     @classmethod
     def of(cls, source: GymSource) -> GymEnv:
@@ -105,17 +103,14 @@ class GymEnv(EnvBase):
         return env
 
     def _take(self, source: GymSource, device: torch.device | str | None) -> None:
-        self._source = source
-        self.batch = GymBatch(source)
+        self.batch = GymnasiumEnv(source)
         """What steps them. Internal to the package."""
-        specs = self.batch.specs()
-        now, window = (
-            RolloutWindow.allocate(self.batch.observations, len(self._envs), 1) for _ in range(2)
-        )
+        shown, count = self.batch.layout.observations, len(self._envs)
+        now, window = (RolloutWindow.allocate(shown, count, 1) for _ in range(2))
         self._now: Window = now
-        self.batch.begin(window, now)
+        self.batch.bind(window, now)
         super().__init__(device=device, batch_size=source.batch_shape)
-        self._declare(specs)
+        self._declare(*self.batch.specs())
 
     @property
     def members(self) -> tuple[gym.Env[Any, Any], ...]:
@@ -127,11 +122,7 @@ class GymEnv(EnvBase):
         for key in now.keys():
             now.tensor(key).copy_(self._now.tensor(key))
         self._now = now
-        self.batch.begin(window, now)
-
-    def _gym_source(self) -> GymSource:
-        """Return what is inside, with the seeds not yet used."""
-        return replace(self._source, seeds=self.batch.seeds)
+        self.batch.bind(window, now)
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -141,12 +132,12 @@ class GymEnv(EnvBase):
         if mask is not None:
             flat = mask.reshape(len(self._envs), -1).any(1).cpu()
             chosen = [env for env in chosen if flat[env]]  # type: ignore[assignment]
-        self.batch.reset(chosen, options)
+        self.batch.reset(self._now, chosen, **options)
         flags = torch.zeros((*self.batch_size, 1), dtype=torch.bool)
         return self._pack({key: flags.clone() for key in FLAGS})
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        outcome = self.batch.step(self.batch.decode(self._actions(tensordict)))
+        outcome = self.batch.advance(self._actions(tensordict))
         shape = (*self.batch_size, 1)
         ended = torch.from_numpy(outcome.terminated).view(shape)
         cut = torch.from_numpy(outcome.truncated).view(shape)
@@ -170,23 +161,15 @@ class GymEnv(EnvBase):
 
     def _actions(self, tensordict: TensorDictBase) -> list[Array]:
         parts, ndim = [], len(self.batch_size)
-        for key in self.batch.action_keys:
+        for key in self.batch.action_specs:
             action = tensordict.get(key).detach().cpu()
             parts.append(action.reshape((len(self._envs), *action.shape[ndim:])).numpy())
         return parts
 
     # -- life ------------------------------------------------------------------------------------
 
-    _returns_all = True
-
-    def _set_seed(self, seed: int | None) -> None:
-        self.batch.seed(check_int("seed", seed, least=0), False)
-
-    def _seed_all(self, seed: int | None, static: bool) -> None:
-        if static:
-            self.batch.seed(check_int("seed", seed, least=0), True)
-        else:
-            self._set_seed(seed)
+    def _spread_seed(self, seed: int, static: bool) -> None:
+        self.batch.seed(seed, static)
 
     def _close(self) -> None:
         for env in self._envs:
@@ -203,7 +186,7 @@ GymWrapper = GymEnv
 
 
 def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
-    if isinstance(given, (str, gym.envs.registration.EnvSpec)):
+    if is_id(given):
         return make_gym(given, **kwargs)
     if not isinstance(given, gym.Env) and callable(given):
         given = given(**kwargs)
@@ -218,6 +201,100 @@ def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
             f"{type(given).__name__}"
         )
     return given
+
+
+def make_tensordict_env(factory: EnvFactory, kwargs: Mapping[str, Any]) -> Any:
+    """Make one environment with TensorDict methods; what Gymnasium calls one is wrapped.
+
+    Raises:
+        UnknownEnvError: an id that is not registered.
+        ConfigError: something else was made.
+    """
+    made = make_one(factory, kwargs)
+    if isinstance(made, gym.Env) and not is_tensordict_env(made):
+        return GymEnv(made)
+    if not is_tensordict_env(made):
+        raise ConfigError(
+            "create_env_fn must make environments with TensorDict methods or a gymnasium.Env, it "
+            f"made a {type(made).__name__}"
+        )
+    return made
+
+
+class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
+    """Repeats every action and adds the rewards up; stops where the episode ends."""
+
+    def __init__(self, env: gym.Env[Any, Any], times: int) -> None:
+        """Repeat actions ``times`` times.
+
+        Raises:
+            ConfigError: ``times`` is not positive.
+        """
+        if times < 1:
+            raise ConfigError(f"frame_skip ({times}) must be at least 1")
+        super().__init__(env)
+        self._times = times
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step up to ``times`` times."""
+        total = 0.0
+        for _ in range(self._times):
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            total += float(reward)
+            if terminated or truncated:
+                break
+        return observation, total, terminated, truncated, info
+
+
+class Pixels(gym.Wrapper[Any, Any, Any, Any]):
+    """Shows what the environment renders as ``"pixels"``, alone or beside its observation."""
+
+    def __init__(self, env: gym.Env[Any, Any], only: bool = True) -> None:
+        """Reset ``env`` to learn the size of a picture; the first `reset` returns that episode.
+
+        Raises:
+            ConfigError: the environment does not render arrays.
+        """
+        super().__init__(env)
+        self._only = only
+        self._first: tuple[Any, dict[str, Any]] | None = env.reset()
+        picture = self._render()
+        own, shown = env.observation_space, dict[str, gym.Space[Any]]()
+        if not only:
+            shown.update(own.spaces if isinstance(own, spaces.Dict) else {"observation": own})
+        shown["pixels"] = spaces.Box(0, 255, picture.shape, np.uint8)
+        self._nested = isinstance(own, spaces.Dict)
+        self.observation_space = spaces.Dict(shown)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Start an episode, or return the one begun at construction."""
+        first, self._first = self._first, None
+        if first is None or seed is not None or options is not None:
+            first = self.env.reset(seed=seed, options=options)
+        observation, info = first
+        return self._show(observation), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step and render."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return self._show(observation), reward, terminated, truncated, info
+
+    def _show(self, observation: Any) -> dict[str, Any]:
+        shown = {"pixels": self._render()}
+        if self._only:
+            return shown
+        return {**(observation if self._nested else {"observation": observation}), **shown}
+
+    def _render(self) -> np.ndarray[Any, Any]:
+        picture = self.env.render()
+        if not isinstance(picture, np.ndarray):
+            raise ConfigError(
+                f"from_pixels needs an environment made with render_mode='rgb_array', this one "
+                f"renders {type(picture).__name__}"
+            )
+        return picture
 
 
 class set_gym_backend:

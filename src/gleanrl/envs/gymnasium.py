@@ -2,114 +2,198 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import gymnasium as gym
+import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, EnvError
-from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
+from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import InfoKeys, check_int
 from gleanrl.core.protocols import Array, Spec, Window
-from gleanrl.envs.gym_batch import GymSource
-from gleanrl.envs.returned import check_flag, check_reset, check_rewards, not_five, write_rewards
-from gleanrl.envs.spaces import (
-    action_decoder,
-    action_leaves,
-    assemble,
-    leaf_field,
-    observation_leaves,
-    space_spec,
-)
-from gleanrl.envs.step_calls import StepCalls, owned
+from gleanrl.envs.spaces import Actions, Leaf, leaf_field, observation_leaves, space_spec
+from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded
 from gleanrl.envs.stock import is_stock
-from gleanrl.envs.writers import InfoWriter, Writer, info_fields, make_writer
+from gleanrl.envs.validation import (
+    check_flag,
+    check_flags,
+    check_reset,
+    check_rewards,
+    not_five,
+    write_rewards,
+)
+from gleanrl.envs.writers import FieldWriter, InfoWriter, info_fields, leaf_writer
 
+FLAGS = (DONE, TERMINATED, TRUNCATED)
+"""The end flags of a Gymnasium environment."""
+W = TypeVar("W", bound=FieldWriter)
 _NOTHING: tuple[int, ...] = ()
 _EMPTY: frozenset[Any] = frozenset()
 
 
-class GymnasiumEnv:
-    """``P`` single environments of one kind as one `Env`.
+@dataclass(frozen=True, slots=True)
+class GymOptions:
+    """How the data of Gymnasium environments are stored."""
 
-    Each is stepped once per step; an environment that ends is reset in the same step, after the
-    final observations of all of them were copied (an environment may reuse its observation buffer).
-    """
+    categorical: bool = True
+    """Discrete actions as indices (else one-hot vectors)."""
+    observation_dtype: torch.dtype | None = None
+    """Floating observations are cast to this dtype."""
+    info_keys: InfoKeys = ()
+    """Numeric ``info`` entries to deliver beside the observation: names of scalars (float32), or
+    a mapping from names to shape and dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class GymSource:
+    """Gymnasium environments of one kind, to be stepped as one batch."""
+
+    envs: tuple[gym.Env[Any, Any], ...]
+    """Built."""
+    batch_shape: tuple[int, ...]
+    """``()`` for a single environment, else ``(P,)`` or nested batches of ``P`` altogether."""
+    options: GymOptions = GymOptions()
+    seeds: tuple[int | None, ...] = ()
+    """What the next reset of each environment is to be seeded with."""
+
+
+class WindowEnv(Generic[W]):
+    """What the adapters of single and of vectorised environments share: fields and actions."""
 
     can_cut = True
 
     def __init__(
         self,
-        envs: Sequence[gym.Env[Any, Any]],
+        observed: gym.Space[Any],
+        acted: gym.Space[Any],
         batch_shape: tuple[int, ...],
+        options: GymOptions,
         *,
-        inner: Any = None,
-        categorical: bool = True,
-        observation_dtype: torch.dtype | None = None,
-        info_keys: InfoKeys = (),
-        seeds: Sequence[int | None] | None = None,
-        around: Sequence[Any] = (),
+        leaf_writer: Callable[[Leaf, Field], W],
+        info_writer: Callable[[str, Field], W],
+        batched: bool,
+        draw_ahead: int | None = None,
     ) -> None:
-        """Take over ``envs``.
+        """Read the spaces of one environment.
 
         Args:
-            envs: Built, not yet reset. Closed by `close`.
-            batch_shape: ``()`` for a single environment, else ``(P,)``.
-            inner: What the user gave; the environments themselves by default.
-            categorical: Discrete actions as indices (else one-hot vectors).
-            observation_dtype: Cast floating observations to this dtype on the way in.
-            info_keys: Numeric ``info`` entries to deliver beside the observation. One that no
-                ``info`` of the first rollout has is warned about; what resets return is no guide.
-            seeds: What to seed the next reset of each environment with, ``None`` for nothing.
-            around: What ``envs`` were taken out of: no method of theirs may be replaced later on.
+            observed: Its observation space.
+            acted: Its action space.
+            batch_shape: ``()`` or ``(P,)``.
+            options: How data are stored.
+            leaf_writer: Makes what writes one array of the observation.
+            info_writer: Makes what writes one entry of ``info``.
+            batched: Whether one call steps all environments.
+            draw_ahead: Rows of random actions to draw at once; ``None`` for all of a rollout.
 
         Raises:
-            ConfigError: spaces that differ between environments, have no fixed shape or hold
-                nothing to choose; ``info_keys`` that cannot be.
+            ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
+                cannot be.
         """
-        self._envs = list(envs)
-        self._source = GymSource((), batch_shape, categorical, observation_dtype, info_keys)
-        _check_same_spaces(self._envs)
-        self._inner = inner if inner is not None else (envs[0] if batch_shape == () else list(envs))
-        observed = observation_leaves(envs[0].observation_space)
-        fields = [leaf_field(leaf, observation_dtype) for leaf in observed]
-        infos = info_fields(info_keys, fields)
-        info_writers = [InfoWriter(name, item) for name, item in infos.items()]
-        self._writers: list[Writer] = [
-            *(make_writer(leaf, item) for leaf, item in zip(observed, fields, strict=True)),
-            *info_writers,
-        ]
-        self._unsettled = [writer.watch for writer in info_writers]
-        self._action_leaves = action_leaves(envs[0].action_space)
-        specs = [space_spec(leaf.space, categorical) for leaf in self._action_leaves]
-        keys = [leaf.key for leaf in self._action_leaves]
-        self.action_specs: Mapping[tuple[str, ...], Spec] = dict(zip(keys, specs, strict=True))
-        self._decoders = [action_decoder(leaf.space, categorical) for leaf in self._action_leaves]
+        self._leaves = observation_leaves(observed)
+        fields = [leaf_field(leaf, options.observation_dtype) for leaf in self._leaves]
+        infos = info_fields(options.info_keys, fields)
+        info_writers = [info_writer(name, field) for name, field in infos.items()]
+        leaf_writers = [leaf_writer(*pair) for pair in zip(self._leaves, fields, strict=True)]
+        self._writers: list[W] = [*leaf_writers, *info_writers]
+        self._unsettled: list[Any] = info_writers
+        envs = math.prod(batch_shape)
+        self._actions = Actions(acted, envs, options.categorical, batched, draw_ahead)
+        self.random = self._actions.random
+        """Writes random actions into row ``t``."""
+        self.action_specs: Mapping[Key, Spec] = self._actions.specs
         self.layout = EnvLayout(
             batch_shape=batch_shape,
             observations=(*fields, *infos.values()),
-            actions=tuple(
-                Field(key, tuple(spec.shape), spec.dtype)
-                for key, spec in zip(keys, specs, strict=True)
-            ),
+            actions=self._actions.fields,
             rewards=(Field(REWARD, (1,), torch.float32),),
         )
-        single = len(keys) == 1 and not self._action_leaves[0].path
-        self._actions: Callable[[int], Sequence[Any]] = (
-            self._plain_actions if single else self._nested_actions
-        )
-        self._decode = self._decoders[0]
-        self._draws_at_once = len(specs) == 1 and specs[0].stepwise
-        self._around = tuple(around)
-        self._calls = StepCalls(self._envs, self._check)
-        self._steps: list[Callable[[Any], Any]] = []
-        self._seeds: list[int | None] = list(seeds or [None] * len(self._envs))
-        self._rewards: list[Sequence[Any]] = []
-        self._action_rows: list[list[Array]] = []
         self._window: Window
+
+    def begin(self, window: Window, carry: Window) -> None:
+        """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
+        self._window = window
+        for writer in self._writers:
+            writer.begin(window, carry)
+        self._actions.begin(window)
+
+    def _settle(self) -> None:
+        """Warn about ``info`` entries that never came, after the first rollout."""
+        for writer in self._unsettled:
+            writer.watch.settle()
+        self._unsettled = []
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing: Gymnasium environments have no state to read."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Accept what `state` returned.
+
+        Raises:
+            ConfigError: there is something in it.
+        """
+        if state and strict:
+            raise ConfigError(f"Gymnasium environments take no state, got {sorted(state)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step of ``P`` environments led to, besides observations; arrays ``[P, 1]``."""
+
+    rewards: Array
+    """float32."""
+    terminated: Array
+    truncated: Array
+
+
+class GymnasiumEnv(WindowEnv[FieldWriter]):
+    """``P`` single environments of one kind.
+
+    As an `Env` each is stepped once per step; an environment that ends is reset in the same step,
+    after the final observations of all of them were copied (an environment may reuse its
+    observation buffer). `GymEnv` and the workers of `ParallelEnv` use `bind` and `advance` instead,
+    which reset nothing unless asked to.
+    """
+
+    def __init__(self, source: GymSource, *, inner: Any = None, around: Sequence[Any] = ()) -> None:
+        """Take over the environments of ``source``.
+
+        Args:
+            source: Environments that were built; the spaces of the first are read.
+            inner: What the user gave; the environments themselves by default.
+            around: What they were taken out of: no method of theirs may be replaced later on.
+
+        Raises:
+            ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
+                cannot be.
+        """
+        self._envs = list(source.envs)
+        first = self._envs[0]
+        super().__init__(
+            first.observation_space,
+            first.action_space,
+            source.batch_shape,
+            source.options,
+            leaf_writer=leaf_writer,
+            info_writer=InfoWriter,
+            batched=False,
+        )
+        self._source = source
+        self._inner = inner
+        if inner is None:
+            self._inner = list(source.envs) if source.batch_shape else first
+        self._around = tuple(around)
+        self._calls = _StepCalls(self._envs, self._check)
+        self._steps: list[Callable[[Any], Any]] = []
+        self._seeds = list(source.seeds or [None] * len(self._envs))
+        self._rewards: list[Sequence[Any]] = []
 
     @property
     def inner(self) -> Any:
@@ -118,7 +202,24 @@ class GymnasiumEnv:
 
     def source(self) -> GymSource:
         """Return the environments inside, for stepping them by other means."""
-        return replace(self._source, envs=tuple(self._envs), seeds=tuple(self._seeds))
+        return replace(self._source, seeds=tuple(self._seeds))
+
+    def specs(self) -> list[Composite]:
+        """Return what the environments show, are told and return, batch dimensions in front."""
+        fields = self.layout.observations
+        shown: dict[Key, TensorSpec] = {
+            field.key: Unbounded(field.shape, dtype=field.dtype) for field in fields
+        }
+        for leaf, field in zip(self._leaves, fields, strict=False):
+            spec = space_spec(leaf.space)
+            if spec.dtype == field.dtype:
+                shown[field.key] = spec
+        rewards = {REWARD: Unbounded((1,), dtype=torch.float32)}
+        flags = {key: Binary(1, dtype=torch.bool) for key in FLAGS}
+        groups: list[Mapping[Any, Any]] = [shown, self.action_specs, rewards, flags]
+        return [Composite(specs).expand(self.layout.batch_shape) for specs in groups]
+
+    # -- as an `Env` -----------------------------------------------------------------------------
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``.
@@ -126,24 +227,20 @@ class GymnasiumEnv:
         Raises:
             ConfigError: a method was replaced where this environment would not notice.
         """
-        if not is_stock(*self._around):
+        if self._around and not is_stock(*self._around):
             raise ConfigError(
                 f"a method of {self._inner!r:.100} was replaced after the collector was built, "
                 "which had found none replaced and steps its Gymnasium environments directly; "
                 "replace methods before, or pass fast=False"
             )
-        self._window = window
+        super().begin(window, carry)
         self._steps = self._calls.look_up()
-        for writer in self._writers:
-            writer.begin(window, carry)
-        self._action_rows = [window.rows(leaf.key) for leaf in self._action_leaves]
-        self._rows = self._action_rows[0]
         self._flag_rows = [window.rows(next_key(key)) for key in (TERMINATED, TRUNCATED, DONE)]
         self._rewards = []
 
     def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
         """Step every environment with the actions in row ``t``."""
-        moves = zip(self._steps, self._actions(t), strict=True)
+        moves = zip(self._steps, self._actions.read(t), strict=True)
         results = [step(action) for step, action in moves]
         try:
             observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
@@ -155,21 +252,16 @@ class GymnasiumEnv:
         try:
             rewards in _EMPTY  # noqa: B015  # hashes them, in half the time of a call
         except Exception:  # arrays, which an environment may use again, have no hash
-            rewards = owned(rewards)
+            rewards = _owned(rewards)
         self._rewards.append(rewards)
         if cut or ended:
             return self._end(t, terminated, truncated, cut)
         return _NOTHING
 
-    def _check(self, env: int, observation: Any, info: Any) -> None:
-        for writer in self._writers:
-            writer.check(env, observation, info)
-
     def _end(
         self, t: int, terminated: Sequence[Any], truncated: Sequence[Any], cut: Sequence[int]
     ) -> Sequence[int]:
-        dead_rows, late_rows, done_rows = self._flag_rows
-        dead_row, late_row, done_row = dead_rows[t], late_rows[t], done_rows[t]
+        dead_row, late_row, done_row = (rows[t] for rows in self._flag_rows)
         ended = []
         for env, (dead, late) in enumerate(zip(terminated, truncated, strict=True)):
             if dead or late or env in cut:
@@ -178,22 +270,10 @@ class GymnasiumEnv:
                 dead_row[env] = dead
                 late_row[env] = late or not dead
         for env in ended:
-            observation, info = self._reset_one(env, None)
+            returned = self._reset_one(env, None)
             for writer in self._writers:
-                writer.write_root(t, env, observation, info)
+                writer.write_root(t, env, returned)
         return ended
-
-    def random(self, t: int) -> None:
-        """Write random actions into row ``t``."""
-        if self._draws_at_once:
-            # One call for the whole rollout draws the same numbers in the same order.
-            if t == 0:
-                ((key, spec),) = self.action_specs.items()
-                field = self._window.tensor(key)
-                field.copy_(spec.rand((self._window.steps, len(self._envs))).transpose(0, 1))
-            return
-        for key, spec in self.action_specs.items():
-            self._window.tensor_rows(key)[t].copy_(spec.rand((len(self._envs),)))
 
     def finish(self, steps: int) -> None:
         """Write the rewards of all steps.
@@ -201,18 +281,54 @@ class GymnasiumEnv:
         Raises:
             EnvError: a reward that is not a number, or a finite one that overflows float32.
         """
-        for watch in self._unsettled:
-            watch.settle()
-        self._unsettled = []
+        if self._unsettled:
+            self._settle()
         rewards = check_rewards(self._rewards)
         write_rewards(self._window.array(next_key(REWARD))[:, :steps, 0], rewards)
+
+    # -- without automatic reset -----------------------------------------------------------------
+
+    def bind(self, window: Window, now: Window) -> None:
+        """Bind to memory.
+
+        Args:
+            window: One step long; observations are also written under ``"next"`` if it has that.
+            now: One step long; always holds the present observations of all environments.
+        """
+        for writer in self._writers:
+            writer.begin(window, now)
+
+    def advance(self, actions: Sequence[Array]) -> Outcome:
+        """Step every environment and write its observation; ``actions`` are ``[P, ...]`` per key.
+
+        Raises:
+            EnvError: an environment returned something else than it declares.
+        """
+        moves = zip(self._calls.look_up(), self._actions.decode(actions), strict=True)
+        results: list[Any] = [step(action) for step, action in moves]
+        for env, result in enumerate(results):
+            if not isinstance(result, tuple) or len(result) != 5:
+                raise not_five(result, f"environment {env}: step")
+        observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
+        for writer in self._writers:
+            writer.write(0, observations, infos)
+        narrow = np.empty((len(results), 1), np.float32)
+        write_rewards(narrow, check_rewards([rewards], when=""), when="")
+        dead, late = check_flags(terminated, "terminated"), check_flags(truncated, "truncated")
+        return Outcome(narrow, dead, late)
+
+    # -- in both ways ----------------------------------------------------------------------------
+
+    def _check(self, env: int, observation: Any, info: Any) -> None:
+        for writer in self._writers:
+            writer.read(env, (observation, info))
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
         """Reset ``envs`` (all by default) and write their observations into ``carry``."""
         for env in range(len(self._envs)) if envs is None else envs:
-            observation, info = self._reset_one(env, options or None)
+            returned = self._reset_one(env, options or None)
             for writer in self._writers:
-                writer.write_carry(carry, env, observation, info)
+                writer.write_carry(carry, env, returned)
 
     def _reset_one(self, env: int, options: dict[str, Any] | None) -> tuple[Any, Any]:
         seed, self._seeds[env] = self._seeds[env], None
@@ -228,20 +344,10 @@ class GymnasiumEnv:
             ConfigError: ``seed`` is no whole number of 0 or more.
         """
         seed = check_int("seed", seed, least=0)
-        own = [seed if static else seed + i for i in range(len(self._envs))]
-        for env, value in zip(self._envs, own, strict=True):
-            env.action_space.seed(value)
-        self._seeds = list(own)
-        return own[-1]
-
-    def state(self) -> dict[str, Any]:
-        """Return nothing: Gymnasium environments have no state to read."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Accept what `state` returned."""
-        if state and strict:
-            raise ConfigError(f"Gymnasium environments take no state, got {sorted(state)}")
+        self._seeds = [seed if static else seed + i for i in range(len(self._envs))]
+        for env, own in zip(self._envs, self._seeds, strict=True):
+            env.action_space.seed(own)
+        return seed if static else seed + len(self._envs) - 1
 
     def close(self) -> None:
         """Close every environment; the first error is raised after all were closed."""
@@ -256,20 +362,13 @@ class GymnasiumEnv:
         if errors:
             raise errors[0]
 
-    def _plain_actions(self, t: int) -> Sequence[Any]:
-        return self._decode(self._rows[t])
 
-    def _nested_actions(self, t: int) -> Sequence[Any]:
-        parts = [
-            decode(rows[t]) for decode, rows in zip(self._decoders, self._action_rows, strict=True)
-        ]
-        space = self._envs[0].action_space
-        return [assemble(self._action_leaves, values, space) for values in zip(*parts, strict=True)]
+def check_same_spaces(envs: Sequence[gym.Env[Any, Any]]) -> None:
+    """Find environments that cannot be collected in one batch.
 
-
-def _check_same_spaces(envs: Sequence[gym.Env[Any, Any]]) -> None:
-    if not envs:
-        raise ConfigError("no environments were given")
+    Raises:
+        ConfigError: names the first whose spaces differ from those of environment 0.
+    """
     for env, other in enumerate(envs):
         for name in ("observation_space", "action_space"):
             first, mine = getattr(envs[0], name), getattr(other, name)
@@ -287,3 +386,115 @@ def _odd_result(results: Sequence[Any]) -> EnvError:
         for name, flag in zip(("terminated", "truncated"), result[2:4], strict=True):
             check_flag(flag, env, name)
     return EnvError("environments returned results of different lengths")
+
+
+# -- the `step` methods ----------------------------------------------------------------------------
+
+Call: TypeAlias = Callable[[Any], Any]
+
+
+class _StepCalls:
+    """The `step` methods of ``P`` environments, as they are when a rollout begins.
+
+    The first result of every environment is checked. It also tells which environments have all
+    their results copied at once: those that return memory of one another, and those whose rewards
+    are tensors, which they may use again. Observations need no copy otherwise, because they are
+    written before any environment is called again.
+    """
+
+    def __init__(self, envs: Sequence[Any], check: Callable[[int, Any, Any], None]) -> None:
+        """Look nothing up yet; ``check`` gets the index, observation and ``info`` of each once."""
+        self._envs = envs
+        self._check = check
+        self._memory: dict[int, list[tuple[int, int]]] = {}
+        """By environment called at least once: where the arrays of its first result lie."""
+        self._held: list[Any] = []
+        """Those first results: memory that was given back would be taken for shared."""
+        self._copied: set[int] = set()
+        self._calls: list[Call] = []
+
+    def look_up(self) -> list[Call]:
+        """Return one callable per environment; entries are replaced after their first call."""
+        plain = not self._copied and len(self._memory) == len(self._envs)
+        self._calls = (
+            [env.step for env in self._envs]
+            if plain
+            else [self._call(index) for index in range(len(self._envs))]
+        )
+        return self._calls
+
+    def _call(self, index: int) -> Call:
+        if index not in self._memory:
+            return functools.partial(self._first, index)
+        step: Call = self._envs[index].step
+        return (lambda action: _owned(step(action))) if index in self._copied else step
+
+    def _first(self, index: int, action: Any) -> Any:
+        result = self._envs[index].step(action)
+        if not isinstance(result, tuple) or len(result) != 5:
+            raise not_five(result, f"environment {index}: step")
+        self._check(index, result[0], result[4])
+        check_flag(result[2], index, "terminated")
+        check_flag(result[3], index, "truncated")
+        if isinstance(result[1], torch.Tensor):
+            self._copied.add(index)
+        self._memory[index] = list(_memory(result))
+        self._held.append(result)
+        changed = {index}
+        if len(self._memory) == len(self._envs):
+            changed |= (sharing := _sharing(self._memory))
+            self._copied |= sharing
+            self._memory = {env: [] for env in self._memory}
+            self._held.clear()
+        for env in changed:
+            self._calls[env] = self._call(env)
+        return _owned(result)
+
+
+def _owned(value: Any) -> Any:
+    """Return ``value`` with every array and tensor in it copied."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _owned(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(_owned, value))
+    return value
+
+
+def _memory(value: Any) -> Iterator[tuple[int, int]]:
+    """Yield the first address of every array in ``value``, and the first one beyond it."""
+    if isinstance(value, torch.Tensor):
+        value = value.numpy(force=True)
+    if isinstance(value, np.ndarray):
+        reach = [
+            (size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True)
+        ]
+        start = value.__array_interface__["data"][0]
+        if value.size:
+            yield (
+                start + sum(step for step in reach if step < 0),
+                start + sum(step for step in reach if step > 0) + value.itemsize,
+            )
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _memory(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _memory(item)
+
+
+def _sharing(memory: Mapping[int, Sequence[tuple[int, int]]]) -> set[int]:
+    """Return the environments whose memory overlaps with another one's."""
+    found: set[int] = set()
+    cluster: set[int] = set()
+    beyond = 0
+    for start, end, env in sorted((*span, env) for env, spans in memory.items() for span in spans):
+        cluster = cluster if start < beyond else set()
+        cluster.add(env)
+        beyond = max(beyond, end)
+        if len(cluster) > 1:
+            found |= cluster
+    return found

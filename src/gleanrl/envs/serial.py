@@ -13,21 +13,25 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import NEXT, Key
 from gleanrl.core.options import check_int
-from gleanrl.envs.base import EnvBase
-from gleanrl.envs.closing import closed_on_error
-from gleanrl.envs.declared import EnvSpecs, widened
-from gleanrl.envs.gym_batch import GymSource
-from gleanrl.envs.gym_env import GymEnv
-from gleanrl.envs.recipe import Recipe, dealt, ignored, make_tensordict_env
+from gleanrl.envs.base import EnvBase, OwnBatch
+from gleanrl.envs.factory import EnvFactory, check_ignored, closed_on_error, per_env
+from gleanrl.envs.gym_env import GymEnv, make_tensordict_env
+from gleanrl.envs.gymnasium import GymSource
 from gleanrl.envs.stock import Methods, is_stock, stock
-from gleanrl.envs.tensordict_handle import load_env_state
-from gleanrl.envs.tensordict_layout import EndFlags, is_tensordict_env, spec_leaves
+from gleanrl.envs.tensordict import (
+    EndFlags,
+    is_tensordict_env,
+    load_env_state,
+    spec_leaves,
+    spec_trees,
+    widened,
+)
 
 Signature: TypeAlias = set[tuple[Key, tuple[int, ...], Any]]
 
 
 @stock
-class SerialEnv(EnvBase):
+class SerialEnv(OwnBatch):
     """``num_workers`` environments of one kind, batch size ``[num_workers, *theirs]``.
 
     Any environment with TensorDict methods will do, TorchRL's too.
@@ -42,7 +46,7 @@ class SerialEnv(EnvBase):
     def __init__(
         self,
         num_workers: int,
-        create_env_fn: Recipe | Sequence[Recipe],
+        create_env_fn: EnvFactory | Sequence[EnvFactory],
         *,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         device: torch.device | str | None = None,
@@ -55,19 +59,19 @@ class SerialEnv(EnvBase):
             create_env_fn: An id, or a callable that makes one per call; or one of these for each.
             create_env_kwargs: Arguments of the callable, or of each of them.
             device: Where data are returned; the environments' own device by default.
-            torchrl: TorchRL's other arguments (see `ignored`); data are the same whatever they say.
+            torchrl: TorchRL's other arguments; data are the same whatever they say.
 
         Raises:
             ConfigError: the wrong number of callables, or environments that do not fit together.
         """
-        ignored("SerialEnv", torchrl)
+        check_ignored("SerialEnv", torchrl)
         num_workers = check_int("num_workers", num_workers, least=1)
-        makers = dealt("create_env_fn", create_env_fn, num_workers)
-        kwargs = dealt("create_env_kwargs", create_env_kwargs or {}, num_workers)
+        factories = per_env("create_env_fn", create_env_fn, num_workers)
+        kwargs = per_env("create_env_kwargs", create_env_kwargs or {}, num_workers)
         made: list[Any] = []
         with closed_on_error(made):
-            for make, own in zip(makers, kwargs, strict=True):
-                made.append(make_tensordict_env(make, own))
+            for factory, own in zip(factories, kwargs, strict=True):
+                made.append(make_tensordict_env(factory, own))
             self._join(made, device)
 
     @classmethod
@@ -93,15 +97,15 @@ class SerialEnv(EnvBase):
         first = envs[0]
         self._inner = tuple(first.batch_size)
         batch = (len(envs), *self._inner)
-        wide = EnvSpecs(*(widened(tree, (len(envs),)) for tree in trees(first)))
         self._inner_ends = EndFlags(first.full_done_spec, self._inner)
         super().__init__(device=device if device is not None else first.device, batch_size=batch)
-        self._declare(wide)
+        self._declare(*(widened(tree, (len(envs),)) for tree in spec_trees(first)))
 
     # -- stepping --------------------------------------------------------------------------------
 
     def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
-        masks = [] if tensordict is None else _present(tensordict, self._inner_ends.reset_keys)
+        data = {} if tensordict is None else tensordict
+        masks = [key for key in self._inner_ends.reset_keys if data.get(key, None) is not None]
         if tensordict is None or not masks:
             return self._stack([env.reset(**options) for env in self._envs])
         roots = []
@@ -153,17 +157,6 @@ class SerialEnv(EnvBase):
         return [paths.call(env, path, args, kwargs) for env in self._envs]
 
     # -- life ------------------------------------------------------------------------------------
-
-    _returns_all = True
-
-    def _set_seed(self, seed: int | None) -> None:
-        self._spread_seed(check_int("seed", seed, least=0), False)
-
-    def _seed_all(self, seed: int | None, static: bool) -> None:
-        if static:
-            self._spread_seed(check_int("seed", seed, least=0), True)
-        else:
-            self._set_seed(seed)
 
     def _spread_seed(self, seed: int, static: bool) -> None:
         sizes = [env.batch_size.numel() for env in self._envs]
@@ -234,23 +227,9 @@ def signature(env: Any) -> Signature:
     """Return keys, shapes and dtypes of all that ``env`` declares."""
     return {
         (key, tuple(spec.shape), spec.dtype)
-        for tree in trees(env)
+        for tree in spec_trees(env)
         for key, spec in spec_leaves(tree)
     }
-
-
-def trees(env: Any) -> tuple[Any, Any, Any, Any]:
-    """Return the specs of what ``env`` shows, is told, is rewarded with, and of its end flags."""
-    return (
-        env.full_observation_spec,
-        env.full_action_spec,
-        env.full_reward_spec,
-        env.full_done_spec,
-    )
-
-
-def _present(tensordict: TensorDictBase, keys: Sequence[Key]) -> list[Key]:
-    return [key for key in keys if tensordict.get(key, None) is not None]
 
 
 def gym_source(env: Any) -> GymSource | None:
@@ -262,16 +241,14 @@ def gym_source(env: Any) -> GymSource | None:
     parts = gym_parts(env)
     if not parts or any(part.device is not None and part.device.type != "cpu" for part in parts):
         return None
-    found = [part._gym_source() for part in parts if isinstance(part, GymEnv)]
+    found = [part.batch.source() for part in parts if isinstance(part, GymEnv)]
     first = found[0]
-    if not all(_same_options(source, first) for source in found):
+    if any(source.options != first.options for source in found):
         return None
     return GymSource(
         tuple(single for source in found for single in source.envs),
         tuple(env.batch_size),
-        first.categorical,
-        first.observation_dtype,
-        first.info_keys,
+        first.options,
         tuple(seed for source in found for seed in source.seeds),
     )
 
@@ -287,11 +264,3 @@ def gym_parts(env: Any) -> list[EnvBase]:
             return []
         parts += inner
     return parts
-
-
-def _same_options(one: GymSource, other: GymSource) -> bool:
-    return (one.categorical, one.observation_dtype, one.info_keys) == (
-        other.categorical,
-        other.observation_dtype,
-        other.info_keys,
-    )

@@ -1,15 +1,14 @@
-"""Gymnasium spaces as fields and specs.
+"""Gymnasium spaces as fields, specs and actions.
 
 A space becomes one leaf per array in it: ``Dict`` and ``Tuple`` spaces become nested keys.
-Observation leaves of a ``Dict`` space stand at the root of the batch; everything else under
+Observation leaves of a ``Dict`` space are at the root of the batch; everything else is under
 ``"observation"``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import Any, TypeAlias
 
 import gymnasium as gym
@@ -20,14 +19,8 @@ from gymnasium import spaces
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import ACTION, OBSERVATION, Key
 from gleanrl.core.layout import Field
-from gleanrl.envs.specs import (
-    Binary,
-    Bounded,
-    Categorical,
-    MultiCategorical,
-    OneHot,
-    TensorSpec,
-)
+from gleanrl.core.protocols import Array, Spec, Window
+from gleanrl.envs.specs import Binary, Bounded, Categorical, MultiCategorical, OneHot, TensorSpec
 
 Path: TypeAlias = tuple[str | int, ...]
 RESERVED = frozenset({"action", "reward", "done", "terminated", "truncated", "next", "collector"})
@@ -50,36 +43,22 @@ class Leaf:
         return value
 
 
-@singledispatch
 def _walk(space: gym.Space[Any], key: Key, path: Path) -> list[Leaf]:
-    raise ConfigError(
-        f"space {space} at {'.'.join(key)!r} has no fixed shape, so it cannot be preallocated; "
-        "wrap the environment to return arrays, or give it as a TensorDict environment"
-    )
-
-
-@_walk.register
-def _(space: spaces.Dict, key: Key, path: Path) -> list[Leaf]:
-    found: list[Leaf] = []
-    for name, inner in space.spaces.items():
-        found += _walk(inner, (*key, str(name)), (*path, name))
-    return found
-
-
-@_walk.register(spaces.Tuple)
-def _(space: spaces.Tuple[Any], key: Key, path: Path) -> list[Leaf]:
-    found: list[Leaf] = []
-    for index, inner in enumerate(space.spaces):
-        found += _walk(inner, (*key, str(index)), (*path, index))
-    return found
-
-
-@_walk.register(spaces.Box)
-@_walk.register(spaces.Discrete)
-@_walk.register(spaces.MultiDiscrete)
-@_walk.register(spaces.MultiBinary)
-def _(space: gym.Space[Any], key: Key, path: Path) -> list[Leaf]:
-    return [Leaf(key, path, space)]
+    parts: Iterable[tuple[str | int, gym.Space[Any]]]
+    if isinstance(space, spaces.Dict):
+        parts = space.spaces.items()
+    elif isinstance(space, spaces.Tuple):
+        parts = enumerate(space.spaces)
+    elif isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+        return [Leaf(key, path, space)]
+    else:
+        raise ConfigError(
+            f"space {space} at {'.'.join(key)!r} has no fixed shape, so it cannot be preallocated; "
+            "wrap the environment to return arrays, or give it as a TensorDict environment"
+        )
+    return [
+        leaf for name, inner in parts for leaf in _walk(inner, (*key, str(name)), (*path, name))
+    ]
 
 
 def observation_leaves(space: gym.Space[Any]) -> tuple[Leaf, ...]:
@@ -89,29 +68,14 @@ def observation_leaves(space: gym.Space[Any]) -> tuple[Leaf, ...]:
         ConfigError: a space without fixed shape, or a ``Dict`` entry with a reserved name.
     """
     root: Key = () if isinstance(space, spaces.Dict) else OBSERVATION
-    found = tuple(_walk(space, root, ()))
-    taken = sorted({leaf.key[0] for leaf in found} & RESERVED)
+    leaves = tuple(_walk(space, root, ()))
+    taken = sorted({leaf.key[0] for leaf in leaves} & RESERVED)
     if taken:
         raise ConfigError(
             f"the observation space has entries named {taken}, which a batch needs for itself; "
             "rename them with a wrapper (gymnasium.wrappers.TransformObservation)"
         )
-    return found
-
-
-def action_leaves(space: gym.Space[Any]) -> tuple[Leaf, ...]:
-    """Return the leaves of an action space, under ``"action"``.
-
-    Raises:
-        ConfigError: a space without fixed shape, or with nothing in it.
-    """
-    found = tuple(_walk(space, ACTION, ()))
-    if not found:
-        raise ConfigError(
-            f"the action space {space} has nothing to choose; "
-            "give the environment an action, such as Discrete(1)"
-        )
-    return found
+    return leaves
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
@@ -134,70 +98,101 @@ def leaf_field(leaf: Leaf, dtype: torch.dtype | None = None) -> Field:
     return Field(leaf.key, tuple(leaf.space.shape or ()), own)
 
 
-@singledispatch
 def space_spec(space: gym.Space[Any], categorical: bool = True) -> TensorSpec:
     """Return the spec of one array space; ``categorical=False`` makes `Discrete` one-hot."""
-    raise ConfigError(f"no tensor spec for space {space}")
-
-
-@space_spec.register
-def _(space: spaces.Box, categorical: bool = True) -> TensorSpec:
-    low, high = torch.from_numpy(space.low.copy()), torch.from_numpy(space.high.copy())
-    return Bounded(low, high, space.shape, dtype=low.dtype)
-
-
-@space_spec.register
-def _(space: spaces.Discrete, categorical: bool = True) -> TensorSpec:
-    return Categorical(int(space.n)) if categorical else OneHot(int(space.n), dtype=torch.int64)
-
-
-@space_spec.register
-def _(space: spaces.MultiDiscrete, categorical: bool = True) -> TensorSpec:
-    return MultiCategorical(space.nvec.tolist())
-
-
-@space_spec.register
-def _(space: spaces.MultiBinary, categorical: bool = True) -> TensorSpec:
+    if isinstance(space, spaces.Box):
+        low, high = torch.from_numpy(space.low.copy()), torch.from_numpy(space.high.copy())
+        return Bounded(low, high, space.shape, dtype=low.dtype)
+    if isinstance(space, spaces.Discrete):
+        n = int(space.n)
+        return Categorical(n) if categorical else OneHot(n, dtype=torch.int64)
+    if isinstance(space, spaces.MultiDiscrete):
+        return MultiCategorical(space.nvec.tolist())
     return Binary(shape=space.shape, dtype=torch.int8)
 
 
-Decoder: TypeAlias = Callable[[np.ndarray[Any, Any]], Sequence[Any]]
+class Actions:
+    """Actions of ``P`` environments: stored in a window, handed out as values of their space.
 
-
-def action_decoder(space: gym.Space[Any], categorical: bool = True) -> Decoder:
-    """Return what turns one row of stored actions ``[P, ...]`` into ``P`` values of ``space``.
-
-    What environments receive is theirs: arrays are copies, never views of the batch.
+    What environments receive is theirs: arrays are copies, never views of the window.
     """
-    if isinstance(space, spaces.Discrete):
-        start = int(space.start)
-        return _discrete_decoder(start, categorical)
-    dtype = space.dtype
-    if isinstance(space, spaces.MultiDiscrete) and np.any(space.start):
-        offset = space.start
-        return lambda row: list(row.astype(dtype) + offset)
-    if space.shape == ():
-        return lambda row: _scalars(row.astype(dtype))
-    return lambda row: list(row.astype(dtype))
 
+    def __init__(
+        self,
+        space: gym.Space[Any],
+        envs: int,
+        categorical: bool,
+        batched: bool = False,
+        draw_ahead: int | None = None,
+    ) -> None:
+        """Read the action space of one environment.
 
-def _scalars(values: np.ndarray[Any, Any]) -> Sequence[Any]:
-    """Return arrays without dimensions: iterating would give numpy scalars, no values of a Box."""
-    return [values[env, ...] for env in range(len(values))]
+        Args:
+            space: The action space.
+            envs: Environments, ``P``.
+            categorical: Store discrete actions as indices (else one-hot vectors).
+            batched: Hand out one value of the batched space, not a sequence of ``P`` values.
+            draw_ahead: Rows of random actions to draw at once; ``None`` for all of a window.
 
+        Raises:
+            ConfigError: a space without fixed shape, or with nothing in it.
+        """
+        self._leaves = _walk(space, ACTION, ())
+        if not self._leaves:
+            raise ConfigError(
+                f"the action space {space} has nothing to choose; "
+                "give the environment an action, such as Discrete(1)"
+            )
+        self._space, self._envs, self._batched = space, envs, batched
+        specs = {leaf.key: space_spec(leaf.space, categorical) for leaf in self._leaves}
+        self.specs: Mapping[Key, Spec] = specs
+        self.fields = tuple(
+            Field(key, tuple(spec.shape), spec.dtype) for key, spec in specs.items()
+        )
+        self._stepwise = [spec.stepwise for spec in specs.values()] == [True]
+        self._decoders = [_decoder(leaf.space, categorical, batched) for leaf in self._leaves]
+        self._decode = self._decoders[0]
+        self._plain = not self._leaves[0].path
+        self._draw_ahead = draw_ahead
+        self._rows: list[list[Array]] = []
+        self._window: Window
 
-def _discrete_decoder(start: int, categorical: bool) -> Decoder:
-    if categorical and start == 0:
-        return lambda row: row.tolist()
-    if categorical:
-        return lambda row: (row + start).tolist()
-    return lambda row: (row.argmax(-1) + start).tolist()
+    def begin(self, window: Window) -> None:
+        """Bind to the rows of ``window``."""
+        self._window = window
+        self._rows = [window.rows(field.key) for field in self.fields]
 
+    def read(self, t: int) -> Any:
+        """Return the actions in row ``t``."""
+        if self._plain:
+            return self._decode(self._rows[0][t])
+        return self.decode([rows[t] for rows in self._rows])
 
-def assemble(leaves: Sequence[Leaf], parts: Sequence[Any], space: gym.Space[Any]) -> Any:
-    """Put one environment's leaf values together as a value of a nested ``space``."""
-    values: Mapping[Path, Any] = {leaf.path: part for leaf, part in zip(leaves, parts, strict=True)}
-    return _rebuild(space, (), values)
+    def decode(self, arrays: Sequence[Array]) -> Any:
+        """Return the actions stored in ``arrays``, ``[P, ...]`` for each action key."""
+        parts = [decode(values) for decode, values in zip(self._decoders, arrays, strict=True)]
+        if self._plain:
+            return parts[0]
+        if self._batched:
+            return self._assemble(parts)
+        return [self._assemble(values) for values in zip(*parts, strict=True)]
+
+    def _assemble(self, parts: Sequence[Any]) -> Any:
+        values = {leaf.path: part for leaf, part in zip(self._leaves, parts, strict=True)}
+        return _rebuild(self._space, (), values)
+
+    def random(self, t: int) -> None:
+        """Write random actions into row ``t``."""
+        if self._stepwise:
+            # One call for many rows draws the same numbers in the same order.
+            ahead = self._draw_ahead or self._window.steps
+            if t % ahead == 0:
+                ((key, spec),) = self.specs.items()
+                field = self._window.tensor(key)[:, t : t + ahead]
+                field.copy_(spec.rand((field.shape[1], self._envs)).transpose(0, 1))
+            return
+        for key, spec in self.specs.items():
+            self._window.tensor_rows(key)[t].copy_(spec.rand((self._envs,)))
 
 
 def _rebuild(space: gym.Space[Any], path: Path, values: Mapping[Path, Any]) -> Any:
@@ -206,3 +201,38 @@ def _rebuild(space: gym.Space[Any], path: Path, values: Mapping[Path, Any]) -> A
     if isinstance(space, spaces.Tuple):
         return tuple(_rebuild(s, (*path, i), values) for i, s in enumerate(space.spaces))
     return values[path]
+
+
+def _decoder(space: gym.Space[Any], categorical: bool, batched: bool) -> Callable[[Array], Any]:
+    """Return what turns stored actions into one array if ``batched``, else into ``P`` values."""
+    dtype = space.dtype
+    if isinstance(space, spaces.Discrete) and (space.start or not categorical):
+        start = int(space.start)
+        if batched:
+            if categorical:
+                return lambda row: (row + start).astype(dtype)
+            return lambda row: (row.argmax(-1) + start).astype(dtype)
+        if categorical:
+            return lambda row: (row + start).tolist()
+        return lambda row: (row.argmax(-1) + start).tolist()
+    offset = space.start if isinstance(space, spaces.MultiDiscrete) else np.zeros(())
+    if batched:
+        if offset.any():
+            return lambda row: row.astype(dtype, order="C") + offset
+        return lambda row: row.astype(dtype, order="C")
+    return _single_decoder(space, offset)
+
+
+def _single_decoder(space: gym.Space[Any], offset: Array) -> Callable[[Array], Sequence[Any]]:
+    dtype = space.dtype
+    if isinstance(space, spaces.Discrete):
+        return lambda row: row.tolist()
+    if offset.any():
+        return lambda row: list(row.astype(dtype) + offset)
+    if space.shape == ():  # iterating would give numpy scalars, which are no values of a Box
+        return lambda row: _scalars(row.astype(dtype))
+    return lambda row: list(row.astype(dtype))
+
+
+def _scalars(values: Array) -> Sequence[Any]:
+    return [values[env, ...] for env in range(len(values))]

@@ -6,86 +6,306 @@ one real transition per environment and step (an `Env`); in the next step is a `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
-import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import InfoKeys
-from gleanrl.core.protocols import Array, Env
-from gleanrl.envs.batched_env import BatchedEnv
-from gleanrl.envs.pool import EnvPoolAdapter, NextStepPool, is_envpool
+from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
+from gleanrl.core.layout import Field
+from gleanrl.core.options import check_int
+from gleanrl.core.protocols import Array, Env, Window
+from gleanrl.envs.gymnasium import GymOptions, WindowEnv
+from gleanrl.envs.spaces import Leaf
+from gleanrl.envs.validation import NUMBERS, check_reset, not_five, write_rewards
+from gleanrl.envs.writers import VectorInfoWriter, VectorLeafWriter, VectorReset, VectorWriter
 
+_FLAGS = (TERMINATED, TRUNCATED, DONE)
+_ALL = slice(None)
 _NOTHING: tuple[int, ...] = ()
 
 
-class _DenseVectorEnv(BatchedEnv):
-    """Environments that make a real transition in every step."""
+class _VectorAdapter(WindowEnv[VectorWriter]):
+    """``P`` environments behind one vectorised object; batch shape ``(P,)``.
+
+    Everything the object returns is copied at once, so it may reuse its arrays.
+    """
+
+    _flags_at_once = False
+    """Whether end flags are needed in the window before the end of a rollout."""
+    _draw_ahead: int | None = None
+    """Rows of random actions to draw at once; ``None`` for all of a rollout."""
+
+    def __init__(self, env: Any, options: GymOptions) -> None:
+        """Take over ``env``, built and not yet reset.
+
+        Raises:
+            ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
+                cannot be; an environment that cannot be stepped so that no data are lost.
+        """
+        self._prepare(env)
+        self._env = env
+        self.num_envs = int(env.num_envs)
+        casts = options.observation_dtype is not None
+
+        def leaf_writer(leaf: Leaf, field: Field) -> VectorWriter:
+            return VectorLeafWriter(leaf, field, casts)
+
+        super().__init__(
+            env.single_observation_space,
+            env.single_action_space,
+            (self.num_envs,),
+            options,
+            leaf_writer=leaf_writer,
+            info_writer=VectorInfoWriter,
+            batched=True,
+            draw_ahead=self._draw_ahead,
+        )
+        self._outcomes = _Outcomes(self.num_envs, self._flags_at_once)
+        self.can_cut = self._resets_singly()
+        self._seed: int | list[int] | None = None
+        self._closed = False
+        self._step: Callable[[Any], Any]
+
+    def _prepare(self, env: Any) -> None:
+        """Refuse environments that would lose data; subclasses know which."""
+
+    @property
+    def inner(self) -> Any:
+        """What the user gave us."""
+        return self._env
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def begin(self, window: Window, carry: Window) -> None:
+        """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
+        super().begin(window, carry)
+        self._step = self._env.step
+        self._outcomes.begin(window)
+
+    def _advance(self, t: int) -> Mapping[str, Any]:
+        """Step with the actions in row ``t``, keep what comes back, and return ``infos``."""
+        result = self._step(self._actions.read(t))
+        infos: Mapping[str, Any]
+        try:
+            observation, reward, terminated, truncated, infos = result
+        except (TypeError, ValueError) as err:
+            who = "the vector environment's step"
+            raise not_five(result, who, "terminated, truncated, infos") from err
+        self._outcomes.keep(t, reward, terminated, truncated)
+        for writer in self._writers:
+            writer.write(t, observation, infos)
+        return infos
+
+    def restart(self, t: int, envs: Array) -> None:
+        """Reset ``envs`` after step ``t``; those that had not ended there count as truncated."""
+        self._outcomes.truncate(t, envs)
+        returned = self._reset_some(envs, {})
+        for writer in self._writers:
+            writer.write_root(t, envs, returned)
+
+    def finish(self, steps: int) -> None:
+        """Write the rewards and flags of ``steps`` steps.
+
+        Raises:
+            EnvError: a finite reward that overflows float32.
+        """
+        if self._unsettled:
+            self._settle()
+        self._outcomes.finish(self._window, steps)
+
+    # -- resets ----------------------------------------------------------------------------------
+
+    def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
+        """Reset ``envs`` (all by default) and write their observations into ``carry``.
+
+        Raises:
+            ConfigError: only some are asked for, and this environment cannot do that.
+        """
+        where: Array | slice = _ALL
+        if envs is None or len(set(envs)) == self.num_envs:
+            returned = self._reset_all(options)
+        elif self.can_cut:
+            where = np.array(sorted(set(envs)), np.int64)
+            returned = self._reset_some(where, options)
+        else:
+            raise ConfigError(
+                f"environments {list(envs)[:5]} cannot be reset alone: {type(self._env).__name__} "
+                "resets all of its environments or none; reset all of them"
+            )
+        for writer in self._writers:
+            writer.write_carry(carry, where, returned)
+
+    def _reset_all(self, options: Mapping[str, Any]) -> VectorReset:
+        seed, self._seed = self._seed, None
+        result = self._env.reset(seed=seed, options=dict(options) or None)
+        return _taken_apart(result, self.num_envs)
+
+    def _reset_some(self, envs: Array, options: Mapping[str, Any]) -> VectorReset:
+        mask = np.zeros(self.num_envs, bool)
+        mask[envs] = True
+        result = self._env.reset(options={**options, "reset_mask": mask})
+        return _taken_apart(result, self.num_envs, envs)
+
+    def _resets_singly(self) -> bool:
+        """Tell whether environments can be truncated and reset one by one."""
+        # Only these two are known to honour a reset mask in every mode. Wrappers around them are
+        # not: some of Gymnasium's own refuse the mask or lose it on the way.
+        return isinstance(self._env, (SyncVectorEnv, AsyncVectorEnv))
+
+    def seed(self, seed: int, static: bool = False) -> int:
+        """Seed environment ``i`` with ``seed + i`` from the next full reset on.
+
+        Environments that share one generator (natively vectorised ones) are seeded by ``seed`` as a
+        whole, also if ``static``.
+
+        Raises:
+            ConfigError: ``seed`` is no whole number of 0 or more.
+        """
+        seed = check_int("seed", seed, least=0)
+        listable = isinstance(self._env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
+        self._env.action_space.seed(seed)
+        self._env.single_action_space.seed(seed)
+        self._seed = [seed] * self.num_envs if static and listable else seed
+        return seed if static else seed + self.num_envs - 1
+
+    def close(self) -> None:
+        """Close the environment. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._env.close()
+
+
+def _taken_apart(result: Any, count: int, rows: Array | slice = _ALL) -> VectorReset:
+    who = "the vector environment's reset"
+    return VectorReset(*check_reset(result, who, "(observation, infos)"), count, rows)
+
+
+class DenseVectorEnv(_VectorAdapter):
+    """A vectorised environment in SAME_STEP or DISABLED mode: every step is a real transition."""
+
+    def _prepare(self, env: Any) -> None:
+        self._resets_itself = _mode(env) is AutoresetMode.SAME_STEP
+
+    def _resets_singly(self) -> bool:
+        return not self._resets_itself or super()._resets_singly()
 
     def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
         """Take one step with the actions in row ``t``; return the indices that ended."""
         infos = self._advance(t)
         ended = self._outcomes.ended(t)
-        if len(ended) or cut:
-            over: list[int] = self._end(t, ended, cut, infos).tolist()
-            return over
-        return _NOTHING
-
-    def _end(self, t: int, ended: Array, cut: Sequence[int], infos: Mapping[str, Any]) -> Array:
-        """Reset what has to be; return the indices of all that ended or were cut."""
-        raise NotImplementedError
-
-
-class SameStepVectorEnv(_DenseVectorEnv):
-    """Resets ended environments within the step; final observations come in ``infos``."""
-
-    def _end(self, t: int, ended: Array, cut: Sequence[int], infos: Mapping[str, Any]) -> Array:
-        if len(ended):
-            for field in self._fields:
-                field.write_final(t, ended, infos)
-        if not cut:
-            return ended
-        alive = np.setdiff1d(cut, ended)
-        if len(alive):
-            self.restart(t, alive)
-        return np.concatenate((ended, alive))
+        if not len(ended) and not cut:
+            return _NOTHING
+        if self._resets_itself:  # what `ended` ended with comes in `infos`
+            for writer in self._writers if len(ended) else ():
+                writer.write_final(t, ended, infos)
+            left = np.setdiff1d(cut, ended) if cut else ended[:0]
+            over = np.concatenate((ended, left)) if cut else ended
+        else:
+            over = left = np.union1d(ended, cut).astype(np.int64) if cut else ended
+        if len(left):
+            self.restart(t, left)
+        indices: list[int] = over.tolist()
+        return indices
 
 
-class ManualVectorEnv(_DenseVectorEnv):
-    """Never resets by itself (DISABLED): what ended is reset through a mask."""
+class NextStepPool(_VectorAdapter):
+    """A vectorised environment in NEXT_STEP mode, as a `Pool`: a reset takes a step of its own."""
 
-    def _end(self, t: int, ended: Array, cut: Sequence[int], infos: Mapping[str, Any]) -> Array:
-        over = np.union1d(ended, cut).astype(np.int64) if cut else ended
-        self.restart(t, over)
-        return over
+    _flags_at_once = True
+    _draw_ahead = 32  # how many steps a rollout will take is not known when it begins
+
+    def _prepare(self, env: Any) -> None:
+        if isinstance(env.unwrapped, AsyncVectorEnv) and not env.unwrapped.shared_memory:
+            # Its workers keep their "reset in the next step" mark through an explicit reset.
+            raise ConfigError(
+                "AsyncVectorEnv with shared_memory=False resets environments twice after reset() "
+                "in NEXT_STEP mode; make it with shared_memory=True or autoreset_mode='SameStep'"
+            )
+
+    def step(self, t: int) -> None:
+        """Take one step with the actions in row ``t``, writing the row and root row ``t + 1``."""
+        self._advance(t)
+
+
+class EnvPoolAdapter(NextStepPool):
+    """An EnvPool with the Gymnasium interface, as a `Pool`; it must answer for all at once."""
+
+    def _prepare(self, env: Any) -> None:
+        if not isinstance(env, gym.Env):
+            raise ConfigError(
+                f"{type(env).__name__} has EnvPool's dm_env interface; make it with "
+                "envpool.make_gymnasium"
+            )
+        if env.is_async:  # type: ignore[attr-defined]  # EnvPool's own
+            size, count = env.config["batch_size"], env.config["num_envs"]  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"an EnvPool that answers for {size} of its {count} environments at a time cannot "
+                "be stepped as one batch; leave out batch_size"
+            )
+        _make_spaces(env)
 
     def _resets_singly(self) -> bool:
         return True
 
+    def _reset_all(self, options: Mapping[str, Any]) -> VectorReset:
+        result = self._env.reset(options=dict(options)) if options else self._env.reset()
+        return _taken_apart(result, self.num_envs)
+
+    def _reset_some(self, envs: Array, options: Mapping[str, Any]) -> VectorReset:
+        # An EnvPool answers for the environments it was asked about only, in the order asked.
+        result = self._env.reset(envs.astype(np.int32), **({"options": options} if options else {}))
+        return _taken_apart(result, len(envs))
+
+    def seed(self, seed: int, static: bool = False) -> int:
+        """Seed environment ``i`` with ``seed + i``: an EnvPool is seeded by making it anew.
+
+        Raises:
+            ConfigError: ``seed`` is no whole number of 0 or more.
+        """
+        seed = check_int("seed", seed, least=0)
+        own = [seed if static else seed + i for i in range(self.num_envs)]
+        spec = self._env.spec
+        seeds: dict[str, Any] = {"seed": 0, "env_seed": [value % 2**31 for value in own]}
+        if "env_seed" not in spec.config._fields:  # older ones count up from one seed
+            seeds = {"seed": seed % 2**31}
+        fresh = type(self._env)(type(spec)(spec.config._replace(**seeds)))
+        _make_spaces(fresh)
+        self._env.close()
+        self._env = fresh
+        return own[-1]
+
+
+def _make_spaces(env: Any) -> None:
+    with warnings.catch_warnings():
+        # Gymnasium warns that EnvPool's bounds lose precision; nobody can do anything about it.
+        warnings.simplefilter("ignore", UserWarning)
+        _ = env.observation_space, env.action_space
+
+
+def _is_envpool(given: Any) -> bool:
+    """Tell whether ``given`` is an EnvPool, without importing it."""
+    return any(
+        base.__name__ == "EnvPoolMixin" and base.__module__.partition(".")[0] == "envpool"
+        for base in type(given).__mro__
+    )
+
 
 def is_vector_env(given: Any) -> bool:
     """Tell whether ``given`` is a vectorised environment `make_vector` knows how to read."""
-    return isinstance(given, VectorEnv) or is_envpool(given)
+    return isinstance(given, VectorEnv) or _is_envpool(given)
 
 
-def make_vector(
-    env: Any,
-    *,
-    categorical: bool = True,
-    observation_dtype: torch.dtype | None = None,
-    info_keys: InfoKeys = (),
-) -> Env | NextStepPool:
+def make_vector(env: Any, options: GymOptions | None = None) -> Env | NextStepPool:
     """Return the adapter that fits how ``env`` resets itself.
 
     Args:
         env: A `gymnasium.vector.VectorEnv` or an EnvPool made with ``envpool.make_gymnasium``.
-        categorical: Discrete actions as indices (else one-hot vectors).
-        observation_dtype: Cast floating observations to this dtype on the way in.
-        info_keys: Numeric ``info`` entries to deliver beside the observation: names of scalars
-            (float32), or a mapping from names to shape and dtype.
+        options: How data are stored.
 
     Returns:
         An `Env` in SAME_STEP and DISABLED mode, a pool in NEXT_STEP mode and for EnvPool.
@@ -93,26 +313,98 @@ def make_vector(
     Raises:
         ConfigError: the environment does not say how it resets, or in a way that loses data.
     """
-    kind = EnvPoolAdapter if is_envpool(env) else _ADAPTERS[_mode(env)]
-    return kind(
-        env, categorical=categorical, observation_dtype=observation_dtype, info_keys=info_keys
-    )
-
-
-_ADAPTERS: dict[AutoresetMode, type[SameStepVectorEnv | ManualVectorEnv | NextStepPool]] = {
-    AutoresetMode.SAME_STEP: SameStepVectorEnv,
-    AutoresetMode.DISABLED: ManualVectorEnv,
-    AutoresetMode.NEXT_STEP: NextStepPool,
-}
+    options = options or GymOptions()
+    if _is_envpool(env):
+        return EnvPoolAdapter(env, options)
+    kind = NextStepPool if _mode(env) is AutoresetMode.NEXT_STEP else DenseVectorEnv
+    return kind(env, options)
 
 
 def _mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
-    said = env.metadata.get("autoreset_mode")
+    mode = env.metadata.get("autoreset_mode")
     try:
-        return AutoresetMode(said)
+        return AutoresetMode(mode)
     except ValueError as err:
         raise ConfigError(
-            f"{type(env).__name__}.metadata['autoreset_mode'] is {said!r}; it must be one of "
+            f"{type(env).__name__}.metadata['autoreset_mode'] is {mode!r}; it must be one of "
             f"{[str(mode) for mode in AutoresetMode]}: without it nobody can tell whether the step "
             "after an end is a transition"
         ) from err
+
+
+class _Outcomes:
+    """Rewards and flags of a rollout: kept as rows per step, written in bulk at its end."""
+
+    def __init__(self, envs: int, in_place: bool) -> None:
+        """Allocate nothing yet: the number of steps is not known.
+
+        Args:
+            envs: Environments, ``P``.
+            in_place: Write flags into the window at once, where they are needed before the end of
+                the rollout.
+        """
+        self._envs = envs
+        self._in_place = in_place
+        self._checked: np.dtype[Any] | None = None
+        """The dtype of rewards that were found to be numbers."""
+        self._rewards = np.zeros((0, envs))
+        self._flags = np.zeros((3, 0, envs), bool)
+        self._dead = self._late = self._done = self._flags[0]
+
+    def begin(self, window: Window) -> None:
+        """Make room for the steps of ``window``."""
+        steps = window.steps
+        if len(self._rewards) < steps:
+            self._rewards = np.zeros((steps, self._envs))
+            if not self._in_place:
+                self._flags = np.zeros((3, steps, self._envs), bool)
+        self._dead, self._late, self._done = (
+            [window.array(next_key(key))[:, :, 0].T for key in _FLAGS]
+            if self._in_place
+            else self._flags
+        )
+
+    def keep(self, t: int, reward: Any, terminated: Any, truncated: Any) -> None:
+        """Keep what step ``t`` returned."""
+        if t == 0 or getattr(reward, "dtype", None) is not self._checked:
+            self._check(reward, terminated, truncated, t)
+        self._rewards[t] = reward
+        self._dead[t] = terminated
+        self._late[t] = truncated
+        np.logical_or(terminated, truncated, out=self._done[t])
+
+    def _check(self, reward: Any, terminated: Any, truncated: Any, t: int) -> None:
+        """Once per rollout, and where the dtype of rewards changes."""
+        shapes = [np.shape(value) for value in (reward, terminated, truncated)]
+        if any(shape != (self._envs,) for shape in shapes):
+            raise EnvError(
+                "the vector environment returned rewards, terminated and truncated of shapes "
+                f"{shapes}; each must be ({self._envs},)"
+            )
+        self._checked = np.asarray(reward).dtype
+        if self._checked.kind not in NUMBERS:
+            raise EnvError(
+                f"the vector environment returned rewards of dtype {self._checked} at step {t}: "
+                f"{list(reward)[:4]}; they must be numbers"
+            )
+
+    def ended(self, t: int) -> Array:
+        """Return the indices of the environments that ended at step ``t``."""
+        return np.flatnonzero(self._done[t])
+
+    def truncate(self, t: int, envs: Array) -> None:
+        """Mark ``envs`` as truncated at step ``t`` unless they terminated there."""
+        self._late[t, envs] |= ~self._dead[t, envs]
+        self._done[t, envs] = True
+
+    def finish(self, window: Window, steps: int) -> None:
+        """Write the rewards and flags of ``steps`` steps into ``window``.
+
+        Raises:
+            EnvError: a finite reward that does not fit float32.
+        """
+        target = window.array(next_key(REWARD))[:, :steps, 0]
+        write_rewards(target, self._rewards[:steps], wrapper="vector.TransformReward")
+        if not self._in_place:
+            for key, values in zip(_FLAGS, self._flags, strict=True):
+                window.array(next_key(key))[:, :steps, 0] = values[:steps].T

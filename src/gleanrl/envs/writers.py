@@ -1,11 +1,15 @@
-"""Write what environments return into rows, after checking it against what they declared."""
+"""Write what environments return into rows, after checking it against what they declared.
+
+There is one writer per field. Single environments return one observation each, which writers
+gather; a vectorised environment returns arrays of all of its environments.
+"""
 
 from __future__ import annotations
 
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,185 +19,139 @@ from gleanrl.core.keys import format_key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import InfoKeys
 from gleanrl.core.protocols import Array, Window
-from gleanrl.envs.returned import NUMBERS
 from gleanrl.envs.spaces import RESERVED, Leaf, torch_dtype
+from gleanrl.envs.validation import NUMBERS
 
 _DIRECT_NBYTES = 4096
 """Above this a row is copied straight from each environment's array; below, gathered first."""
 
 
-class Writer(Protocol):
-    """Writes one field of ``P`` environments."""
+class VectorReset(NamedTuple):
+    """What ``reset`` of a vectorised environment returned."""
 
-    def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``."""
-        ...
-
-    def write(self, t: int, values: Sequence[Any], infos: Sequence[Any]) -> None:
-        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
-        ...
-
-    def write_root(self, t: int, env: int, value: Any, info: Any) -> None:
-        """Replace root row ``t + 1`` of one environment (its reset observation)."""
-        ...
-
-    def write_carry(self, carry: Window, env: int, value: Any, info: Any) -> None:
-        """Write one environment's reset observation into ``carry``."""
-        ...
-
-    def check(self, env: int, value: Any, info: Any) -> None:
-        """Check what one environment returned, without writing it."""
-        ...
+    observation: Any
+    infos: Mapping[str, Any]
+    size: int
+    """Environments it holds."""
+    rows: Array | slice
+    """Which of them were reset."""
 
 
-class LeafWriter:
-    """Writes one array of the observation; small rows, gathered into one array first.
+class FieldWriter:
+    """Writes one field of ``P`` environments; a subclass reads it out of what they returned."""
 
-    What a reset returns, and the first step (see `check`), is held to the declared dtype exactly.
-    Later steps of several environments are gathered before their dtype is looked at, so a narrower
-    one that numpy promotes to the declared one (an integer among float64) passes there; looking at
-    each would cost every step. Byte order never matters.
-    """
-
-    def __init__(self, leaf: Leaf, field: Field) -> None:
-        """Bind to a leaf of the observation space and the field it fills."""
-        self._leaf = leaf
+    def __init__(self, field: Field) -> None:
+        """Write ``field``."""
         self._field = field
-        self._shape = field.shape
-        self._source_dtype = np.dtype(leaf.space.dtype)
-        self._target = field.numpy_dtype
-        self._casts = torch_dtype(leaf.space.dtype) != field.dtype
-        self._get: Callable[[Any], Any] | None = _getter(leaf)
-        self._next: list[Array] = []
         self._root: list[Array] = []
+        self._next: list[Array] | None = None
+        self._rows_shape: tuple[int, ...] = ()
 
     def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``."""
-        key = self._field.key
-        self._root = window.rows(key)[1:] + carry.rows(key)
-        after = next_key(key)
-        self._next = window.rows(after) if after in window.keys() else self._root
+        """Bind to the rows of ``window``; a field it lacks under ``"next"`` is not written there.
 
-    def write(self, t: int, values: Sequence[Any], infos: Sequence[Any]) -> None:
+        Args:
+            window: Written step by step.
+            carry: One step long; receives the root row after the last step of ``window``.
+        """
+        self._root = window.rows(self._field.key)[1:] + carry.rows(self._field.key)
+        self._rows_shape = self._rows_shape or (window.envs, *self._field.shape)
+        after = next_key(self._field.key)
+        self._next = window.rows(after) if after in window.keys() else None
+
+    def write(self, t: int, observations: Any, infos: Any) -> None:
         """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
-        get = self._get
-        if get is not None:
-            try:
-                values = [get(value) for value in values]
-            except (LookupError, TypeError):
-                values = [self._part(env, value) for env, value in enumerate(values)]
-        rows = self._gather(values)
-        self._next[t][...] = rows
-        self._root[t][...] = rows
+        raise NotImplementedError
 
-    def write_root(self, t: int, env: int, value: Any, info: Any) -> None:
-        """Replace root row ``t + 1`` of one environment."""
-        self._root[t][env] = self._one(env, value)
+    def read(self, where: Any, returned: Any) -> Array:
+        """Return this field of what ``where`` returned, checked.
 
-    def write_carry(self, carry: Window, env: int, value: Any, info: Any) -> None:
-        """Write one environment's reset observation into ``carry``."""
-        carry.rows(self._field.key)[0][env] = self._one(env, value)
+        Args:
+            where: One environment, or several of a vectorised one.
+            returned: Its ``(observation, info)``, or a `VectorReset`.
+        """
+        raise NotImplementedError
 
-    def check(self, env: int, value: Any, info: Any) -> None:
-        """Check what one environment returned, without writing it."""
-        self._one(env, value)
+    def write_root(self, t: int, where: Any, returned: Any) -> None:
+        """Replace root row ``t + 1`` of ``where`` by what a reset ``returned``."""
+        self._root[t][where] = self.read(where, returned)
 
-    def _part(self, env: int, value: Any) -> Any:
+    def write_carry(self, carry: Window, where: Any, returned: Any) -> None:
+        """Write what a reset of ``where`` ``returned`` into ``carry``."""
+        carry.rows(self._field.key)[0][where] = self.read(where, returned)
+
+
+class _LeafWriter(FieldWriter):
+    """Writes one array of the observation."""
+
+    _widens = False
+    """Whether narrower whole numbers are taken than the space declares."""
+
+    def __init__(self, leaf: Leaf, field: Field, casts: bool) -> None:
+        """Write ``leaf`` to ``field``; ``casts`` takes floats of any width."""
+        super().__init__(field)
+        self._leaf = leaf
+        self._shape = field.shape
+        self._declared = np.dtype(leaf.space.dtype)
+        self._target = field.numpy_dtype
+        self._casts = casts and self._declared.kind == "f"
+        self._get: Callable[[Any], Any] | None = leaf.of if leaf.path else None
+        if len(leaf.path) == 1:
+            self._get = operator.itemgetter(leaf.path[0])
+
+    def _part(self, where: int | None, value: Any) -> Any:
+        """Return this array of an observation: that of environment ``where``, or of all."""
         try:
             return value if self._get is None else self._get(value)
         except (LookupError, TypeError) as err:
-            raise EnvError(f"environment {env} returned {no_entry(self._leaf, value)}") from err
-
-    def _gather(self, values: Sequence[Any]) -> Array:
-        try:
-            rows: Array | None = np.array(values)
-        except ValueError:
-            rows = None
-        if rows is None or rows.shape[1:] != self._shape or rows.dtype != self._source_dtype:
-            rows = np.stack([self._check(env, value) for env, value in enumerate(values)])
-        return self._cast(rows) if self._casts else rows
-
-    def _one(self, env: int, value: Any) -> Array:
-        row = self._check(env, self._part(env, value))
-        return self._cast(row) if self._casts else row
-
-    def _check(self, env: int, value: Any) -> Array:
-        row: Array = value if type(value) is np.ndarray else self._array(env, value)
-        if row.dtype == self._source_dtype and row.shape == self._shape:
-            return row
-        same = row.dtype.newbyteorder("=") == self._source_dtype
-        if row.shape == self._shape and (same or (self._casts and row.dtype.kind == "f")):
-            return row
-        raise EnvError(
-            f"environment {env} returned {format_key(self._field.key)} with shape {row.shape} and "
-            f"dtype {row.dtype}, but its observation space declares shape {self._shape} and dtype "
-            f"{self._source_dtype}; correct the space or the observation"
-            + _dtype_hint(row.dtype, self._source_dtype)
-        )
-
-    def _array(self, env: int, value: Any) -> Array:
-        try:
-            return np.asarray(value)
-        except ValueError as err:
+            kind = f"a {type(value).__name__}"
+            held = f"a mapping of {list(value)}" if isinstance(value, Mapping) else kind
+            path = "".join(f"[{part!r}]" for part in self._leaf.path)
             raise EnvError(
-                f"environment {env} returned {format_key(self._field.key)} that is no array of "
-                f"shape {self._shape}, as its observation space declares: {value!r:.100}; correct "
-                "the space or the observation"
+                f"{_who(where)} returned an observation without {path}, which its observation "
+                f"space declares: it is {held}; correct the space or the observation"
             ) from err
 
-    def _cast(self, rows: Array) -> Array:
+    def _fit(self, values: Array, shape: tuple[int, ...], who: str) -> Array:
+        """Return ``values`` in the field's dtype, or say what is wrong with them."""
+        got, declared = values.dtype.newbyteorder("="), self._declared
+        if values.shape == shape:
+            if self._casts and got.kind == "f":
+                return self._cast(values)
+            both_whole = got.kind in "iub" and declared.kind in "iub"
+            if got == declared or (self._widens and both_whole and np.can_cast(got, declared)):
+                return values.astype(self._target)
+        hint = ""
+        if got.kind == declared.kind == "f" and got != declared:
+            hint = ", or pass observation_dtype=torch.float32 to cast floats on the way in"
+        raise EnvError(
+            f"{who} returned {format_key(self._field.key)} with shape {values.shape} and dtype "
+            f"{got}, but its observation space declares shape {shape} and dtype {declared}; "
+            f"correct the space or the observation{hint}"
+        )
+
+    def _cast(self, values: Array) -> Array:
         try:
             with np.errstate(over="raise"):
-                return rows.astype(self._target)
+                return values.astype(self._target)
         except FloatingPointError as err:
             raise EnvError(
-                f"{format_key(self._field.key)} holds {np.abs(rows).max():g}, which does not fit "
+                f"{format_key(self._field.key)} holds {np.abs(values).max():g}, which does not fit "
                 f"{self._target}"
             ) from err
 
 
-class PlainLeafWriter(LeafWriter):
-    """The same where the observation is the array itself and keeps its dtype: the usual case."""
-
-    def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``."""
-        super().begin(window, carry)
-        self._rows_shape = (window.envs, *self._shape)
-
-    def write(self, t: int, values: Sequence[Any], infos: Sequence[Any]) -> None:
-        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
-        try:
-            rows = np.array(values)
-        except ValueError:  # arrays of different shapes
-            rows = self._gather(values)
-        if rows.shape != self._rows_shape or rows.dtype != self._source_dtype:
-            rows = self._gather(values)
-        self._next[t][...] = rows
-        self._root[t][...] = rows
+def _who(env: int | None) -> str:
+    return "the vector environment" if env is None else f"environment {env}"
 
 
-class DirectLeafWriter(LeafWriter):
-    """The same for big rows: each environment's array is copied once per stored observation."""
-
-    def write(self, t: int, values: Sequence[Any], infos: Sequence[Any]) -> None:
-        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
-        after, root = self._next[t], self._root[t]
-        for env, value in enumerate(values):
-            row = self._one(env, value)
-            if after is not root:
-                after[env] = row
-            root[env] = row
-
-
-class InfoWatch:
-    """Looks out for one entry of ``info`` until it is seen: a misspelt name never is."""
+class _InfoWatch:
+    """Looks out for one entry of ``info`` in the first rollout: a misspelt name never comes."""
 
     def __init__(self, name: str) -> None:
-        """Look out for ``name``."""
         self._name = name
         self._others: set[str] = set()
         self.looking = True
-        """Whether nobody has seen it yet, in the first rollout."""
 
     def look(self, info: Mapping[str, Any]) -> bool:
         """Look at one ``info``; return whether there is no more need to."""
@@ -217,43 +175,119 @@ class InfoWatch:
         self._others.clear()
 
 
-class InfoWriter:
-    """Writes one numeric entry of ``info``; zero where an environment did not give it."""
+# -- single environments ---------------------------------------------------------------------------
 
-    def __init__(self, name: str, field: Field) -> None:
-        """Bind to the ``info`` entry ``name`` and the field it fills."""
-        self._name = name
-        self._field = field
-        self._zero = np.zeros(field.shape)
-        self.watch = InfoWatch(name)
-        """Looks out for the entry in the first rollout."""
-        self._read = self._first_read
-        self._next: list[Array] = []
-        self._root: list[Array] = []
 
-    def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``."""
-        self._root = window.rows(self._field.key)[1:] + carry.rows(self._field.key)
-        after = next_key(self._field.key)
-        self._next = window.rows(after) if after in window.keys() else self._root
+class LeafWriter(_LeafWriter):
+    """One array of each single environment's observation; small rows, gathered into one first.
 
-    def write(self, t: int, values: Sequence[Any], infos: Sequence[Any]) -> None:
+    What a reset returns, and the first step (see `read`), is held to the declared dtype exactly.
+    Later steps of several environments are gathered before their dtype is looked at, so a narrower
+    one that numpy promotes to the declared one (an integer among float64) passes there; looking at
+    each would cost every step. Byte order never matters.
+    """
+
+    def write(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
         """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
-        rows = [self._read(env, info) for env, info in enumerate(infos)]
-        self._next[t][...] = rows
+        values, get = observations, self._get
+        if get is not None:
+            try:
+                values = [get(value) for value in values]
+            except (LookupError, TypeError):
+                values = [self._part(env, value) for env, value in enumerate(values)]
+        rows = self._gather(values)
+        if self._next is not None:
+            self._next[t][...] = rows
         self._root[t][...] = rows
 
-    def write_root(self, t: int, env: int, value: Any, info: Any) -> None:
-        """Replace root row ``t + 1`` of one environment."""
-        self._root[t][env] = self._read(env, info)
+    def read(self, where: Any, returned: Any) -> Array:
+        """Return this array of what environment ``where`` returned, checked."""
+        return self._one(where, returned[0])
 
-    def write_carry(self, carry: Window, env: int, value: Any, info: Any) -> None:
-        """Write one environment's entry into ``carry``."""
-        carry.rows(self._field.key)[0][env] = self._read(env, info)
+    def _one(self, env: int, value: Any) -> Array:
+        return self._array(env, self._part(env, value))
 
-    def check(self, env: int, value: Any, info: Any) -> None:
-        """Check one environment's entry, without writing it."""
-        self._read(env, info)
+    def _gather(self, values: Sequence[Any]) -> Array:
+        try:
+            rows: Array | None = np.array(values)
+        except ValueError:  # arrays of different shapes
+            rows = None
+        if rows is None or rows.shape[1:] != self._shape or rows.dtype != self._declared:
+            return np.stack([self._array(env, value) for env, value in enumerate(values)])
+        return self._cast(rows) if self._casts else rows
+
+    def _array(self, env: int, value: Any) -> Array:
+        try:
+            row: Array = value if type(value) is np.ndarray else np.asarray(value)
+        except ValueError as err:
+            raise EnvError(
+                f"environment {env} returned {format_key(self._field.key)} that is no array of "
+                f"shape {self._shape}, as its observation space declares: {value!r:.100}; correct "
+                "the space or the observation"
+            ) from err
+        if row.dtype == self._declared and row.shape == self._shape:
+            return self._cast(row) if self._casts else row
+        return self._fit(row, self._shape, _who(env))
+
+
+class PlainLeafWriter(LeafWriter):
+    """The same where the observation is the array itself and keeps its dtype: the usual case."""
+
+    def write(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
+        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
+        try:
+            rows = np.array(observations)
+        except ValueError:  # arrays of different shapes
+            rows = self._gather(observations)
+        if rows.shape != self._rows_shape or rows.dtype != self._declared:
+            rows = self._gather(observations)
+        if self._next is not None:
+            self._next[t][...] = rows
+        self._root[t][...] = rows
+
+
+class DirectLeafWriter(LeafWriter):
+    """The same for big rows: each environment's array is copied once per stored observation."""
+
+    def write(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
+        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
+        after, root = None if self._next is None else self._next[t], self._root[t]
+        for env, value in enumerate(observations):
+            row = self._one(env, value)
+            if after is not None:
+                after[env] = row
+            root[env] = row
+
+
+def leaf_writer(leaf: Leaf, field: Field) -> LeafWriter:
+    """Return the writer for one array of single environments' observations."""
+    casts = torch_dtype(leaf.space.dtype) != field.dtype
+    if field.nbytes >= _DIRECT_NBYTES:
+        return DirectLeafWriter(leaf, field, casts)
+    return (LeafWriter if leaf.path or casts else PlainLeafWriter)(leaf, field, casts)
+
+
+class InfoWriter(FieldWriter):
+    """One numeric entry of each single environment's ``info``; zero where it is not given."""
+
+    def __init__(self, name: str, field: Field) -> None:
+        """Write the ``info`` entry ``name`` to ``field``."""
+        super().__init__(field)
+        self._name = name
+        self._zero = np.zeros(field.shape)
+        self.watch = _InfoWatch(name)
+        self._read = self._first_read
+
+    def write(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
+        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
+        rows = [self._read(env, info) for env, info in enumerate(infos)]
+        if self._next is not None:
+            self._next[t][...] = rows
+        self._root[t][...] = rows
+
+    def read(self, where: Any, returned: Any) -> Array:
+        """Return the entry of what environment ``where`` returned, checked."""
+        return self._read(where, returned[1])
 
     def _first_read(self, env: int, info: Mapping[str, Any]) -> Array:
         if self.watch.look(info):
@@ -270,19 +304,120 @@ class InfoWriter:
         return value
 
 
-def make_writer(leaf: Leaf, field: Field) -> LeafWriter:
-    """Return the writer for one observation leaf."""
-    if field.nbytes >= _DIRECT_NBYTES:
-        return DirectLeafWriter(leaf, field)
-    plain = not leaf.path and torch_dtype(leaf.space.dtype) == field.dtype
-    return PlainLeafWriter(leaf, field) if plain else LeafWriter(leaf, field)
+# -- vectorised environments -----------------------------------------------------------------------
+
+
+class VectorWriter(FieldWriter):
+    """Writes one field of a vectorised environment, given arrays of all of its environments."""
+
+    def write(self, t: int, observations: Any, infos: Mapping[str, Any]) -> None:
+        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
+        rows = self._all(observations, infos, self._rows_shape)
+        if self._next is not None:
+            self._next[t][...] = rows
+        self._root[t][...] = rows
+
+    def read(self, where: Any, returned: VectorReset) -> Array:
+        """Return this field of the environments ``where`` that were reset, checked."""
+        shape = (returned.size, *self._field.shape)
+        return self._all(returned.observation, returned.infos, shape)[returned.rows]
+
+    def write_final(self, t: int, envs: Array, infos: Mapping[str, Any]) -> None:
+        """Replace row ``t`` under ``"next"`` of ``envs`` by what they ended with, as ``infos`` say.
+
+        For environments that reset themselves in the same step.
+        """
+        if self._next is not None:
+            self._next[t][envs] = self._finals(envs, infos)
+
+    def _all(self, observations: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
+        """Return an array of ``shape``: a view of the environment's memory unless it was cast."""
+        raise NotImplementedError
+
+    def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
+        raise NotImplementedError
+
+
+class VectorLeafWriter(_LeafWriter, VectorWriter):
+    """One array of a vectorised environment's observation.
+
+    Indices are delivered as the space declares them; EnvPools like to count in 32 bits.
+    """
+
+    _widens = True
+
+    def _all(self, observations: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
+        values = np.asarray(self._part(None, observations))
+        if values.shape != shape or values.dtype != self._target:
+            return self._fit(values, shape, _who(None))
+        return values
+
+    def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
+        finals = infos.get("final_obs")
+        if finals is None:
+            raise EnvError(
+                f"environments {envs.tolist()[:5]} ended, but infos has no 'final_obs' (it has "
+                f"{sorted(infos)}); an environment in SAME_STEP mode must return final observations"
+            )
+        if isinstance(finals, np.ndarray) and finals.dtype == object:
+            return np.stack([self._one_final(finals[env], int(env)) for env in envs])
+        values = np.asarray(self._part(None, finals))[envs]
+        return self._fit(values, (len(envs), *self._shape), "final_obs")
+
+    def _one_final(self, final: Any, env: int) -> Array:
+        if final is None:
+            raise EnvError(f"environment {env} ended, but infos['final_obs'][{env}] is None")
+        part = np.asarray(self._part(None, final))
+        return self._fit(part, self._shape, f"environment {env} (final_obs)")
+
+
+class VectorInfoWriter(VectorWriter):
+    """One numeric entry of ``infos``; zero where an environment did not give it."""
+
+    def __init__(self, name: str, field: Field) -> None:
+        """Write the entry ``name`` to ``field``."""
+        super().__init__(field)
+        self._name = name
+        self._dtype = field.numpy_dtype
+        self.watch = _InfoWatch(name)
+
+    def _all(self, observations: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
+        if self.watch.looking:
+            self.watch.look(infos)
+        given = infos.get(self._name)
+        if given is None:
+            return np.zeros(shape, self._dtype)
+        values = np.asarray(given)
+        if values.shape != shape or values.dtype.kind not in NUMBERS:
+            raise EnvError(
+                f"the vector environment gave infos[{self._name!r}] with shape {values.shape} and "
+                f"dtype {values.dtype}; numbers of shape {shape} were declared (info_keys)"
+            )
+        present = infos.get(f"_{self._name}")
+        if present is None or np.all(present):
+            return values
+        values = values.astype(self._dtype)
+        values[~np.asarray(present, bool)] = 0
+        return values
+
+    def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
+        finals = infos.get("final_info")
+        if isinstance(finals, Mapping):
+            self.watch.look(finals)
+            given = finals.get(self._name)
+            if given is not None:
+                return self._all(None, finals, (len(given), *self._field.shape))[envs]
+        return np.zeros((len(envs), *self._field.shape), self._dtype)
+
+
+# -- what the user asks for ------------------------------------------------------------------------
 
 
 def info_fields(info_keys: InfoKeys, observed: Iterable[Field]) -> dict[str, Field]:
     """Return the field of every requested ``info`` entry: float32 scalars unless declared.
 
     Whether a name is one that ``info`` will ever hold cannot be told from a reset, whose ``info``
-    often holds less: `InfoWatch` says so after the first rollout.
+    often holds less: a warning says so after the first rollout.
 
     Args:
         info_keys: What the user asked for.
@@ -326,29 +461,3 @@ def _declared_field(name: str, given: Any) -> Field:
             "((), torch.float32)"
         )
     return Field((name,), sizes, dtype)
-
-
-def no_entry(leaf: Leaf, value: Any) -> str:
-    """Say that ``value`` of a nested observation space has nothing where ``leaf`` should be."""
-    held = (
-        f"a mapping of {list(value)}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
-    )
-    path = "".join(f"[{part!r}]" for part in leaf.path)
-    return (
-        f"an observation without {path}, which its observation space declares: it is "
-        f"{held}; correct the space or the observation"
-    )
-
-
-def _getter(leaf: Leaf) -> Callable[[Any], Any] | None:
-    if not leaf.path:
-        return None
-    if len(leaf.path) == 1:
-        return operator.itemgetter(leaf.path[0])
-    return leaf.of
-
-
-def _dtype_hint(got: np.dtype[Any], declared: np.dtype[Any]) -> str:
-    if got.kind == "f" and declared.kind == "f":
-        return ", or pass observation_dtype=torch.float32 to cast floats on the way in"
-    return ""

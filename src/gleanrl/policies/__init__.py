@@ -1,12 +1,12 @@
 """Policies: what the user gives, fitted to the environment and run as tensor calls."""
 
-from gleanrl.policies.exploration import (
+from gleanrl.policies.policy import (
     ExplorationType,
     exploration_type,
+    make_policy,
     parse_exploration_mode,
     set_exploration_type,
 )
-from gleanrl.policies.make import make_policy
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.policies.random import RandomActions, RandomPolicy
 

@@ -18,19 +18,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tensordict.nn import InteractionType
 from torch import distributions as D
 
-from gleanrl.policies.exploration import ExplorationType
-from gleanrl.policies.structure import qualified
-from gleanrl.policies.tape import Tape
-from gleanrl.policies.watch import Watch, is_genuine
+from gleanrl.policies.inspect import Watch, is_genuine, qualified
+from gleanrl.policies.op_recorder import OpRecorder, Unknown, require
 
 Tensor: TypeAlias = torch.Tensor
 
-_RANDOM = ExplorationType.RANDOM
-_MODE = ExplorationType.MODE
-_MEAN = ExplorationType.MEAN
-_DETERMINISTIC = ExplorationType.DETERMINISTIC
+_RANDOM, _MODE = InteractionType.RANDOM, InteractionType.MODE
+_MEAN, _DETERMINISTIC = InteractionType.MEAN, InteractionType.DETERMINISTIC
 _LOG_ROOT_TWO_PI = math.log(math.sqrt(2 * math.pi))
 
 
@@ -38,10 +35,10 @@ _LOG_ROOT_TWO_PI = math.log(math.sqrt(2 * math.pi))
 class Draw:
     """What is asked of a distribution."""
 
-    tape: Tape
+    ops: OpRecorder
     params: Mapping[str, Tensor]
     options: Mapping[str, Any]
-    kind: ExplorationType
+    kind: InteractionType
     log_prob: bool
     """Whether the log-probability is asked for."""
     joint: bool
@@ -58,20 +55,22 @@ class Draw:
 
 Drawn: TypeAlias = tuple[Tensor, Tensor | None]
 """Sample and log-probability."""
-Recipe: TypeAlias = Callable[[Draw], Drawn | None]
+Recipe: TypeAlias = Callable[[Draw], Drawn]
+"""Raises `Unknown` where it does not do what the distribution does."""
 
 
-def recipe_of(kind: Any) -> Recipe | None:
-    """Return how to draw from distributions of class ``kind``, ``None`` if unknown.
+def recipe_of(kind: Any) -> Recipe:
+    """Return how to draw from distributions of class ``kind``; raise `Unknown` if unknown.
 
     Known are exact classes, and classes of the user's that only build an `Independent` normal.
     """
-    if not isinstance(kind, type):
-        return None
+    require(isinstance(kind, type))
     known = _RECIPES.get(qualified(kind))
-    if known is not None:
-        return known if all(map(is_genuine, kind.__mro__[:-1])) else None
-    return partial(_independent, kind) if _only_builds(kind, D.Independent) else None
+    if known is None:
+        require(_only_builds(kind, D.Independent))
+        return partial(_independent, kind)
+    require(all(map(is_genuine, kind.__mro__[:-1])))
+    return known
 
 
 def are_settings(options: Mapping[str, Any]) -> bool:
@@ -82,8 +81,8 @@ def are_settings(options: Mapping[str, Any]) -> bool:
     )
 
 
-def watches_distribution(watch: Watch, distribution: Any) -> bool:
-    """Add the classes of all that ``distribution`` is built of; ``False`` if one was patched."""
+def watch_distribution(watch: Watch, distribution: Any) -> None:
+    """Add the classes of all that ``distribution`` is built of; raise if one was patched."""
     seen: set[int] = set()
     todo: list[Any] = [distribution]
     while todo:
@@ -92,12 +91,10 @@ def watches_distribution(watch: Watch, distribution: Any) -> bool:
             todo.extend(item)
         elif isinstance(item, _BUILT_OF) and id(item) not in seen:
             # The outermost may be a class of the user's: `recipe_of` looked at it.
-            if seen and not all(map(is_genuine, type(item).__mro__[:-1])):
-                return False
+            require(not seen or all(map(is_genuine, type(item).__mro__[:-1])))
             seen.add(id(item))
             watch.add_class(type(item))
             todo.extend(vars(item).values())
-    return True
 
 
 _BUILT_OF = (D.Distribution, D.transforms.Transform, D.constraints.Constraint)
@@ -106,131 +103,93 @@ _BUILT_OF = (D.Distribution, D.transforms.Transform, D.constraints.Constraint)
 # -- categorical ---------------------------------------------------------------------------------
 
 
-def _categorical(draw: Draw) -> Drawn | None:
-    return _discrete(draw, _index)
-
-
-def _one_hot_float(draw: Draw) -> Drawn | None:
-    return _discrete(draw, _one_hot_like_probs)
-
-
-def _one_hot_long(draw: Draw) -> Drawn | None:
-    # The most likely action is wherever the logit is the largest: more than one place if there is a
-    # tie.
-    return _discrete(draw, _one_hot_of_integers if draw.kind is _RANDOM else _largest)
-
-
-def _discrete(draw: Draw, encode: Callable[[Tape, Tensor, Tensor], Tensor]) -> Drawn | None:
-    if draw.kind not in (_RANDOM, _MODE, _DETERMINISTIC) or set(draw.options) - {"validate_args"}:
-        return None
-    found = _probabilities(draw)
-    if found is None:
-        return None
-    probs, logits = found
-    tape = draw.tape
-    if encode is _largest:
-        index = tape(torch.argmax, logits, -1)
-        probs = logits
-    elif draw.kind is _RANDOM:
+def _discrete(draw: Draw, one_hot: bool = False, ties: bool = False) -> Drawn:
+    """Draw an index or a vector; with ``ties``, the mode is wherever the logit is the largest."""
+    require(draw.kind in (_RANDOM, _MODE, _DETERMINISTIC))
+    require(set(draw.options) <= {"validate_args"})
+    probs, logits = _probabilities(draw)
+    ops, random = draw.ops, draw.kind is _RANDOM
+    if random:
         # torch.multinomial of one draw is this division, without its checks and copies.
         noise = torch.empty_like(probs)
-        tape.do(noise.exponential_)
-        tape.into(noise, torch.div, probs, noise)
-        index = tape(torch.argmax, noise, -1)
+        ops.do(noise.exponential_)
+        ops.do(torch.div, probs, noise, out=noise)
+        index = ops(torch.argmax, noise, -1)
     else:
-        index = tape(torch.argmax, probs, -1)
-    value = encode(tape, index, probs)
+        index = ops(torch.argmax, logits if ties else probs, -1)
+    value = index
+    if one_hot and ties and not random:
+        value = largest(ops, logits)
+    elif one_hot:
+        value = torch.zeros_like(probs, dtype=torch.int64 if ties else None)
+        ops.do(value.zero_)
+        ops.do(value.scatter_, -1, index.unsqueeze(-1), 1)
     if not draw.log_prob:
         return value, None
-    picked = tape(torch.gather, logits, -1, index.unsqueeze(-1))
+    picked = ops(torch.gather, logits, -1, index.unsqueeze(-1))
     return value, picked.squeeze(-1)
 
 
-def _probabilities(draw: Draw) -> tuple[Tensor, Tensor] | None:
+def largest(ops: OpRecorder, values: Tensor) -> Tensor:
+    """Record a one-hot vector of integers that is 1 wherever ``values`` are the largest."""
+    hot = torch.zeros_like(values, dtype=torch.int64)
+    ops.do(hot.copy_, ops(torch.eq, values, ops(torch.amax, values, -1, True)))
+    return hot
+
+
+def _probabilities(draw: Draw) -> tuple[Tensor, Tensor]:
     """Return normalised probabilities and logits as ``Categorical`` makes them."""
-    tape, params = draw.tape, draw.params
+    ops, params = draw.ops, draw.params
     if set(params) == {"logits"} and params["logits"].shape[-1] > 1:
         raw = params["logits"]
-        total = _log_sum_exp(tape, raw)
-        logits = tape(torch.sub, raw, total)
+        total = _log_sum_exp(ops, raw)
+        logits = ops(torch.sub, raw, total)
         # NaN, +inf and rows of -inf all show in the normaliser; single -inf are legal masks.
-        tape.check_finite(total, _not_finite(draw.name))
-        return tape(torch.softmax, logits, -1), logits
+        ops.check_finite(total, _not_finite(draw.name))
+        return ops(torch.softmax, logits, -1), logits
     if set(params) == {"probs"} and params["probs"].shape[-1] > 1:
         raw = params["probs"]
-        total = tape(torch.sum, raw, -1, True)
-        probs = tape(torch.div, raw, total)
-        tape.check_finite(total, _not_finite(draw.name))
+        total = ops(torch.sum, raw, -1, True)
+        probs = ops(torch.div, raw, total)
+        ops.check_finite(total, _not_finite(draw.name))
         tiny = torch.finfo(raw.dtype).tiny
-        tape.check_above(raw, -tiny, f"the policy gave negative probabilities in {draw.name}")
+        ops.check_above(raw, -tiny, f"the policy gave negative probabilities in {draw.name}")
         eps = torch.finfo(probs.dtype).eps
-        logits = tape(torch.clamp, probs, eps, 1 - eps)
-        tape.do(logits.log_)
+        logits = ops(torch.clamp, probs, eps, 1 - eps)
+        ops.do(logits.log_)
         return probs, logits
-    return None
+    raise Unknown
 
 
-def _log_sum_exp(tape: Tape, raw: Tensor) -> Tensor:
+def _log_sum_exp(ops: OpRecorder, raw: Tensor) -> Tensor:
     """Do what `torch.logsumexp` does, without what it allocates on the way."""
-    top = tape(torch.amax, raw, -1, True)
-    parts = tape(torch.sub, raw, top)
-    tape.do(parts.exp_)
-    total = tape(torch.sum, parts, -1, True)
-    tape.do(total.log_)
-    return tape(torch.add, total, top)
-
-
-def _index(tape: Tape, index: Tensor, probs: Tensor) -> Tensor:
-    return index
-
-
-def _one_hot_like_probs(tape: Tape, index: Tensor, probs: Tensor) -> Tensor:
-    return _one_hot(tape, index, torch.zeros_like(probs))
-
-
-def _one_hot_of_integers(tape: Tape, index: Tensor, probs: Tensor) -> Tensor:
-    return _one_hot(tape, index, torch.zeros_like(probs, dtype=torch.int64))
-
-
-def _largest(tape: Tape, index: Tensor, logits: Tensor) -> Tensor:
-    hot = torch.zeros_like(logits, dtype=torch.int64)
-    tape.do(hot.copy_, tape(torch.eq, logits, tape(torch.amax, logits, -1, True)))
-    return hot
-
-
-def _one_hot(tape: Tape, index: Tensor, hot: Tensor) -> Tensor:
-    tape.do(hot.zero_)
-    tape.do(hot.scatter_, -1, index.unsqueeze(-1), 1)
-    return hot
+    top = ops(torch.amax, raw, -1, True)
+    parts = ops(torch.sub, raw, top)
+    ops.do(parts.exp_)
+    total = ops(torch.sum, parts, -1, True)
+    ops.do(total.log_)
+    return ops(torch.add, total, top)
 
 
 # -- normal ----------------------------------------------------------------------------------------
 
 
-def _normal(draw: Draw) -> Drawn | None:
-    return _gaussian(draw, 0, {"scale", "validate_args"})
-
-
-def _independent_normal(draw: Draw) -> Drawn | None:
-    if draw.options.get("tanh_loc", False):
-        return None
+def _independent_normal(draw: Draw) -> Drawn:
+    require(not draw.options.get("tanh_loc", False))
     known = {"scale", "validate_args", "tanh_loc", "upscale", "event_dim"}
     return _gaussian(draw, draw.options.get("event_dim", 1), known)
 
 
-def _independent(kind: Callable[..., Any], draw: Draw) -> Drawn | None:
+def _independent(kind: Callable[..., Any], draw: Draw) -> Drawn:
     """Draw from an `Independent` of the user's that is a plain normal of its parameters inside."""
-    if draw.options or set(draw.params) != {"loc", "scale"}:
-        return None
+    require(not draw.options and set(draw.params) == {"loc", "scale"})
     built = kind(**draw.params)
     inner = built.base_dist
-    if type(inner) is not D.Normal:
-        return None
+    require(type(inner) is D.Normal)
     # The same memory: the class passed them on untouched, now and for other values.
     for name, param in draw.params.items():
         used = getattr(inner, name)
-        if used.data_ptr() != param.data_ptr() or used.shape != param.shape:
-            return None
+        require(used.data_ptr() == param.data_ptr() and used.shape == param.shape)
     return _gaussian(draw, built.reinterpreted_batch_ndims, set())
 
 
@@ -276,62 +235,59 @@ def _runs_straight(function: Any) -> bool:
     )
 
 
-def _gaussian(draw: Draw, event_dims: int, known: set[str]) -> Drawn | None:
-    modes = (_RANDOM, _MEAN, _MODE, _DETERMINISTIC)
-    found = _loc_scale(draw)
-    if found is None or draw.kind not in modes or set(draw.options) - known:
-        return None
-    loc, scale = found
-    tape = draw.tape
+def _gaussian(draw: Draw, event_dims: int, known: set[str]) -> Drawn:
+    loc, scale = _loc_scale(draw)
+    require(draw.kind in (_RANDOM, _MEAN, _MODE, _DETERMINISTIC) and set(draw.options) <= known)
+    ops = draw.ops
     if draw.validated:
         _check_normal(draw, loc, scale, 0.0)
-    value = _shifted(tape, loc, scale) if draw.kind is _RANDOM else loc
+    value = _shifted(ops, loc, scale) if draw.kind is _RANDOM else loc
     if not draw.log_prob:
         return value, None
-    return value, _rightmost(tape, _normal_log_prob(tape, value, loc, scale), event_dims)
+    return value, _rightmost(ops, _normal_log_prob(ops, value, loc, scale), event_dims)
 
 
-def _loc_scale(draw: Draw) -> tuple[Tensor, Tensor] | None:
+def _loc_scale(draw: Draw) -> tuple[Tensor, Tensor]:
     params, given = draw.params, draw.options.get("scale")
     if set(params) == {"loc"} and isinstance(given, (int, float)):
         loc = params["loc"]
         return loc, torch.full_like(loc, given)
-    if set(params) != {"loc", "scale"} or given is not None:
-        return None
+    require(set(params) == {"loc", "scale"} and given is None)
     loc, scale = params["loc"], params["scale"]
-    return (loc, scale) if loc.shape == scale.shape and loc.dtype == scale.dtype else None
+    require(loc.shape == scale.shape and loc.dtype == scale.dtype)
+    return loc, scale
 
 
 def _check_normal(draw: Draw, loc: Tensor, scale: Tensor, least: float) -> None:
     message = _not_finite(draw.name)
-    draw.tape.check_finite(loc, message)
-    draw.tape.check_above(scale, least, f"the policy gave a scale of at most {least:g}; {message}")
+    draw.ops.check_finite(loc, message)
+    draw.ops.check_above(scale, least, f"the policy gave a scale of at most {least:g}; {message}")
 
 
-def _shifted(tape: Tape, loc: Tensor, scale: Tensor) -> Tensor:
+def _shifted(ops: OpRecorder, loc: Tensor, scale: Tensor) -> Tensor:
     noise = torch.empty(loc.shape, dtype=loc.dtype, device=loc.device)
-    tape.do(noise.normal_)
-    return tape(torch.add, loc, tape(torch.mul, noise, scale))
+    ops.do(noise.normal_)
+    return ops(torch.add, loc, ops(torch.mul, noise, scale))
 
 
-def _normal_log_prob(tape: Tape, value: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
-    variance = tape(torch.mul, scale, scale)
-    doubled = tape(torch.add, variance, variance)
-    log_scale = tape(torch.log, scale)
-    away = tape(torch.sub, value, loc)
-    square = tape(torch.mul, away, away)
-    tape.do(square.neg_)
-    tape.do(square.div_, doubled)
-    tape.do(square.sub_, log_scale)
-    tape.do(square.sub_, _LOG_ROOT_TWO_PI)
+def _normal_log_prob(ops: OpRecorder, value: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+    variance = ops(torch.mul, scale, scale)
+    doubled = ops(torch.add, variance, variance)
+    log_scale = ops(torch.log, scale)
+    away = ops(torch.sub, value, loc)
+    square = ops(torch.mul, away, away)
+    ops.do(square.neg_)
+    ops.do(square.div_, doubled)
+    ops.do(square.sub_, log_scale)
+    ops.do(square.sub_, _LOG_ROOT_TWO_PI)
     return square
 
 
-def _rightmost(tape: Tape, value: Tensor, dims: int) -> Tensor:
+def _rightmost(ops: OpRecorder, value: Tensor, dims: int) -> Tensor:
     if dims == 0:
         return value
     flat = value.view(*value.shape[: value.ndim - dims], -1)
-    return tape(torch.sum, flat, -1)
+    return ops(torch.sum, flat, -1)
 
 
 # -- squashed normal -----------------------------------------------------------------------------
@@ -345,57 +301,56 @@ class _Squash:
     loc: Tensor | None
     scale: Tensor | None
 
-    def forward(self, tape: Tape, value: Tensor) -> Tensor:
-        out = tape(torch.tanh, value)
+    def forward(self, ops: OpRecorder, value: Tensor) -> Tensor:
+        out = ops(torch.tanh, value)
         if self.limit is not None:
-            tape.do(out.clamp_, -self.limit, self.limit)
+            ops.do(out.clamp_, -self.limit, self.limit)
         if self.loc is None or self.scale is None:
             return out
-        return tape(torch.add, self.loc, tape(torch.mul, self.scale, out))
+        return ops(torch.add, self.loc, ops(torch.mul, self.scale, out))
 
-    def inverse(self, tape: Tape, value: Tensor) -> Tensor:
+    def inverse(self, ops: OpRecorder, value: Tensor) -> Tensor:
         if self.loc is not None and self.scale is not None:
-            value = tape(torch.sub, value, self.loc)
-            tape.do(value.div_, self.scale)
+            value = ops(torch.sub, value, self.loc)
+            ops.do(value.div_, self.scale)
         if self.limit is None:
-            return tape(torch.atanh, value)
-        out = tape(torch.clamp, value, -self.limit, self.limit)
-        tape.do(out.atanh_)
+            return ops(torch.atanh, value)
+        out = ops(torch.clamp, value, -self.limit, self.limit)
+        ops.do(out.atanh_)
         return out
 
-    def log_slope(self, tape: Tape, value: Tensor) -> Tensor:
-        soft = tape(F.softplus, tape(torch.mul, value, -2.0))
-        out = tape(torch.sub, _number(math.log(2.0), value), value)
-        tape.do(out.sub_, soft)
-        tape.do(out.mul_, 2.0)
+    def log_slope(self, ops: OpRecorder, value: Tensor) -> Tensor:
+        soft = ops(F.softplus, ops(torch.mul, value, -2.0))
+        out = ops(torch.sub, _number(math.log(2.0), value), value)
+        ops.do(out.sub_, soft)
+        ops.do(out.mul_, 2.0)
         if self.scale is not None:
-            tape.do(out.add_, self.scale.abs().log())
+            ops.do(out.add_, self.scale.abs().log())
         return out
 
 
-def _tanh_normal(draw: Draw) -> Drawn | None:
+_TANH_OPTIONS = {"scale", "low", "high", "event_dims", "tanh_loc", "safe_tanh", "upscale"}
+
+
+def _tanh_normal(draw: Draw) -> Drawn:
     options = draw.options
-    known = {"scale", "low", "high", "event_dims", "tanh_loc", "safe_tanh", "upscale"}
-    found = _loc_scale(draw)
-    if found is None or draw.kind not in (_RANDOM, _DETERMINISTIC):
-        return None
-    if set(options) - known or options.get("tanh_loc", False):
-        return None
-    loc, scale = found
-    tape, squash = draw.tape, _squash(options, loc)
+    loc, scale = _loc_scale(draw)
+    require(draw.kind in (_RANDOM, _DETERMINISTIC) and not options.get("tanh_loc", False))
+    require(set(options) <= _TANH_OPTIONS)
+    ops, squash = draw.ops, _squash(options, loc)
     if draw.validated:
         _check_normal(draw, loc, scale, 1e-6)
-    before = _shifted(tape, loc, scale) if draw.kind is _RANDOM else loc
-    value = squash.forward(tape, before)
+    before = _shifted(ops, loc, scale) if draw.kind is _RANDOM else loc
+    value = squash.forward(ops, before)
     if not draw.log_prob:
         return value, None
     joint = draw.joint and draw.kind is _RANDOM
-    point = before if joint else squash.inverse(tape, value)
+    point = before if joint else squash.inverse(ops, value)
     dims = options.get("event_dims")
     dims = min(1, loc.ndim) if dims is None else dims
-    slope = _rightmost(tape, squash.log_slope(tape, point), dims)
-    base = _rightmost(tape, _normal_log_prob(tape, point, loc, scale), dims)
-    return value, tape(torch.sub, base, slope)
+    slope = _rightmost(ops, squash.log_slope(ops, point), dims)
+    base = _rightmost(ops, _normal_log_prob(ops, point, loc, scale), dims)
+    return value, ops(torch.sub, base, slope)
 
 
 def _squash(options: Mapping[str, Any], loc: Tensor) -> _Squash:
@@ -418,13 +373,14 @@ def _not_finite(name: str) -> str:
     )
 
 
+_one_hot_of_integers = partial(_discrete, one_hot=True, ties=True)
 # Full names, because the package of some of them is not imported here.
 _RECIPES: dict[str, Recipe] = {
-    qualified(D.Categorical): _categorical,
-    qualified(D.OneHotCategorical): _one_hot_float,
-    qualified(D.Normal): _normal,
-    "tensordict.nn.distributions.discrete.OneHotCategorical": _one_hot_long,
-    "torchrl.modules.distributions.discrete.OneHotCategorical": _one_hot_long,
+    qualified(D.Categorical): _discrete,
+    qualified(D.OneHotCategorical): partial(_discrete, one_hot=True),
+    qualified(D.Normal): partial(_gaussian, event_dims=0, known={"scale", "validate_args"}),
+    "tensordict.nn.distributions.discrete.OneHotCategorical": _one_hot_of_integers,
+    "torchrl.modules.distributions.discrete.OneHotCategorical": _one_hot_of_integers,
     "torchrl.modules.distributions.continuous.IndependentNormal": _independent_normal,
     "torchrl.modules.distributions.continuous.TanhNormal": _tanh_normal,
 }

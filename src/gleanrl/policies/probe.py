@@ -1,19 +1,37 @@
-"""The one call of a policy at construction: what it writes, learnt without leaving a trace."""
+"""The one call of a policy at construction: what it reads, writes and remembers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Any
+import warnings
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase, is_leaf_nontensor
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import (
+    InteractionType,
+    ProbabilisticTensorDictModule,
+    TensorDictModuleBase,
+    set_interaction_type,
+)
+from torch import distributions as D
 from torch import nn
 
-from gleanrl.core.errors import PolicyTypeError
-from gleanrl.core.keys import Key, as_key, as_keys, is_private
-from gleanrl.policies.structure import children_of, selects, units_of
+from gleanrl.core.errors import PolicyError, PolicyTypeError
+from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, as_keys, format_key, is_private, next_key
+from gleanrl.core.layout import EnvLayout, Field
+from gleanrl.policies.adapt import Adapted
+from gleanrl.policies.inspect import children_of, modules_of, selects, units_of
+from gleanrl.policies.untouched import untouched
+
+_FAILURES = (KeyError, RuntimeError, TypeError, AttributeError, ValueError, IndexError)
+"""What a policy may raise because the state it is given does not suit it."""
+_ONE_HOT = (D.OneHotCategorical, D.OneHotCategoricalStraightThrough)
+_T = TypeVar("_T")
+
+
+# -- one call --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -24,7 +42,7 @@ class Unit:
     """Takes and returns a TensorDict."""
     visible: tuple[Key, ...]
     """The entries that were there when it was called."""
-    writes: dict[Key, torch.Tensor] = field(default_factory=dict)
+    writes: dict[Key, torch.Tensor]
     """The entries it made, replaced or changed in place, with the values it gave."""
 
     @property
@@ -36,8 +54,8 @@ class Unit:
 
 
 @dataclass(slots=True)
-class Probed:
-    """What one call showed."""
+class PolicyTrace:
+    """What each part of a policy did in one call."""
 
     units: list[Unit]
     """The modules the policy is made of; the policy itself if it cannot be taken apart."""
@@ -62,16 +80,8 @@ class Probed:
         return [k for k, v in writes if not isinstance(v, torch.Tensor) and not is_private(k)]
 
 
-def run_once(policy: Callable[[Any], Any], td: TensorDictBase) -> Probed:
-    """Call ``policy`` on ``td``, module by module where it is a sequence.
-
-    Args:
-        policy: Takes a TensorDict, returns one (or ``None`` after changing the given one).
-        td: Root entries, the caller's to lose.
-
-    Raises:
-        PolicyTypeError: the policy returned something else than a TensorDict.
-    """
+def _trace(policy: Callable[[Any], Any], td: TensorDictBase) -> PolicyTrace:
+    """Call ``policy`` on ``td``, which is lost, module by module where it is a sequence."""
     start, batch = _Snapshot(td), td.batch_size
     units, apart = [], True
     for module in units_of(policy):
@@ -79,17 +89,22 @@ def run_once(policy: Callable[[Any], Any], td: TensorDictBase) -> Probed:
         td = call_on(module, td)
         units.append(Unit(module, tuple(before.entries), before.written(td, _out_keys(module))))
         apart = apart and td.batch_size == batch and _all_tensors(td)
-    dropped = _dropped(policy, td)
     written = start.written(td, _out_keys(policy))
-    kept = {key: value for key, value in written.items() if key not in dropped}
-    whole = Unit(policy, tuple(start.entries), kept)
+    if isinstance(policy, nn.Module) and selects(policy) and children_of(policy) is not None:
+        kept = _out_keys(policy)  # what its modules write beside these is dropped
+        written = {key: value for key, value in written.items() if key in kept}
+    whole = Unit(policy, tuple(start.entries), written)
     if units[0].module is policy:
         units = [whole]
-    return Probed(units if apart else [whole], whole, start.values)
+    return PolicyTrace(units if apart else [whole], whole, start.values)
 
 
 def call_on(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
-    """Call ``policy`` and return the TensorDict it left or returned."""
+    """Call ``policy`` and return the TensorDict it left or returned.
+
+    Raises:
+        PolicyTypeError: the policy returned something else than a TensorDict.
+    """
     result = policy(td)
     if result is None:
         return td
@@ -101,9 +116,15 @@ def call_on(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
     return result
 
 
+def leaves(data: TensorDictBase) -> set[Key]:
+    """Return the keys of all tensors and objects in ``data``."""
+    keys = data.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
+    return {as_key(key) for key in keys}
+
+
 def _entries(td: TensorDictBase) -> dict[Key, Any]:
-    leaves = td.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
-    return {as_key(key): value for key, value in leaves}
+    items = td.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
+    return {as_key(key): value for key, value in items}
 
 
 def _all_tensors(td: TensorDictBase) -> bool:
@@ -123,7 +144,7 @@ class _Snapshot:
         self.entries = _entries(td)
         tensors = {k: v for k, v in self.entries.items() if isinstance(v, torch.Tensor)}
         self.values = {key: value.clone() for key, value in tensors.items()}
-        self._versions = {key: changes(value) for key, value in tensors.items()}
+        self._versions = {key: writes_so_far(value) for key, value in tensors.items()}
 
     def written(self, td: TensorDictBase, declared: Collection[Key]) -> dict[Key, Any]:
         """Return the entries of ``td`` that were made, replaced or changed in place since.
@@ -133,20 +154,20 @@ class _Snapshot:
         return {
             key: value
             for key, value in _entries(td).items()
-            if key in declared or not self._passed(key, value)
+            if key in declared or not self._unchanged(key, value)
         }
 
-    def _passed(self, key: Key, value: Any) -> bool:
+    def _unchanged(self, key: Key, value: Any) -> bool:
         """Tell whether an entry is what it was, seen through another view perhaps."""
         before = self.entries.get(key)
         if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
             return before is value
         # What is written in place counts even if it left the values as they were, this time.
-        unwritten = changes(before) == self._versions[key]
+        unwritten = writes_so_far(before) == self._versions[key]
         return unwritten and same_memory(before, value) and torch.equal(value, self.values[key])
 
 
-def changes(tensor: torch.Tensor) -> int:
+def writes_so_far(tensor: torch.Tensor) -> int:
     """Return how often ``tensor`` was written in place, 0 where nothing counts that."""
     return 0 if tensor.is_inference() else tensor._version
 
@@ -161,9 +182,466 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _dropped(policy: Any, td: TensorDictBase) -> list[Key]:
-    """Return what a sequence with selected outputs writes and does not keep."""
-    if not isinstance(policy, nn.Module) or not selects(policy) or children_of(policy) is None:
-        return []
-    kept = _out_keys(policy)
-    return [key for key in _entries(td) if key not in kept]
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors are the same, bit for bit."""
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+# -- what the call shows ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySignature:
+    """What a policy reads, writes and remembers."""
+
+    trace: PolicyTrace
+    outputs: tuple[Field, ...]
+    """Actions first, then everything else that is delivered and not the environment's."""
+    states: tuple[Key, ...]
+    """Root entries that are provided: zero where an episode begins, then what the policy wrote
+    under ``"next"``."""
+    policy_written_state: tuple[Key, ...]
+    """All root entries that the policy's ``("next", ...)`` outputs replace."""
+    needs_is_init: bool
+    rewrites: tuple[Key, ...]
+    """Entries of the environment that the policy replaced or changed in place."""
+    after: TensorDictBase
+    """The root entries that the environment would have been given."""
+
+    @property
+    def why_no_rows(self) -> str | None:
+        """What rows of known entries would lose; ``None`` if they hold all that was written."""
+        if self.rewrites:
+            return f"the policy changes {', '.join(map(format_key, self.rewrites))}"
+        if self.trace.objects:
+            return f"the policy writes {format_key(self.trace.objects[0])}, which is no tensor"
+        if not all(unit.declares for unit in self.trace.units):
+            return "the policy does not say all that it writes (out_keys)"
+        if set(self.policy_written_state) != set(self.states):
+            return "the policy makes its own first state"
+        return None
+
+
+def learn(
+    policy: Any,
+    adapted: Adapted,
+    env: EnvLayout,
+    root: TensorDictBase,
+    exploration: InteractionType,
+    *,
+    as_written: bool = False,
+    one_hot: Collection[Key] = (),
+) -> tuple[Adapted, PolicySignature]:
+    """Call the policy once on ``root`` and leave no trace, neither in it nor in the policy.
+
+    Args:
+        policy: What the user gave.
+        adapted: How it is called.
+        env: The environment's side of the step.
+        root: What the first reset returned, on the policy's device.
+        exploration: How the policy acts in that call.
+        as_written: The environment judges actions itself: they are taken as they are written.
+        one_hot: Actions that the environment wants as one-hot vectors. A policy that gives indices
+            for these is called once more, with its actions converted.
+
+    Returns:
+        How the policy is called from now on, and what that call showed.
+
+    Raises:
+        PolicyError: it does not fit the environment.
+    """
+    start, asks_init = _start(adapted, root, root.get(IS_INIT, None) is not None)
+    given = {as_key(key): value.dtype for key, value in start.items(True, True)}
+
+    def run(guess: Mapping[Key, torch.Tensor]) -> tuple[PolicyTrace, TensorDictBase]:
+        td = _with(start, guess)
+        with untouched(policy), torch.no_grad(), set_interaction_type(exploration):
+            return _trace(adapted.call, td), td
+
+    (trace, after), guess = _first_call(policy, adapted, start, given, run, _fed)
+    states = tuple(guess)
+    if not guess:
+        declared = _declared_states(policy, adapted, given)
+        zeros = {
+            key: torch.zeros_like(value)
+            for key in declared
+            if (value := _fed((trace, after), key)) is not None
+        }
+        (trace, after), states = _provided(zeros, run, (trace, after))
+    outputs = trace.outputs
+    wanted = [field for field in env.actions if field.key in one_hot]
+    indices = [format_key(f.key) for f in wanted if _is_index(env, f, outputs.get(f.key))]
+    if indices:
+        warnings.warn(
+            f"the policy gives indices as {', '.join(indices)}; the environment was made with "
+            "categorical_action_encoding=False and wants one-hot vectors; they are converted",
+            UserWarning,
+            stacklevel=2,
+        )
+        converted = replace(adapted, call=_IndexToOneHot(adapted, wanted))
+        return learn(policy, converted, env, root, exploration, as_written=as_written)
+    owned = _owned(env)
+    actions = _actions(env, outputs, policy, as_written)
+    taken = {*owned, *(field.key for field in actions)}
+    extras = (_field(env, key, value) for key, value in outputs.items() if key not in taken)
+    return adapted, PolicySignature(
+        trace=trace,
+        outputs=(*actions, *extras),
+        states=states,
+        policy_written_state=tuple(
+            key[1:]
+            for key in outputs
+            if key[0] == NEXT and key not in owned and _reads(adapted, key[1:])
+        ),
+        needs_is_init=asks_init,
+        rewrites=tuple(key for key in outputs if key in given and key not in states),
+        after=after,
+    )
+
+
+class _IndexToOneHot:
+    """A policy whose actions are indices, for an environment that wants one-hot vectors."""
+
+    def __init__(self, adapted: Adapted, actions: Sequence[Field]) -> None:
+        self.in_keys, self.out_keys = adapted.in_keys, adapted.out_keys
+        self._call = adapted.call
+        self._actions = tuple(actions)
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        out = call_on(self._call, tensordict)
+        for field in self._actions:
+            index = out.get(field.key)
+            if index.ndim < out.ndim + len(field.shape):
+                hot = torch.nn.functional.one_hot(index.long(), field.shape[-1])
+                out.set(field.key, hot.to(field.dtype))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicSignature:
+    """What a policy on data without fixed layout writes and remembers."""
+
+    zero_outputs: TensorDictBase
+    """Zeros in place of what the policy wrote beside actions: its outputs in random frames."""
+    states: tuple[Field, ...]
+    """Root entries that its ``("next", ...)`` outputs replace."""
+    needs_is_init: bool
+
+
+def learn_dynamic(
+    policy: Any,
+    adapted: Adapted,
+    root: TensorDictBase,
+    actions: Collection[Key],
+    owned: Collection[Key],
+    exploration: InteractionType,
+) -> DynamicSignature:
+    """Call the policy once on ``root``, whose layout is not fixed, and leave no trace.
+
+    Args:
+        policy: What the user gave.
+        adapted: How it is called.
+        root: What the first reset returned.
+        actions: Root keys of the actions.
+        owned: Root keys that the environment decides, also under ``"next"``.
+        exploration: How the policy acts in that call.
+
+    Raises:
+        PolicyTypeError: it returned something else than a TensorDict.
+        PolicyError: it cannot be called with what the environment gives.
+    """
+    there = leaves(root)
+    start, asks_init = _start(adapted, root, IS_INIT in there)
+    given = {
+        key: None if (value := _stacked(start, key)) is None else value.dtype
+        for key in sorted(leaves(start))
+    }
+
+    def run(guess: Mapping[Key, torch.Tensor]) -> TensorDictBase:
+        with untouched(policy), torch.no_grad(), set_interaction_type(exploration):
+            return call_on(adapted.call, _with(start, guess))
+
+    def fed(out: TensorDictBase, key: Key) -> torch.Tensor | None:
+        found: torch.Tensor | None = out.get(next_key(key), None)
+        return found
+
+    out, _ = _first_call(policy, adapted, start, given, run, fed)
+    kept = {*there, *owned, IS_INIT}
+    written = leaves(out) - kept - set(map(next_key, kept))
+    states = [
+        Field(key[1:], tuple(value.shape[root.ndim :]), value.dtype)
+        for key in sorted(written)
+        if key[0] == NEXT and (value := _stacked(out, key)) is not None
+        if _reads(adapted, key[1:])
+    ]
+    zeroed = written - set(actions) - {state.key for state in states}
+    return DynamicSignature(out.select(*zeroed).apply(torch.zeros_like), tuple(states), asks_init)
+
+
+def _stacked(data: TensorDictBase, key: Key) -> torch.Tensor | None:
+    """Return an entry, ``None`` if it is no tensor or does not stack."""
+    try:
+        value = data.get(key)
+    except RuntimeError:
+        return None  # Part of a lazy stack of different shapes.
+    return value if isinstance(value, torch.Tensor) else None
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def _start(adapted: Adapted, root: TensorDictBase, has_init: bool) -> tuple[TensorDictBase, bool]:
+    """Return a copy of ``root`` to call the policy on, and whether ``is_init`` was added."""
+    start = root.clone()
+    asks = adapted.in_keys is not None and IS_INIT in adapted.in_keys and not has_init
+    if asks:
+        start.set(IS_INIT, torch.ones((*root.batch_size, 1), dtype=torch.bool, device=root.device))
+    return start, asks
+
+
+def _with(start: TensorDictBase, guess: Mapping[Key, torch.Tensor]) -> TensorDictBase:
+    td = start.clone()
+    for key, value in guess.items():
+        td.set(key, value)
+    return td
+
+
+def _reads(adapted: Adapted, key: Key) -> bool:
+    return adapted.in_keys is None or key in adapted.in_keys
+
+
+def _fed(called: tuple[PolicyTrace, TensorDictBase], key: Key) -> torch.Tensor | None:
+    return called[0].outputs.get(next_key(key))
+
+
+def _declared_states(policy: Any, adapted: Adapted, given: Container[Key]) -> list[Key]:
+    """Return the states a policy says it has, before it is called on what is ``given``."""
+    states = [as_key(key) for key in getattr(policy, "state_shapes", None) or {}]
+    if adapted.in_keys is not None and adapted.out_keys is not None:
+        states += [
+            key
+            for key in adapted.in_keys
+            if next_key(key) in adapted.out_keys and key not in given and key not in states
+        ]
+    return states
+
+
+def _first_call(
+    policy: Any,
+    adapted: Adapted,
+    start: TensorDictBase,
+    given: Mapping[Key, torch.dtype | None],
+    run: Callable[[Mapping[Key, torch.Tensor]], _T],
+    fed: Callable[[_T, Key], torch.Tensor | None],
+) -> tuple[_T, Mapping[Key, torch.Tensor]]:
+    """Call a policy with the likeliest first state that it takes; ``fed``: the state after it.
+
+    Returns:
+        What ``run`` returned, and that state.
+    """
+    batch, device = tuple(start.batch_size), start.device or torch.device("cpu")
+    states = _declared_states(policy, adapted, given)
+    failure: Exception | None = None
+    for guess in _first_states(policy, states, batch, device):
+        try:
+            result = run(guess)
+        except PolicyError:
+            raise
+        except _FAILURES as err:
+            failure = failure or err
+            continue
+        after = ((fed(result, key), value) for key, value in guess.items())
+        if all(found is not None and found.shape == value.shape for found, value in after):
+            return result, guess
+    missing = [key for key in adapted.in_keys or () if key not in given and key not in states]
+    reason = _reason(failure, policy, given, missing, states)
+    if reason is None and failure is not None:
+        raise failure
+    raise PolicyError(f"{reason} ({failure})") from failure
+
+
+def _provided(
+    zeros: Mapping[Key, torch.Tensor],
+    run: Callable[[Mapping[Key, torch.Tensor]], tuple[PolicyTrace, TensorDictBase]],
+    without: tuple[PolicyTrace, TensorDictBase],
+) -> tuple[tuple[PolicyTrace, TensorDictBase], tuple[Key, ...]]:
+    """Provide ``zeros`` if the policy does with them what it does ``without`` them.
+
+    A policy that makes its first state itself then begins every episode anew.
+    """
+    if not zeros:
+        return without, ()
+    try:
+        called = run(zeros)
+    except _FAILURES:
+        return without, ()
+    mine, theirs = called[0].outputs, without[0].outputs
+    same = mine.keys() == theirs.keys() and all(equal(mine[key], theirs[key]) for key in mine)
+    return (called, tuple(zeros)) if same else (without, ())
+
+
+def _reason(
+    err: Exception | None,
+    policy: Any,
+    shown: Mapping[Key, torch.dtype | None],
+    missing: Sequence[Key],
+    states: Sequence[Key],
+) -> str | None:
+    """Say why the policy failed, ``None`` if its own error says it best."""
+    if missing:
+        given = ", ".join(map(format_key, shown))
+        return (
+            f"the policy reads {', '.join(map(format_key, missing))}, which the environment does "
+            f"not give; it gives {given}"
+        )
+    if states:
+        return (
+            "the policy could not be called with its first state "
+            f"{', '.join(map(format_key, states))} left out or zero; say what shape it has, "
+            "without batch dimensions: policy.state_shapes = "
+            f"{{{format_key(states[0])}: (hidden_size,)}}"
+        )
+    wide = [format_key(key) for key, dtype in shown.items() if dtype == torch.float64]
+    narrow = any(p.dtype == torch.float32 for m in modules_of(policy) for p in m.parameters(False))
+    if isinstance(err, RuntimeError) and wide and narrow:
+        return (
+            f"the policy has float32 weights and failed on float64 observations {', '.join(wide)}: "
+            "pass observation_dtype=torch.float32 to the environment, or call policy.double()"
+        )
+    return None
+
+
+# -- first states ----------------------------------------------------------------------------------
+
+
+def _first_states(
+    policy: Any, states: Sequence[Key], batch: tuple[int, ...], device: torch.device
+) -> Iterator[dict[Key, torch.Tensor]]:
+    """Yield what the first state may be, the likeliest first; left out means: the policy makes it.
+
+    Zeros of the declared shapes if ``policy.state_shapes`` declares them (per key, without batch
+    dimensions). Else what cells and layered networks inside the policy take, and what its modules
+    say of themselves.
+    """
+    if not states:
+        yield {}
+        return
+    declared = getattr(policy, "state_shapes", None)
+    if declared:
+        shapes = {as_key(key): _shape(value) for key, value in declared.items()}
+        yield {key: torch.zeros((*batch, *shapes[key]), device=device) for key in states}
+        return
+    for shape in _guesses(policy):
+        if shape is None:
+            yield {}
+        else:
+            yield {key: torch.zeros((*batch, *shape), device=device) for key in states}
+    found = {}
+    for module in modules_of(policy):  # those that describe their states the way TorchRL's do
+        describe = getattr(type(module), "make_tensordict_primer", None)
+        primers = {} if describe is None else describe(module).primers
+        for key in states:
+            spec = primers.get(key if len(key) > 1 else key[0], None)
+            if spec is not None:
+                found[key] = torch.zeros((*batch, *spec.shape), dtype=spec.dtype, device=device)
+    if len(found) == len(states):
+        yield found
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(getattr(value, "shape", value))
+
+
+def _guesses(policy: Any) -> list[tuple[int, ...] | None]:
+    """Return the state shapes of what is recurrent in ``policy``; ``None``: it makes its own."""
+    cells: list[tuple[int, ...]] = []
+    layered: list[tuple[int, ...]] = []
+    for module in modules_of(policy):
+        if isinstance(module, nn.RNNCellBase):
+            cells.append((module.hidden_size,))
+        elif isinstance(module, nn.RNNBase):
+            layered.append((module.num_layers * (1 + module.bidirectional), module.hidden_size))
+    cells, layered = list(dict.fromkeys(cells)), list(dict.fromkeys(layered))
+    # Modules around a single cell take its state as it is; layered networks mostly make their own.
+    flat = [(hidden,) for _, hidden in layered]
+    return [None, *layered, *flat, *cells] if layered else [*cells, None]
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+def _actions(
+    env: EnvLayout, outputs: Mapping[Key, torch.Tensor], policy: Any, as_written: bool
+) -> tuple[Field, ...]:
+    """Return the fields of the actions: the environment's, or as they were written."""
+    # Zeros and ones, though torch's distributions make them floats.
+    one_hot = [
+        as_key(module.dist_sample_keys[0])
+        for module in modules_of(policy)
+        if isinstance(module, ProbabilisticTensorDictModule)
+        and module.distribution_class in _ONE_HOT
+    ]
+    found = []
+    for field in env.actions:
+        value = outputs.get(field.key)
+        if value is None:
+            wrote = ", ".join(map(format_key, outputs)) or "nothing"
+            raise PolicyError(f"the policy did not write {format_key(field.key)}; it wrote {wrote}")
+        if as_written:
+            found.append(_field(env, field.key, value))
+        else:
+            _check_action(env, field, value, field.key in one_hot)
+            found.append(field)
+    return tuple(found)
+
+
+def _is_index(env: EnvLayout, field: Field, value: torch.Tensor | None) -> bool:
+    return (
+        value is not None
+        and not value.is_floating_point()
+        and not value.is_complex()
+        and tuple(value.shape) == (*env.batch_shape, *field.shape[:-1])
+    )
+
+
+def _field(env: EnvLayout, key: Key, value: torch.Tensor) -> Field:
+    size = len(env.batch_shape)
+    if tuple(value.shape[:size]) != env.batch_shape:
+        raise PolicyError(
+            f"the policy wrote {format_key(key)} with shape {tuple(value.shape)}; it must begin "
+            f"with the batch shape {env.batch_shape} of the environment"
+        )
+    return Field(key, tuple(value.shape[size:]), value.dtype)
+
+
+def _owned(env: EnvLayout) -> set[Key]:
+    """Return the keys that the environment writes."""
+    roots = [field.key for field in env.observations] + [IS_INIT]
+    for group in env.dones:
+        roots += group.keys()
+    return {*roots, *map(next_key, (*roots, *(field.key for field in env.rewards)))}
+
+
+def _check_action(env: EnvLayout, field: Field, value: torch.Tensor, one_hot: bool) -> None:
+    name = format_key(field.key)
+    wanted = (*env.batch_shape, *field.shape)
+    if tuple(value.shape) != wanted:
+        hint = ""
+        if not field.dtype.is_floating_point and tuple(value.shape[:-1]) == wanted:
+            hint = "; take the index (argmax) or build it with categorical_action_encoding=False"
+        raise PolicyError(
+            f"the policy wrote {name} with shape {tuple(value.shape)}; the environment wants "
+            f"{wanted}{hint}"
+        )
+    if not _keeps_values(value.dtype, field.dtype) and not one_hot:
+        raise PolicyError(
+            f"the policy wrote {name} as {value.dtype}; the environment wants {field.dtype}, which "
+            f"does not hold every such value: cast it in the policy (action.to({field.dtype}))"
+        )
+
+
+def _keeps_values(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Tell whether every value of ``given`` is one of ``wanted``, which is of the same kind."""
+    same_kind = given.is_floating_point == wanted.is_floating_point
+    same_kind = same_kind and given.is_complex == wanted.is_complex
+    return same_kind and torch.promote_types(given, wanted) == wanted

@@ -1,22 +1,30 @@
-"""A policy of the user's that acts on rows of a window."""
+"""Policies of the user's at work: as replayed calls on rows of a window, or on a TensorDict.
+
+Called on one TensorDict that stays from step to step is what a policy means: it gets everything at
+the root, also what it wrote there itself at earlier steps, and whatever it writes stays. Units that
+are proven equal to tensor calls are replaced by them; all others are called as they are, in their
+place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
+from tensordict import TensorDict, TensorDictBase
 
-from gleanrl.core.keys import IS_INIT, Key
+from gleanrl.core.errors import PolicyError
+from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import Array, Window
-from gleanrl.policies.bind import Binding
-from gleanrl.policies.carried import CarriedPolicy, RowCarrier
-from gleanrl.policies.exploration import ExplorationType, exploration_type
-from gleanrl.policies.learn import Learnt
-from gleanrl.policies.lower import Builder, Parts, Program, describe
-from gleanrl.policies.structure import may_lower
+from gleanrl.memory.window import batch_rows
+from gleanrl.policies.inspect import may_lower, selects
+from gleanrl.policies.lowering import Lowering, Parts, Program, output_changed
+from gleanrl.policies.op_recorder import Check, Slot
+from gleanrl.policies.probe import PolicySignature, call_on, same_memory, writes_so_far
 
 
 class ProgramPolicy:
@@ -25,64 +33,60 @@ class ProgramPolicy:
     Nothing is decided between `begin` and `finish`: the exploration type, hooks, training mode and
     the identity of weights are read in `begin`, and the program is built anew where they changed.
     Values of weights are read by every call, so what an optimizer wrote shows at once. A policy
-    that is not proven equal to a program is called on a TensorDict instead (`RowCarrier`).
+    that is not proven equal to a program is called on a TensorDict instead.
     """
 
     def __init__(
         self,
         inner: Any,
         call: Callable[[Any], Any],
-        learnt: Learnt,
+        signature: PolicySignature,
         env: EnvLayout,
         *,
         device: torch.device,
         lower: bool = True,
-        inference: bool = False,
     ) -> None:
-        """Run what ``learnt`` describes.
+        """Run what ``signature`` describes.
 
         Args:
             inner: What the user gave; answers ``getattr_policy``.
             call: The same as a callable on TensorDicts.
-            learnt: The policy's units, inputs and outputs.
+            signature: The policy's units, inputs and outputs.
             env: The environment's side of the step.
             device: Where the policy runs.
             lower: Take modules apart; else the policy is called as it is.
-            inference: Run under ``inference_mode``: for private copies of the user's modules only.
         """
         self.inner = inner
-        self.learnt = learnt
-        self.outputs: tuple[Field, ...] = learnt.outputs
-        self.states: tuple[Key, ...] = learnt.states
-        self.needs_is_init = learnt.needs_is_init
+        self.signature = signature
+        self.outputs: tuple[Field, ...] = signature.outputs
+        self.states: tuple[Key, ...] = signature.states
+        self.needs_is_init = signature.needs_is_init
         """Whether the root field ``"is_init"`` (bool ``[P, 1]``) must be in the window."""
         self.parts: Parts | None = None
         """What the rollout begun last is made of."""
         self.device = device
-        self._inference = inference
-        rows = {field.key for field in env.observations} | {IS_INIT, *learnt.states}
-        self._builder = Builder(learnt.probed, env.batch_shape, for_rows=True)
-        self._binding = Binding(env, learnt.outputs, learnt.states, rows, device)
-        self._lower = lower and not learnt.rewrites and set(learnt.fed) == set(learnt.states)
-        taken_apart = learnt if lower else None
-        carried = CarriedPolicy(call, taken_apart, env.batch_shape, device)
-        self._carrier = RowCarrier(carried, learnt, env, device)
-        self._known: dict[tuple[ExplorationType | None, bool], Parts] = {}
+        self.on_tensordict = TensorDictPolicy(
+            call, signature if lower else None, env.batch_shape, device
+        )
+        """The policy on one TensorDict, for environments that work on one, too."""
+        self._rows = _TensorDictOverRows(self.on_tensordict, signature, env, device)
+        self._lowering = Lowering(signature.trace, env.batch_shape, for_rows=True)
+        self._binding = _Binding(env, signature, device)
+        self._lower = (
+            lower
+            and not signature.rewrites
+            and set(signature.policy_written_state) == set(signature.states)
+        )
         self._program: Program | None = None
-        self._loads: Sequence[tuple[Array, Sequence[Array]]] = ()
-        self._stores: Sequence[tuple[Sequence[Array], Array]] = ()
-        self._tensor_loads: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]] = ()
-        self._tensor_stores: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]] = ()
+        self._loads = self._binding.loads
+        self._stores = self._binding.stores
+        self._tensor_loads = self._binding.tensor_loads
+        self._tensor_stores = self._binding.tensor_stores
         self._calls: list[Callable[[], Any]] = []
         self.act: Callable[[int], None] = self._replay
         """Read root row ``t``, write the outputs there and the states at root row ``t + 1``."""
         self.reset: Callable[[int, Sequence[int]], None] = self._zero_states
         """Zero the states of the environments that ended at step ``t``."""
-
-    @property
-    def carried(self) -> CarriedPolicy:
-        """The policy on one TensorDict, for environments that work on one, too."""
-        return self._carrier.policy
 
     @property
     def lowered(self) -> int:
@@ -93,23 +97,20 @@ class ProgramPolicy:
 
     def context(self) -> AbstractContextManager[Any]:
         """Return what a rollout runs in: no gradients are recorded by `act` itself."""
-        return torch.inference_mode() if self._inference else torch.no_grad()
+        return torch.no_grad()
 
-    def begin(self, window: Window, carry: Window) -> None:
+    def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``; reads the exploration type in force."""
         parts = self._current()
         self._program = program = parts.program
         if program is None:
-            self._carrier.begin(window, carry)
-            self.act, self.reset = self._carrier.act, self._carrier.reset
-            self.parts = self._carrier.policy.parts
+            self._rows.begin(window, next_root)
+            self.act, self.reset = self._rows.act, self._rows.reset
+            self.parts = self.on_tensordict.parts
             return
         self.parts = parts
         self.act, self.reset = self._replay, self._zero_states
-        binding = self._binding
-        binding.bind(program, window, carry)
-        self._loads, self._tensor_loads = binding.loads, binding.tensor_loads
-        self._stores, self._tensor_stores = binding.stores, binding.tensor_stores
+        self._binding.bind(program, window, next_root)
         self._calls = program.calls
         for check in program.checks:
             check.begin()
@@ -134,7 +135,7 @@ class ProgramPolicy:
     def finish(self, steps: int) -> None:
         """Move what stayed on the device; raise if any step was not a number."""
         if self._program is None:
-            self._carrier.policy.finish()
+            self.on_tensordict.finish()
             return
         for check in self._program.checks:
             check.finish()
@@ -142,18 +143,346 @@ class ProgramPolicy:
 
     def forget(self) -> None:
         """Drop what the policy wrote at earlier steps; all environments begin anew."""
-        self._carrier.forget()
+        self._rows.forget()
 
     def explain(self) -> list[str]:
         """Say what each unit of the policy is run as; reads the exploration type in force."""
-        parts = self._current()
-        if parts.program is None:
-            return self._carrier.policy.explain()
-        return describe(parts, lower=True)
+        if self._current().program is None:
+            return self.on_tensordict.explain()
+        return self._lowering.explain(True)
 
     def _current(self) -> Parts:
-        kind, lower = exploration_type(), self._lower and may_lower(self.device)
-        parts = self._known.get((kind, lower))
-        if parts is None or parts.watch.changed():
-            parts = self._known[kind, lower] = self._builder.build(kind, lower)
-        return parts
+        return self._lowering.current(self._lower and may_lower(self.device))
+
+
+class _Binding:
+    """Connects the slots of a program to the rows of a window.
+
+    On the CPU every slot has a numpy array over its memory and a row is one array copy. On another
+    device observations cross to it and what the environment reads crosses back at every step;
+    everything else stays there until the rollout is over.
+    """
+
+    def __init__(self, env: EnvLayout, signature: PolicySignature, device: torch.device) -> None:
+        self.loads: list[tuple[Array, Sequence[Array]]] = []
+        self.stores: list[tuple[Sequence[Array], Array]] = []
+        self.tensor_loads: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
+        self.tensor_stores: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
+        self.state_rows: list[Sequence[Any]] = []
+        """Per state, the rows it has after each step: root row ``t + 1`` at index ``t``."""
+        self._outputs, self._states = signature.outputs, signature.states
+        # Root keys that change from step to step.
+        self._roots = {IS_INIT, *signature.states, *(field.key for field in env.observations)}
+        # Outputs the environment reads at the same step.
+        self._prompt: Collection[Key] = {*(field.key for field in env.actions), *env.fed}
+        self._remote = device.type != "cpu"
+        self._stages: dict[Key, torch.Tensor] = {}
+        self._moves: list[Callable[[int], None]] = []
+
+    def bind(self, program: Program, window: Window, next_root: Window) -> None:
+        """Connect ``program`` to ``window``; root row ``T`` is row 0 of ``next_root``."""
+        for table in (self.loads, self.stores, self.tensor_loads, self.tensor_stores):
+            table.clear()
+        self.state_rows.clear()
+        self._moves.clear()
+        for key, slot in program.inputs.items():
+            if key not in self._roots or (self._remote and key in self._states):
+                continue
+            if slot.array is None:
+                self.tensor_loads.append((slot.tensor, window.tensor_rows(key)))
+            else:
+                self.loads.append((slot.array, window.rows(key)))
+        for field in self._outputs:
+            self._store(window, field.key, program.values[field.key])
+        for key in self._states:
+            self._bind_state(program, window, next_root, key)
+
+    def finish(self, steps: int) -> None:
+        """Move what was kept on the device into the window."""
+        for move in self._moves:
+            move(steps)
+
+    def _store(self, window: Window, key: Key, slot: Slot) -> None:
+        if self._remote and key not in self._prompt:
+            stage = self._stage(key, window.steps, slot.tensor)
+            self.tensor_stores.append((stage.unbind(0), slot.tensor))
+            self._moves.append(partial(_move, stage, window.tensor(key)))
+        elif slot.array is None:
+            self.tensor_stores.append((window.tensor_rows(key), slot.tensor))
+        else:
+            self.stores.append((window.rows(key), slot.array))
+
+    def _bind_state(self, program: Program, window: Window, next_root: Window, key: Key) -> None:
+        """Make the state after step ``t`` the one that is read at ``t + 1``."""
+        after = program.values[next_key(key)]
+        if self._remote:
+            self._stay(program, window, next_root, key)
+        elif after.array is None:
+            tensors = (*window.tensor_rows(key)[1:], *next_root.tensor_rows(key))
+            self.tensor_stores.append((tensors, after.tensor))
+            self.state_rows.append(tensors)
+        else:
+            rows = window.rows(key)[1:] + next_root.rows(key)
+            self.stores.append((rows, after.array))
+            self.state_rows.append(rows)
+
+    def _stay(self, program: Program, window: Window, next_root: Window, key: Key) -> None:
+        """Keep a state on the device from step to step."""
+        after, steps = program.values[next_key(key)].tensor, window.steps
+        stage = self._stage(key, steps + 1, after)
+        stage[0].copy_(window.tensor_rows(key)[0])
+        rows = stage.unbind(0)
+        if key in program.inputs:
+            self.tensor_loads.append((program.inputs[key].tensor, rows))
+        self.tensor_stores.append((rows[1:], after))
+        self.state_rows.append(rows[1:])
+        self._moves.append(partial(_move, stage[:steps], window.tensor(key)))
+
+        def leave(taken: int) -> None:
+            if taken == steps:
+                next_root.tensor_rows(key)[0].copy_(stage[steps])
+
+        self._moves.append(leave)
+
+    def _stage(self, key: Key, steps: int, like: torch.Tensor) -> torch.Tensor:
+        stage = self._stages.get(key)
+        if stage is None or len(stage) != steps:
+            stage = torch.zeros((steps, *like.shape), dtype=like.dtype, device=like.device)
+            self._stages[key] = stage
+        return stage
+
+
+def _move(stage: torch.Tensor, target: torch.Tensor, steps: int) -> None:
+    target[:, :steps].copy_(stage[:steps].transpose(0, 1))
+
+
+# -- on a TensorDict -------------------------------------------------------------------------------
+
+
+class TensorDictPolicy:
+    """Takes a TensorDict and returns one, as the user's policy does."""
+
+    def __init__(
+        self,
+        call: Callable[[Any], Any],
+        signature: PolicySignature | None = None,
+        batch_shape: tuple[int, ...] = (),
+        device: torch.device | None = None,
+        *,
+        shows_device: bool = True,
+    ) -> None:
+        """Call ``call``; take it apart only if ``signature`` says what it is made of.
+
+        Args:
+            call: Takes a TensorDict; returns one, or ``None`` after writing into it.
+            signature: What one call showed; ``None`` to call it as it is at every step.
+            batch_shape: Batch size of the TensorDicts.
+            device: Where the policy runs.
+            shows_device: Whether the TensorDicts that the policy gets have their device. TorchRL
+                shows one only where it was named for the policy.
+        """
+        self._calling = call_on if shows_device else _call_without_device
+        self._call = partial(self._calling, call)
+        self._device = device or torch.device("cpu")
+        self._lowering: Lowering | None = None
+        if signature is not None and not selects(signature.trace.whole.module):
+            self._lowering = Lowering(signature.trace, batch_shape, for_rows=False)
+        self._stages: Sequence[Callable[[TensorDictBase], TensorDictBase]] = (self._call,)
+        self._checks: Sequence[Check] = ()
+        self.parts: Parts | None = None
+        """What the rollout begun last is made of; ``None``: of the policy as it is."""
+
+    def begin(self) -> None:
+        """Look at the policy as it is now; reads the exploration type in force."""
+        if self._lowering is None:
+            return
+        parts = self.parts = self._lowering.current(may_lower(self._device))
+        programs = [part for part in parts.parts if isinstance(part, Program)]
+        self._checks = [check for program in programs for check in program.checks]
+        for check in self._checks:
+            check.begin()
+        self._stages = (self._call,)
+        if programs:
+            self._stages = [
+                _Replay(part, self._calling)
+                if isinstance(part, Program)
+                else partial(self._calling, part.module)
+                for part in parts.parts
+            ]
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        """Call the policy on ``td``."""
+        for stage in self._stages:
+            td = stage(td)
+        return td
+
+    def explain(self) -> list[str]:
+        """Say what each unit of the policy is run as; reads the exploration type in force."""
+        if self._lowering is None:
+            return [
+                "called as it is: fast=False, compiled, data without fixed layout, or outputs "
+                "are selected"
+            ]
+        return self._lowering.explain(may_lower(self._device))
+
+    def finish(self) -> None:
+        """Raise if any step since `begin` was not a number where that is not allowed."""
+        for check in self._checks:
+            check.finish()
+
+
+class _Replay:
+    """Units in a row, as tensor calls."""
+
+    def __init__(self, program: Program, calling: Callable[..., TensorDictBase]) -> None:
+        self._calling = calling
+        self._calls = program.calls
+        self._loads = [(_name(key), cell) for key, cell in program.reads.items()]
+        self._stores = [(_name(key), cell) for key, cell in program.written.items()]
+        self._modules = [unit.module for unit in program.units]
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        for key, cell in self._loads:
+            value = td.get(key, None)
+            if not _is_like(value, cell):
+                return self._as_it_is(td)
+            cell.copy_(value)
+        for call in self._calls:
+            call()
+        for key, cell in self._stores:
+            td.set(key, cell.clone())
+        return td
+
+    def _as_it_is(self, td: TensorDictBase) -> TensorDictBase:
+        for module in self._modules:
+            td = self._calling(module, td)
+        return td
+
+
+def _call_without_device(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
+    device = td.device
+    out = call_on(policy, td.clear_device_())
+    td.auto_device_()
+    return out if out is not td or device in (None, td.device) else out.to(device)
+
+
+def _is_like(value: Any, cell: torch.Tensor) -> bool:
+    return (
+        isinstance(value, torch.Tensor) and value.shape == cell.shape and value.dtype == cell.dtype
+    )
+
+
+def _name(key: Key) -> Any:
+    return key[0] if len(key) == 1 else key
+
+
+class _TensorDictOverRows:
+    """Calls a policy on a TensorDict, for environments whose data lie in rows of a window."""
+
+    def __init__(
+        self,
+        policy: TensorDictPolicy,
+        signature: PolicySignature,
+        env: EnvLayout,
+        device: torch.device,
+    ) -> None:
+        self._policy, self._signature, self._env = policy, signature, env
+        self._device = device
+        self._root: TensorDictBase | None = None
+        self._shown = [*(field.key for field in env.observations), *signature.states]
+        if signature.needs_is_init:
+            self._shown.append(IS_INIT)
+        known = map(as_key, signature.after.keys(True, True))
+        outputs = signature.trace.outputs
+        self._known = {
+            key[0]
+            for key in (*outputs, *known, *signature.policy_written_state)
+            if not is_private(key)
+        }
+        self._loads: list[tuple[Any, Sequence[torch.Tensor]]] = []
+        self._stores: list[tuple[Any, Sequence[torch.Tensor], torch.Size, torch.dtype]] = []
+        self._states: list[tuple[Any, Sequence[torch.Tensor]]] = []
+
+    def begin(self, window: Window, next_root: Window) -> None:
+        """Bind to the rows of ``window``."""
+        self._policy.begin()
+        signature, batch = self._signature, self._env.batch_shape
+        self._loads = [(_name(key), batch_rows(window, key, batch)) for key in self._shown]
+        self._stores = [
+            (
+                _name(field.key),
+                batch_rows(window, field.key, batch),
+                torch.Size((*batch, *field.shape)),
+                signature.trace.outputs[field.key].dtype,
+            )
+            for field in signature.outputs
+        ]
+        self._states = [
+            (
+                _name(next_key(key)),
+                (*batch_rows(window, key, batch)[1:], *batch_rows(next_root, key, batch)),
+            )
+            for key in signature.states
+        ]
+
+    def act(self, t: int) -> None:
+        """Call the policy on what root row ``t`` shows; write its outputs there."""
+        root = self._root
+        if root is None:
+            root = self._root = self._first()
+        shown = []
+        for key, rows in self._loads:
+            value = rows[t].to(self._device, copy=True)
+            root.set(key, value)
+            shown.append((key, value, writes_so_far(value)))
+        out = self._policy(root)
+        if out is not root:
+            root.update(out)
+        self._check(root, shown)
+        for key, rows, shape, dtype in self._stores:
+            value = root.get(key, None)
+            if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (shape, dtype):
+                raise output_changed(as_key(key), value, shape, dtype)
+            rows[t].copy_(value)
+        for key, rows in self._states:
+            rows[t].copy_(root.get(key))
+        after = root.pop(NEXT, None)
+        if after is not None:
+            for state in self._signature.policy_written_state:
+                value = after.get(state, None)
+                if value is not None:
+                    root.set(_name(state), value)
+
+    def reset(self, t: int, ended: Sequence[int]) -> None:
+        """Zero the provided states of the environments that ended at step ``t``."""
+        index, envs = list(ended), self._env.num_envs
+        for _, rows in self._states:
+            rows[t].view((envs, *rows[t].shape[len(self._env.batch_shape) :]))[index] = 0
+
+    def forget(self) -> None:
+        """Begin with nothing but what the environment shows."""
+        self._root = None
+
+    def _first(self) -> TensorDictBase:
+        root = TensorDict({}, batch_size=self._env.batch_shape)
+        for group in self._env.dones:
+            for key in group.keys():
+                flags = torch.zeros((*self._env.batch_shape, *group.shape), dtype=torch.bool)
+                root.set(_name(key), flags.to(self._device))
+        return root
+
+    def _check(self, root: TensorDictBase, shown: Sequence[tuple[Any, torch.Tensor, int]]) -> None:
+        """Refuse what rows of known entries cannot hold."""
+        unknown = [name for name in root.keys() if name not in self._known and name[0] != "_"]
+        if unknown:
+            raise PolicyError(
+                f"the policy wrote {unknown[0]!r}, which it did not write in its first call; pass "
+                "fast=False to have such entries delivered"
+            )
+        for key, value, version in shown:
+            now = root.get(key)
+            if not same_memory(now, value) or writes_so_far(value) != version:
+                raise PolicyError(
+                    f"the policy changed {format_key(as_key(key))}, which it did not do in its "
+                    "first call; pass fast=False to have such changes delivered"
+                )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,12 +79,12 @@ class RandomActions:
         self._zeros = [f.key for f in self.outputs if f.key not in {a.key for a in actions}]
         self._draw = draw
 
-    def begin(self, window: Window, carry: Window) -> None:
+    def begin(self, window: Window, next_root: Window) -> None:
         """Zero everything but the actions: a policy's extras and its state."""
         for key in (*self._zeros, *self.states):
             window.tensor(key).zero_()
         for key in self.states:
-            carry.tensor(key).zero_()
+            next_root.tensor(key).zero_()
 
     def act(self, t: int) -> None:
         """Write random actions into row ``t``."""
@@ -121,7 +122,7 @@ class SpecActions(RandomActions):
         self._sources = [(field, _source(policy, field, env.batch_shape)) for field in env.actions]
         self._rows: list[tuple[Callable[[], torch.Tensor], tuple[int, ...], Any]] = []
 
-    def begin(self, window: Window, carry: Window) -> None:
+    def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``."""
         self._rows = [
             (draw, (self._envs, *field.shape), window.tensor_rows(field.key))
@@ -146,12 +147,7 @@ def _source(
             f"environment wants {field.dtype} of shape {tuple(field.shape)}, or {wanted} for all "
             "environments"
         )
-
-    def draw() -> torch.Tensor:
-        drawn: torch.Tensor = spec.rand(lead)
-        return drawn
-
-    return draw
+    return partial(spec.rand, lead)
 
 
 def _spec_of(policy: RandomPolicy, key: Key) -> Any:

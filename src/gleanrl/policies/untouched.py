@@ -21,14 +21,14 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from gleanrl.core.streams import preserved
 
-_LARGEST = 1 << 26
-"""Bytes of a tensor or array that is larger than what is copied."""
-_MOST = 10_000
+_MAX_BYTES = 1 << 26
+"""Larger tensors and arrays are not copied."""
+_MAX_OBJECTS = 10_000
 """Objects that are looked at."""
 _FOREIGN = {"gymnasium", "gleanrl", "numpy", "ray", "tensordict", "torch", "torchrl"}
 _FOREIGN |= sys.stdlib_module_names
 
-_Undo = Callable[[], None]
+_Undo = Callable[[], object]
 
 
 @contextmanager
@@ -39,41 +39,34 @@ def untouched(policy: Any) -> Iterator[None]:
     containers hold, variables of functions, tensors, arrays and generators. What changed is put
     back in place. Objects of other libraries, and what cannot be copied, are left alone.
     """
-    memory = _Memory()
     with torch.no_grad():
-        memory.remember(policy)
+        undos, _alive = _remember(policy)
     try:
         with preserved():
             yield
     finally:
         with torch.no_grad():
-            memory.restore()
+            for undo in undos:
+                with suppress(Exception):
+                    undo()
 
 
-class _Memory:
-    """What everything reachable from a policy was."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}
-        self._undo: list[_Undo] = []
-
-    def remember(self, policy: Any) -> None:
-        todo = [policy]
-        while todo and len(self._seen) < _MOST:
-            item = todo.pop()
-            if id(item) in self._seen or isinstance(item, (str, bytes, int, float, ModuleType)):
-                continue
-            self._seen[id(item)] = item
-            with suppress(Exception):  # What cannot be copied is left alone.
-                undo = _undo_of(item)
-                if undo is not None:
-                    self._undo.append(undo)
-                todo.extend(_held_by(item))
-
-    def restore(self) -> None:
-        for undo in self._undo:
-            with suppress(Exception):
-                undo()
+def _remember(policy: Any) -> tuple[list[_Undo], dict[int, Any]]:
+    """Return what restores all that is reachable from ``policy``, and all that was looked at."""
+    undos: list[_Undo] = []
+    seen: dict[int, Any] = {}
+    todo = [policy]
+    while todo and len(seen) < _MAX_OBJECTS:
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, (str, bytes, int, float, ModuleType)):
+            continue
+        seen[id(item)] = item
+        with suppress(Exception):  # What cannot be copied is left alone.
+            undo = _undo_of(item)
+            if undo is not None:
+                undos.append(undo)
+            todo.extend(_held_by(item))
+    return undos, seen
 
 
 # -- what an item holds ----------------------------------------------------------------------------
@@ -128,7 +121,7 @@ def _undo_of(item: Any) -> _Undo | None:
     """Return what makes ``item`` what it is now, ``None`` if it cannot change by itself."""
     if isinstance(item, torch.Tensor):
         return _undo_tensor(item)
-    if isinstance(item, np.ndarray) and item.nbytes <= _LARGEST:
+    if isinstance(item, np.ndarray) and item.nbytes <= _MAX_BYTES:
         return functools.partial(np.copyto, item, item.copy(), "no")
     if isinstance(item, dict):
         return _undo_dict(item)
@@ -145,7 +138,7 @@ def _undo_of(item: Any) -> _Undo | None:
 
 def _undo_generator(item: Any) -> _Undo | None:
     if isinstance(item, torch.Generator):
-        return functools.partial(_set_state, item, item.get_state())
+        return functools.partial(item.set_state, item.get_state())
     if isinstance(item, np.random.Generator):
         item = item.bit_generator
     if isinstance(item, np.random.BitGenerator):
@@ -155,10 +148,6 @@ def _undo_generator(item: Any) -> _Undo | None:
     if isinstance(item, random.Random):
         return functools.partial(item.setstate, item.getstate())
     return None
-
-
-def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
 
 
 def _undo_container(item: Any) -> _Undo:
@@ -211,7 +200,7 @@ def _undo_class(kind: type) -> _Undo:
 
 def _undo_tensor(tensor: torch.Tensor) -> _Undo | None:
     # Another process may write to shared memory while the policy is called.
-    if tensor.numel() * tensor.element_size() > _LARGEST:
+    if tensor.numel() * tensor.element_size() > _MAX_BYTES:
         return None
     if tensor.is_shared():  # type: ignore[no-untyped-call]  # torch's
         return None

@@ -19,26 +19,32 @@ from gleanrl.core.streams import preserved
 from gleanrl.envs.gym_env import GymEnv
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.make import Made, make_env
-from gleanrl.envs.pool import NextStepPool
 from gleanrl.envs.specs import OneHot
-from gleanrl.envs.tensordict_handle import TensorDictHandle
-from gleanrl.envs.tensordict_layout import (
+from gleanrl.envs.tensordict import (
+    TensorDictHandle,
     is_tensordict_env,
     learn_layout,
     needs_carrier,
     spec_leaves,
 )
+from gleanrl.envs.vector import NextStepPool
 from gleanrl.memory.window import RolloutWindow
-from gleanrl.policies.carried import Actor
-from gleanrl.policies.exploration import complete_exploration
-from gleanrl.policies.make import Shown, actor_of, acts_at_random, make_actor, make_policy, root_of
+from gleanrl.policies.policy import (
+    Actor,
+    Shown,
+    acts_at_random,
+    complete_exploration,
+    make_actor,
+    make_policy,
+    root_of,
+    signed_actor,
+)
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.policies.random import RandomActions
-from gleanrl.rollout.cursor import CursorRollout
-from gleanrl.rollout.expected import expect
-from gleanrl.rollout.rollout import Policies, Rollout, check_can_cut
+from gleanrl.rollout.dense import DenseRollout, Policies, check_can_cut
+from gleanrl.rollout.next_step_loop import NextStepRollout
 from gleanrl.rollout.streams import Streams
-from gleanrl.rollout.tensordict_loop import TensorDictRollout
+from gleanrl.rollout.tensordict_loop import TensorDictRollout, expect
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +94,13 @@ class SourceBuilder:
         first = RolloutWindow.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
         policies = self._policies(made, first)
-        if isinstance(policies.policy, ProgramPolicy) and not policies.policy.learnt.fits_rows:
+        if isinstance(policies.policy, ProgramPolicy) and policies.policy.signature.why_no_rows:
             if isinstance(made, GymnasiumEnv):
                 handle = TensorDictHandle(_with_tensordicts(made), root_of(made.layout, first))
-                why = policies.policy.learnt.why_no_rows
+                why = policies.policy.signature.why_no_rows
                 return self._serve_tensordicts(handle, policies.policy, judges=False, why=why)
-            _check_rewrites(policies.policy.learnt.rewrites)
-        kind = CursorRollout if isinstance(made, NextStepPool) else Rollout
+            _check_rewrites(policies.policy.signature.rewrites)
+        kind = NextStepRollout if isinstance(made, NextStepPool) else DenseRollout
         return kind(made, first, policies, self._policies, self.rollout)  # type: ignore[arg-type]  # each its own
 
     def _policies(self, env: Env | Pool, first: Window, own: bool = False) -> Policies:
@@ -114,7 +120,7 @@ class SourceBuilder:
         )
         self._check_inputs(policy.states, policy.needs_is_init)
         stand_in = RandomActions(env.random, env.layout.actions, policy)
-        return Policies(policy, stand_in, policy.needs_is_init, user)
+        return Policies(policy, stand_in, user)
 
     # -- environments with TensorDict methods ------------------------------------------------------
 
@@ -134,8 +140,8 @@ class SourceBuilder:
             if known is not None and not own:
                 shown = _shown(env, root, layout, judges)
                 away = None if known.device.type == "cpu" else known.device
-                actor = actor_of(known.inner, known.carried, known.learnt, shown, away)
-                return actor, known.learnt.after
+                actor = signed_actor(known.inner, known.on_tensordict, known.signature, shown, away)
+                return actor, known.signature.after
             chosen = complete_exploration(self._user_policy(own), env)
             if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
                 return Actor(), root

@@ -14,11 +14,17 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from gleanrl.core.keys import DONE, NEXT, REWARD, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.protocols import Window
-from gleanrl.envs.gym_batch import FLAGS
+from gleanrl.envs.factory import without_call_checks
 from gleanrl.envs.gym_env import GymEnv
-from gleanrl.envs.registry import without_call_checks
-from gleanrl.envs.serial import SerialEnv, gym_source, trees
-from gleanrl.envs.tensordict_layout import needs_carrier, spec_groups, spec_leaves, state_leaves
+from gleanrl.envs.gymnasium import FLAGS
+from gleanrl.envs.serial import SerialEnv, gym_source
+from gleanrl.envs.tensordict import (
+    needs_carrier,
+    spec_groups,
+    spec_leaves,
+    spec_trees,
+    state_leaves,
+)
 from gleanrl.memory.trees import copied, nest
 from gleanrl.memory.window import RolloutWindow
 
@@ -83,7 +89,7 @@ class GymRow:
         self.env = env
         self._batch = env.batch
         self.groups: Mapping[Key, tuple[int, ...]] = {}
-        actions, shown = _fields(env.full_action_spec, env), self._batch.observations
+        actions, shown = _fields(env.full_action_spec, env), self._batch.layout.observations
         flags = tuple(Field(key, (1,), torch.bool) for key in FLAGS)
         after = (*shown, Field(REWARD, (1,), torch.float32), *flags)
         self.inputs = tuple(field.key for field in actions)
@@ -98,10 +104,11 @@ class GymRow:
 
     def bind(self, window: Window) -> None:
         """Keep the present observations in the root row of ``window``; its end flags stay down."""
-        keys = [field.key for field in self._batch.observations]
+        keys = [field.key for field in self._batch.layout.observations]
         now = RolloutWindow({key: window.tensor(key) for key in keys}, window.envs, 1)
         self.env.move(window, now)
-        self._actions = [window.rows(key)[0] for key in self._batch.action_keys]
+        self._now = now
+        self._actions = [window.rows(key)[0] for key in self._batch.action_specs]
         self._mask = window.rows(RESET)[0]
         self._rewards, self._dead, self._late, self._done = (
             window.rows(next_key(key))[0] for key in (REWARD, TERMINATED, TRUNCATED, DONE)
@@ -110,18 +117,18 @@ class GymRow:
     def step(self, reset: bool) -> Left | None:
         """Step, and ``reset`` what ended."""
         # Copied, because an environment may keep its action, and the window is used again.
-        outcome = self._batch.step(self._batch.decode([a.copy() for a in self._actions]))
+        outcome = self._batch.advance([a.copy() for a in self._actions])
         self._rewards[...] = outcome.rewards
         self._dead[...], self._late[...] = outcome.terminated, outcome.truncated
         done = np.logical_or(outcome.terminated, outcome.truncated, out=self._done)
         if reset and done.any():
-            self._batch.reset(np.flatnonzero(done).tolist(), {})
+            self._batch.reset(self._now, np.flatnonzero(done).tolist())
         return None
 
     def reset(self, masked: bool) -> Left | None:
         """Reset all, or where the mask is set."""
         chosen = np.flatnonzero(self._mask).tolist() if masked else range(len(self._mask))
-        self._batch.reset(chosen, {})
+        self._batch.reset(self._now, chosen)
         return None
 
 
@@ -135,7 +142,7 @@ class TensorDictRow:
         flags = _fields(env.full_done_spec, env)
         shown = _fields(env.full_observation_spec, env)
         rewards = _fields(env.full_reward_spec, env)
-        found = trees(env.members[0])
+        found = spec_trees(env.members[0])
         inner = len(env.members[0].batch_size)
         self.groups: Mapping[Key, tuple[int, ...]] = {
             key: shape[inner:] for tree in found for key, shape in spec_groups(tree)

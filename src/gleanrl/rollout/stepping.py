@@ -22,13 +22,12 @@ from gleanrl.core.keys import NEXT, Key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Payload, Report, Snapshot
 from gleanrl.core.protocols import Source, Stop, Window
-from gleanrl.envs.closing import closed_on_error
-from gleanrl.envs.declared import widened
+from gleanrl.envs.factory import EnvFactory, closed_on_error
+from gleanrl.envs.gym_env import make_tensordict_env
 from gleanrl.envs.meta import EnvMetaData, describe
-from gleanrl.envs.recipe import Recipe, make_tensordict_env
-from gleanrl.envs.serial import SerialEnv, Signature, signature, trees
+from gleanrl.envs.serial import SerialEnv, Signature, signature
 from gleanrl.envs.specs import Composite
-from gleanrl.envs.tensordict_layout import EndFlags
+from gleanrl.envs.tensordict import EndFlags, spec_trees, widened
 from gleanrl.memory.trees import copied
 from gleanrl.rollout.row import TODO, GymRow, Row, Todo, make_row
 
@@ -57,7 +56,7 @@ class Described:
 class SteppingBuilder:
     """Makes the environments of one worker, there."""
 
-    create_env_fn: tuple[Recipe, ...]
+    create_env_fn: tuple[EnvFactory, ...]
     create_env_kwargs: tuple[Mapping[str, Any], ...]
     stream: int
     """What the worker's random streams are made from until environments are seeded."""
@@ -67,8 +66,8 @@ class SteppingBuilder:
         seed_streams(self.stream)
         made: list[Any] = []
         with closed_on_error(made):
-            for recipe, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True):
-                made.append(make_tensordict_env(recipe, kwargs))
+            for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True):
+                made.append(make_tensordict_env(factory, kwargs))
             return Stepping(made)
 
 
@@ -108,7 +107,7 @@ class Stepping:
             number=len(self.envs),
             batch=tuple(first.batch_size),
             device=first.device,
-            specs=tuple(widened(tree) for tree in trees(first)),
+            specs=tuple(widened(tree) for tree in spec_trees(first)),
             signature=signature(first),
             inputs=() if row is None else row.inputs,
             groups={} if row is None else row.groups,

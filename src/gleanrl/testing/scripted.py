@@ -10,7 +10,7 @@ from typing import Any
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory
-from gleanrl.rollout.worker import OpenWindow, Worker
+from gleanrl.transport.worker import OpenWindow, Worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,9 @@ from gleanrl.collectors.distributed.nodes import plan_nodes
 from gleanrl.collectors.workers import WorkersCollector
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds
-from gleanrl.engine.backends.network import NetworkBackend
-from gleanrl.engine.backends.network_replacing import ReplacingBackend
-from gleanrl.engine.launchers import check_replaces, make_launcher, serve_elsewhere
-from gleanrl.rollout.pair import check_kind
+from gleanrl.transport.launchers import check_replaces, make_launcher, serve_elsewhere
+from gleanrl.transport.network import NetworkBackend, ReplacingBackend
+from gleanrl.transport.process_group import check_kind
 
 _PORTS = 1 << 16
 _MOST_PORTS = 100
@@ -99,7 +98,7 @@ class DistributedCollector(WorkersCollector):
             check_replaces(own["launcher"])
         serve_elsewhere(own["launcher"], own["start_timeout"])
         super().__init__(own)
-        functions = per_worker.env_functions(create_env_fn, 1)
+        functions = per_worker.env_functions(create_env_fn, None, default=1)
         relaunches = check_int("max_relaunches", own["max_relaunches"], least=0)
         plan = plan_nodes(
             type(self).__name__,

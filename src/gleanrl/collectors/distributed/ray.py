@@ -11,8 +11,7 @@ from gleanrl.collectors.distributed.nodes import plan_nodes
 from gleanrl.collectors.workers import WorkersCollector
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int
-from gleanrl.engine.backends.ray import RayBackend
-from gleanrl.engine.backends.ray_session import check_options, require_ray, session
+from gleanrl.transport.ray import RayBackend, check_options, require_ray, session
 
 
 class RayCollector(WorkersCollector):

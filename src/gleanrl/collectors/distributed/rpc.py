@@ -12,7 +12,7 @@ from gleanrl.collectors.distributed.generic import DistributedCollector
 from gleanrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gleanrl.engine.backends.rpc import RPCBackend
+    from gleanrl.transport.rpc import RPCBackend
 
 __all__ = ["RPCCollector", "RPCDataCollector", "RPCWeightUpdater"]
 
@@ -69,7 +69,7 @@ class RPCCollector(DistributedCollector):
         self, windows: Any, launcher: Any, replaces: bool, **options: Any
     ) -> RPCBackend:
         # Only here: torch.distributed.rpc takes a while to import, and not every build has it.
-        from gleanrl.engine.backends.rpc import RPCBackend
+        from gleanrl.transport.rpc import RPCBackend
 
         options.pop("kind")
         devices = None

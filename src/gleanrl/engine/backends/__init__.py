@@ -1,1 +1,0 @@
-"""Where workers run: how commands reach them and replies come back."""

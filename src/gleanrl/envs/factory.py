@@ -1,0 +1,201 @@
+"""What users call an environment: an id, its registered spec, or a callable that makes one."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+
+from gleanrl.core.errors import ConfigError, UnknownEnvError
+from gleanrl.envs.stock import is_stock, stock
+from gleanrl.envs.tensordict import is_tensordict_env
+
+EnvFactory: TypeAlias = str | gym.envs.registration.EnvSpec | Callable[..., Any]
+"""What makes one environment per call: an id, its registered spec, or a callable."""
+_PLUGINS = {"ALE": "ale_py", "MiniGrid": "minigrid", "HighwayEnv": "highway_env"}
+"""Packages whose environments exist only once they were imported, by namespace."""
+
+
+def make_one(factory: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return what an `EnvFactory` makes, of any kind; a callable may also return an id.
+
+    Raises:
+        UnknownEnvError: an id that is not registered.
+        ConfigError: a registered environment that cannot be made.
+    """
+    if is_id(factory):
+        return make_gym(factory, **kwargs)
+    made = factory(**kwargs)
+    return make_gym(made) if isinstance(made, str) else made
+
+
+def is_id(given: Any) -> bool:
+    """Tell whether ``given`` names a registered environment."""
+    return isinstance(given, (str, gym.envs.registration.EnvSpec))
+
+
+def per_env(name: str, given: Any, number: int, argument: str = "num_workers") -> list[Any]:
+    """Return one entry of ``given`` per environment: each its own, or all the same one.
+
+    Raises:
+        ConfigError: another number of entries, or nothing that can be one.
+    """
+    if is_id(given) or isinstance(given, Mapping) or callable(given):
+        return [given] * number
+    if not isinstance(given, Sequence):
+        raise ConfigError(f"{name} ({given!r:.100}) must be one entry or one per environment")
+    if len(given) != number:
+        raise ConfigError(f"{name} has {len(given)} entries for {argument}={number}")
+    return list(given)
+
+
+def check_factories(factories: Sequence[Any]) -> None:
+    """Find what cannot make an environment, before anything is made.
+
+    Raises:
+        ConfigError: names the entry.
+    """
+    for index, factory in enumerate(factories):
+        makes = is_id(factory) or callable(factory)
+        if not makes or is_tensordict_env(factory) or isinstance(factory, gym.Env):
+            raise ConfigError(
+                f"create_env_fn for environment {index} is a {type(factory).__name__}; give an id "
+                "or a callable that makes a new environment at every call"
+            )
+
+
+_IGNORED = frozenset(
+    {
+        "allow_step_when_done",
+        "consolidate",
+        "daemon",
+        "memmap",
+        "metadata_from_workers",
+        "mp_start_method",
+        "non_blocking",
+        "num_sub_threads",
+        "num_threads",
+        "pin_memory",
+        "policy_proof",
+        "serial_for_single",
+        "share_individual_td",
+        "shared_memory",
+        "shutdown_timeout",
+        "use_buffers",
+    }
+)
+
+
+def check_ignored(name: str, arguments: Mapping[str, Any]) -> None:
+    """Accept arguments of TorchRL's batched environments that change how data move, not which.
+
+    Processes are always forked from a clean one, data always go through shared memory where they
+    fit it, and stepping an environment that has ended is always left to the environment.
+
+    Raises:
+        TypeError: an argument that TorchRL's have not either.
+    """
+    unknown = sorted(arguments.keys() - _IGNORED)
+    if unknown:
+        raise TypeError(f"{name} got unexpected arguments: {', '.join(unknown)}")
+
+
+@contextlib.contextmanager
+def closed_on_error(made: Sequence[Any]) -> Iterator[None]:
+    """Close every environment that ``made`` holds by then, each once, if the block raises."""
+    try:
+        yield
+    except BaseException:
+        for env in {id(env): env for env in made}.values():
+            # What went wrong first is what the user has to know.
+            with contextlib.suppress(Exception):
+                env.close()
+        raise
+
+
+# -- registered environments -----------------------------------------------------------------------
+
+
+def make_gym(given: Any, **kwargs: Any) -> gym.Env[Any, Any]:
+    """Make the registered environment of an id or a spec.
+
+    Raises:
+        UnknownEnvError: the id is not registered.
+        ConfigError: a module it needs is missing, or it cannot be made.
+    """
+    name: str = given if isinstance(given, str) else given.id
+    if isinstance(given, str):
+        _import_plugin(name)
+    try:
+        return gym.make(given, **kwargs)
+    except (ImportError, gym.error.DependencyNotInstalled) as err:
+        raise ConfigError(_import_message(name, err)) from err
+    except gym.error.UnregisteredEnv as err:  # a namespace, name or version that does not exist
+        raise UnknownEnvError(_unknown_message(name, err)) from err
+    except gym.error.Error as err:
+        known = not isinstance(given, str) or given in gym.registry
+        raise (ConfigError if known else UnknownEnvError)(
+            f"environment {name!r} cannot be made: {err}"
+        ) from err
+
+
+def _import_message(name: str, err: Exception) -> str:
+    module, colon, _ = name.partition(":")
+    what = "is registered, but cannot be made"
+    if colon:
+        what = f"needs the module {module!r}, which registers it and cannot be imported"
+    cause: BaseException | None = err
+    while cause is not None and not (isinstance(cause, ImportError) and cause.name):
+        cause = cause.__cause__
+    hint = f"; install what provides {cause.name!r}" if isinstance(cause, ImportError) else ""
+    return f"environment {name!r} {what}: {err}{hint}"
+
+
+def _unknown_message(name: str, err: Exception) -> str:
+    close = difflib.get_close_matches(name, list(gym.registry), n=3, cutoff=0.6)
+    hint = "import the package that registers it first, or write 'module:id'"
+    if close:
+        hint = f"did you mean {' or '.join(map(repr, close))}?"
+    elif name.startswith("ALE/"):
+        hint = "Atari environments need `pip install ale-py`"
+    return f"no environment is registered as {name!r}: {hint} ({err})"
+
+
+def _import_plugin(name: str) -> None:
+    """Import the package that registers ``name`` if it is known and installed.
+
+    A worker process has imported nothing but this library, so ids of Atari environments, say, would
+    not exist in it.
+    """
+    module = _PLUGINS.get(name.partition("/")[0]) if "/" in name else None
+    if module is None or name in gym.registry or importlib.util.find_spec(module) is None:
+        return
+    gym.register_envs(importlib.import_module(module))
+
+
+_CALL_CHECKS = (stock(gym.wrappers.OrderEnforcing), stock(gym.wrappers.PassiveEnvChecker))
+
+
+def without_call_checks(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    """Take out the two wrappers that only check how an environment is called.
+
+    They cost a tenth of a cheap step. This library resets before it steps, and checks itself what
+    comes back. All other wrappers stay, and so does an environment that the user made and kept.
+    """
+    while _only_checks(env):
+        env = env.env  # type: ignore[attr-defined]  # both are wrappers
+    outer = env
+    while isinstance(outer, gym.Wrapper):
+        while _only_checks(outer.env):
+            outer.env = outer.env.env  # type: ignore[attr-defined]
+        outer = outer.env
+    return env
+
+
+def _only_checks(env: gym.Env[Any, Any]) -> bool:
+    return type(env) in _CALL_CHECKS and is_stock(env)

@@ -1,0 +1,147 @@
+"""What environments return, checked: the shape of a step and of a reset, end flags and rewards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from gleanrl.core.errors import EnvError
+from gleanrl.core.protocols import Array
+
+NUMBERS = "biuf"
+"""Kinds of numpy dtypes that hold plain numbers."""
+_PLAIN_NUMBERS = frozenset(
+    {float, int, bool, np.bool_}
+    | {np.dtype(code).type for code in np.typecodes["AllInteger"] + np.typecodes["Float"]}
+)
+"""Types of numbers that never change: a reference to one is as good as a copy."""
+
+
+def check_reset(result: Any, who: str, pair: str = "(observation, info)") -> tuple[Any, Any]:
+    """Return what ``reset`` returned.
+
+    Raises:
+        EnvError: it is not the ``pair``; the message starts with ``who``.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise EnvError(f"{who} must return {pair}, it returned {result!r:.200}")
+    return result
+
+
+def not_five(result: Any, who: str, names: str = "terminated, truncated, info") -> EnvError:
+    """Return the error for a ``step`` that did not return five things."""
+    size = len(result) if isinstance(result, tuple) else type(result).__name__
+    return EnvError(
+        f"{who} must return (observation, reward, {names}), it returned {size} instead; wrap old "
+        "Gym environments with shimmy"
+    )
+
+
+def check_flag(flag: Any, env: int, name: str) -> bool:
+    """Return one environment's end flag.
+
+    Raises:
+        EnvError: it is an array of several, or no truth value.
+    """
+    value = np.asarray(flag)
+    if value.size != 1 or value.dtype.kind not in NUMBERS:
+        raise EnvError(
+            f"environment {env} returned {name}={flag!r:.100}; it must be a bool (what steps "
+            "several environments at once must be a gymnasium.vector.VectorEnv)"
+        )
+    return bool(value.item())
+
+
+def check_flags(flags: Sequence[Any], name: str) -> Array:
+    """Return the end flags of ``P`` environments, ``[P, 1]`` bool.
+
+    Raises:
+        EnvError: one is an array of several, or no truth value.
+    """
+    try:
+        values = np.array(flags, bool)
+    except ValueError:  # arrays of different shapes
+        values = np.empty(0, bool)
+    if values.shape != (len(flags),):
+        values = np.array([check_flag(flag, env, name) for env, flag in enumerate(flags)])
+    return values[:, None]
+
+
+def check_rewards(rewards: Sequence[Sequence[Any]], when: str = " at step {}") -> Array:
+    """Return the rewards of a rollout, kept row by row, as one array ``[T, P]``.
+
+    Args:
+        rewards: Per step, one of each environment.
+        when: How the message tells the step.
+
+    Raises:
+        EnvError: one of them is not a number, or was overwritten after it was returned.
+    """
+    steps, envs = len(rewards), len(rewards[0])
+    if _PLAIN_NUMBERS.issuperset(map(type, chain.from_iterable(rewards))):
+        with contextlib.suppress(OverflowError):  # an int beyond all floats is found below
+            flat = np.fromiter(chain.from_iterable(rewards), np.float64, steps * envs)
+            return flat.reshape(steps, envs)
+    values = np.empty((steps, envs))
+    for t, row in enumerate(rewards):
+        for env, reward in enumerate(row):
+            tensor = isinstance(reward, torch.Tensor)
+            value = reward.numpy(force=True) if tensor else np.asarray(reward)
+            if value.shape != () or value.dtype.kind not in NUMBERS:
+                raise EnvError(
+                    f"environment {env} returned reward {reward!r}{when.format(t)}; "
+                    "it must be a number"
+                )
+            values[t, env] = value
+    _check_not_reused(rewards, when)
+    return values
+
+
+def _check_not_reused(rewards: Sequence[Sequence[Any]], when: str) -> None:
+    """Find tensors that were returned again before they were read.
+
+    The rewards of an environment that returns tensors from its first step on are copied at once;
+    this check is for an environment that begins to return tensors later. Arrays are always copied.
+    """
+    seen: set[int] = set()
+    for t, row in enumerate(rewards):
+        for env, reward in enumerate(row):
+            if isinstance(reward, torch.Tensor):
+                if reward.data_ptr() in seen:
+                    raise EnvError(
+                        f"environment {env} returned reward {reward!r}{when.format(t)} in a tensor "
+                        "that it uses again, after it had returned numbers; return a float"
+                    )
+                seen.add(reward.data_ptr())
+
+
+def write_rewards(
+    target: Array, rewards: Array, *, when: str = " at step {}", wrapper: str = "TransformReward"
+) -> None:
+    """Narrow ``rewards`` ``[T, P]`` into ``target``, ``[P, T]`` float32.
+
+    Args:
+        target: Written.
+        rewards: Numbers of any kind.
+        when: How the message tells the step.
+        wrapper: What it advises to scale with, below ``gymnasium.wrappers``.
+
+    Raises:
+        EnvError: a finite one overflows float32.
+    """
+    try:
+        with np.errstate(over="raise"):
+            target[...] = rewards.T
+    except FloatingPointError as err:
+        with np.errstate(over="ignore"):
+            lost = np.isinf(rewards.astype(np.float32)) & np.isfinite(rewards)
+        t, env = (int(index) for index in np.argwhere(lost)[0])
+        raise EnvError(
+            f"environment {env} returned reward {rewards[t, env]}{when.format(t)}, which overflows "
+            f"float32; scale it with gymnasium.wrappers.{wrapper}"
+        ) from err

@@ -1,0 +1,701 @@
+"""From the modules of a policy to a list of calls.
+
+A unit becomes recorded tensor calls only where these are proven to do what calling it does; any
+exception on the way means: call it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import (
+    AddStateIndependentNormalScale,
+    InteractionType,
+    NormalParamExtractor,
+    ProbabilisticTensorDictModule,
+    TensorDictModule,
+    biased_softplus,
+    set_interaction_type,
+)
+from tensordict.nn.probabilistic import interaction_type
+from torch import nn
+
+from gleanrl.core.errors import PolicyError
+from gleanrl.core.keys import Key, as_key, as_keys, format_key
+from gleanrl.policies.adapt import TensorCall
+from gleanrl.policies.distributions import (
+    Draw,
+    are_settings,
+    largest,
+    recipe_of,
+    watch_distribution,
+)
+from gleanrl.policies.inspect import (
+    Watch,
+    functions_are_genuine,
+    is_plain,
+    qualified,
+    units_of,
+    uses,
+)
+from gleanrl.policies.op_recorder import Check, OpRecorder, Slot, require
+from gleanrl.policies.probe import PolicyTrace, Unit, equal
+
+Tensor: TypeAlias = torch.Tensor
+Written: TypeAlias = dict[Key, Tensor]
+"""What a unit writes: tensors that every replay refills."""
+
+_TRIALS = 4
+_DROPPED: Key = ("_",)
+"""TensorDict's name for an output that is thrown away."""
+# Their package is not imported here.
+_SAFE_MODULE = "torchrl.modules.tensordict_module.probabilistic.SafeProbabilisticModule"
+_Q_VALUES = "torchrl.modules.tensordict_module.actors.QValueModule"
+
+
+@dataclass(slots=True)
+class Program:
+    """Units of a policy for one exploration type, ready to be replayed."""
+
+    inputs: dict[Key, Slot]
+    """Entries that are read: fill them before a replay."""
+    reads: Written
+    """The same in the shape that modules see."""
+    values: dict[Key, Slot]
+    """Every entry after a replay."""
+    written: Written
+    """Those that a replay writes, as the units would have."""
+    calls: list[Callable[[], Any]]
+    checks: list[Check]
+    units: list[Unit]
+    """What the calls stand for."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """A policy for one exploration type, taken apart as far as that is proven equal."""
+
+    parts: list[Program | Unit]
+    """Programs, and units that are called as they are."""
+    watch: Watch
+    """Tells when they are no longer equal to the policy."""
+
+    @property
+    def program(self) -> Program | None:
+        """The whole policy, if all of it became tensor calls."""
+        only = self.parts[0] if len(self.parts) == 1 else None
+        return only if isinstance(only, Program) else None
+
+
+class Lowering:
+    """Takes one policy apart."""
+
+    def __init__(self, trace: PolicyTrace, batch_shape: tuple[int, ...], *, for_rows: bool) -> None:
+        """Take what one call of the policy showed.
+
+        Args:
+            trace: The units, with what each of them wrote.
+            batch_shape: Batch size of the TensorDicts that modules see.
+            for_rows: All or nothing: what is kept sees no program. Only then functions of the
+                user's are called with tensors, because no other unit can have changed these.
+        """
+        self.batch_shape = batch_shape
+        self.for_rows = for_rows
+        self.agreed: dict[tuple[Any, ...], Watch] = {}
+        """Modules that were found to act as their calls do, by identity, exploration type, shapes
+        and types of what they read: what they were then (which holds them, so that identities stay
+        their own)."""
+        self._trace = trace
+        self._device = next((v.device for v in trace.inputs.values()), torch.device("cpu"))
+        self._known: dict[tuple[InteractionType | None, bool], Parts] = {}
+
+    def current(self, lower: bool) -> Parts:
+        """Take the policy apart for the exploration type in force; unless ``lower``, not at all."""
+        kind = interaction_type()
+        parts = self._known.get((kind, lower))
+        if parts is None or parts.watch.changed():
+            parts = self._known[kind, lower] = self._build(kind, lower)
+        return parts
+
+    def explain(self, lower: bool) -> list[str]:
+        """Say for each unit of the policy what became of it."""
+        lines = []
+        for part in self.current(lower).parts:
+            if isinstance(part, Program):
+                lines += [f"{_named(unit)}: tensor calls" for unit in part.units]
+            else:
+                why = _why_kept(part) if lower else _NOTHING_LOWERED
+                lines.append(f"{_named(part)}: called as it is, {why}")
+        return lines
+
+    def _build(self, kind: InteractionType | None, lower: bool) -> Parts:
+        try:
+            watch = Watch()
+            units = self._units(watch)
+            if not lower or kind is None or not functions_are_genuine():
+                return Parts([*units], watch)
+            with _no_trace(kind, self._device):
+                return Parts(self._parts(units, kind, watch), watch)
+        except Exception:  # whatever cannot be understood is called as it is
+            return Parts([self._trace.whole], Watch())
+
+    def _units(self, watch: Watch) -> Sequence[Unit]:
+        """Return the units as they are now; the policy as a whole if it is not what it was."""
+        trace = self._trace
+        if trace.units[0] is trace.whole:
+            return trace.units
+        now = units_of(trace.whole.module)
+        for module in _containers(trace.whole.module, {id(unit) for unit in now}):
+            watch.add(module)
+        same = len(now) == len(trace.units) and all(
+            one is unit.module for one, unit in zip(now, trace.units, strict=True)
+        )
+        return trace.units if same else [trace.whole]
+
+    def _parts(
+        self, units: Sequence[Unit], kind: InteractionType, watch: Watch
+    ) -> list[Program | Unit]:
+        parts: list[Program | Unit] = []
+        values = dict(self._trace.inputs)
+        segment: _Segment | None = None
+        for unit in units:
+            if segment is None:
+                segment = _Segment(self, values, kind, watch)
+            if not segment.lower(unit):
+                parts += [*segment.finish(), unit]
+                segment = None
+            values = {**values, **{key: value.detach() for key, value in unit.writes.items()}}
+        return parts if segment is None else [*parts, *segment.finish()]
+
+
+class _Segment:
+    """Units in a row that became tensor calls: cells by key, and the calls so far."""
+
+    def __init__(
+        self, policy: Lowering, values: Mapping[Key, Tensor], kind: InteractionType, watch: Watch
+    ) -> None:
+        self._policy, self._kind, self._watch = policy, kind, watch
+        self._roots = {key: value.clone() for key, value in values.items()}
+        self._cells: Written = dict(self._roots)
+        self._used: Written = {}
+        self._written: Written = {}
+        self._ops = OpRecorder()
+        self._units: list[Unit] = []
+
+    def finish(self) -> list[Program | Unit]:
+        """Return the program of all units that were lowered, if there are any."""
+        dims, used, ops = len(self._policy.batch_shape), self._used, self._ops
+        if not self._units:
+            return []
+        if not self._policy.for_rows and _share_memory([*used.values(), *self._written.values()]):
+            # Units that follow may write in place: what shares memory would have to go on doing so.
+            return [*self._units]
+        inputs = {key: Slot.of(value, dims) for key, value in used.items()}
+        values = {key: Slot.of(value, dims) for key, value in self._cells.items()}
+        return [Program(inputs, used, values, self._written, ops.calls, ops.checks, self._units)]
+
+    def lower(self, unit: Unit) -> bool:
+        """Record ``unit`` as tensor calls if all of it is understood."""
+        used, mark = dict(self._used), self._ops.mark()
+        try:
+            written = self._lower(unit)
+            require(written.keys() == unit.writes.keys())
+        except Exception:  # whatever went wrong, the unit is called as it is
+            self._used = used
+            self._ops.cut(mark)
+            return False
+        self._units.append(unit)
+        self._cells.update(written)
+        self._written.update(written)
+        return True
+
+    def _lower(self, unit: Unit) -> Written:
+        module: Any = unit.module
+        if isinstance(module, TensorCall):
+            return self._tensors(unit, module.fn, module.in_keys, module.out_keys, module.names)
+        if _is_tensordict_module(module):
+            require(not (vars(module).get("_get_kwargs") or module.method_kwargs))
+            require(module.method is None)
+            self._watch.add(module)
+            names = vars(module).get("_kwargs")
+            return self._tensors(unit, module.module, module.in_keys, module.out_keys, names)
+        reads = as_keys(module.in_keys)
+        require(set(reads) <= set(unit.visible))
+        mark = len(self._ops.calls)
+        if isinstance(module, ProbabilisticTensorDictModule):
+            written = self._draw(module, reads)
+        else:
+            written = self._pick_action(module, reads)
+        self._prove_equal(module, reads, written, self._ops.calls[mark:])
+        return written
+
+    def _tensors(
+        self,
+        unit: Unit,
+        fn: Callable[..., Any],
+        in_keys: Sequence[Any],
+        out_keys: Sequence[Any],
+        names: Sequence[str] | None,
+    ) -> Written:
+        """Record a call of ``fn`` on tensors."""
+        reads, keys = as_keys(in_keys), as_keys(out_keys)
+        require(set(reads) <= set(unit.visible))
+        args = [self._read(key) for key in reads]
+        require(not _writes_input(fn) or not any(map(self._is_given, args)))
+        if len(args) == 1 and names is None and isinstance(fn, nn.Module) and _is_known(fn):
+            values = _record_module(self._ops, self._watch, fn, args[0])
+            pairs = zip(keys, values, strict=True)
+            return {key: value for key, value in pairs if key != _DROPPED}
+        may_alias = _keeps_nothing(fn)
+        require(may_alias or self._policy.for_rows)  # or it may change what others read
+        cells = {
+            key: unit.writes[key].detach().clone(memory_format=torch.contiguous_format)
+            for key in keys
+            if key != _DROPPED
+        }
+        if may_alias:
+            for part in cast("nn.Module", fn).modules():
+                self._watch.add(part)
+        targets = [cells.get(key) for key in keys]
+        self._ops.calls.append(_tensor_call(fn, args, names, targets, keys, may_alias))
+        return cells
+
+    def _pick_action(self, module: Any, reads: Sequence[Key]) -> Written:
+        """Record the choice of the action of the largest value."""
+        require(qualified(type(module)) == _Q_VALUES and is_plain(module))
+        require(vars(module).get("action_mask_key") is None)
+        ops, values = self._ops, self._read(reads[0])
+        if module.action_space == "categorical":
+            action = ops(torch.argmax, values, -1)
+            chosen = ops(torch.gather, values, -1, action.unsqueeze(-1))
+        else:
+            require(module.action_space == "one_hot")
+            action = largest(ops, values)
+            chosen = ops(torch.sum, ops(torch.mul, action, values), -1, True)
+        return dict(zip(as_keys(module.out_keys), (action, values, chosen), strict=True))
+
+    def _draw(self, module: Any, reads: Sequence[Key]) -> Written:
+        """Record a draw from a distribution."""
+        recipe = recipe_of(module.distribution_class)
+        safe = qualified(type(module)) == _SAFE_MODULE
+        _require_plain_draw(module, safe)
+        params = dict(zip(map(_last, module.dist_keys), map(self._read, reads), strict=True))
+        draw = Draw(
+            ops=self._ops,
+            params=params,
+            options=dict(module.distribution_kwargs),
+            kind=self._kind,
+            log_prob=bool(module.return_log_prob),
+            joint=safe
+            and callable(getattr(module.distribution_class, "rsample_and_log_prob", None)),
+            name=", ".join(map(format_key, reads)),
+        )
+        keys = [as_key(module.dist_sample_keys[0])]
+        keys += [as_key(module.log_prob_key)] if draw.log_prob else []
+        pairs = zip(keys, recipe(draw), strict=False)
+        return {key: value for key, value in pairs if value is not None}
+
+    def _prove_equal(
+        self,
+        module: Any,
+        reads: Sequence[Key],
+        written: Written,
+        calls: Sequence[Callable[[], Any]],
+    ) -> None:
+        """Prove that ``calls`` give what ``module`` gives, and draw the same random numbers.
+
+        Only the distribution runs here, on parameters that the policy gave; the policy does not.
+        """
+        read = tuple((key, self._cells[key].shape, self._cells[key].dtype) for key in reads)
+        name, agreed = (id(module), self._kind, read), self._policy.agreed
+        watch = agreed.get(name)
+        if watch is None or watch.changed():
+            watch = Watch()
+            watch.add(module)
+            for trial in range(_TRIALS):
+                self._try_once(module, reads, written, calls, watch, trial)
+            agreed[name] = watch
+        self._watch.include(watch)
+
+    def _try_once(
+        self,
+        module: Any,
+        reads: Sequence[Key],
+        written: Written,
+        calls: Sequence[Callable[[], Any]],
+        watch: Watch,
+        trial: int,
+    ) -> None:
+        device = self._cells[reads[0]].device
+        td = TensorDict({}, batch_size=self._policy.batch_shape)
+        for key in reads:
+            td.set(key, self._cells[key].clone())
+        if trial == 0 and isinstance(module, ProbabilisticTensorDictModule):
+            watch_distribution(watch, module.get_dist(td))
+        _seed(device, trial)
+        td = module(td)
+        state = _random_state(device)
+        _seed(device, trial)
+        for call in calls:
+            call()
+        require(torch.equal(state, _random_state(device)))
+        require(all(equal(td.get(key), value) for key, value in written.items()))
+
+    def _read(self, key: Key) -> Tensor:
+        cell = self._cells[key]
+        if cell is self._roots.get(key):
+            self._used[key] = cell
+        return cell
+
+    def _is_given(self, value: Tensor) -> bool:
+        """Tell whether ``value`` lies in the memory of a root entry."""
+        memory = value.untyped_storage().data_ptr()
+        return any(memory == root.untyped_storage().data_ptr() for root in self._roots.values())
+
+
+def _is_tensordict_module(module: Any) -> bool:
+    """Tell whether ``module`` is a plain ``TensorDictModule``, or a subclass that acts like one."""
+    methods = ("forward", "_call_module", "_write_to_tensordict")
+    return isinstance(module, TensorDictModule) and uses(module, TensorDictModule, *methods)
+
+
+def _require_plain_draw(module: Any, safe: bool) -> None:
+    state = vars(module)
+    owner = type(module) if safe else ProbabilisticTensorDictModule
+    require(uses(module, owner, "forward", "get_dist", "_dist_sample"))
+    require(len(module.dist_sample_keys) == 1 and module.num_samples is None)
+    require(not module.cache_dist)
+    require(state.get("_generator") is None and state.get("_generator_key") is None)
+    require(type(module.distribution_kwargs) is dict and are_settings(module.distribution_kwargs))
+
+
+def _containers(policy: Any, leaves: set[int]) -> Iterator[nn.Module]:
+    if not isinstance(policy, nn.Module) or id(policy) in leaves:
+        return
+    yield policy
+    for child in policy.children():
+        yield from _containers(child, leaves)
+
+
+def _share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether any two of ``tensors`` lie in the same storage."""
+    return len({value.untyped_storage().data_ptr() for value in tensors}) < len(tensors)
+
+
+def _last(key: Any) -> str:
+    return key if isinstance(key, str) else str(key[-1])
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    # Not torch.manual_seed: it would also seed devices that are not in use yet, for good.
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def _no_trace(kind: InteractionType, device: torch.device) -> Iterator[None]:
+    """Run the body without a trace in random streams, gradients or inference tensors."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(set_interaction_type(kind))
+        yield
+
+
+# -- in words --------------------------------------------------------------------------------------
+
+_NOTHING_LOWERED = (
+    "nothing is replaced (fast=False, or hooks on all modules, autocast or a mode of torch are in "
+    "force)"
+)
+
+
+def _named(unit: Unit) -> str:
+    module: Any = unit.module
+    shown = module.fn if isinstance(module, TensorCall) else module
+    return str(getattr(shown, "__name__", type(shown).__name__))
+
+
+def _why_kept(unit: Unit) -> str:
+    module = unit.module
+    if not isinstance(module, nn.Module):
+        return "it is a function of the user's"
+    if not is_plain(module):
+        return "it has hooks, a forward of its own or is compiled"
+    if not unit.declares:
+        return "it does not say all that it writes (out_keys)"
+    if isinstance(module, TensorDictModule) and isinstance(module.module, nn.Module):
+        return f"it, or {type(module.module).__name__} in it, is not known to be tensor calls only"
+    return "it is not known to be tensor calls only"
+
+
+# -- functions on tensors, called as they are ------------------------------------------------------
+
+_LIBRARIES = ("torch.nn.", "torchrl.modules.models.")
+
+
+def _keeps_nothing(fn: Any) -> bool:
+    """Tell whether ``fn`` cannot hold on to what it is called with.
+
+    True of torch's own modules: no code of the user's sees their inputs.
+    """
+    return isinstance(fn, nn.Module) and all(
+        type(part).__module__.startswith(_LIBRARIES) and is_plain(part) for part in fn.modules()
+    )
+
+
+def _tensor_call(
+    fn: Callable[..., Any],
+    args: Sequence[Tensor],
+    names: Sequence[str] | None,
+    cells: Sequence[Tensor | None],
+    keys: Sequence[Key],
+    may_alias: bool,
+) -> Callable[[], None]:
+    """Call ``fn`` and copy what it returns; on copies unless its arguments ``may_alias`` cells.
+
+    What ``fn`` writes into its arguments would reach other readers of the same entries, who are not
+    looked for here: that is an error.
+    """
+    wanted = list(zip(keys, cells, strict=True))
+
+    def call() -> None:
+        values = args if may_alias else [arg.clone() for arg in args]
+        out = fn(*values) if names is None else fn(**dict(zip(names, values, strict=True)))
+        if not may_alias:
+            for value, arg in zip(values, args, strict=True):
+                _check_unwritten(value, arg)
+        if not isinstance(out, tuple):
+            out = _as_tuple(out, keys)
+        for (key, cell), value in zip(wanted, out, strict=True):
+            if cell is not None:
+                _copy(key, cell, value)
+
+    return call
+
+
+def _check_unwritten(value: Tensor, before: Tensor) -> None:
+    if not value.is_inference() and not value._version:
+        return
+    floating = value.is_floating_point() or value.is_complex()
+    if torch.equal(value, before) or (
+        floating and torch.allclose(value, before, rtol=0, atol=0, equal_nan=True)
+    ):
+        return
+    raise PolicyError(
+        "the policy changed a tensor that it was called with, which it did not do in its first "
+        "call; pass fast=False to have it called as it is"
+    )
+
+
+def _as_tuple(out: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
+    if isinstance(out, Tensor):
+        return (out,)
+    if isinstance(out, TensorDictBase):
+        return tuple(out.get(key) for key in keys)
+    if isinstance(out, Mapping):
+        values = {as_key(key): value for key, value in out.items()}
+        return tuple(values.get(key) for key in keys)
+    return () if out is None else (out,)
+
+
+def _copy(key: Key, cell: Tensor, value: Any) -> None:
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (cell.shape, cell.dtype):
+        raise output_changed(key, value, cell.shape, cell.dtype)
+    cell.copy_(value)
+
+
+def output_changed(key: Key, value: Any, shape: Sequence[int], dtype: torch.dtype) -> PolicyError:
+    """Return the error that an entry is not what the policy wrote before."""
+    name = format_key(key)
+    if not isinstance(value, Tensor):
+        return PolicyError(f"the policy wrote {name} before, and now {value!r:.100}")
+    return PolicyError(
+        f"the policy wrote {name} as {value.dtype} of shape {tuple(value.shape)}; before, it was "
+        f"{dtype} of shape {tuple(shape)}, and what is collected cannot change; pass fast=False"
+    )
+
+
+# -- modules that are recorded: linear layers, activations, and sequences of them ------------------
+
+# Activations that exist in place, as the function that applies one.
+_IN_PLACE: dict[type, Callable[[Any], Callable[[Tensor], Any]]] = {
+    nn.Tanh: lambda m: torch.tanh_,
+    nn.ReLU: lambda m: torch.relu_,
+    nn.Sigmoid: lambda m: torch.sigmoid_,
+    nn.ELU: lambda m: partial(F.elu, alpha=m.alpha, inplace=True),
+    nn.CELU: lambda m: partial(F.celu, alpha=m.alpha, inplace=True),
+    nn.SELU: lambda m: partial(F.selu, inplace=True),
+    nn.SiLU: lambda m: partial(F.silu, inplace=True),
+    nn.Mish: lambda m: partial(F.mish, inplace=True),
+    nn.ReLU6: lambda m: partial(F.hardtanh, min_val=m.min_val, max_val=m.max_val, inplace=True),
+    nn.Hardtanh: lambda m: partial(F.hardtanh, min_val=m.min_val, max_val=m.max_val, inplace=True),
+    nn.LeakyReLU: lambda m: partial(F.leaky_relu, negative_slope=m.negative_slope, inplace=True),
+}
+# Settings that become part of recorded calls; only numbers are sure to stay what they are.
+_NUMBERS = ("alpha", "min_val", "max_val", "negative_slope", "scale_lb", "bias", "p")
+# Modules that make one new tensor from one tensor and hold nothing but parameters.
+_PURE = (nn.GELU, nn.Softplus, nn.Softsign, nn.Softmax, nn.LogSoftmax, nn.LayerNorm, nn.RMSNorm)
+# Subclasses of nn.Sequential that add nothing for one input; their packages are not imported here.
+_SEQUENTIALS = {"torchrl.modules.models.models.MLP": "_reshape_out"}
+_NORMAL_PARAMETERS = (NormalParamExtractor, AddStateIndependentNormalScale)
+# Modules whose result may be their input.
+_VIEWS = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)
+_SCALE_MAPPINGS: tuple[Callable[..., Tensor], ...] = (torch.exp, F.softplus)
+_LINEAR_TRIALS = 3
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Tell whether `_record_module` understands ``module`` completely."""
+    leaves = list(_leaves(module))
+    # These return two tensors: nothing in a sequence can follow them.
+    return all(map(_is_known_leaf, leaves)) and not any(
+        isinstance(leaf, _NORMAL_PARAMETERS) for leaf in leaves[:-1]
+    )
+
+
+def _is_known_leaf(module: nn.Module) -> bool:
+    kind, state = type(module), vars(module)
+    if not is_plain(module) or not _are_numbers(state):
+        return False
+    if kind is NormalParamExtractor:
+        mapping: Any = module.scale_mapping
+        if type(mapping) is biased_softplus:
+            return is_plain(mapping) and _are_numbers(vars(mapping))
+        return any(mapping is known for known in _SCALE_MAPPINGS)
+    if kind is nn.Dropout:
+        return not module.training or not module.p
+    if kind is nn.Linear:
+        return _is_dense(module.weight) and (module.bias is None or _is_dense(module.bias))
+    return kind in _IN_PLACE or kind in (*_PURE, nn.Identity, AddStateIndependentNormalScale)
+
+
+def _are_numbers(state: Mapping[str, Any]) -> bool:
+    return all(type(state[name]) in (int, float) for name in _NUMBERS if name in state)
+
+
+def _is_dense(weight: Any) -> bool:
+    """Tell whether ``weight`` is real numbers in memory, and no tensor with a mind of its own."""
+    return (
+        type(weight) in (nn.Parameter, Tensor)
+        and weight.layout is torch.strided
+        and weight.is_floating_point()
+        and not weight.is_meta
+    )
+
+
+def _writes_input(module: Any) -> bool:
+    """Tell whether ``module`` may change its input in place, as its first activation can."""
+    for leaf in _leaves(module) if isinstance(module, nn.Module) else ():
+        if any(vars(part).get("inplace") for part in leaf.modules()):
+            return True
+        if type(leaf) not in _VIEWS:
+            return False
+    return False
+
+
+def _leaves(module: nn.Module, watch: Watch | None = None) -> Iterator[nn.Module]:
+    """Yield the leaves of nested sequences in the order of their calls."""
+    if watch is not None:
+        watch.add(module)
+    flag = _SEQUENTIALS.get(qualified(type(module)))
+    mlp = flag is not None and is_plain(module) and not vars(module).get(flag, True)
+    if not mlp and not uses(module, nn.Sequential, "forward", "__iter__"):
+        yield module
+        return
+    # Not children(): a module that stands twice in a sequence is called twice.
+    for child in cast("nn.Sequential", module):
+        yield from _leaves(child, watch)
+
+
+def _record_module(
+    ops: OpRecorder, watch: Watch, module: nn.Module, value: Tensor
+) -> tuple[Tensor, ...]:
+    """Record ``module(value)`` for a module that `_is_known`; return what replays refill."""
+    private = False  # whether nobody else sees the value, so that it can be written in place
+    values: tuple[Tensor, ...] = (value,)
+    for part in _leaves(module, watch):
+        first = values[0]
+        if isinstance(part, nn.Linear):
+            values, private = (_linear(ops, part, first),), True
+        elif type(part) in _IN_PLACE:
+            if not private and not vars(part).get("inplace"):
+                first = ops.fill(partial(_same, first))
+            ops.do(_IN_PLACE[type(part)](part), first)
+            values, private = (first,), True
+        elif isinstance(part, NormalParamExtractor):
+            if isinstance(part.scale_mapping, nn.Module):
+                watch.add(part.scale_mapping)
+            values = _normal_parameters(ops, part, first)
+        elif isinstance(part, AddStateIndependentNormalScale):
+            values = (first, ops.fill(partial(_second, part, first)))
+        elif isinstance(part, _PURE):
+            values, private = (ops.fill(partial(part, first)),), True
+    return values
+
+
+def _linear(ops: OpRecorder, module: nn.Linear, value: Tensor) -> Tensor:
+    weight = module.weight.detach()
+    bias = None if module.bias is None else module.bias.detach()
+    if not value.is_contiguous() or not _flattens(value, weight, bias):
+        return ops.fill(partial(F.linear, value, weight, bias))
+    flat = value.view(-1, value.shape[-1])
+    if bias is None:
+        out = ops(torch.mm, flat, weight.t())
+    else:
+        out = ops(torch.addmm, bias, flat, weight.t())
+    return out.view(*value.shape[:-1], weight.shape[0])
+
+
+def _flattens(value: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Tell whether one matrix product over flattened rows gives ``F.linear``'s result, bit for bit.
+
+    Kernels differ between vectors, matrices and batches of matrices; tried on random numbers, where
+    another order of summation shows in almost every element.
+    """
+    generator = torch.Generator(value.device).manual_seed(0)
+    for _ in range(_LINEAR_TRIALS):
+        trial = torch.randn(value.shape, generator=generator, device=value.device).to(value.dtype)
+        flat = trial.view(-1, trial.shape[-1])
+        product = torch.mm if bias is None else partial(torch.addmm, bias)
+        mine = product(flat, weight.t())
+        if not torch.equal(mine.view(-1), F.linear(trial, weight, bias).view(-1)):
+            return False
+    return True
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _second(module: Callable[[Tensor], Sequence[Tensor]], value: Tensor) -> Tensor:
+    return module(value)[1]
+
+
+def _normal_parameters(
+    ops: OpRecorder, module: NormalParamExtractor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    loc, raw = value.chunk(2, -1)
+    mapping = module.scale_mapping
+    if type(mapping) is biased_softplus:
+        # Not as a partial of the module: its attributes are numbers that stay.
+        scale = ops(F.softplus, ops(torch.add, raw, mapping.bias))
+        ops.do(scale.add_, mapping.min_val)
+    else:
+        scale = ops(mapping, raw)
+    ops.do(scale.clamp_min_, module.scale_lb)
+    return loc, scale

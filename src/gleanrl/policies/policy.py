@@ -1,0 +1,380 @@
+"""From what the user gave to what acts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import CudaGraphModule
+from tensordict.nn import InteractionType as ExplorationType
+from tensordict.nn import set_interaction_type as set_exploration_type
+from tensordict.nn.probabilistic import interaction_type
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import Key, next_key
+from gleanrl.core.layout import EnvLayout, Field
+from gleanrl.core.options import PolicyOptions
+from gleanrl.core.protocols import Window
+from gleanrl.memory.window import batch_rows
+from gleanrl.policies.adapt import adapt
+from gleanrl.policies.inspect import modules_of, qualified
+from gleanrl.policies.probe import PolicySignature, learn, learn_dynamic
+from gleanrl.policies.program import ProgramPolicy, TensorDictPolicy
+from gleanrl.policies.random import RandomActions, RandomPolicy, SpecActions
+
+__all__ = [
+    "Actor",
+    "ExplorationType",
+    "Shown",
+    "acts_at_random",
+    "complete_exploration",
+    "exploration_type",
+    "make_actor",
+    "make_policy",
+    "parse_exploration_mode",
+    "root_of",
+    "set_exploration_type",
+    "signed_actor",
+]
+
+Options: TypeAlias = bool | Mapping[str, Any] | None
+"""``True`` for the defaults, a mapping for keyword arguments, ``False`` or ``None`` for no."""
+
+
+# -- for environments whose data lie in rows -------------------------------------------------------
+
+
+def make_policy(
+    policy: Any,
+    *,
+    env: EnvLayout,
+    random: Callable[[int], None],
+    probe: Window,
+    exploration: ExplorationType = ExplorationType.RANDOM,
+    trust_policy: bool | None = None,
+    compile_policy: Options = None,
+    cudagraph_policy: Options = None,
+    policy_device: torch.device | str | None = None,
+    fast: bool = True,
+    one_hot: Collection[Key] = (),
+) -> RandomActions | ProgramPolicy:
+    """Make a `Policy` of what the user gave.
+
+    The policy is called once, on the observation in ``probe``, without gradient; random streams and
+    buffers are as before afterwards.
+
+    Args:
+        policy: ``None`` or a `RandomPolicy` to act at random, else a callable on TensorDicts or
+            tensors.
+        env: What the environment gives and wants.
+        random: The environment's ``random``: writes random actions into a row.
+        probe: One step long, holds the observation of the first reset.
+        exploration: How the policy acts in that call.
+        trust_policy: Take the policy to be a callable on TensorDicts without looking.
+        compile_policy: Run it through ``torch.compile``: ``True`` or its arguments.
+        cudagraph_policy: Capture it as a CUDA graph: ``True`` or ``CudaGraphModule``'s arguments.
+        policy_device: Where the policy is; the device of its first weight by default.
+        fast: Replace what is proven equal to tensor calls by these.
+        one_hot: Actions that the environment wants as one-hot vectors.
+
+    Raises:
+        PolicyTypeError: the policy cannot be called with what the environment gives.
+        PolicyError: what it writes does not fit the environment.
+        ConfigError: options that contradict each other or the device.
+    """
+    accelerated = bool(compile_policy) or bool(cudagraph_policy)
+    if acts_at_random(policy):
+        if accelerated:
+            raise ConfigError(
+                "compile_policy and cudagraph_policy need a policy, actions are random"
+            )
+        if policy is None or policy.action_spec is None:
+            return RandomActions(random, env.actions)
+        return SpecActions(policy, env)
+    device = _device_of(policy, policy_device)
+    observed = [field.key for field in env.observations]
+    acted: list[Key] = [field.key for field in env.actions]
+    adapted = adapt(policy, observed, acted, trust=trust_policy)
+    root = root_of(env, probe, device)
+    adapted, signature = learn(policy, adapted, env, root, exploration, one_hot=one_hot)
+    call = _accelerate(adapted.call, compile_policy, cudagraph_policy, device)
+    return ProgramPolicy(
+        policy, call, signature, env, device=device, lower=fast and not accelerated
+    )
+
+
+def acts_at_random(policy: Any) -> bool:
+    """Tell whether ``policy`` stands for random actions."""
+    return policy is None or isinstance(policy, RandomPolicy)
+
+
+def root_of(env: EnvLayout, probe: Window, device: torch.device | None = None) -> TensorDict:
+    """Return the first row of ``probe`` as the TensorDict that a reset of ``env`` returns."""
+    root = TensorDict({}, batch_size=env.batch_shape)
+    for group in env.dones:
+        for key in group.keys():
+            root.set(key, torch.zeros((*env.batch_shape, *group.shape), dtype=torch.bool))
+    for field in env.observations:
+        root.set(field.key, batch_rows(probe, field.key, env.batch_shape)[0].clone())
+    return root if device is None or device.type == "cpu" else root.to(device)
+
+
+def _device_of(policy: Any, given: torch.device | str | None) -> torch.device:
+    """Return where ``policy`` runs: where it is ``given``, else where its first weight is."""
+    if given is not None:
+        return torch.device(given)
+    for module in modules_of(policy):
+        for parameter in module.parameters(recurse=False):
+            return parameter.device
+    return torch.device("cpu")
+
+
+# -- for environments with TensorDict methods ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What an environment with TensorDict methods shows and wants."""
+
+    root: TensorDictBase
+    """What a policy is called on first. Not changed."""
+    observed: Sequence[Key]
+    acted: Sequence[Key]
+    rewarded: Sequence[Key]
+    layout: EnvLayout | None
+    """The environment's side of a step; ``None`` if it is not fixed."""
+    one_hot: Collection[Key] = ()
+    """Actions that it wants as one-hot vectors, and would not take as indices."""
+    judges: bool = True
+    """Whether the environment takes actions as they are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """A policy that acts on a TensorDict, and what one call of it showed."""
+
+    user: Any = None
+    """What the user gave, or a copy of it."""
+    policy: TensorDictPolicy | None = None
+    """What acts; ``None`` acts at random."""
+    states: tuple[Field, ...] = ()
+    """Root entries that are provided: zero where an episode begins."""
+    policy_written_state: tuple[Key, ...] = ()
+    """Root entries that the policy's ``("next", ...)`` outputs replace."""
+    needs_is_init: bool = False
+    """Whether to tell the policy, as ``"is_init"``, where an episode begins."""
+    zero_outputs: TensorDictBase | None = None
+    """What random frames hold in place of what the policy writes beside actions."""
+    device: torch.device | None = None
+    """Where the policy runs, if that is not where the environment's data are."""
+    casts: tuple[tuple[Key, torch.dtype], ...] = ()
+    """Actions that the environment wants in another dtype, which holds every value."""
+
+
+def make_actor(
+    policy: Any,
+    shown: Shown,
+    options: PolicyOptions,
+    exploration: ExplorationType = ExplorationType.RANDOM,
+) -> tuple[Actor, TensorDictBase]:
+    """Make what acts on the TensorDict of an environment, by calling ``policy`` once on it.
+
+    Returns:
+        The actor, and the root as the environment would have been given it.
+
+    Raises:
+        PolicyTypeError: the policy cannot be called with what the environment gives.
+        PolicyError: what it writes does not fit the environment.
+        ConfigError: options that contradict each other or the device.
+    """
+    root, device = shown.root, _device_of(policy, options.device)
+    adapted = adapt(policy, shown.observed, shown.acted, trust=options.trust_policy)
+    away = _away(root, options.device, device)
+    # A policy for which the user named a device is shown that device.
+    named = options.device is not None or root.device is None
+    given = root if named else root.copy().clear_device_()
+    given = given if away is None else given.to(away)
+    if shown.layout is None:
+        owned = (*shown.observed, *shown.rewarded)
+        dynamic = learn_dynamic(policy, adapted, given, shown.acted, owned, exploration)
+        call = _accelerate(adapted.call, options.compile_policy, options.cudagraph_policy, device)
+        actor = Actor(
+            user=policy,
+            policy=TensorDictPolicy(call, shows_device=named),
+            states=dynamic.states,
+            policy_written_state=tuple(state.key for state in dynamic.states),
+            needs_is_init=dynamic.needs_is_init,
+            zero_outputs=dynamic.zero_outputs,
+            device=away,
+        )
+        return actor, root
+    adapted, signature = learn(
+        policy,
+        adapted,
+        shown.layout,
+        given,
+        exploration,
+        as_written=shown.judges,
+        one_hot=shown.one_hot,
+    )
+    call = _accelerate(adapted.call, options.compile_policy, options.cudagraph_policy, device)
+    on_tensordict = TensorDictPolicy(
+        call,
+        signature if options.fast and call is adapted.call else None,
+        shown.layout.batch_shape,
+        device,
+        shows_device=named,
+    )
+    return signed_actor(policy, on_tensordict, signature, shown, away), signature.after
+
+
+def _away(
+    root: TensorDictBase, given: torch.device | str | None, device: torch.device
+) -> torch.device | None:
+    """Return the device that the TensorDict is moved to for the policy, ``None`` for no move."""
+    if given is not None:
+        return None if root.device == device else device
+    return None if device.type == (root.device or torch.device("cpu")).type else device
+
+
+def signed_actor(
+    user: Any,
+    policy: TensorDictPolicy,
+    signature: PolicySignature,
+    shown: Shown,
+    away: torch.device | None = None,
+) -> Actor:
+    """Return what acts by ``policy``, of which one call showed ``signature``."""
+    outputs, ndim = signature.trace.outputs, shown.root.ndim
+    wanted = () if shown.layout is None else shown.layout.actions
+    taken = {*shown.acted, *map(next_key, signature.policy_written_state)}
+    zero_outputs = TensorDict({}, batch_size=shown.root.batch_size)
+    for field in signature.outputs:
+        if field.key not in taken:
+            zero_outputs.set(field.key, torch.zeros_like(outputs[field.key]))
+    after = {key: outputs[next_key(key)] for key in signature.states}
+    return Actor(
+        user=user,
+        policy=policy,
+        states=tuple(Field(key, tuple(v.shape[ndim:]), v.dtype) for key, v in after.items()),
+        policy_written_state=signature.policy_written_state,
+        needs_is_init=signature.needs_is_init,
+        zero_outputs=zero_outputs.to(shown.root.device or torch.device("cpu")),
+        device=away,
+        casts=tuple(
+            (field.key, field.dtype)
+            for field in wanted
+            if not shown.judges and outputs[field.key].dtype is not field.dtype
+        ),
+    )
+
+
+# -- compiled by torch, or captured as a CUDA graph ------------------------------------------------
+
+
+def _accelerate(
+    policy: Callable[[Any], Any], compiled: Options, captured: Options, device: torch.device
+) -> Callable[[Any], Any]:
+    """Compile ``policy``, capture it, or both; what the result returns its next call overwrites."""
+    compile_kwargs = _arguments("compile_policy", compiled)
+    capture_kwargs = _arguments("cudagraph_policy", captured)
+    if capture_kwargs is not None and device.type != "cuda":
+        raise ConfigError(
+            f"cudagraph_policy needs a policy on a CUDA device, this one is on {device}; drop it, "
+            "or pass policy_device='cuda'"
+        )
+    if compile_kwargs is not None:
+        policy = torch.compile(policy, **compile_kwargs)
+        if capture_kwargs is None and device.type == "cuda":
+            policy = _marking(policy)
+    if capture_kwargs is not None:
+        options = {"in_keys": [], "out_keys": [], "device": device, **capture_kwargs}
+        policy = CudaGraphModule(policy, **options)
+    return policy
+
+
+def _arguments(name: str, value: Options) -> dict[str, Any] | None:
+    if value is None or value is False:
+        return None
+    if value is True:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} ({value!r}) must be True, False or a dict of keyword arguments")
+    return dict(value)
+
+
+def _marking(policy: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Tell torch where a step begins: graphs it captured reuse their memory from there."""
+
+    def call(tensordict: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch's
+        return policy(tensordict)
+
+    return call
+
+
+# -- how a policy chooses among the actions it thinks good -----------------------------------------
+#
+# The words are TensorDict's own, so that every module made with it listens to them.
+
+_MODES = {
+    "random": ExplorationType.RANDOM,
+    "mode": ExplorationType.MODE,
+    "mean": ExplorationType.MEAN,
+    "deterministic": ExplorationType.DETERMINISTIC,
+}
+_RANDOM = "torchrl.modules.tensordict_module.exploration.RandomPolicy"
+_ENV = "torchrl.envs.common.EnvBase"
+_NOISE = "torchrl.modules.tensordict_module.exploration.AdditiveGaussianModule"
+
+
+def complete_exploration(policy: Any, env: Any) -> Any:
+    """Give what ``policy`` lacks from the specs of ``env``, as TorchRL's collectors do.
+
+    Its Gaussian noise modules that were made without spec get the action's, its ``RandomPolicy``
+    the specs of all actions. Environments other than TorchRL's have no specs that these could use:
+    a noise module says what it lacks when it is called, random actions are drawn by ``env``.
+
+    Returns:
+        The policy to act with.
+    """
+    if _is_a(policy, _RANDOM):
+        if _is_a(env, _ENV) and policy.action_spec is None:
+            policy.set_action_spec_from_env(env)
+        return RandomPolicy() if policy.action_spec is None else policy
+    spec = getattr(env, "action_spec_unbatched", None)
+    for module in modules_of(policy) if spec is not None else ():
+        noise: Any = module
+        if _is_a(noise, _NOISE) and noise.spec is None:
+            noise.spec = spec
+    return policy
+
+
+def _is_a(value: Any, name: str) -> bool:
+    return any(qualified(kind) == name for kind in type(value).__mro__)
+
+
+def exploration_type() -> ExplorationType | None:
+    """Return the exploration type in force, ``None`` outside `set_exploration_type`."""
+    kind: ExplorationType | None = interaction_type()
+    return kind
+
+
+def parse_exploration_mode(mode: str) -> ExplorationType:
+    """Read the older spelling: ``"random"``, ``"mode"``, ``"mean"`` or ``"deterministic"``.
+
+    >>> parse_exploration_mode("mean") is ExplorationType.MEAN
+    True
+
+    Raises:
+        ConfigError: any other text.
+    """
+    found = _MODES.get(mode.lower()) if isinstance(mode, str) else None
+    if found is None:
+        raise ConfigError(
+            f"exploration_mode ({mode!r}) must be one of {', '.join(map(repr, _MODES))}"
+        )
+    return found

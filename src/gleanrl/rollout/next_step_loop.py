@@ -1,0 +1,240 @@
+"""The next-step hot loop: pools whose automatic reset costs a step, without delivering that step.
+
+The pool steps into a log of raw steps. Environments that ended spend their next step on the reset,
+so after ``T`` steps some have fewer than ``T`` transitions; the loop goes on until every one has as
+many. What the others have more is left in the log, with its own policy version, and is delivered
+first in the next rollout: the stream of every environment is gapless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gleanrl.core.keys import (
+    DONE,
+    MASK,
+    POLICY_VERSION,
+    STEP_COUNT,
+    TRAJ_IDS,
+    TRUNCATED,
+    Key,
+    next_key,
+)
+from gleanrl.core.layout import EnvLayout, Field, Layout
+from gleanrl.core.messages import Report
+from gleanrl.core.options import RolloutOptions
+from gleanrl.core.protocols import Array, Policy, Pool, Stop, Window
+from gleanrl.rollout.dense import DenseRollout, MakePolicies, Policies
+from gleanrl.rollout.step_log import StepLog
+
+_KEEP_AT_LEAST = 64
+"""Raw steps that may be left over however short a rollout is."""
+_LATER = np.iinfo(np.int64).max // 2
+
+
+class ResetTracker:
+    """Follows the resets of a pool in rollouts where somebody has to know of them at once.
+
+    That is the policy, if it has state, and who is to be reset at once instead of in the next step:
+    environments whose episode reached its limit, and those that fell too far behind. Short episodes
+    lose a step to every reset, and what others are ahead has to wait in the log and gets stale.
+    """
+
+    def __init__(self, pool: Pool, max_frames: int | None) -> None:
+        """Start with every environment at the first step of an episode."""
+        envs = pool.layout.num_envs
+        self._pool = pool
+        self._max = max_frames
+        self._born = np.zeros(envs, np.int64)
+        """The step at which the running episode of each environment began."""
+        self._behind = np.zeros(envs, bool)
+        self._waiting = np.zeros(0, np.int64)
+        self._next_due = -1
+        self._policy: Policy
+        self._log: StepLog
+
+    def begin(self, policy: Policy, log: StepLog) -> Callable[[int], None] | None:
+        """Start a rollout; return what to call after every step, or ``None`` for nothing."""
+        self._policy, self._log = policy, log
+        self._waiting = np.flatnonzero(log.waiting)
+        if self._pool.can_cut:
+            stock = log.counts(0)
+            self._behind = stock.max() - stock > max(1, log.steps // 4)
+        self._schedule()
+        stateful = policy.states or log.marks_init
+        busy = stateful or self._max is not None or self._behind.any()
+        return self._follow if busy else None
+
+    def _follow(self, t: int) -> None:
+        waited, ended = self._waiting, self._log.ended(t)
+        self._waiting = ended
+        if len(waited):
+            self._started(t, waited)
+        chosen = self._pick(t, ended)
+        if len(chosen):
+            self._log.restarted(t, chosen)
+            self._pool.restart(t, chosen)
+            self._waiting = np.setdiff1d(ended, chosen)
+            self._started(t, chosen)
+
+    def _started(self, t: int, envs: Array) -> None:
+        self._log.started(t, envs)
+        self._policy.reset(t, envs.tolist())
+        if self._max is not None:
+            self._born[envs] = t + 1
+            self._schedule()
+
+    def _pick(self, t: int, ended: Array) -> Array:
+        chosen = ended[self._behind[ended]]
+        if self._max is None:
+            return chosen
+        if t == self._next_due:
+            chosen = np.union1d(chosen, np.flatnonzero(self._born == t + 1 - self._max))
+        self._born[ended] = _LATER
+        self._schedule()
+        return chosen
+
+    def _schedule(self) -> None:
+        if self._max is not None:
+            self._next_due = int(self._born.min()) + self._max - 1
+
+    def finish(self, taken: int) -> None:
+        """End a rollout of ``taken`` raw steps."""
+        self._born -= taken
+
+    def restart(self, envs: Array | slice) -> None:
+        """Start a new episode in ``envs``, between rollouts."""
+        self._born[envs] = 0
+
+
+def next_step(
+    pool: Pool,
+    policy: Policy,
+    follow: Callable[[int], None] | None,
+    first: int,
+    last: int,
+    stop: Stop,
+) -> int:
+    """Take raw steps ``first`` to ``last`` into the log both are bound to; return the end."""
+    act, step = policy.act, pool.step
+    for t in range(first, last):
+        act(t)
+        step(t)
+        if follow is not None:
+            follow(t)
+        if stop[0]:
+            return t + 1
+    return last
+
+
+class NextStepRollout(DenseRollout):
+    """The source of pools: fixed layout, only real transitions are delivered."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        first: Window,
+        policies: Policies,
+        make_policies: MakePolicies,
+        options: RolloutOptions,
+    ) -> None:
+        """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`.
+
+        Raises:
+            ConfigError: a dtype that the log cannot hold, because numpy has none like it.
+        """
+        super().__init__(pool, first, policies, make_policies, options)  # type: ignore[arg-type]  # steps differently
+        self._pool = pool
+        self._resets = ResetTracker(pool, options.max_frames_per_traj)
+        self._logged = _logged(self._plan.layout, self._plan.root_fields, pool.layout)
+        _ = [field.numpy_dtype for field in self._logged[0]]  # missing ones are found now
+        self._log: StepLog | None = None
+        self._discarded = 0
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
+        """Fill ``window`` with ``steps`` real steps, fewer if ``stop`` is raised."""
+        policy, inconsistent = self._random if random else self._policy, self.inconsistent
+        log = self._log = self._ready_log(steps)
+        with self.atomic(), self.streams.active(), policy.context(), self._exploration():
+            self.start_over(inconsistent)
+            log.begin(self._next_root)
+            self._plan.begin(window, self._next_root)
+            self.tracker.begin(window, self._next_root)
+            self._pool.begin(log.window, log.next_root)
+            policy.begin(log.window, log.next_root)
+            taken, ready = self._fill(policy, log, steps, stop)
+            self._pool.finish(taken)
+            policy.finish(taken)
+            self._resets.finish(taken)
+            log.append(taken, self.policy_version)
+            self._deliver(window, log, ready)
+        discarded, self._discarded = self._discarded, 0
+        return Report(ready, ready * window.envs, self.policy_version, discarded)
+
+    def _fill(self, policy: Policy, log: StepLog, steps: int, stop: Stop) -> tuple[int, int]:
+        """Step until every environment has ``steps`` transitions, or some once stopped.
+
+        Returns:
+            Raw steps taken, and transitions every environment has.
+        """
+        taken, goal, follow = 0, steps, self._resets.begin(policy, log)
+        ready = int(log.counts(0).min())
+        while ready < goal:
+            end = taken + goal - ready
+            taken = next_step(self._pool, policy, follow, taken, end, stop)
+            ready = int(log.counts(taken).min())
+            if stop[0]:
+                goal = max(1, min(goal, ready))
+        return taken, goal
+
+    def _deliver(self, window: Window, log: StepLog, steps: int) -> None:
+        versions = log.deliver(window, steps, self.options.track_policy_version)
+        cut, discarded = log.trim()
+        self._discarded += discarded
+        done = window.array(next_key(DONE))[:, :steps, 0]
+        # The frames that would follow are lost: the trajectory ends with the last one delivered.
+        window.array(next_key(TRUNCATED))[cut, steps - 1, 0] |= ~done[cut, -1]
+        done[cut, -1] = True
+        self.tracker.end_all(done)
+        self._plan.finish(window, self.tracker, steps, self.policy_version)
+        log.root(self._next_root)
+        if versions is not None:
+            for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
+                window.array(key)[:, :steps] = versions
+
+    def _ready_log(self, steps: int) -> StepLog:
+        old = self._log
+        if old is not None and old.steps == steps:
+            return old
+        # Where laggards are reset at once, this many are never left over and nothing is discarded.
+        keep = max(3 * steps if self._pool.can_cut else steps, _KEEP_AT_LEAST)
+        if old is not None:
+            keep = max(keep, old.left)
+        fresh = StepLog(*self._logged, self._pool.layout.num_envs, steps, keep)
+        if old is not None:
+            fresh.adopt(old)
+        return fresh
+
+    def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        super()._reset(envs, options)
+        which = slice(None) if envs is None else np.array(list(envs), np.int64)
+        self._resets.restart(which)
+        if self._log is not None:
+            self._discarded += self._log.reset(which)
+
+
+def _logged(
+    layout: Layout, root_fields: Sequence[Field], env: EnvLayout
+) -> tuple[list[Field], list[Key]]:
+    """Return what the log holds, and which root keys give ``"next"`` from the following row."""
+    observed = {field.key for field in env.observations}
+    shifted = [key for key in observed if any(f.key == next_key(key) for f in layout.fields)]
+    bulk = {TRAJ_IDS, MASK, STEP_COUNT, POLICY_VERSION}
+    bulk |= {key for group in env.dones for key in group.keys()}
+    bulk -= observed
+    bulk |= {next_key(key) for key in (STEP_COUNT, POLICY_VERSION, *shifted)}
+    found = {f.key: f for f in (*root_fields, *layout.fields) if f.key not in bulk}
+    return list(found.values()), shifted

@@ -1,0 +1,264 @@
+"""The raw steps of a pool, kept until every environment has enough of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gleanrl.core.keys import DONE, IS_INIT, TERMINATED, TRUNCATED, Key, next_key
+from gleanrl.core.layout import Field
+from gleanrl.core.protocols import Array, Window
+from gleanrl.memory.window import RolloutWindow
+
+_PAD = 4
+"""Rows whose size is a power of two would all fall into the same few sets of the cache."""
+
+
+@dataclass(slots=True)
+class _Finals:
+    """Observations that are not in the root row that follows: their environments were reset."""
+
+    row: int
+    envs: Array
+    values: dict[Key, Array]
+
+
+class StepLog:
+    """A log of raw steps with two parts: what the last rollout left over, and this rollout.
+
+        row:  keep - left ......... keep ............ keep + taken
+              steps not delivered   steps of this     the root row
+              (of some envs)        rollout           that follows
+
+    Rows lie in the order of time, so that a step's next observation is the root row after it and
+    needs no memory of its own. Delivering is one gather per field: the oldest steps of every
+    environment, without those that were only a reset. The left-over part is bounded: it holds as
+    many raw steps as a rollout has steps.
+    """
+
+    def __init__(
+        self, fields: Sequence[Field], shifted: Sequence[Key], envs: int, steps: int, keep: int
+    ) -> None:
+        """Reserve memory; it is touched only as far as it is used.
+
+        Args:
+            fields: What the log holds.
+            shifted: Root keys whose ``"next"`` value is delivered from the root row that follows.
+            envs: Environments, ``P``.
+            steps: Steps of one rollout, ``T``.
+            keep: Raw steps that may be left over.
+        """
+        # At worst every other step is a reset, beginning with the first.
+        room = 2 * steps + 1
+        rows = keep + room + 1
+        self._width = width = envs + _PAD
+        self.steps = steps
+        self._envs, self._keep, self._left, self._taken = envs, keep, 0, 0
+        self._rows: dict[Key, Array] = {
+            field.key: np.zeros((rows, width, *field.shape), field.numpy_dtype) for field in fields
+        }
+        self._flat = {k: v.reshape(rows * width, *v.shape[2:]) for k, v in self._rows.items()}
+        self._shifted = tuple(shifted)
+        self._sparse = (next_key(TERMINATED), next_key(TRUNCATED))
+        self._dense = [key for key in self._rows if key not in self._sparse]
+        self._done = self._rows[next_key(DONE)][:, :envs, 0]
+        self._pending = np.zeros((rows, envs), bool)
+        """Steps that wait to be delivered."""
+        self._versions = np.zeros(rows, np.int64)
+        self.waiting = np.zeros(envs, bool)
+        """Environments whose first step in this rollout will only reset them."""
+        self._oldest_left = keep
+        self._finals: list[_Finals] = []
+        self._restarts: list[tuple[int, Array]] = []
+        self._scratch = np.zeros((2, envs, steps), np.int64)
+        self._stock = np.zeros(envs, np.int64)
+        """Steps of every environment that the last rollout left over."""
+        self.window = self._view(keep, room)
+        """The rows of this rollout: what pool and policy are bound to."""
+        self.next_root = self._view(keep + room, 1)
+        self.marks_init = IS_INIT in self._rows
+        self._init = (
+            self.window.rows(IS_INIT)[1:] + self.next_root.rows(IS_INIT) if self.marks_init else []
+        )
+
+    def _view(self, start: int, steps: int) -> RolloutWindow:
+        tensors = {
+            key: torch.from_numpy(rows[start : start + steps, : self._envs]).transpose(0, 1)
+            for key, rows in self._rows.items()
+        }
+        return RolloutWindow(tensors, self._envs, steps)
+
+    def adopt(self, other: StepLog) -> None:
+        """Take over what ``other`` has left over; this one must be as wide and keep as much."""
+        left = self._left = other._left
+        mine = slice(self._keep - left, self._keep)
+        theirs = slice(other._keep - left, other._keep)
+        for key, rows in self._rows.items():
+            rows[mine] = other._rows[key][theirs]
+        self._pending[mine] = other._pending[theirs]
+        self._versions[mine] = other._versions[theirs]
+        offset = self._keep - other._keep
+        self._finals = [_Finals(f.row + offset, f.envs, f.values) for f in other._finals]
+        self.waiting = other.waiting.copy()
+
+    @property
+    def left(self) -> int:
+        """Raw steps left over from the last rollout."""
+        return self._left
+
+    def begin(self, next_root: Window) -> None:
+        """Start a rollout from the root fields in ``next_root``."""
+        self._taken = 0
+        self._restarts = []
+        self._stock = self._pending[self._keep - self._left : self._keep].sum(0)
+        if self._init:
+            self._rows[IS_INIT][self._keep + 1 :] = False
+        for key in next_root.keys():
+            self._rows[key][self._keep, : self._envs] = next_root.rows(key)[0]
+
+    # -- during the loop -------------------------------------------------------------------------
+
+    def ended(self, t: int) -> Array:
+        """Return the indices of the environments that ended at step ``t``."""
+        return np.flatnonzero(self._done[self._keep + t])
+
+    def started(self, t: int, envs: Array) -> None:
+        """Note that root row ``t + 1`` of ``envs`` is the first of an episode."""
+        if self._init:
+            self._init[t][envs] = True
+
+    def restarted(self, t: int, envs: Array) -> None:
+        """Prepare for a reset of ``envs`` after step ``t``: keep what it will overwrite.
+
+        Without this an end means that the next step is no transition.
+        """
+        row = self._keep + t
+        values = {key: self._rows[key][row + 1, envs] for key in self._shifted}
+        self._finals.append(_Finals(row, envs, values))
+        self._restarts.append((t, envs))
+
+    def counts(self, taken: int) -> Array:
+        """Return how many steps of each environment wait, with ``taken`` taken in this rollout."""
+        counts: Array = self._stock + self._real(taken).sum(0)
+        return counts
+
+    def _real(self, taken: int) -> Array:
+        """Return which of this rollout's first ``taken`` steps were transitions, ``[taken, P]``."""
+        real = self._pending[self._keep : self._keep + taken]
+        if taken:
+            np.logical_not(self.waiting, out=real[0])
+            np.logical_not(self._done[self._keep : self._keep + taken - 1], out=real[1:])
+        for t, envs in self._restarts:
+            real[t + 1 : t + 2, envs] = True
+        return real
+
+    # -- after the loop --------------------------------------------------------------------------
+
+    def append(self, taken: int, version: int) -> None:
+        """Close this rollout's part of the log: ``taken`` steps by policy ``version``."""
+        self._taken = taken
+        self._real(taken)
+        self._versions[self._keep : self._keep + taken] = version
+        if taken:
+            self.waiting = self._done[self._keep + taken - 1].copy()
+            for t, envs in self._restarts[-1:]:
+                self.waiting[envs] &= t < taken - 1
+
+    def deliver(self, window: Window, steps: int, versions: bool) -> Array | None:
+        """Move the oldest ``steps`` steps of every environment into ``window``.
+
+        Every environment must have as many, and the flags of ``window`` must be down. Returns the
+        policy version of each, ``[P, steps]``, if ``versions`` are asked for.
+        """
+        first, last = self._keep - self._left, self._keep + self._taken
+        source = self._oldest(first, last, steps)
+        for key in self._dense:
+            out = window.array(key)[:, :steps]
+            # Clipping changes nothing (all indices are in range) but spares numpy a copy of out.
+            np.take(self._flat[key], source, axis=0, out=out, mode="clip")
+        ended = np.flatnonzero(window.array(next_key(DONE))[:, :steps])
+        env = ended // steps
+        done = env, ended - env * steps
+        ends = source.take(ended)
+        for key in self._sparse:
+            window.array(key)[done] = self._flat[key].take(ends, axis=0)
+        for key in self._shifted:
+            root, after = window.array(key), window.array(next_key(key))
+            # Between two ends the next observation of a step is the root of the one after it.
+            after[:, : steps - 1] = root[:, 1:steps]
+            after[:, steps - 1] = self._flat[key].take(source[:, -1] + self._width, axis=0)
+            after[done] = self._flat[key].take(ends + self._width, axis=0)
+        until = source[:, -1] // self._width
+        if self._finals:
+            self._deliver_finals(window, first, until)
+        self._oldest_left = left = int(until.min()) + 1
+        self._pending[first:left] = False
+        self._pending[left:last] &= np.arange(left, last)[:, None] > until
+        return self._versions[source // self._width] if versions else None
+
+    def _oldest(self, first: int, last: int, steps: int) -> Array:
+        """Return where in the flat log the oldest pending steps are, ``[P, steps]``."""
+        count, width = last - first, self._width
+        pending = np.flatnonzero(np.ascontiguousarray(self._pending[first:last].T))
+        each = np.arange(self._envs)
+        begin = np.searchsorted(pending, each * count)
+        # Scratch memory is kept: arrays of this size are given back to the system when freed.
+        nth: Array = self._scratch[0, :, :steps]
+        found: Array = self._scratch[1, :, :steps]
+        np.add(begin[:, None], np.arange(steps), out=nth)
+        np.take(pending, nth, out=found, mode="clip")
+        # From env * count + (row - first) to row * width + env.
+        found *= width
+        found += (each * (1 - count * width) + first * width)[:, None]
+        return found
+
+    def _deliver_finals(self, window: Window, first: int, until: Array) -> None:
+        for final in self._finals:
+            here = self._pending[final.row, final.envs] & (final.row <= until[final.envs])
+            envs = final.envs[here]
+            place = self._pending[first : final.row, envs].sum(0)
+            for key, values in final.values.items():
+                window.array(next_key(key))[envs, place] = values[here]
+
+    def trim(self) -> tuple[Array, int]:
+        """Make what is left over fit, at the cost of environments that are too far ahead.
+
+        Returns:
+            The environments whose left-over steps were all discarded, and how many steps that were.
+        """
+        last = self._keep + self._taken
+        pending = self._pending[self._oldest_left : last]
+        over = len(pending) - self._keep
+        ahead = np.flatnonzero(pending[: max(over, 0)].any(0))
+        discarded = self._drop(ahead)
+        rows = np.flatnonzero(pending.any(1))
+        left = len(pending) - int(rows[0]) if len(rows) else 0
+        source, target = slice(last - left, last), slice(self._keep - left, self._keep)
+        for log in (*self._rows.values(), self._pending, self._versions):
+            log[target] = log[source]
+        self._pending[: target.start] = False
+        self._pending[self._keep :] = False
+        moved = [_Finals(f.row - self._taken, f.envs, f.values) for f in self._finals]
+        self._finals = [f for f in moved if f.row >= target.start]
+        self._left = left
+        return ahead, discarded
+
+    def _drop(self, envs: Array | slice) -> int:
+        count = int(np.count_nonzero(self._pending[:, envs]))
+        if count:
+            self._pending[:, envs] = False
+        return count
+
+    def reset(self, envs: Array | slice) -> int:
+        """Note that ``envs`` were reset between rollouts; return how many steps that discarded."""
+        self.waiting[envs] = False
+        return self._drop(envs)
+
+    def root(self, next_root: Window) -> None:
+        """Write the root row that follows the last step into ``next_root``."""
+        row = self._keep + self._taken
+        for key in next_root.keys():
+            next_root.rows(key)[0][...] = self._rows[key][row, : self._envs]

@@ -1,0 +1,243 @@
+"""How messages are written as bytes: one frame each, its first byte says what it is.
+
+What every rollout costs (`Collect` out, `Rolled` back) is packed into integers; everything else is
+pickled, after a head that tells whose answer is due even if the pickle cannot be loaded. A window
+is described in full the first time it is used, afterwards by its slot alone.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from gleanrl.core import messages as m
+from gleanrl.core.errors import (
+    GleanError,
+    WorkerDied,
+    WorkerError,
+    error_text,
+)
+
+_COLLECT = struct.Struct("=cqiiq?")
+_ROLLED = struct.Struct("=cqiqqqq")
+_HEAD = struct.Struct("=cqi")
+"""How every frame begins: its kind, the ticket, and in replies the worker (in commands, a slot)."""
+_C, _R, _P = b"C", b"R", b"P"
+
+
+class CommandWriter:
+    """The learner's side of one worker's commands."""
+
+    def __init__(self) -> None:
+        """Start with no window described."""
+        self._described: set[int] = set()
+
+    def write(self, ticket: int, command: m.Command) -> bytes:
+        """Return the frame of ``command``."""
+        if isinstance(command, m.Collect):
+            window = command.window
+            if window.slot in self._described:
+                return _COLLECT.pack(
+                    _C, ticket, window.slot, window.worker, window.steps, command.random
+                )
+            self._described.add(window.slot)
+        return _HEAD.pack(_P, ticket, 0) + bytes(cloudpickle.dumps(command))
+
+
+class CommandReader:
+    """The worker's side."""
+
+    def __init__(self) -> None:
+        """Start with no window described."""
+        self._windows: dict[int, m.WindowRef] = {}
+
+    def read(self, frame: bytes) -> m.Command:
+        """Return the command in ``frame``.
+
+        Raises:
+            Exception: what the user's objects raise when they are unpickled.
+        """
+        if frame[:1] == _C:
+            _, _, slot, _, _, random = _COLLECT.unpack(frame)
+            return m.Collect(self._windows[slot], random)
+        command: m.Command = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
+        if isinstance(command, m.Collect):
+            self._windows[command.window.slot] = command.window
+        return command
+
+
+def write_reply(reply: m.Reply, pickle: Callable[[Any], bytes] = cloudpickle.dumps) -> bytes:
+    """Return the frame of ``reply``."""
+    if isinstance(reply, m.Rolled) and reply.report.payload is None:
+        report = reply.report
+        return _ROLLED.pack(
+            _R,
+            reply.ticket,
+            reply.worker,
+            report.steps,
+            report.frames,
+            report.policy_version,
+            report.discarded,
+        )
+    return _HEAD.pack(_P, reply.ticket, reply.worker) + bytes(pickle(reply))
+
+
+def read_reply(frame: bytes) -> m.Reply:
+    """Return the reply in ``frame``.
+
+    Raises:
+        Exception: what the user's objects raise when they are unpickled.
+    """
+    if frame[:1] == _R:
+        _, ticket, worker, steps, frames, version, discarded = _ROLLED.unpack(frame)
+        return m.Rolled(worker, ticket, m.Report(steps, frames, version, discarded))
+    reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
+    return reply
+
+
+def head_of(frame: bytes) -> tuple[int, int]:
+    """Return the ticket of a frame, and the worker that sent it (if it is a reply)."""
+    _, ticket, worker = _HEAD.unpack_from(frame)
+    return ticket, worker
+
+
+BEAT, STOP, KEY, WEIGHTS, LEAVE = b"H", b"S", b"K", b"W", b"L"
+_LENGTH = struct.Struct("=i")
+_BOARD = struct.Struct("=ci")
+
+
+def key_frame(key: str, value: bytes) -> bytes:
+    """Return the frame that tells ``value``."""
+    name = key.encode()
+    return KEY + _LENGTH.pack(len(name)) + name + value
+
+
+def read_key(frame: bytes) -> tuple[str, bytes]:
+    """Return key and value."""
+    (length,) = _LENGTH.unpack_from(frame, 1)
+    start = 1 + _LENGTH.size
+    return frame[start : start + length].decode(), frame[start + length :]
+
+
+def weights_frame(board: int) -> bytes:
+    """Return the frame that speaks of weights of ``board``."""
+    return _BOARD.pack(WEIGHTS, board)
+
+
+def read_weights(frame: bytes) -> int:
+    """Return the number of the board."""
+    return int(_BOARD.unpack(frame)[1])
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteError:
+    """An exception on its way to the learner."""
+
+    error: bytes | None
+    """Class, arguments and attributes, pickled, if they can be."""
+    kind: str
+    message: str
+    traceback: str
+    passed_on: bool = False
+    """Whether it was raised in a worker of the worker: ``message`` says where, and what it is."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> RemoteError:
+        """Take down ``error`` with its traceback."""
+        try:
+            pickled = cloudpickle.dumps((type(error), error.args, vars(error)))
+        except Exception:  # whatever the user's exception does when pickled
+            pickled = None
+        try:
+            text = "".join(traceback.format_exception(error))
+        except Exception as err:
+            text = f"(the traceback cannot be shown: {type(err).__name__})"
+        if isinstance(error, WorkerError) and error.headline:
+            return cls(pickled, type(error).__qualname__, error.headline, text, passed_on=True)
+        return cls(pickled, type(error).__qualname__, error_text(error), text)
+
+
+def frame_of(reply: m.Reply) -> bytes:
+    """Return ``reply`` as a frame; one that cannot be pickled becomes a failure that says so."""
+    if isinstance(reply, m.Failed):
+        remote = RemoteError.of(reply.error)
+        reply = m.Failed(reply.worker, reply.ticket, remote)  # type: ignore[arg-type]
+    try:
+        return write_reply(reply)
+    except Exception as err:  # whatever the user's objects do when pickled
+        return frame_of(m.Failed(reply.worker, reply.ticket, unsendable(err)))
+
+
+def unsendable(err: Exception) -> GleanError:
+    """Return the error for an answer that could not be pickled."""
+    return GleanError(
+        f"the answer cannot be sent to the learner's process ({type(err).__name__}: "
+        f"{error_text(err)}); ask for an attribute that can be pickled"
+    )
+
+
+def unreadable(err: Exception) -> GleanError:
+    """Return the error for a command that could not be unpickled."""
+    found = GleanError(
+        f"what was sent cannot be loaded in the worker's process ({type(err).__name__}: "
+        f"{error_text(err)}); send what can be unpickled there"
+    )
+    found.__cause__ = err
+    return found
+
+
+def reply_in(frame: bytes) -> m.Reply:
+    """Return the reply in ``frame``; one that cannot be loaded is a failure of what was asked."""
+    ticket, worker = head_of(frame)
+    try:
+        reply = read_reply(frame)
+    except Exception as err:  # whatever the user's objects do when unpickled
+        error = GleanError(
+            f"the answer of worker {worker} cannot be loaded here ({type(err).__name__}: "
+            f"{error_text(err)}); ask for an attribute that can be unpickled in the learner's "
+            "process"
+        )
+        error.__cause__ = err
+        return m.Failed(worker, ticket, error)
+    if isinstance(reply, m.Failed):
+        return m.Failed(worker, ticket, raised(worker, reply.error))  # type: ignore[arg-type]
+    return reply
+
+
+def raised(worker: int, remote: RemoteError) -> BaseException:
+    """Return what a worker raised as an error of both its own class and `WorkerError`."""
+    said = remote.message if remote.passed_on else f"raised {remote.kind}: {remote.message}"
+    headline = f"worker {worker}{':' if remote.passed_on else ''} {said}"
+    text = f"{headline}\n\nTraceback in worker {worker}:\n{remote.traceback}"
+    plain = WorkerError(text)
+    plain.headline = headline
+    if remote.error is None:
+        return plain
+    try:
+        kind, args, attributes = pickle.loads(remote.error)
+        # The original's own `__new__`: that of RuntimeError is not safe for an OSError.
+        error: BaseException = kind.__new__(_both(kind), *args)
+        error.args = args
+        vars(error).update(attributes, _text=text, headline=headline)
+        if isinstance(error, WorkerDied):  # a worker of the worker's: none of ours
+            error.worker = None
+    except Exception:  # classes that cannot be loaded here, or not combined
+        return plain
+    return error
+
+
+def _both(kind: type[BaseException]) -> type[BaseException]:
+    if issubclass(kind, WorkerError):
+        return kind
+    body = {"__str__": _text, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (WorkerError, kind), body)
+
+
+def _text(self: BaseException) -> str:
+    return str(vars(self)["_text"])

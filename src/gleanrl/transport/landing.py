@@ -1,0 +1,160 @@
+"""Rollouts that arrive as bytes, and where they belong in the learner's memory.
+
+A rollout travels as the block that `packed` lays out, in as few pieces as allow the bulk of it to
+be received where it belongs. Both sides work the pieces out from the window's reference. The mark
+ends the last piece: where pieces arrive in order, a rollout is whole when its mark is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from gleanrl.core.messages import Block, WindowRef
+from gleanrl.core.protocols import Array
+from gleanrl.memory.arena import window_over
+from gleanrl.memory.slab import MARK, packed
+from gleanrl.memory.window import RolloutWindow
+from gleanrl.transport.process_group import Transfer
+
+_LARGE = 1 << 18
+"""Bytes of a field from which on a transfer of its own is cheaper than a copy."""
+
+
+def pieces_of(reference: WindowRef) -> list[tuple[int, int]]:
+    """Return first and last byte (exclusive) of every piece of the packed block."""
+    plan, nbytes = packed(reference)
+    if in_one_piece(reference, plan):
+        return [(0, nbytes)]
+    cuts = {0, nbytes}
+    for block, place in zip(reference.blocks, plan.blocks, strict=True):
+        if _direct(reference, block):
+            cuts |= {place.offset, place.offset + _extent(reference, block)}
+    return list(pairwise(sorted(cuts)))
+
+
+class Landing:
+    """Where the pieces of a rollout are received, and what is to be copied then."""
+
+    def __init__(self, window: RolloutWindow, reference: WindowRef) -> None:
+        """Prepare for rollouts into ``window``, which ``reference`` describes."""
+        plan, nbytes = packed(reference)
+        memory = _memory_of(window, reference)
+        self._window = window
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.pieces: Sequence[torch.Tensor]
+        """Per piece, uint8 memory to receive it into."""
+        if in_one_piece(reference, plan):
+            start = reference.blocks[0].offset
+            whole = memory[start : start + nbytes]
+            self.pieces, self._mark = [whole], mark_of(whole)
+            return
+        aside = torch.empty(nbytes, dtype=torch.uint8)
+        apart = window_over(aside, plan)
+        direct: dict[int, torch.Tensor] = {}
+        for block, place in zip(reference.blocks, plan.blocks, strict=True):
+            key = block.field.key
+            if _direct(reference, block):
+                end = block.offset + _extent(reference, block)
+                direct[place.offset] = memory[block.offset : end]
+            else:
+                self._copied.append((window.tensor(key), apart.tensor(key)))
+        self.pieces = [direct.get(a, aside[a:b]) for a, b in pieces_of(reference)]
+        self._mark = mark_of(aside)
+
+    @property
+    def mark(self) -> int:
+        """The mark of the rollout that has arrived last."""
+        return int(self._mark[0])
+
+    def settle(self) -> None:
+        """Put what was not received there where it belongs."""
+        for target, source in self._copied:
+            target.copy_(source)
+
+
+def mark_of(block: torch.Tensor) -> Array:
+    """Return the mark at the end of a packed block, int64 ``[1]``."""
+    mark: Array = block[-MARK:][:8].numpy().view(np.int64)
+    return mark
+
+
+def _memory_of(window: RolloutWindow, reference: WindowRef) -> torch.Tensor:
+    """Return all the memory that ``window`` is a part of."""
+    storage = window.tensor(reference.blocks[0].field.key).untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def in_one_piece(reference: WindowRef, plan: WindowRef) -> bool:
+    """Tell whether the window lies in a slab of its own, which is laid out like ``plan``."""
+    if not reference.alone:  # what is padding here may be rows of others there
+        return False
+    start = reference.blocks[0].offset
+    return all(
+        Block(b.field, b.offset - start, b.env_stride, b.time_stride) == p
+        for b, p in zip(reference.blocks, plan.blocks, strict=True)
+    )
+
+
+def _extent(reference: WindowRef, block: Block) -> int:
+    return reference.envs * reference.steps * block.field.nbytes
+
+
+def _direct(reference: WindowRef, block: Block) -> bool:
+    """Whether a field is large, and the window has it in one piece."""
+    row = block.field.nbytes
+    dense = block.time_stride == row and block.env_stride == reference.steps * row
+    return dense and _extent(reference, block) >= _LARGE
+
+
+class Arrival:
+    """A rollout that is due.
+
+    The end of a transfer can only be waited for, without regard to deadlines and interrupts, and
+    for long if the other side is gone in the middle of it. So nobody does before the mark is there,
+    which comes last.
+    """
+
+    def __init__(
+        self,
+        ticket: int,
+        landing: Landing | None = None,
+        transfers: Sequence[Transfer] = (),
+        error: RuntimeError | None = None,
+    ) -> None:
+        """Expect a rollout.
+
+        Args:
+            ticket: What it is the answer to, and its mark.
+            landing: Where it arrives; it travels with its reply if there is none.
+            transfers: By which it arrives there.
+            error: Why it cannot come, raised if its reply does.
+        """
+        self._ticket, self._landing, self._transfers = ticket, landing, transfers
+        self._error = error
+
+    @property
+    def here(self) -> bool:
+        """Whether `finish` would not have to wait."""
+        if self._landing is None or self._landing.mark == self._ticket:
+            return True
+        return all(transfer.over for transfer in self._transfers)
+
+    def finish(self) -> None:
+        """See to it that it is in its window.
+
+        Raises:
+            RuntimeError: it cannot come any more.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._landing is None:
+            return
+        for transfer in self._transfers:
+            transfer.finish()
+        if self._landing.mark != self._ticket:
+            raise RuntimeError("it did not come whole")
+        self._landing.settle()

@@ -1,0 +1,100 @@
+"""What every launcher offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.transport.handshake import Invitation
+from gleanrl.transport.launchers.delayed import DelayedLauncher, submitit_delayed_launcher
+from gleanrl.transport.launchers.external import ManualLauncher, TorchrunLauncher, serve_as_rank
+from gleanrl.transport.launchers.local import LocalLauncher
+from gleanrl.transport.launchers.submitit import SubmititLauncher
+
+
+class Launcher(Protocol):
+    """Starts the processes of nodes, and knows what became of them."""
+
+    def address(self) -> str:
+        """Return the address of this machine that its nodes can reach."""
+        ...
+
+    def launch(self, invitations: Sequence[Invitation]) -> None:
+        """Have one node started per invitation; does not wait for them.
+
+        Called once for all of them; and with ``on_failure="relaunch"`` again for each that takes
+        the place of a lost one, in a thread of its own.
+        """
+        ...
+
+    def fate(self, node: int, timeout: float) -> str | None:
+        """Return how node ``node`` ended, ``None`` if it runs or nobody knows.
+
+        Args:
+            node: Its index.
+            timeout: Seconds to wait for the news of an end that is certain.
+        """
+        ...
+
+    def stop(self, timeout: float) -> None:
+        """End what still runs within ``timeout`` seconds. Idempotent, never raises."""
+        ...
+
+
+_LAUNCHERS: Mapping[str, Callable[[], Launcher]] = {
+    "mp": LocalLauncher,
+    "submitit": SubmititLauncher,
+    "submitit_delayed": DelayedLauncher,
+    "torchrun": TorchrunLauncher,
+    "manual": ManualLauncher,
+}
+__all__ = ["make_launcher", "serve_elsewhere", "submitit_delayed_launcher"]
+
+
+def make_launcher(name: str | Launcher, slurm_kwargs: Mapping[str, Any] | None) -> Launcher:
+    """Return the launcher called ``name``, or ``name`` if it is one.
+
+    Raises:
+        ConfigError: an unknown name, or what it needs is not there.
+    """
+    if not isinstance(name, str):
+        return name
+    if name not in _LAUNCHERS:
+        raise ConfigError(
+            f"launcher ({name!r}) must be {', '.join(map(repr, _LAUNCHERS))} or a Launcher"
+        )
+    if name == "submitit":
+        return SubmititLauncher(slurm_kwargs)
+    return _LAUNCHERS[name]()
+
+
+def check_replaces(launcher: str | Launcher) -> None:
+    """Check that ``launcher`` can start nodes one by one later on.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    for name, kind, why in (
+        ("torchrun", TorchrunLauncher, "torchrun starts all ranks at once and ends with any"),
+        ("submitit_delayed", DelayedLauncher, "its jobs were all submitted beforehand"),
+    ):
+        if launcher == name or isinstance(launcher, kind):
+            raise ConfigError(
+                f"on_failure='relaunch' with launcher={name!r}: it cannot start a node again, "
+                f"{why}; use 'continue', or another launcher"
+            )
+
+
+def serve_elsewhere(name: str | Launcher, patience: float) -> None:
+    """Be a node instead, in a process that was started as one.
+
+    Args:
+        name: As for `make_launcher`.
+        patience: Seconds within which the learner has to say where it is.
+
+    Raises:
+        SystemExit: this process was a node, and its learner has ended.
+    """
+    if name == "torchrun":
+        serve_as_rank(patience)

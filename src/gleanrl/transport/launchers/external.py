@@ -1,0 +1,252 @@
+"""Nodes that somebody else starts: by hand, with mpirun, kubectl, or any scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from gleanrl.core.errors import CollectorTimeout, ConfigError
+from gleanrl.transport.handshake import SECRET, Invitation, secret_from
+from gleanrl.transport.launchers.local import LOOPBACK, outward
+from gleanrl.transport.launchers.submitit import private_folder
+from gleanrl.transport.node import run_node
+
+_FOLDER = "~/.cache/gleanrl"
+
+
+class ManualLauncher:
+    """Says which commands start the nodes, and starts nothing itself.
+
+    The commands never show the secret. If the learner has one of the user's in its environment,
+    nodes need the same one in theirs; else it lies in a file that only the user can read, where
+    the commands take it from.
+    """
+
+    def __init__(self, tell: Callable[[str], object] = sys.stderr.write) -> None:
+        """Say nothing yet.
+
+        Args:
+            tell: Given the text that has the commands; by default standard error is.
+        """
+        self._tell = tell
+        self._file: Path | None = None
+
+    def address(self) -> str:
+        """Return an address of this machine that others reach it by."""
+        return outward()
+
+    def launch(self, invitations: Sequence[Invitation]) -> None:
+        """Say how the nodes are started."""
+        first = invitations[0]
+        if SECRET in os.environ:
+            before, where = "", f"with the {SECRET} of this process in its environment"
+        else:
+            if self._file is None:  # else: some take the place of others
+                self._file = private_folder(Path(_FOLDER).expanduser()) / "secret"
+                with open(
+                    os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb"
+                ) as out:
+                    out.write(first.secret)
+            before = f"{SECRET}=$(cat {self._file}) "
+            where = "where this file can be read"
+        place = f"{first.host}:{first.port}"
+        commands = "".join(
+            f"  {before}python -m gleanrl node {place} --node {each.node}\n" for each in invitations
+        )
+        count = len(invitations)
+        self._tell(
+            f"gleanrl: waiting at {place} for {count} {'node' if count == 1 else 'nodes'}; start "
+            f"each {where}:\n{commands}"
+        )
+
+    def fate(self, node: int, timeout: float) -> str | None:
+        """Return ``None``: who started it knows."""
+        return None
+
+    def stop(self, timeout: float) -> None:
+        """Remove the secret; nodes end with their connections."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.unlink()
+                file.parent.rmdir()
+
+
+_PATIENCE = 60.0
+"""Seconds the store may take to answer."""
+_LOOK = 0.05
+"""Seconds between two looks into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What torchrun tells its processes."""
+
+    rank: int
+    size: int
+    """Ranks."""
+    local: bool
+    """Whether all are on this machine."""
+    host: str
+    port: int
+    kept: bool
+    """Whether torchrun keeps the store, or rank 0 has to."""
+    attempt: str
+
+    @classmethod
+    def read(cls) -> _Job:
+        """Read the environment.
+
+        Raises:
+            ConfigError: torchrun did not write it.
+        """
+        env = os.environ
+        missing = [
+            name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env
+        ]
+        if missing:
+            raise ConfigError(
+                f"launcher='torchrun' is for scripts started by torchrun: {', '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} not in the environment; run: torchrun "
+                "--nproc-per-node N script.py, with a rank more than there are nodes"
+            )
+        size = int(env["WORLD_SIZE"])
+        return cls(
+            rank=int(env["RANK"]),
+            size=size,
+            local=env.get("LOCAL_WORLD_SIZE") == str(size),
+            host=env["MASTER_ADDR"],
+            port=int(env["MASTER_PORT"]),
+            kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+
+    @property
+    def learner_key(self) -> str:
+        """Where in the store the learner says where it is."""
+        return f"gleanrl/{self.attempt}/learner"
+
+    def end_key(self, node: int) -> str:
+        """Where in the store a node says why it ended."""
+        return f"gleanrl/{self.attempt}/ended/{node}"
+
+    def store(self, patience: float) -> Any:
+        """Connect to the store, as rank 0 also keep it if nobody else does."""
+        told: dict[str, Any] = {}
+        if not self.kept and self.rank == 0:
+            listener = socket.create_server((self.host, self.port))
+            told = {"is_master": True, "master_listen_fd": listener.detach()}
+        timeout = timedelta(seconds=patience)
+        c10d: Any = distributed  # the stubs leave it out
+        return c10d.TCPStore(self.host, self.port, timeout=timeout, wait_for_workers=False, **told)
+
+
+class TorchrunLauncher:
+    """Tells the other ranks where the learner is."""
+
+    def __init__(self) -> None:
+        """Read the environment.
+
+        Raises:
+            ConfigError: this process was not started by torchrun.
+        """
+        self._job = _Job.read()
+        self._store: Any = None
+
+    def address(self) -> str:
+        """Return the address that other ranks reach this one by."""
+        return LOOPBACK if self._job.local else outward(self._job.host)
+
+    def launch(self, invitations: Sequence[Invitation]) -> None:
+        """Tell all other ranks where to come.
+
+        Raises:
+            ConfigError: there are more ranks than nodes and a learner, or fewer.
+        """
+        nodes = len(invitations)
+        if nodes != self._job.size - 1:
+            raise ConfigError(
+                f"torchrun has started {self._job.size} ranks, which is a learner and "
+                f"{self._job.size - 1} nodes, but create_env_fn has {nodes}; start {nodes + 1} "
+                "ranks, or give as many environments as there are nodes"
+            )
+        first = invitations[0]
+        notice = {"host": first.host, "port": first.port}
+        if SECRET not in os.environ:
+            notice["secret"] = first.secret.decode()
+        self._connected().set(self._job.learner_key, json.dumps(notice))
+
+    def _connected(self) -> Any:
+        if self._store is None:
+            self._store = self._job.store(_PATIENCE)
+        return self._store
+
+    def fate(self, node: int, timeout: float) -> str | None:
+        """Return what rank ``node + 1`` said when it ended."""
+        key, deadline = self._job.end_key(node), time.monotonic() + timeout
+        store = self._connected()
+        try:
+            # Not `wait`, which prints a warning when its time is up.
+            while not store.check([key]):
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(_LOOK)
+        except RuntimeError:  # there is no store any more
+            return None
+        return f"(rank {node + 1}) {store.get(key).decode()}"
+
+    def stop(self, timeout: float) -> None:
+        """Do nothing: ranks are torchrun's, and nodes end with their connections."""
+
+
+def serve_as_rank(patience: float) -> None:
+    """In any rank but 0, be a node until the learner ends; in rank 0 do nothing.
+
+    Args:
+        patience: Seconds within which rank 0 has to say where it is.
+
+    Raises:
+        SystemExit: in any rank but 0, when the learner has ended; its code is 0.
+        CollectorTimeout: rank 0 does not become a learner.
+        ConfigError: this process was not started by torchrun.
+    """
+    job = _Job.read()
+    if job.rank == 0:
+        return
+    node = job.rank - 1
+    store = job.store(patience)
+    try:
+        notice = json.loads(store.get(job.learner_key))
+    except distributed.DistStoreError as err:
+        raise CollectorTimeout(
+            f"rank 0 has built no collector with launcher='torchrun' within {patience:.0f} s after "
+            f"rank {job.rank} did; raise start_timeout if it needs longer"
+        ) from err
+    secret = secret_from(os.environ.get(SECRET) or notice["secret"])
+    invitation = Invitation(notice["host"], notice["port"], node, secret, patience)
+    main = threading.current_thread() is threading.main_thread()
+    try:
+        run_node(
+            invitation,
+            (signal.SIGTERM, signal.SIGINT) if main else (),
+            f"rank {job.rank}: torchrun, or whoever runs it, ends the job",
+            functools.partial(store.set, job.end_key(node)),
+        )
+    except Exception as err:
+        store.set(job.end_key(node), f"failed: {type(err).__name__}: {err}")
+        raise
+    raise SystemExit(0)

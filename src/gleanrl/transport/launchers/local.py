@@ -1,0 +1,123 @@
+"""The address of this machine that nodes are told."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import pickle
+import socket
+import time
+from collections.abc import Sequence
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.transport.handshake import Invitation
+from gleanrl.transport.node import NodeSpec
+from gleanrl.transport.process import zygote
+from gleanrl.transport.worker import Surroundings
+from gleanrl.transport.zygote import NODE
+
+LOOPBACK = "127.0.0.1"
+_ELSEWHERE = ("192.0.2.1", 9)
+"""An address of no machine (RFC 5737): only the way there is looked up, nothing is sent."""
+
+
+def outward(name: str | None = None) -> str:
+    """Return an address of this machine that other machines reach it by.
+
+    That of ``name`` (the host's own by default) if it is one; a host's name often stands for a
+    loopback address on the host itself, and then it is that of the interface that the default
+    route leads through.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    candidates = (_of_name(name or socket.gethostname()), _of_route())
+    for candidate in candidates:
+        if candidate is not None and not _is_loopback(candidate) and _is_here(candidate):
+            return candidate
+    raise ConfigError(
+        f"no address of this machine ({socket.gethostname()}) was found that others reach it by: "
+        "pass host= with the address of the interface that leads to the nodes"
+    )
+
+
+def _of_name(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None
+
+
+def _of_route() -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _is_here(address: str) -> bool:
+    """Whether the address can be listened on: names may stand for one outside a translator."""
+    try:
+        socket.create_server((address, 0)).close()
+    except OSError:
+        return False
+    return True
+
+
+_FORK_TIMEOUT = 60.0
+
+
+class LocalLauncher:
+    """Starts nodes here. They reach the learner through the loopback interface."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._zygote = zygote()
+        self._owner = os.getpid()
+        self._pids: dict[int, int] = {}
+
+    def address(self) -> str:
+        """Return the loopback address."""
+        return "127.0.0.1"
+
+    def launch(self, invitations: Sequence[Invitation]) -> None:
+        """Fork one process per invitation."""
+        for invitation in invitations:
+            going = pickle.dumps(NodeSpec(invitation, Surroundings.here()))
+            # A pipe would hold no more than 64 KB before somebody reads it.
+            with open(os.memfd_create("gleanrl"), "w+b") as told:
+                told.write(going)
+                told.seek(0)
+                pid = self._zygote.fork([told.fileno()], _FORK_TIMEOUT, NODE)
+            before = self._pids.get(invitation.node)
+            if before is not None:  # it was given up, which it need not have noticed
+                self._zygote.kill(before)
+            self._pids[invitation.node] = pid
+
+    def fate(self, node: int, timeout: float) -> str | None:
+        """Return how the process of ``node`` ended."""
+        pid = self._pids.get(node)
+        status = None if pid is None else self._zygote.exit_status(pid, timeout)
+        if status is None:
+            return None
+        if status < 0:
+            return f"(process {pid}) was killed by signal {-status}"
+        return f"(process {pid}) exited with code {status}"
+
+    def stop(self, timeout: float) -> None:
+        """Let those that were asked to end do so, kill the rest."""
+        pids, self._pids = self._pids, {}
+        deadline = time.monotonic() + timeout
+        # In a forked child of the learner they are somebody else's nodes.
+        for pid in pids.values() if self._owner == os.getpid() else ():
+            left = max(0.0, deadline - time.monotonic())
+            if self._zygote.exit_status(pid, left) is None:
+                with contextlib.suppress(OSError):
+                    self._zygote.kill(pid)

@@ -1,0 +1,123 @@
+"""What workers are built from, as bytes; and what exactly it was that could not be sent."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.protocols import Source, SourceFactory
+from gleanrl.envs.registrations import Registrations, registrations
+
+_DEEPEST = 8
+_GROUPS = re.compile(r"^(factory\.)*(env|policy|rollout)\.")
+"""How option groups are reached; users know the arguments in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registering:
+    """A `SourceFactory` that registers first what is registered where it comes from."""
+
+    registered: Registrations
+    factory: SourceFactory
+
+    def __call__(self, worker: int) -> Source:
+        """Register, then build the source."""
+        self.registered.restore()
+        return self.factory(worker)
+
+
+class _Refused(Exception):
+    """A tensor that must not travel; says why."""
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # no stubs
+    """Pickles functions and classes of ``__main__`` by value, and looks at tensors on the way."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and not isinstance(obj, nn.Parameter):
+            if obj.requires_grad and not obj.is_leaf:
+                raise _Refused(
+                    f"a tensor of shape {tuple(obj.shape)} that is part of a gradient graph: "
+                    "detach() it first"
+                )
+            if obj.device.type not in ("cpu", "meta"):
+                raise _Refused(
+                    f"a tensor of shape {tuple(obj.shape)} on {obj.device}: move it with .cpu()"
+                )
+        return super().reducer_override(obj)
+
+
+def pickled(worker: int, factory: SourceFactory) -> bytes:
+    """Return ``factory`` as bytes, with the Gymnasium environments registered here.
+
+    Raises:
+        ConfigError: something in it cannot be sent; names the argument and the attribute.
+    """
+    try:
+        return _dump(Registering(registrations(_dump), factory))
+    except Exception as err:  # whatever the user's objects do when pickled
+        where, cause = _culprit(factory, err)
+        raise ConfigError(
+            f"what worker {worker} needs cannot be sent to a process: {where or 'it'} "
+            f"({type(cause).__name__}: {cause}); make it inside create_env_fn or policy_factory, "
+            "which run in the worker"
+        ) from err
+
+
+def _dump(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _culprit(value: Any, error: Exception) -> tuple[str, Exception]:
+    """Follow what cannot be pickled to the innermost part that cannot."""
+    path = ""
+    for _ in range(_DEEPEST):
+        for name, part in _parts(value):
+            try:
+                _dump(part)
+            except Exception as err:
+                path, value, error = path + name, part, err
+                break
+        else:
+            break
+    return _GROUPS.sub("", path.lstrip(".")), error
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Name what ``value`` is made of, the way a user would find it."""
+    if isinstance(value, functools.partial):
+        yield from ((f".args[{i}]", arg) for i, arg in enumerate(value.args))
+        yield from ((f".keywords[{name!r}]", arg) for name, arg in value.keywords.items())
+        yield ".func", value.func
+    elif isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        yield from ((f" captures {name}", cell.cell_contents) for name, cell in cells)
+        names = [name for name in value.__code__.co_names if name in value.__globals__]
+        yield from ((f" uses {name}", value.__globals__[name]) for name in names)
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, nn.Module):
+        held = ("_modules", "_parameters", "_buffers")
+        for table in held:
+            yield from ((f".{name}", part) for name, part in vars(value)[table].items())
+        yield from ((f".{name}", part) for name, part in vars(value).items() if name not in held)
+    elif isinstance(value, dict):
+        yield from ((f"[{name!r}]", part) for name, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{i}]", part) for i, part in enumerate(value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from ((f".{field.name}", getattr(value, field.name)) for field in fields(value))
+    elif not isinstance(value, type | types.ModuleType):
+        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())

@@ -1,0 +1,348 @@
+"""What a Ray actor runs: one thread that is a worker, others that only hand things to it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import cloudpickle
+import numpy as np
+import torch
+
+from gleanrl.core import messages as m
+from gleanrl.core.protocols import Array
+from gleanrl.memory.arena import window_over
+from gleanrl.memory.slab import packed
+from gleanrl.memory.window import RolloutWindow
+from gleanrl.transport.frames import CommandReader, frame_of, head_of, unreadable
+from gleanrl.transport.worker import CommandQueue, Worker, settle
+from gleanrl.weights.flat import FlatBuffer
+
+Answer: TypeAlias = "tuple[int, int, bytes, Array | None]"
+"""The reply's place among all of this worker's, the turns taken in when it was made, its frame, and
+the rollout it is about."""
+COLLECTED = -1
+"""The ticket of whatever answers a `Collect`: which one is told by the order of the replies."""
+_STEP_WAIT_S = 0.05
+"""Seconds a step waits for a command that other calls were overtaken by."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorBoot:
+    """What an actor has to know before anything of the user's is unpickled in it."""
+
+    worker: int
+    threads: int
+    path: tuple[str, ...]
+    """Where the learner imports from."""
+    factory: bytes
+    """A pickled `SourceFactory`."""
+
+
+GROUPS: Mapping[str, str] = {
+    "serve": "work",
+    "step": "work",
+    "again": "work",
+    "post": "control",
+    "stop": "control",
+    "publish": "control",
+    "begun": "begun",
+    "ended": "end",
+}
+"""Per method its concurrency group: one thread each."""
+
+
+class RayWorker:
+    """One worker as the methods of an actor with a few threads.
+
+    All of the user's code runs in the thread of the group ``"work"``, where each call of `step`
+    carries out one command: the next in line, which need not be the one it came with. Commands
+    that overtake rollouts come in through `post`. Calls may begin in another order than they were
+    made in, so those whose order matters carry a number, their turn, and are taken in by it.
+    Arguments cost Ray more than everything that is done here: rollouts like the one before are
+    asked for without, by `again`.
+    """
+
+    def __init__(self, boot: ActorBoot) -> None:
+        """Remember what to do; nothing is built before `serve`."""
+        self._boot = boot
+        self._inbox = Arrivals()
+        self._stop = bytearray(1)
+        self._weights = RayWeights()
+        self._begun = EventSet()
+        self._over = EventSet()
+        self._desk: ActorLoop | None = None
+        self._why = ""
+
+    def serve(self) -> Answer:
+        """Build the worker; return its `Ready`, or the `Failed` of what was to be built."""
+        answer: Answer = self._guarded(self._serve)
+        return answer
+
+    def _serve(self) -> Answer:
+        boot = self._boot
+        sys.path.extend(entry for entry in boot.path if entry not in sys.path)
+        settle(boot.threads)
+        self._desk = ActorLoop(boot, self._inbox, self._begun, self._stop, self._weights)
+        return self._desk.open()
+
+    def step(self, turn: int, frame: bytes | None) -> Answer | None:
+        """Take in ``frame``, if there is one, and carry out the next command.
+
+        Returns:
+            Its reply; ``None`` if there was no command, because others have not arrived yet.
+        """
+        if frame is not None:
+            self._inbox.take(turn, lambda: self._inbox.put(frame))
+        desk = self._desk
+        assert desk is not None
+        answer: Answer | None = self._guarded(desk.step)
+        return answer
+
+    def again(self) -> Answer | None:
+        """Take in another `Collect` like the last that was not random; else the same as `step`."""
+        desk = self._desk
+        assert desk is not None
+        answer: Answer | None = self._guarded(desk.again)
+        return answer
+
+    def post(self, turn: int, frame: bytes) -> None:
+        """Take in the command in ``frame``; a `step` that runs later carries it out."""
+        self._inbox.take(turn, lambda: self._inbox.put(frame))
+
+    def stop(self, turn: int, value: int) -> None:
+        """Set the byte that running rollouts look at."""
+        self._inbox.take(turn, lambda: self._stop.__setitem__(0, value))
+
+    def publish(self, turn: int, number: int, refs: Sequence[Any]) -> None:
+        """Have the worker take the weights behind ``refs[0]``, unless newer ones come first."""
+        self._inbox.take(turn, lambda: self._weights.put(number, refs[0]))
+
+    def begun(self, ticket: int) -> None:
+        """Wait until the worker turns to a command other than `Collect`."""
+        self._begun.wait(ticket)
+
+    def ended(self) -> str:
+        """Wait for as long as the worker is able to work; return why it no longer is."""
+        self._over.wait(0)
+        return self._why
+
+    def _guarded(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except BaseException as err:  # `SystemExit` of a user's, which Ray would not explain
+            traceback.print_exc()
+            self._why = f"its code ended it with {err!r}"
+            self._over.reach(0)
+            raise
+
+
+class Arrivals:
+    """What comes in, in any thread and any order, to be taken in one order by one thread."""
+
+    def __init__(self) -> None:
+        """Start with turn 0."""
+        self.turn = 0
+        """The next one: as many were taken in."""
+        self._early: dict[int, Callable[[], None]] = {}
+        self._frames: list[bytes] = []
+        self._arrived = threading.Condition(threading.RLock())
+
+    def take(self, turn: int, act: Callable[[], None]) -> None:
+        """Call ``act`` as soon as everything before ``turn`` was done."""
+        with self._arrived:
+            self._early[turn] = act
+            while (following := self._early.pop(self.turn, None)) is not None:
+                self.turn += 1
+                following()
+
+    def put(self, frame: bytes) -> None:
+        """Add a command."""
+        with self._arrived:
+            self._frames.append(frame)
+            self._arrived.notify()
+
+    def frames(self, wait: float) -> list[bytes]:
+        """Return all commands there are; wait for one for that many seconds."""
+        with self._arrived:
+            if wait and not self._frames:
+                self._arrived.wait(wait)
+            frames, self._frames = self._frames, []
+        return frames
+
+
+class EventSet:
+    """Numbers that one thread reaches and others wait for."""
+
+    def __init__(self) -> None:
+        """Start with none reached."""
+        self._reached: set[int] = set()
+        self._changed = threading.Condition()
+
+    def reach(self, number: int) -> None:
+        """Let go who waits for ``number``."""
+        with self._changed:
+            self._reached.add(number)
+            self._changed.notify_all()
+
+    def wait(self, number: int) -> None:
+        """Wait until ``number`` is reached; it is forgotten then."""
+        with self._changed:
+            while number not in self._reached:
+                self._changed.wait()
+            self._reached.discard(number)
+
+
+class ActorLoop:
+    """What the thread that works does: one command at a time."""
+
+    def __init__(
+        self,
+        boot: ActorBoot,
+        inbox: Arrivals,
+        begun: EventSet,
+        stop: bytearray,
+        weights: RayWeights,
+    ) -> None:
+        """Work off ``inbox``; ``begun`` is told the ticket of every command but rollouts."""
+        self._boot = boot
+        self._inbox = inbox
+        self._begun = begun
+        self._stop = stop
+        self._weights = weights
+        self._reader = CommandReader()
+        self._queued = CommandQueue()
+        self._refused: deque[m.Reply] = deque()
+        self._blocks = Blocks()
+        self._block: Array | None = None
+        self._place = 0
+        self._worker: Worker | None = None
+        self._usual: m.Collect | None = None
+
+    def open(self) -> Answer:
+        """Build the worker here."""
+        index = self._boot.worker
+        try:
+            factory = cloudpickle.loads(self._boot.factory)
+            self._worker = Worker(index, factory, self._open, self._stop, self._weights)
+            return self._answer(self._worker.ready())
+        except Exception as err:
+            return self._answer(m.Failed(index, 0, err))
+
+    def step(self) -> Answer | None:
+        """Carry out the next command, if one has arrived."""
+        self._take_in(0.0 if self._queued or self._refused else _STEP_WAIT_S)
+        return self._next()
+
+    def again(self) -> Answer | None:
+        """Add a rollout like the last, and carry out the next command."""
+        self._take_in(0.0)
+        assert self._usual is not None
+        self._queued.put(COLLECTED, self._usual)
+        return self._next()
+
+    def _next(self) -> Answer | None:
+        if self._refused:
+            return self._answer(self._refused.popleft())
+        if not self._queued:
+            return None
+        ticket, command = self._queued.pop()
+        if not isinstance(command, m.Collect):
+            self._begun.reach(ticket)
+        assert self._worker is not None
+        return self._answer(self._worker.handle(ticket, command))
+
+    def _take_in(self, wait: float) -> None:
+        for frame in self._inbox.frames(wait):
+            ticket, _ = head_of(frame)
+            try:
+                command = self._reader.read(frame)
+            except Exception as err:  # whatever the user's objects do when unpickled
+                self._begun.reach(ticket)
+                self._refused.append(m.Failed(self._boot.worker, ticket, unreadable(err)))
+                continue
+            if isinstance(command, m.Collect):
+                ticket = COLLECTED
+                self._usual = self._usual if command.random else command
+            self._queued.put(ticket, command)
+
+    def _open(self, reference: m.WindowRef) -> RolloutWindow:
+        self._block = None
+        if not reference.blocks:  # of a source whose rollouts lie elsewhere
+            return RolloutWindow({}, reference.envs, reference.steps)
+        window, self._block = self._blocks.take(reference)
+        return window
+
+    def _answer(self, reply: m.Reply) -> Answer:
+        block = None
+        if isinstance(reply, m.Rolled) and reply.report.payload is None:
+            block, self._block = self._block, None
+        place, self._place = self._place, self._place + 1
+        return place, self._inbox.turn, frame_of(reply), block
+
+
+class Blocks:
+    """Memory for rollouts, each in one piece, used again once Ray has let go of it.
+
+    Ray serialises what a method returns after it has returned: a block is free again when the
+    array that was sent is gone.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._free: dict[int, list[tuple[RolloutWindow, Array]]] = {}
+        self.made = 0
+        """Blocks there are."""
+
+    def take(self, reference: m.WindowRef) -> tuple[RolloutWindow, Array]:
+        """Return a window like ``reference`` and its memory, uint8 ``[nbytes]``."""
+        free = self._free.setdefault(reference.steps, [])
+        if not free:
+            plan, nbytes = packed(reference)
+            memory = torch.zeros(nbytes, dtype=torch.uint8)
+            free.append((window_over(memory, plan), memory.numpy()))
+            self.made += 1
+        entry = free.pop()
+        window, memory_array = entry
+        array = memory_array[:]
+        weakref.finalize(array, free.append, entry).atexit = False
+        return window, array
+
+
+class RayWeights:
+    """The newest weights that the learner has put into the object store; a `Mailbox`."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._models: dict[int, tuple[str, FlatBuffer]] = {}
+        self._coming: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def put(self, number: int, ref: Any) -> None:
+        """Note where the newest weights of board ``number`` are; older ones are not fetched."""
+        with self._lock:
+            self._coming[number] = ref
+
+    def bind(self, model_id: str, board: m.BoardRef) -> None:
+        """Take what is published on ``board`` for weights of ``model_id`` from now on."""
+        self._models[board.offset] = (model_id, FlatBuffer(board))
+
+    def newest(self) -> m.Snapshot | None:
+        """Fetch the newest weights, if there are any that were not fetched before."""
+        with self._lock:
+            number = next((n for n in self._coming if n in self._models), None)
+            if number is None:
+                return None
+            ref = self._coming.pop(number)
+        model_id, buffer = self._models[number]
+        # Copied, because what Ray returns is read-only and occupies its store while we hold it.
+        np.copyto(buffer.bytes.numpy(), importlib.import_module("ray").get(ref))
+        version, serial = buffer.stamp
+        return m.Snapshot(version, {model_id: buffer.views}, serial)

@@ -1,0 +1,186 @@
+"""Ctrl-C comes between two changes of an engine's state or while it waits, never inside a change.
+
+Python runs a signal's handler between any two instructions. What an engine does between two waits
+takes microseconds, so SIGINT is kept until it waits or returns.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # without the enums, which take ten times as long
+import contextlib
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from gleanrl.core.errors import CollectorTimeout
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_INT = int(signal.SIGINT)
+
+
+class _State:
+    """Of the main thread, the only one that handlers run in."""
+
+    before: Callable[[int, Any], Any] | None = None
+    """What handles SIGINT otherwise, while it is deferred."""
+    pending = False
+    waiting = False
+
+
+_state = _State()
+
+
+def _note(number: int, frame: Any) -> None:
+    if _state.waiting and _state.before is not None:
+        _state.before(number, frame)
+    else:
+        _state.pending = True
+
+
+class Deferred(contextlib.AbstractContextManager[None]):
+    """Keeps SIGINT until the end of a ``with`` block, but for `interruptible` calls in it.
+
+    Does nothing outside the main thread, inside another such block, or where no Python function
+    handles SIGINT.
+    """
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self._before = None
+        if _state.before is not None or threading.current_thread() is not threading.main_thread():
+            return
+        before = _signal.getsignal(_INT)
+        if callable(before):
+            _state.pending = _state.waiting = False
+            _signal.signal(_INT, _note)
+            _state.before = self._before = before
+
+    def __exit__(self, *error: object) -> None:
+        """Let what was kept come now."""
+        before = self._before
+        if before is None:
+            return
+        _state.before = None
+        if _signal.getsignal(_INT) is _note:  # else: somebody has set another one meanwhile
+            _signal.signal(_INT, before)
+        if _state.pending:
+            _state.pending = False
+            before(_INT, None)
+
+
+def interruptible(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return what ``call`` returns; SIGINT is handled at once meanwhile.
+
+    Args:
+        call: Waits; changes nothing that would be lost with its result.
+        *args: Its arguments.
+        **kwargs: Further ones.
+    """
+    before = _state.before
+    if before is None or threading.current_thread() is not threading.main_thread():
+        return call(*args, **kwargs)
+    try:
+        _state.waiting = True
+        if _state.pending:
+            _state.pending = False
+            before(_INT, None)
+        return call(*args, **kwargs)
+    finally:
+        _state.waiting = False
+
+
+def _in_child() -> None:
+    """Take back what a thread that a forked child does not have was at."""
+    before, _state.before = _state.before, None
+    if before is not None and _signal.getsignal(_INT) is _note:
+        with contextlib.suppress(ValueError):
+            _signal.signal(_INT, before)
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+class FairLock:
+    """A reentrant lock, first come, first served.
+
+    With an ordinary lock, a thread that collects in the background and takes it again at once would
+    keep everybody else out.
+    """
+
+    def __init__(self) -> None:
+        """Start with nobody holding it."""
+        self._mutex = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._held = False
+        self._owner: int | None = None
+        self._depth = 0
+
+    def acquire(self, timeout: float | None) -> bool:
+        """Wait for one's turn; return ``False`` if it did not come within ``timeout`` seconds."""
+        me = threading.get_ident()
+        with self._mutex:
+            if self._owner == me:
+                self._depth += 1
+                return True
+            if not self._held:
+                self._held, self._owner, self._depth = True, me, 1
+                return True
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiting.append(gate)
+        given = False
+        try:
+            given = interruptible(gate.acquire, True, -1 if timeout is None else timeout)
+        finally:
+            with self._mutex:
+                if not given and gate in self._waiting:
+                    self._waiting.remove(gate)
+                else:  # handed over, perhaps in the very moment of giving up
+                    self._owner, self._depth = me, 1
+                    if not given:
+                        self._pass_on()
+        return given
+
+    def release(self) -> None:
+        """Give the turn to whoever asked next."""
+        with self._mutex:
+            self._depth -= 1
+            if self._depth == 0:
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._owner = None
+        if self._waiting:
+            self._waiting.popleft().release()
+        else:
+            self._held = False
+
+
+class Turn:
+    """One turn: from the beginning of a ``with`` block to its end."""
+
+    __slots__ = ("_timeout", "_turns")
+
+    def __init__(self, turns: FairLock, timeout: float | None) -> None:
+        """Wait ``timeout`` seconds for it, as long as it takes with ``None``."""
+        self._turns, self._timeout = turns, timeout
+
+    def __enter__(self) -> None:
+        """Wait for it.
+
+        Raises:
+            CollectorTimeout: another thread did not finish in time.
+        """
+        if not self._turns.acquire(self._timeout):
+            raise CollectorTimeout(
+                f"another thread has been using the collector for {self._timeout} s"
+            )
+
+    def __exit__(self, *error: object) -> None:
+        self._turns.release()

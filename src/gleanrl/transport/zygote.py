@@ -1,0 +1,447 @@
+"""A process that has everything imported and forks workers on request.
+
+Importing torch takes seconds, forking a process that has done so takes milliseconds. Forking the
+learner itself is no choice: its threads do not survive, and what they held stays locked. So one
+helper process imports, never starts a thread, and forks.
+
+Workers that want workers of their own ask the same process for another like it.
+
+It also is the workers' undertaker. It tells the learner how each of them ended, and when the
+learner is gone, however it went, it kills them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import importlib.util
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TextIO
+
+from gleanrl.core.errors import CollectorTimeout, WorkerDied
+
+_REQUEST = struct.Struct("=4sq")
+"""What is asked for, and the number of the fork that it is about."""
+_REPLY = struct.Struct("=cqi")
+"""``F`` and a process id, ``E`` and how that process ended, or ``X`` and why there is none; the
+number of its fork between, 0 for a zygote that a worker has asked for."""
+_MAX_FDS = 8
+WORKER, NODE = b"work", b"node"
+"""What can be forked."""
+# With -c the working directory comes first on the path, whether or not it is on the learner's.
+_PROGRAM = """\
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+from gleanrl import *  # once, for all workers
+from gleanrl.transport.zygote import main
+main(*map(int, sys.argv[1:]))
+"""
+_PR_SET_PDEATHSIG = 1
+_ARROW = "JE_ARROW_MALLOC_CONF"
+"""Whether pyarrow, which pandas imports, starts a thread; no fork may find one here."""
+_ask: socket.socket | None = None
+"""In a worker: where it may ask for a zygote of its own."""
+
+
+class Zygote:
+    """The handle of a process on its zygote."""
+
+    def __init__(self) -> None:
+        """Start it; it goes on importing while its owner does other things.
+
+        A worker has the zygote it comes from fork another, which has imported everything already.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = ours
+        self.owner = os.getpid()
+        self._asked = 0
+        self._forks: dict[int, int] = {}
+        """Process ids by number of the fork."""
+        self._numbers: dict[int, int] = {}
+        """The latest fork that got a process id."""
+        self._refused: dict[int, int] = {}
+        """Error numbers of forks that failed."""
+        self._statuses: dict[int, int] = {}
+        """How workers ended, by number of the fork: process ids come round again."""
+        # Several collectors, in several threads, share it. Reentrant, because the garbage collector
+        # may close one collector in the middle of another's fork; whoever reads a message notes it
+        # for all.
+        self._lock = threading.RLock()
+        with theirs, _own_process() as owner:
+            self._process = None if _asked_for(theirs, owner) else _spawned(theirs, owner)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs and is this very process's own."""
+        if self.owner != os.getpid() or self._socket.fileno() < 0:
+            return False
+        if self._process is not None:
+            return self._process.poll() is None
+        hung_up = select.poll()
+        hung_up.register(self._socket, 0)
+        return not hung_up.poll(0)
+
+    def fork(self, fds: Sequence[int], timeout: float, what: bytes = WORKER) -> int:
+        """Fork a worker that gets copies of ``fds``; return its process id.
+
+        Args:
+            fds: What the forked process is to have.
+            timeout: Seconds it may take.
+            what: `WORKER`, which serves this process over its first descriptor, or `NODE`, which
+                reads there where to go.
+
+        Raises:
+            CollectorTimeout: the zygote did not answer in time.
+            WorkerDied: this process could not be started, or the zygote itself ended.
+        """
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._asked += 1
+            number = self._asked
+            try:
+                self._ask_for(what, number, fds)
+                while not {number, 0}.intersection((*self._forks, *self._refused)):
+                    self._hear(deadline, timeout)
+            except BaseException:  # also Ctrl-C: nobody will know the worker that may come yet
+                self._ask_for(b"kill", number)
+                raise
+            if number not in self._forks:
+                error = self._refused.pop(number, None) or self._refused[0]
+                raise WorkerDied(
+                    f"no process could be started: {os.strerror(error)}; fewer workers, or a "
+                    "higher limit of processes, descriptors (ulimit -u, -n) or memory would help"
+                )
+            pid = self._forks.pop(number)
+            self._numbers[pid] = number
+            return pid
+
+    def exit_status(self, pid: int, timeout: float) -> int | None:
+        """Return how worker ``pid`` ended (as `subprocess` counts), ``None`` if it has not yet."""
+        number = self._numbers[pid]
+        deadline = time.monotonic() + timeout
+        if not self._lock.acquire(timeout=max(0.0, timeout)):
+            return None
+        try:
+            while number not in self._statuses:
+                self._hear(deadline, timeout)
+        except (CollectorTimeout, WorkerDied):
+            return None
+        finally:
+            self._lock.release()
+        return self._statuses[number]
+
+    def _ask_for(self, what: bytes, number: int, fds: Sequence[int] = ()) -> None:
+        if self._socket.fileno() >= 0:
+            with contextlib.suppress(ConnectionError):  # whoever waits for the answer is told
+                socket.send_fds(self._socket, [_REQUEST.pack(what, number)], list(fds))
+
+    def _hear(self, deadline: float, timeout: float) -> None:
+        """Take in a message, or nothing if somebody else took it first."""
+        if self._socket.fileno() < 0:
+            raise WorkerDied("the process that starts workers was ended")
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        if not waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
+            raise CollectorTimeout(f"the process that starts workers did not answer in {timeout} s")
+        try:
+            message = self._socket.recv(64, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            message = b""
+        if not message:
+            raise WorkerDied(
+                f"the process that starts workers ended{self._how()}; its message is above"
+            )
+        kind, number, value = _REPLY.unpack(message)
+        {b"F": self._forks, b"E": self._statuses, b"X": self._refused}[kind][number] = value
+
+    def _how(self) -> str:
+        if self._process is None:
+            return ""
+        try:
+            return f" with code {self._process.wait(5)}"
+        except subprocess.TimeoutExpired:
+            return ""
+
+    def kill(self, pid: int) -> None:
+        """Kill worker ``pid`` if it still runs; nobody else can have got its number meanwhile."""
+        if self.alive:
+            self._ask_for(b"kill", self._numbers[pid])
+
+    def close(self) -> None:
+        """End it, and with it every worker that is left. Only its owner can."""
+        owned = self.owner == os.getpid()
+        if owned:  # closing is not enough while a forked child of the owner holds it too
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        if not owned or self._process is None:
+            return
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(5)
+
+
+@contextlib.contextmanager
+def _own_process() -> Iterator[Sequence[int]]:
+    """Open a descriptor that tells when this process ends; none where the kernel has no such."""
+    try:
+        watched = os.pidfd_open(os.getpid())
+    except OSError:
+        yield ()
+        return
+    try:
+        yield (watched,)
+    finally:
+        os.close(watched)
+
+
+def _asked_for(theirs: socket.socket, owner: Sequence[int]) -> bool:
+    """Ask the zygote that this process was forked from for another one, if there is one."""
+    if _ask is None:
+        return False
+    try:
+        socket.send_fds(_ask, [b"zygote"], [theirs.fileno(), *owner])
+    except OSError:  # it is gone
+        return False
+    return True
+
+
+def _spawned(theirs: socket.socket, owner: Sequence[int]) -> subprocess.Popen[bytes]:
+    path = [
+        os.fsdecode(entry) for entry in sys.path if isinstance(entry, str | bytes | os.PathLike)
+    ]
+    # Not one of the three that stand for something else, which may be free in this process.
+    fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in (theirs.fileno(), *owner)]
+    try:
+        # A session of its own: Ctrl-C in the terminal is the learner's to handle.
+        return subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, *map(str, fds)],
+            pass_fds=fds,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=_inherited(sys.__stdout__),
+            stderr=_inherited(sys.__stderr__),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        )
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _inherited(stream: TextIO | None) -> int | None:
+    # A descriptor that is free would become that of a socket, and printing a message on it.
+    return subprocess.DEVNULL if stream is None or stream.closed else None
+
+
+# -- in the zygote ---------------------------------------------------------------------------------
+
+
+def main(fd: int, owner: int = -1) -> None:
+    """Import what workers need, then fork on request until the learner is gone.
+
+    Args:
+        fd: The connection to the learner.
+        owner: A descriptor that tells when the learner's process ends; -1 for none.
+    """
+    from gleanrl.transport import node, worker
+
+    for each in (fd, owner):
+        if each >= 0:
+            os.set_inheritable(each, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _import_pandas()
+    code = 1
+    try:
+        works: Mapping[bytes, Callable[..., None]] = {WORKER: worker.main, NODE: node.main}
+        _Zygote(socket.socket(fileno=fd), owner, works).run()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # At once: the learner waits for this, and taking torch apart takes a second.
+        os._exit(code)
+
+
+def _import_pandas() -> None:
+    """Import pandas where there is one.
+
+    The first call of a `TensorDictModule` does so. Each worker by itself would take half a second
+    and tens of megabytes for it.
+    """
+    if importlib.util.find_spec("pandas") is None:
+        return
+    given = _ARROW in os.environ
+    os.environ.setdefault(_ARROW, "background_thread:false")
+    with contextlib.suppress(Exception):  # a broken one is for whoever asks for it to name
+        importlib.import_module("pandas")
+    if not given:
+        del os.environ[_ARROW]
+
+
+class _Zygote:
+    """The loop of a zygote: one thread, no state but its children."""
+
+    def __init__(
+        self, control: socket.socket, owner: int, works: Mapping[bytes, Callable[..., None]]
+    ) -> None:
+        """Serve the owner.
+
+        Args:
+            control: The connection to it.
+            owner: A descriptor that tells when its process ends; -1 for none.
+            works: What can be forked.
+        """
+        self._control = control
+        # A process that the owner has forked may hold the connection open after its end.
+        self._owner = [owner] if owner >= 0 else []
+        self._works = works
+        self._pid = os.getpid()
+        self._children: dict[int, int] = {}
+        """Workers' process ids, and the numbers of their forks."""
+        self._quiet: set[int] = set()
+        """Zygotes forked for workers: nobody here is told how they end."""
+        # Any worker may write to the one end; the other is read here.
+        self._asked, self._ask = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._woken, False)
+
+    def run(self) -> None:
+        """Fork on request until the owner is gone."""
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        try:
+            while True:
+                watched = [self._control.fileno(), self._asked.fileno(), self._woken]
+                ready = select.select(watched + self._owner, [], [])[0]
+                if set(ready).intersection(self._owner):
+                    return
+                if self._woken in ready:
+                    os.read(self._woken, 4096)
+                    self._report_ended()
+                if self._asked.fileno() in ready:
+                    self._fork_zygote()
+                if self._control.fileno() in ready and not self._obey():
+                    return
+        except ConnectionError:
+            return  # the owner is gone
+        finally:
+            if os.getpid() == self._pid:  # no child may ever end others
+                for pid in self._children.keys() | self._quiet:
+                    os.kill(pid, signal.SIGKILL)
+
+    def _obey(self) -> bool:
+        """Carry out one request; return ``False`` once the owner is gone."""
+        try:
+            message, fds, _, _ = socket.recv_fds(self._control, 64, _MAX_FDS)
+        except ConnectionError:
+            return False
+        if not message:
+            return False
+        what, number = _REQUEST.unpack(message)
+        if what == b"kill":
+            for pid in [pid for pid, of in self._children.items() if of == number]:
+                os.kill(pid, signal.SIGKILL)
+            return True
+        try:
+            pid = self._fork(lambda: self._become_worker(what, fds))
+        except OSError as err:  # too many processes, too little memory: the others stay
+            self._control.send(_REPLY.pack(b"X", number, err.errno or 0))
+            return True
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._children[pid] = number
+        self._control.send(_REPLY.pack(b"F", number, pid))
+        return True
+
+    def _fork_zygote(self) -> None:
+        """Fork a zygote for a worker; it serves that one over the descriptor that came along."""
+        _, fds, _, _ = socket.recv_fds(self._asked, 64, _MAX_FDS)
+        try:
+            if fds:  # else this process had no descriptor left for them: the worker is told by that
+                self._quiet.add(self._fork(lambda: self._become_zygote(*fds)))
+        except OSError as err:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fds[0])) as told:
+                told.send(_REPLY.pack(b"X", 0, err.errno or 0))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _fork(self, become: Callable[[], None]) -> int:
+        """Run ``become`` in a child, to its end."""
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                _die_with(parent)
+                become()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                try:
+                    _flush()
+                finally:
+                    os._exit(code)
+        return pid
+
+    def _become_worker(self, what: bytes, fds: Sequence[int]) -> None:
+        global _ask
+        _ask = self._ask
+        self._leave()
+        self._works[what](*fds)
+
+    def _become_zygote(self, fd: int, owner: int = -1) -> None:
+        self._leave()
+        self._ask.close()
+        _Zygote(socket.socket(fileno=fd), owner, self._works).run()
+
+    def _leave(self) -> None:
+        """Let go of what only the process that forked this one may use."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for end in (self._control, self._asked):
+            end.close()
+        for fd in (self._woken, self._wake, *self._owner):
+            os.close(fd)
+
+    def _report_ended(self) -> None:
+        while self._children or self._quiet:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            if pid in self._children:
+                number = self._children.pop(pid)
+                code = os.waitstatus_to_exitcode(status)
+                self._control.send(_REPLY.pack(b"E", number, code))
+            self._quiet.discard(pid)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # None, closed, or whatever the user put there
+            stream.flush()
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the zygote ends, whatever it is doing then."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
