@@ -1,7 +1,7 @@
 """Every argument of every collector's constructor, defined once.
 
 An argument is a key of one of the dictionaries below: its type, its default and what it means. A
-constructor takes ``**given: Unpack[...]`` of its dictionary. Signatures, ``help()``, defaults and
+constructor takes ``**kwargs: Unpack[...]`` of its dictionary. Signatures, ``help()``, defaults and
 the check of names all come from here; which collector takes an argument is said by the dictionary
 that holds it. `read` completes what was given, `check` finds contradictions, and `Options` are the
 groups that the rest of the program reads.
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import (
     Annotated,
     Any,
+    ClassVar,
     Required,
     TypedDict,
     TypeVar,
@@ -42,7 +43,6 @@ from gleanrl.core.options import (
     RolloutOptions,
     TrajectoryOptions,
     limit,
-    read_device,
     seconds,
     users_stacklevel,
 )
@@ -490,8 +490,8 @@ def shows(kind: Any) -> Callable[[Function], Function]:
         own = inspect.signature(function)
         fixed = [p for p in own.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         function.__signature__ = own.replace(parameters=[*fixed, *parameters])  # type: ignore[attr-defined]
-        before, given, after = (function.__doc__ or "").partition(" " * 12 + "**given:")
-        if given:  # not under -OO
+        before, marked, after = (function.__doc__ or "").partition(" " * 12 + "**kwargs:")
+        if marked:  # not under -OO
             found = meanings(kind)
             explained = "".join(
                 textwrap.indent(
@@ -507,13 +507,13 @@ def shows(kind: Any) -> Callable[[Function], Function]:
     return decorate
 
 
-def read(kind: type[Kind], owner: str, given: Mapping[str, Any]) -> Kind:
+def read(kind: type[Kind], owner: str, arguments: Mapping[str, Any]) -> Kind:
     """Complete the arguments that a collector was given.
 
     Args:
         kind: The dictionary of its arguments.
         owner: The name of its class, for errors.
-        given: The arguments.
+        arguments: The arguments.
 
     Returns:
         Those of ``kind``, and the defaults of all that other collectors take.
@@ -522,24 +522,24 @@ def read(kind: type[Kind], owner: str, given: Mapping[str, Any]) -> Kind:
         TypeError: a name that it does not take, or a missing argument.
     """
     known = definitions(cast("Any", kind))
-    for name in given:
+    for name in arguments:
         if name not in known:
-            raise TypeError(f"{owner} takes no {name}=" + _instead(name, known))
-    missing = [n for n, (_, default) in known.items() if default is REQUIRED and n not in given]
+            raise TypeError(f"{owner} takes no {name}=" + instead(name, known))
+    missing = [n for n, (_, default) in known.items() if default is REQUIRED and n not in arguments]
     if missing:
         raise TypeError(f"{owner} needs {missing[0]}=")
-    for name, instead in _RETIRED.items():
-        if given.get(name) is not None:
+    for name, newer in _RETIRED.items():
+        if arguments.get(name) is not None:
             warnings.warn(
-                f"{name}= is retired; use {instead}",
+                f"{name}= is retired; use {newer}",
                 DeprecationWarning,
                 stacklevel=users_stacklevel(),
             )
     everywhere = {n: d for other in _COLLECTORS.values() for n, d in defaults(other).items()}
-    return cast("Kind", {**everywhere, **defaults(kind), **given})
+    return cast("Kind", {**everywhere, **defaults(kind), **arguments})
 
 
-def _instead(name: str, known: Mapping[str, Any]) -> str:
+def instead(name: str, known: Mapping[str, Any]) -> str:
     """Return what is to be said of an argument that is not ``known``."""
     close = [_MISSPELT[name]] if name in _MISSPELT else difflib.get_close_matches(name, known, 1)
     having = [other for other, kind in _COLLECTORS.items() if name in definitions(kind)]
@@ -551,25 +551,25 @@ def _instead(name: str, known: Mapping[str, Any]) -> str:
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def check(given: Arguments) -> None:
+def check(arguments: Arguments) -> None:
     """Find contradictions between arguments, before anything is built.
 
     Raises:
         ConfigError: wrong values, or some that contradict each other.
         TypeError: arguments that exclude each other.
     """
-    if given["weight_updater"] is not None and given["weight_sync_schemes"] is not None:
+    if arguments["weight_updater"] is not None and arguments["weight_sync_schemes"] is not None:
         raise TypeError("give weight_sync_schemes or weight_updater, not both")
-    _check_trajectories(given)
+    _check_trajectories(arguments)
     check_callables(
-        postproc=given["postproc"],
-        pre_collect_hook=given["pre_collect_hook"],
-        post_collect_hook=given["post_collect_hook"],
+        postproc=arguments["postproc"],
+        pre_collect_hook=arguments["pre_collect_hook"],
+        post_collect_hook=arguments["post_collect_hook"],
     )
-    if given["timeout"] is not None:
-        seconds("timeout", given["timeout"])
-    check_schemes(given["weight_sync_schemes"])
-    if not given["reset_when_done"]:
+    if arguments["timeout"] is not None:
+        seconds("timeout", arguments["timeout"])
+    check_schemes(arguments["weight_sync_schemes"])
+    if not arguments["reset_when_done"]:
         raise ConfigError(
             "reset_when_done=False is not supported: environments that end are always reset; use "
             "split_trajs=True or trajs_per_batch= to get whole trajectories, or the rollout("
@@ -577,26 +577,26 @@ def check(given: Arguments) -> None:
         )
 
 
-def _check_trajectories(given: Arguments) -> None:
+def _check_trajectories(arguments: Arguments) -> None:
     """Whole trajectories are found by their ids and are copies."""
-    whole = given["trajs_per_batch"] is not None
-    if (given["split_trajs"] or whole) and not given["track_traj_ids"]:
+    whole = arguments["trajs_per_batch"] is not None
+    if (arguments["split_trajs"] or whole) and not arguments["track_traj_ids"]:
         raise ConfigError("split_trajs and trajs_per_batch need track_traj_ids=True")
-    if given["set_truncated"] and whole:
+    if arguments["set_truncated"] and whole:
         raise ConfigError(
             "set_truncated=True would cut trajectories where batches end; it excludes "
             "trajs_per_batch, which delivers whole ones"
         )
-    if given["traj_quota"] is not None and given["reset_at_each_iter"]:
+    if arguments["traj_quota"] is not None and arguments["reset_at_each_iter"]:
         raise ConfigError(
             "reset_at_each_iter=True drops trajectories that outlast a batch, so that short ones "
             "are preferred; it excludes traj_quota"
         )
 
 
-def check_callables(**given: Any) -> None:
+def check_callables(**arguments: Any) -> None:
     """Hooks and factories have to be callable."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None and not callable(value):
             raise ConfigError(f"{name} ({value!r:.100}) must be callable")
 
@@ -620,22 +620,22 @@ def check_schemes(schemes: Mapping[str, Any] | None) -> None:
             )
 
 
-def _check_buffer(given: Arguments, extend: bool, same_td: bool) -> None:
+def _check_buffer(arguments: Arguments, extend: bool, same_td: bool) -> None:
     """A replay buffer takes the place of delivered batches."""
-    buffer = given["replay_buffer"]
-    if given["compact_obs"] and isinstance(buffer, ReplayBuffer) and buffer.storage.compact:
+    buffer = arguments["replay_buffer"]
+    if arguments["compact_obs"] and isinstance(buffer, ReplayBuffer) and buffer.storage.compact:
         raise ConfigError(
             "compact_obs=True leaves out what the compact replay_buffer needs where an episode or "
             "a rollout ends: drop it, the buffer stores each observation once by itself"
         )
-    if given["use_buffers"]:
+    if arguments["use_buffers"]:
         raise TypeError("use_buffers=True and replay_buffer exclude each other")
     if same_td:
         raise TypeError(
             "return_same_td=True and replay_buffer exclude each other: nothing is returned"
         )
-    whole = given["split_trajs"] or given["trajs_per_batch"] is not None
-    if not extend and (whole or given["postproc"] is not None):
+    whole = arguments["split_trajs"] or arguments["trajs_per_batch"] is not None
+    if not extend and (whole or arguments["postproc"] is not None):
         raise TypeError(
             "extend_buffer=False stores steps as they were made; it excludes split_trajs, "
             "trajs_per_batch and postproc, which work on whole batches"
@@ -657,73 +657,72 @@ class Options:
     updater: Any
     version: PolicyVersion | None
     """The version counter to show."""
-    shown: Mapping[str, Any]
-    """What the collector shows of its arguments."""
 
     @classmethod
-    def of(cls, given: Arguments, *, same_td: bool = False) -> "Options":
+    def of(cls, arguments: Arguments, *, same_td: bool = False) -> "Options":
         """Check and read the arguments that all collectors share.
 
         Args:
-            given: All arguments.
+            arguments: All arguments.
             same_td: Whether the same `TensorDict` is delivered each time.
 
         Raises:
             ConfigError: wrong values, or some that contradict each other.
             TypeError: arguments that exclude each other.
         """
-        check(given)
-        if same_td and (given["split_trajs"] or given["trajs_per_batch"] is not None):
+        check(arguments)
+        if same_td and (arguments["split_trajs"] or arguments["trajs_per_batch"] is not None):
             raise ConfigError(
                 "return_same_td=True needs batches of one shape; it excludes split_trajs and "
                 "trajs_per_batch"
             )
-        extend = _read_extend_buffer(given["extend_buffer"], given["replay_buffer_chunk"])
-        if given["replay_buffer"] is not None:
-            _check_buffer(given, extend, same_td)
+        extend = _read_extend_buffer(arguments["extend_buffer"], arguments["replay_buffer_chunk"])
+        if arguments["replay_buffer"] is not None:
+            _check_buffer(arguments, extend, same_td)
         return cls(
-            source=source(given),
+            source=source(arguments),
             trajectories=TrajectoryOptions.from_arguments(
-                given["split_trajs"],
-                given["trajs_per_batch"],
-                given["traj_format"],
-                given["trajs_per_write"],
-                given["replay_buffer"],
-                given["traj_quota"],
+                arguments["split_trajs"],
+                arguments["trajs_per_batch"],
+                arguments["traj_format"],
+                arguments["trajs_per_write"],
+                arguments["replay_buffer"],
+                arguments["traj_quota"],
             ),
             extend=extend,
-            updater=read_updater(given["weight_updater"]),
-            version=_read_version(given["track_policy_version"]),
-            shown=_shown(given, extend),
+            updater=read_updater(arguments["weight_updater"]),
+            version=_read_version(arguments["track_policy_version"]),
         )
 
 
-def source(given: Arguments) -> SourceBuilder:
+def source(arguments: Arguments) -> SourceBuilder:
     """Return what builds a source, without environments, policy, devices and random stream."""
     return SourceBuilder(
         env=EnvOptions(
             create_env_fn=None,
-            num_envs=given["num_envs"],
-            categorical=given["categorical_action_encoding"],
-            observation_dtype=given["observation_dtype"],
-            info_keys=given["info_keys"],
+            num_envs=arguments["num_envs"],
+            categorical=arguments["categorical_action_encoding"],
+            observation_dtype=arguments["observation_dtype"],
+            info_keys=arguments["info_keys"],
         ),
         policy=PolicyOptions(
-            trust_policy=given["trust_policy"],
-            compile_policy=given["compile_policy"],
-            cudagraph_policy=given["cudagraph_policy"],
-            fast=given["fast"],
-            provide_inputs=given["auto_register_policy_transforms"] is not False,
+            trust_policy=arguments["trust_policy"],
+            compile_policy=arguments["compile_policy"],
+            cudagraph_policy=arguments["cudagraph_policy"],
+            fast=arguments["fast"],
+            provide_inputs=arguments["auto_register_policy_transforms"] is not False,
         ),
         rollout=RolloutOptions(
-            max_frames_per_traj=limit(given["max_frames_per_traj"]),
-            reset_at_each_iter=given["reset_at_each_iter"],
-            track_traj_ids=given["track_traj_ids"],
-            set_truncated=given["set_truncated"],
-            exploration=_read_exploration(given["exploration_type"], given["exploration_mode"]),
-            track_policy_version=bool(given["track_policy_version"]),
-            check_finite=given["check_finite"],
-            compact=given["compact_obs"],
+            max_frames_per_traj=limit(arguments["max_frames_per_traj"]),
+            reset_at_each_iter=arguments["reset_at_each_iter"],
+            track_traj_ids=arguments["track_traj_ids"],
+            set_truncated=arguments["set_truncated"],
+            exploration=_read_exploration(
+                arguments["exploration_type"], arguments["exploration_mode"]
+            ),
+            track_policy_version=bool(arguments["track_policy_version"]),
+            check_finite=arguments["check_finite"],
+            compact=arguments["compact_obs"],
         ),
     )
 
@@ -769,17 +768,32 @@ def _read_extend_buffer(extend_buffer: bool, chunk: bool | None) -> bool:
 class Shown:
     """A read-only attribute: an argument of the constructor."""
 
-    def __init__(self, doc: str = "") -> None:
-        """Say what it is, unless the argument of its name says it."""
-        self.__doc__ = doc
+    arguments: ClassVar[set[str]] = set()
+    """Those that are shown by any collector."""
+
+    def __init__(
+        self, read: Callable[[Any], Any] | None = None, argument: str = "", doc: str = ""
+    ) -> None:
+        """Show what ``read`` makes of an argument.
+
+        Args:
+            read: By default it is shown as it was given.
+            argument: By default that of the attribute's name.
+            doc: By default what the argument means.
+        """
+        self._read, self._argument, self.__doc__ = read, argument, doc
         self._name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-        self.__doc__ = self.__doc__ or _MEANINGS.get(name)
+        self._name, self._argument = name, self._argument or name
+        self.__doc__ = self.__doc__ or _MEANINGS.get(self._argument)
+        self.arguments.add(self._argument)
 
     def __get__(self, collector: Any, owner: type | None = None) -> Any:
-        return self if collector is None else collector._settings[self._name]
+        if collector is None:
+            return self
+        value = collector._settings[self._argument]
+        return value if self._read is None else self._read(value)
 
     def __set__(self, collector: Any, value: Any) -> None:
         raise AttributeError(
@@ -789,51 +803,6 @@ class Shown:
 
 
 _MEANINGS = {name: doc for kind in _COLLECTORS.values() for name, doc in meanings(kind).items()}
-_AS_GIVEN = (
-    "cat_results",
-    "collector_class",
-    "create_env_fn",
-    "create_env_kwargs",
-    "num_sub_threads",
-    "postproc",
-    "reset_when_done",
-    "return_same_td",
-    "track_traj_ids",
-    "traj_format",
-    "trajs_per_batch",
-    "trajs_per_write",
-)
-_TRUTHS = (
-    "compact_obs",
-    "no_cuda_sync",
-    "reset_at_each_iter",
-    "set_truncated",
-    "split_trajs",
-    "trust_policy",
-    "update_at_each_batch",
-)
-
-
-def _shown(given: Mapping[str, Any], extend: bool) -> dict[str, Any]:
-    """Return what collectors show of their arguments."""
-    threshold = given["preemptive_threshold"]
-    return {
-        **{name: given[name] for name in _AS_GIVEN if name in given},
-        **{name: bool(given[name]) for name in _TRUTHS},
-        "compiled_policy": bool(given["compile_policy"]),
-        "cudagraphed_policy": bool(given["cudagraph_policy"]),
-        "device": _device(given["device"]),
-        "extend_buffer": extend,
-        "max_frames_per_traj": limit(given["max_frames_per_traj"]) or 0,
-        "preemptive_threshold": 1.0 if threshold is None else float(threshold),
-    }
-
-
-def _device(given: Any) -> Any:
-    """Return the default device; those of the workers as a list, if they were given as one."""
-    if isinstance(given, list | tuple):
-        return [_device(one) for one in given]
-    return read_device("device", given)
 
 
 # -- arguments of methods --------------------------------------------------------------------------

@@ -48,13 +48,13 @@ class Collector(EngineCollector):
         [(2, 16), (2, 16)]
     """
 
-    arguments = CollectorArguments
+    ARGUMENTS = CollectorArguments
     _as_gathered = True
     return_same_td = Shown()
 
     @shows(CollectorArguments)
     def __init__(
-        self, create_env_fn: Any, policy: Any = None, **given: Unpack[CollectorArguments]
+        self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[CollectorArguments]
     ) -> None:
         """Build the environments, reset each once and look at the policy's first answer.
 
@@ -64,53 +64,59 @@ class Collector(EngineCollector):
                 returning one of these, or a sequence of ids or callables (one batch ``[n, T]``).
             policy: What acts: a TensorDict module, an `nn.Module` or a callable on tensors or
                 TensorDicts; ``None`` acts at random.
-            **given: See `gleanrl.collectors.arguments.CollectorArguments`.
+            **kwargs: See `gleanrl.collectors.arguments.CollectorArguments`.
 
         Raises:
             ConfigError: an argument is wrong or contradicts another (a `ValueError`).
             UnknownEnvError: the id is not registered (a `KeyError` too).
             PolicyError: the policy does not fit the environment.
         """
-        own = read(CollectorArguments, type(self).__name__, given)
-        shared = cast("Arguments", own)
+        arguments = read(CollectorArguments, type(self).__name__, kwargs)
+        shared = cast("Arguments", arguments)
         super().__init__(shared)
-        check_callables(policy_factory=own["policy_factory"])
-        options = Options.of(shared, same_td=own["return_same_td"])
+        check_callables(policy_factory=arguments["policy_factory"])
+        options = Options.of(shared, same_td=arguments["return_same_td"])
         devices = DevicePlan.from_arguments(
-            own["device"], own["storing_device"], own["policy_device"], own["env_device"]
+            arguments["device"],
+            arguments["storing_device"],
+            arguments["policy_device"],
+            arguments["env_device"],
         )
         self._take(shared, options, devices.storing)
         self.policy_device, self.env_device = devices.policy, devices.env
-        self.interruptor = interruptor = own["interruptor"]
+        self.interruptor = interruptor = arguments["interruptor"]
         source = options.source
         builder = replace(
             source,
             env=replace(
                 source.env,
                 create_env_fn=create_env_fn,
-                create_env_kwargs=dict(own["create_env_kwargs"] or {}),
+                create_env_kwargs=dict(arguments["create_env_kwargs"] or {}),
                 device=devices.env,
             ),
             policy=replace(
                 source.policy,
                 policy=policy,
-                policy_factory=own["policy_factory"],
+                policy_factory=arguments["policy_factory"],
                 device=devices.policy,
             ),
             rollout=replace(source.rollout, mask=interruptor is not None),
         )
         limits = FrameBudget.from_arguments(
-            own["frames_per_batch"], own["total_frames"], own["init_random_frames"]
+            arguments["frames_per_batch"],
+            arguments["total_frames"],
+            arguments["init_random_frames"],
         )
         self._user_policy = policy
         self._engine = engine = Engine(
             lambda windows: InlineBackend(windows, stop_byte(interruptor)), [builder]
         )
         with self._starting(options):
-            self._models = Models(engine, policy, own["weight_sync_schemes"], self._version)
-            self._use_budget(limits.over(engine.num_envs))
-            self._steps = (self.frames_per_batch // engine.num_envs,)
-            self._options = BatchOptions(device=devices.storing, same_memory=own["return_same_td"])
+            self._models = Models(engine, policy, arguments["weight_sync_schemes"], self._version)
+            self._share_out([limits.frames_per_batch], limits)
+            self._options = BatchOptions(
+                device=devices.storing, same_memory=arguments["return_same_td"]
+            )
             gather_all(engine, self._steps, self._options)
 
     @dispatch.like(__init__)

@@ -265,7 +265,10 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase):
 
 
 class _NodesWeightUpdater(WeightUpdaterBase):
-    """Has the collector send weights: those given, or ``policy_weights``, or the policy's."""
+    """Has the collector send weights: those given, or ``policy_weights``, or the policy's.
+
+    What else the constructor takes is the collector's own business, and only remembered.
+    """
 
     policy_weights: TensorDictBase | None = None
 
@@ -284,7 +287,7 @@ class DistributedWeightUpdater(_NodesWeightUpdater):
         num_workers: int | None = None,
         sync: bool = True,
     ) -> None:
-        """Remember the weights that are sent when none are given; the rest is the collector's."""
+        """Remember the weights that are sent when none are given."""
         self.store, self.policy_weights = store, policy_weights
         self.num_workers, self.sync = num_workers, sync
 
@@ -300,7 +303,7 @@ class RPCWeightUpdater(_NodesWeightUpdater):
         policy_weights: TensorDictBase | None = None,
         num_workers: int | None = None,
     ) -> None:
-        """Remember the weights that are sent when none are given; the rest is the collector's."""
+        """Remember the weights that are sent when none are given."""
         self.collector_infos, self.collector_class = collector_infos, collector_class
         self.collector_rrefs, self.num_workers = collector_rrefs, num_workers
         self.policy_weights = policy_weights
@@ -315,7 +318,7 @@ class RayWeightUpdater(_NodesWeightUpdater):
         remote_collectors: Any = None,
         max_interval: int = 0,
     ) -> None:
-        """Remember the weights that are sent when none are given; the rest is the collector's."""
+        """Remember the weights that are sent when none are given."""
         self.policy_weights, self.remote_collectors = policy_weights, remote_collectors
         self.max_interval = max(0, max_interval)
 

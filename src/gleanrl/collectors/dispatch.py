@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from gleanrl.collectors.arguments import CollectorArguments, defaults, definitions
+from gleanrl.collectors import per_worker
+from gleanrl.collectors.arguments import CollectorArguments, defaults, definitions, instead
 from gleanrl.core.errors import ConfigError
 
 _PROCESSES = ("process", "multiprocessing")
@@ -125,15 +126,14 @@ def several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         )
     given.update(zip(("create_env_fn", "policy"), args, strict=False))
     options = _options(kwargs.get("backend_options"), given)
-    given = _wanted(given, kind.arguments)
-    function, count = _functions(given.get("create_env_fn"), _count(kwargs.get("num_collectors")))
+    given = _wanted(given, kind.ARGUMENTS)
+    count = _count(kwargs.get("num_collectors"))
+    functions = per_worker.env_functions_of(given.get("create_env_fn"), count)
     if not nodes:
-        return kind(**{**given, "create_env_fn": function, "num_workers": count}, **options)
+        return kind(**{**given, "num_workers": len(functions)}, **options)
     if "process_group_backend" in options:
         options["backend"] = options.pop("process_group_backend")
-    several_functions = isinstance(function, Sequence) and not isinstance(function, str)
-    given["create_env_fn"] = function if several_functions else [function] * count
-    return kind(**{**preset, **given, **options})
+    return kind(**{**preset, **given, "create_env_fn": functions, **options})
 
 
 def _count(value: Any) -> int | None:
@@ -144,19 +144,6 @@ def _count(value: Any) -> int | None:
     if value < 1:
         raise ConfigError(f"num_collectors ({value}) must be at least 1")
     return value
-
-
-def _functions(function: Any, count: int | None) -> tuple[Any, int]:
-    """Return the environments and how many workers there are."""
-    if isinstance(function, str) or not isinstance(function, Sequence):
-        return function, count or 1
-    if not function:
-        raise ConfigError("create_env_fn is empty: give one environment per worker")
-    if count not in (None, len(function)):
-        raise ConfigError(
-            f"num_collectors ({count}) does not match create_env_fn, which lists {len(function)}"
-        )
-    return function, len(function)
 
 
 def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +175,9 @@ def _wanted(given: Mapping[str, Any], target: Any) -> dict[str, Any]:
     for name, value in given.items():
         default = name in usual and value is usual[name]
         if name not in (*known, "create_env_fn", "policy") and not default:
-            raise TypeError(f"{name}= has no meaning for a collector over processes")
+            raise TypeError(
+                f"{name}= has no meaning for a collector over processes" + instead(name, known)
+            )
         if not default or (name in there and there[name] is value):
             wanted[name] = value
     return wanted

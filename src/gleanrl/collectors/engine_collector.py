@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, WorkerError
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
-from gleanrl.core.options import FrameBudget
+from gleanrl.core.options import FrameBudget, limit, read_device
 from gleanrl.engine.batches import BatchOptions, fake_batch, uniform
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
@@ -35,29 +35,36 @@ CLOSE_TIMEOUT_S = 2.0
 """Seconds environments get to close after a failure, and where nobody called `shutdown`."""
 
 
+def read_devices(arguments: Any) -> Any:
+    """Return the default device; those of the workers as a list, if they were given as one."""
+    if isinstance(arguments, list | tuple):
+        return [read_devices(one) for one in arguments]
+    return read_device("device", arguments)
+
+
 class EngineCollector(BaseCollector):
     """A collector over an engine. Subclasses build the engine and the models in `__init__`."""
 
-    compact_obs = Shown()
-    compiled_policy = Shown("Whether the policy is compiled.")
-    cudagraphed_policy = Shown("Whether the policy runs as a CUDA graph.")
-    device = Shown("The default of the other devices.")
+    compact_obs = Shown(bool)
+    compiled_policy = Shown(bool, "compile_policy", "Whether the policy is compiled.")
+    cudagraphed_policy = Shown(bool, "cudagraph_policy", "Whether it runs as a CUDA graph.")
+    device = Shown(read_devices)
     extend_buffer = Shown()
-    max_frames_per_traj = Shown()
-    no_cuda_sync = Shown()
+    max_frames_per_traj = Shown(lambda steps: limit(steps) or 0)
+    no_cuda_sync = Shown(bool)
     postproc = Shown()
-    reset_at_each_iter = Shown()
+    reset_at_each_iter = Shown(bool)
     reset_when_done = Shown()
-    set_truncated = Shown()
-    split_trajs = Shown()
+    set_truncated = Shown(bool)
+    split_trajs = Shown(bool)
     track_traj_ids = Shown()
     traj_format = Shown()
     trajs_per_batch = Shown()
     trajs_per_write = Shown()
-    trust_policy = Shown()
+    trust_policy = Shown(bool)
     verbose = False
 
-    arguments: ClassVar[Any]
+    ARGUMENTS: ClassVar[Any]
     """The dictionary of the constructor's arguments."""
     _engine: Engine
     _models: Any
@@ -76,14 +83,14 @@ class EngineCollector(BaseCollector):
     _reports: Rollouts = {}
     """What workers said of the newest batch."""
 
-    def __init__(self, given: CommonArguments) -> None:
+    def __init__(self, arguments: CommonArguments) -> None:
         """Take what stays if the workers are started anew."""
-        super().__init__(given["pre_collect_hook"], given["post_collect_hook"])
+        super().__init__(arguments["pre_collect_hook"], arguments["post_collect_hook"])
         self._updates = WeightUpdates()
 
     def _take(
         self,
-        given: Arguments,
+        arguments: Arguments,
         options: Options,
         storing: torch.device | None,
         *,
@@ -93,28 +100,29 @@ class EngineCollector(BaseCollector):
         """Take the arguments that concern this process.
 
         Args:
-            given: The arguments.
+            arguments: The arguments.
             options: The groups made of them.
             storing: Where batches are delivered.
             fills: Whether workers write into the replay buffer themselves.
             stacked: Whether the first dimension of batches is that of workers.
         """
-        self._settings = options.shown
+        everything: Mapping[str, Any] = arguments
+        self._settings = {name: everything.get(name) for name in Shown.arguments}
         self._version = options.version
-        self._worker_idx = given["worker_idx"]
-        self._timeout = given["timeout"]
+        self._worker_idx = arguments["worker_idx"]
+        self._timeout = arguments["timeout"]
         self._fills = fills
-        self.replay_buffer = given["replay_buffer"]
+        self.replay_buffer = arguments["replay_buffer"]
         self.storing_device = storing
         self.exploration_type = options.source.rollout.exploration
         self._pipeline = Pipeline(
             options.trajectories,
-            given["postproc"],
+            arguments["postproc"],
             make_sink(self.replay_buffer, options.extend, stacked),
             storing,
-            episodes_end=given["reset_at_each_iter"],
+            episodes_end=arguments["reset_at_each_iter"],
         )
-        self.register_scheme_receiver(given["weight_recv_schemes"] or {})
+        self.register_scheme_receiver(arguments["weight_recv_schemes"] or {})
 
     @contextmanager
     def _starting(self, options: Options) -> Iterator[None]:
@@ -131,10 +139,17 @@ class EngineCollector(BaseCollector):
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, self._engine.close, CLOSE_TIMEOUT_S)
 
-    def _use_budget(self, limits: FrameBudget) -> None:
-        """Count frames from now on, and share them out among all environments."""
-        self._budget = Budget(limits)
+    def _share_out(self, asked: Sequence[int], limits: FrameBudget) -> None:
+        """Decide the steps of rollouts that are to hold ``asked[w]`` frames, and of batches."""
+        self._steps = self._engine.steps_for(asked)
+        self._sizes = self._engine.sizes(self._steps)
+        frames = self._frames_of_batch(self._sizes)
+        self._budget = Budget(limits.rounded(frames, self._engine.num_envs))
         self._pipeline.share_out(self._engine.num_envs)
+
+    def _frames_of_batch(self, frames: Sequence[int]) -> int:
+        """Return the frames of a batch, given those of each worker."""
+        return sum(frames)
 
     # -- iteration -------------------------------------------------------------------------------
 

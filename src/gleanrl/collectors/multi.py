@@ -29,12 +29,12 @@ class MultiCollector(WorkersCollector):
     `update_policy_weights_` before its rollout began, never with a mixture.
     """
 
-    arguments = MultiArguments
+    ARGUMENTS = MultiArguments
     _sync: ClassVar[bool] = True
 
     @shows(MultiArguments)
     def __init__(
-        self, create_env_fn: Any, policy: Any = None, **given: Unpack[MultiArguments]
+        self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[MultiArguments]
     ) -> None:
         """Start the workers; each builds its environments and resets them once.
 
@@ -45,7 +45,7 @@ class MultiCollector(WorkersCollector):
             create_env_fn: What each worker collects from: a list with one entry per worker, or one
                 for all together with ``num_workers``. `Collector` says what an entry can be.
             policy: What acts. Workers get copies.
-            **given: See `gleanrl.collectors.arguments.MultiArguments`.
+            **kwargs: See `gleanrl.collectors.arguments.MultiArguments`.
 
         Raises:
             ConfigError: an argument is wrong or contradicts another (a `ValueError`).
@@ -53,10 +53,10 @@ class MultiCollector(WorkersCollector):
             WorkerDied: a worker's process ended while starting.
             CollectorTimeout: workers did not come up in time.
         """
-        own = read(MultiArguments, type(self).__name__, given)
-        super().__init__(own)
-        functions = per_worker.env_functions(create_env_fn, own["num_workers"])
-        interruptor, kind = own["interruptor"], own["collector_class"]
+        arguments = read(MultiArguments, type(self).__name__, kwargs)
+        super().__init__(arguments)
+        functions = per_worker.env_functions(create_env_fn, arguments["num_workers"])
+        interruptor, kind = arguments["interruptor"], arguments["collector_class"]
         if interruptor is not None and not isinstance(interruptor, Interruptor):
             raise ConfigError(
                 f"interruptor ({type(interruptor).__name__}) must be a gleanrl.collectors."
@@ -68,12 +68,14 @@ class MultiCollector(WorkersCollector):
             policy=policy,
             sync=self._sync,
             collector_class=Collector if kind is None else kind,
-            update_each=bool(own["update_at_each_batch"]),
-            enough=self._read_threshold(own["preemptive_threshold"], len(functions)),
+            update_each=bool(arguments["update_at_each_batch"]),
+            enough=self._read_threshold(arguments["preemptive_threshold"], len(functions)),
             interruptor=interruptor,
-            num_threads=own["num_threads"],
+            num_threads=arguments["num_threads"],
         )
-        self._launch(own, plan, _make_backend(own["backend"], own["num_sub_threads"]))
+        self._launch(
+            arguments, plan, _make_backend(arguments["backend"], arguments["num_sub_threads"])
+        )
 
     @like(__init__)
     def __new__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
@@ -152,18 +154,18 @@ class AsyncCollector(MultiAsyncCollector):
 
     @shows(MultiArguments)
     def __init__(
-        self, create_env_fn: Any, policy: Any = None, **given: Unpack[MultiArguments]
+        self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[MultiArguments]
     ) -> None:
         """Start the worker.
 
         Args:
             create_env_fn: What to collect from; see `Collector`.
             policy: What acts.
-            **given: See `gleanrl.collectors.arguments.MultiArguments`; ``num_workers`` is 1.
+            **kwargs: See `gleanrl.collectors.arguments.MultiArguments`; ``num_workers`` is 1.
         """
-        if given.get("num_workers") not in (None, 1):
-            raise ConfigError(f"num_workers ({given['num_workers']!r}) of an AsyncCollector is 1")
-        super().__init__([create_env_fn], policy, **given)
+        if kwargs.get("num_workers") not in (None, 1):
+            raise ConfigError(f"num_workers ({kwargs['num_workers']!r}) of an AsyncCollector is 1")
+        super().__init__([create_env_fn], policy, **kwargs)
 
 
 def _make_backend(name: str | None, num_sub_threads: int) -> MakeBackend:

@@ -49,12 +49,12 @@ class NestedFactory:
 
 
 def nested_factory(
-    given: Mapping[str, Any], kind: Any, builder: SourceBuilder, frames: int, workers: int
+    arguments: Mapping[str, Any], kind: Any, builder: SourceBuilder, frames: int, workers: int
 ) -> NestedFactory:
     """Return the factory of one worker's collector, built from the same arguments.
 
     Args:
-        given: The arguments of the outer collector.
+        arguments: The arguments of the outer collector.
         kind: The class of the collector in the worker.
         builder: The worker's `SourceBuilder`.
         frames: What the worker is asked for.
@@ -71,16 +71,16 @@ def nested_factory(
         "create_env_kwargs": dict(builder.env.create_env_kwargs),
         "policy_device": builder.policy.device,
         "env_device": builder.env.device,
-        "max_frames_per_traj": given["max_frames_per_traj"],
-        "reset_at_each_iter": given["reset_at_each_iter"],
+        "max_frames_per_traj": arguments["max_frames_per_traj"],
+        "reset_at_each_iter": arguments["reset_at_each_iter"],
         "exploration_type": builder.rollout.exploration,
-        "set_truncated": given["set_truncated"],
-        "track_policy_version": given["track_policy_version"],
+        "set_truncated": arguments["set_truncated"],
+        "track_policy_version": arguments["track_policy_version"],
         "policy_factory": builder.policy.policy_factory,
     }
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
-    said = {name: given[name] for name in _PASSED_ON if _unusual(name, given[name])}
-    _check_taken(kind, said, [name for name in _KEPT_OUT if _unusual(name, given[name])])
+    said = {name: arguments[name] for name in _PASSED_ON if _unusual(name, arguments[name])}
+    _check_taken(kind, said, [name for name in _KEPT_OUT if _unusual(name, arguments[name])])
     if "init_random_frames" in said:  # over all workers
         said["init_random_frames"] = -(-int(said["init_random_frames"]) // workers)
     return NestedFactory(

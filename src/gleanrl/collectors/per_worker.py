@@ -42,6 +42,21 @@ def env_functions(
     return [create_env_fn] * check_int("num_workers", num_workers, least=1)
 
 
+def env_functions_of(create_env_fn: Any, num_collectors: int | None) -> list[Any]:
+    """Return what each worker collects from, where a list has to match ``num_collectors``.
+
+    Raises:
+        ConfigError: it does not, or there are no workers.
+    """
+    functions = env_functions(create_env_fn, None, default=num_collectors or 1)
+    if num_collectors not in (None, len(functions)):
+        raise ConfigError(
+            f"num_collectors ({num_collectors}) does not match create_env_fn, which lists "
+            f"{len(functions)}"
+        )
+    return functions
+
+
 def deal(name: str, value: Any, workers: int) -> list[Any]:
     """Deal ``value`` out: one for all, or a list with one entry per worker.
 

@@ -205,65 +205,15 @@ class WorkerFactory:
         return WorkerSource(source, WorkerCollector(source, worker, self.role))
 
 
-class SourceAround:
-    """A source around another one, which does what is not done here."""
-
-    def __init__(self, source: Source) -> None:
-        """Pass everything on to ``source``."""
-        self._source = source
-
-    def layout(self) -> Layout | None:
-        """Describe one step."""
-        return self._source.layout()
-
-    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Collect a rollout."""
-        return self._source.collect(window, steps, stop, random)
-
-    def place(self, base: int, stride: int) -> None:
-        """Number the environments among those of all workers."""
-        self._source.place(base, stride)
-
-    def load(self, snapshot: Snapshot) -> None:
-        """Load weights; the next rollout is made with them."""
-        self._source.load(snapshot)
-
-    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
-        """Seed everything and reset."""
-        return self._source.seed(seed, static, stream)
-
-    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
-        """Reset environments."""
-        self._source.reset(envs, options)
-
-    def state(self) -> dict[str, Any]:
-        """Return the source's state."""
-        return self._source.state()
-
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore the source's state."""
-        self._source.load_state(state, strict)
-
-    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what ``path`` names."""
-        return self._source.call(path, *args, **kwargs)
-
-    def get(self, path: str) -> Any:
-        """Return what ``path`` names."""
-        return self._source.get(path)
-
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()
-
-
-class WorkerSource(SourceAround):
+class WorkerSource:
     """A source with a worker's collector: its hooks see rollouts, paths start at it."""
 
     def __init__(self, source: Source, collector: WorkerCollector) -> None:
         """Serve ``source`` as ``collector``."""
-        super().__init__(source)
-        self.collector = collector
+        self._source, self.collector = source, collector
+        self.layout, self.place, self.load = source.layout, source.place, source.load
+        self.seed, self.reset, self.close = source.seed, source.reset, source.close
+        self.state, self.load_state = source.state, source.load_state
         self._layout = source.layout()
         self._shows = True
 
@@ -329,12 +279,14 @@ class FillingFactory:
         return FillingSource(self.factory(worker), self.pipeline)
 
 
-class FillingSource(SourceAround):
+class FillingSource:
     """A source that delivers into a buffer: what it reports are counts."""
 
     def __init__(self, source: Source, pipeline: Pipeline) -> None:
         """Serve ``source``; its rollouts are written into memory of this worker's own first."""
-        super().__init__(source)
+        self._source = source
+        self.place, self.load, self.state = source.place, source.load, source.state
+        self.call, self.get, self.close = source.call, source.get, source.close
         self._pipeline = pipeline
         # A collector of the user's class calls its hooks itself.
         self._hook = source.hand_over_hook() if isinstance(source, WorkerSource) else _no_hook
@@ -375,17 +327,17 @@ class FillingSource(SourceAround):
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
         """Seed everything; trajectories in the making are dropped."""
         self._pipeline.forget()
-        return super().seed(seed, static, stream)
+        return self._source.seed(seed, static, stream)
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         """Reset environments; trajectories in the making are dropped."""
         self._pipeline.forget()
-        super().reset(envs, options)
+        self._source.reset(envs, options)
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Restore the source's state."""
         self._pipeline.forget()
-        super().load_state(state, strict)
+        self._source.load_state(state, strict)
 
 
 def _no_hook() -> None:

@@ -133,11 +133,11 @@ class WorkersCollector(EngineCollector):
 
     cat_results = Shown()
     collector_class = Shown()
-    create_env_fn = Shown("What each worker collects from.")
+    create_env_fn = Shown(doc="What each worker collects from.")
     create_env_kwargs = Shown()
     num_sub_threads = Shown()
-    preemptive_threshold = Shown()
-    update_at_each_batch = Shown()
+    preemptive_threshold = Shown(lambda share: 1.0 if share is None else float(share))
+    update_at_each_batch = Shown(bool)
 
     _hooks_here = False
     _models: WeightSync
@@ -146,36 +146,40 @@ class WorkersCollector(EngineCollector):
 
     # -- construction ----------------------------------------------------------------------------
 
-    def _launch(self, given: WorkersArguments, plan: WorkerPlan, make: MakeBackend) -> None:
+    def _launch(self, arguments: WorkersArguments, plan: WorkerPlan, make: MakeBackend) -> None:
         """Check the arguments, start the workers and set up everything around them.
 
         Args:
-            given: The arguments, as `read` has completed them.
+            arguments: The arguments, as `read` has completed them.
             plan: What workers are.
             make: Builds the backend that starts and reaches them.
         """
-        shared = cast("Arguments", given)
+        shared = cast("Arguments", arguments)
         self._plan, self.num_workers = plan, len(plan.functions)
-        _check(given, plan)
+        _check(arguments, plan)
         options = Options.of(shared)
-        options = replace(options, shown={**options.shown, "create_env_fn": plan.create_env_fn})
         self._devices = per_worker.Devices.read(
             self.num_workers,
-            device=given["device"],
-            storing_device=given["storing_device"],
-            policy_device=given["policy_device"],
-            env_device=given["env_device"],
+            device=arguments["device"],
+            storing_device=arguments["storing_device"],
+            policy_device=arguments["policy_device"],
+            env_device=arguments["env_device"],
         )
         self._asked = per_worker.frames_per_worker(
-            given["frames_per_batch"], self.num_workers, plan.sync
+            arguments["frames_per_batch"], self.num_workers, plan.sync
         )
         limits = FrameBudget.from_arguments(
-            self._frames_of_batch(self._asked), given["total_frames"], given["init_random_frames"]
+            self._frames_of_batch(self._asked),
+            arguments["total_frames"],
+            arguments["init_random_frames"],
         )
-        cat = per_worker.read_cat(given["cat_results"], plan.sync)
+        cat = per_worker.read_cat(arguments["cat_results"], plan.sync)
         stacked = plan.sync and cat is None
-        fills = options.extend and not plan.remote and shared_with_workers(given["replay_buffer"])
+        fills = (
+            options.extend and not plan.remote and shared_with_workers(arguments["replay_buffer"])
+        )
         self._take(shared, options, self._devices.storing(), fills=fills, stacked=stacked)
+        self._settings["create_env_fn"] = plan.create_env_fn
         self.policy_device = self._devices.policies()
         self.env_device = [device.env for device in self._devices.plans]
         self.interruptor = plan.interruptor
@@ -189,10 +193,10 @@ class WorkersCollector(EngineCollector):
         threads = per_worker.Threads(plan.num_threads, self.num_workers)
         self._threads = weakref.finalize(self, threads.restore)
         with self._threads_back():
-            factories = self._factories(given, options)
-            self._engine = Engine(make, factories, start_timeout=given["start_timeout"])
+            factories = self._factories(arguments, options)
+            self._engine = Engine(make, factories, start_timeout=arguments["start_timeout"])
             with self._starting(options):
-                self._set_up(given, limits)
+                self._set_up(arguments, limits)
 
     @contextmanager
     def _threads_back(self) -> Iterator[None]:
@@ -203,17 +207,17 @@ class WorkersCollector(EngineCollector):
             self._threads()
             raise
 
-    def _factories(self, given: WorkersArguments, options: Options) -> list[SourceFactory]:
+    def _factories(self, arguments: WorkersArguments, options: Options) -> list[SourceFactory]:
         """Return what builds each worker's source, there."""
         count = self.num_workers
-        kwargs = per_worker.env_kwargs(given["create_env_kwargs"], count)
-        makers = per_worker.deal("policy_factory", given["policy_factory"], count)
+        kwargs = per_worker.env_kwargs(arguments["create_env_kwargs"], count)
+        makers = per_worker.deal("policy_factory", arguments["policy_factory"], count)
         # Drawn from torch's generator: a seeded script has seeded workers.
         self._stream = int(torch.randint(1 << 62, ()))
         factories: list[SourceFactory] = []
         for worker in range(count):
             own = self._plan.kwargs[worker] if self._plan.kwargs else {}
-            told = cast("WorkersArguments", {**given, **own})
+            told = cast("WorkersArguments", {**arguments, **own})
             base = source(cast("Arguments", told)) if own else options.source
             more = per_worker.env_kwargs(own.get("create_env_kwargs"), 1)[0]
             builder = self._builder(base, worker, {**kwargs[worker], **more}, makers[worker])
@@ -250,23 +254,27 @@ class WorkersCollector(EngineCollector):
         )
 
     def _factory(
-        self, given: WorkersArguments, own: Mapping[str, Any], worker: int, builder: SourceBuilder
+        self,
+        arguments: WorkersArguments,
+        own: Mapping[str, Any],
+        worker: int,
+        builder: SourceBuilder,
     ) -> SourceFactory:
         """Return what builds the source of one worker, whose own arguments are ``own``."""
-        plan, kind, init_fn = self._plan, self._plan.collector_class, given["init_fn"]
+        plan, kind, init_fn = self._plan, self._plan.collector_class, arguments["init_fn"]
         more = {name: own[name] for name in own if name not in _OF_A_WORKER}
         factory: SourceFactory
         if kind is Collector and not more:
             role = WorkerRole(
                 frames_per_batch=self._asked[worker],
-                pre_collect_hook=given["pre_collect_hook"],
-                post_collect_hook=given["post_collect_hook"],
+                pre_collect_hook=arguments["pre_collect_hook"],
+                post_collect_hook=arguments["post_collect_hook"],
                 replay_buffer=self.replay_buffer if self._fills else None,
                 learner_extends=self.replay_buffer is not None and not self._fills,
             )
             factory = WorkerFactory(builder, role)
         else:
-            nested = nested_factory(given, kind, builder, self._asked[worker], self.num_workers)
+            nested = nested_factory(arguments, kind, builder, self._asked[worker], self.num_workers)
             if plan.remote:
                 functions: Any = builder.env.create_env_fn
                 several = isinstance(kind, type) and issubclass(kind, WorkersCollector)
@@ -280,15 +288,13 @@ class WorkersCollector(EngineCollector):
             factory = FillingFactory(factory, self._pipeline)
         return factory if init_fn is None else Initialised(init_fn, factory)
 
-    def _set_up(self, given: WorkersArguments, limits: FrameBudget) -> None:
+    def _set_up(self, arguments: WorkersArguments, limits: FrameBudget) -> None:
         """Set up memory, weights and counters, now that the workers are up."""
         engine, plan = self._engine, self._plan
         self._questions = WorkerQuestions(engine, self.num_workers)
         if plan.interruptor is not None:
             plan.interruptor.attach(engine.backend.stop_byte)
-        self._steps = engine.steps_for(self._asked)
-        self._sizes = sizes = engine.sizes(self._steps)
-        self._use_budget(limits.rounded(self._frames_of_batch(sizes), engine.num_envs))
+        self._share_out(self._asked, limits)
         engine.dispatcher.tolerant = plan.tolerant
         renew = None
         if plan.sync:
@@ -299,8 +305,8 @@ class WorkersCollector(EngineCollector):
         self._models = WeightSync(
             engine,
             plan.policy,
-            made_by_factory=given["policy_factory"] is not None,
-            schemes=given["weight_sync_schemes"],
+            made_by_factory=arguments["policy_factory"] is not None,
+            schemes=arguments["weight_sync_schemes"],
             version=self._version,
             devices=self.policy_device,
             keep=plan.relaunches is not None,
@@ -637,11 +643,11 @@ def _of_lost(newest: Mapping[str, Any], life: int) -> dict[str, Any]:
     }
 
 
-def _check(given: WorkersArguments, plan: WorkerPlan) -> None:
+def _check(arguments: WorkersArguments, plan: WorkerPlan) -> None:
     """Find contradictions that only collectors with workers can have."""
-    factories = given["policy_factory"]
+    factories = arguments["policy_factory"]
     both = plan.policy is not None and factories is not None
-    if both and given["weight_updater"] is not None:
+    if both and arguments["weight_updater"] is not None:
         raise TypeError(
             "policy and policy_factory exclude each other with a weight_updater; drop it, and "
             "weights are taken from policy"
@@ -650,19 +656,19 @@ def _check(given: WorkersArguments, plan: WorkerPlan) -> None:
         check_callables(**{f"policy_factory[{i}]": f for i, f in enumerate(factories)})
     else:
         check_callables(policy_factory=factories)
-    check_callables(init_fn=given["init_fn"])
-    seconds("start_timeout", given["start_timeout"])
+    check_callables(init_fn=arguments["init_fn"])
+    seconds("start_timeout", arguments["start_timeout"])
 
 
-def _read_flags(name: str, given: Any) -> list[bool]:
+def _read_flags(name: str, value: Any) -> list[bool]:
     """Return a list or a tensor of bools as a list."""
     try:
-        flags = list(given.tolist() if isinstance(given, torch.Tensor | np.ndarray) else given)
+        flags = list(value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value)
     except TypeError:
-        raise ConfigError(f"{name} ({given!r:.100}) must be a list of bools") from None
+        raise ConfigError(f"{name} ({value!r:.100}) must be a list of bools") from None
     flags = [f.item() if isinstance(f, torch.Tensor | np.generic) else f for f in flags]
     if not all(isinstance(flag, bool) for flag in flags):
         raise ConfigError(
-            f"{name} ({given!r:.100}) must hold one bool per worker, no indices: [True, False, ...]"
+            f"{name} ({value!r:.100}) must hold one bool per worker, no indices: [True, False, ...]"
         )
     return flags

@@ -52,13 +52,13 @@ class DistributedCollector(WorkersCollector):
         [(2, 32), (2, 32)]
     """
 
-    arguments: ClassVar[Any] = DistributedArguments
+    ARGUMENTS: ClassVar[Any] = DistributedArguments
     _can_replace = True
     """Whether nodes can be let in later on."""
 
     @shows(DistributedArguments)
     def __init__(
-        self, create_env_fn: Any, policy: Any = None, **given: Unpack[DistributedArguments]
+        self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[DistributedArguments]
     ) -> None:
         """Have the nodes started; each builds its environments and resets them once.
 
@@ -66,7 +66,7 @@ class DistributedCollector(WorkersCollector):
             create_env_fn: What each node collects from: a list with one entry per node, or one
                 environment for a single node. `Collector` says what an entry can be.
             policy: What acts. Nodes get copies.
-            **given: See `gleanrl.collectors.arguments.DistributedArguments`.
+            **kwargs: See `gleanrl.collectors.arguments.DistributedArguments`.
 
         Raises:
             ConfigError: an argument is wrong or contradicts another (a `ValueError`).
@@ -74,65 +74,70 @@ class DistributedCollector(WorkersCollector):
             WorkerDied: a node ended while starting.
             CollectorTimeout: nodes did not come up in time.
         """
-        own: DistributedArguments = read(self.arguments, type(self).__name__, given)
-        interval = own["max_weight_update_interval"]
-        if own["update_interval"] is not None:
+        arguments: DistributedArguments = read(self.ARGUMENTS, type(self).__name__, kwargs)
+        interval = arguments["max_weight_update_interval"]
+        if arguments["update_interval"] is not None:
             if interval not in (None, -1):
                 raise ConfigError("update_interval is max_weight_update_interval: give one of them")
-            interval = check_int("update_interval", own["update_interval"], least=1)
+            interval = check_int("update_interval", arguments["update_interval"], least=1)
         self._launch_nodes(
-            create_env_fn, policy, own, own["sync"], own["update_after_each_batch"], interval
+            create_env_fn,
+            policy,
+            arguments,
+            arguments["sync"],
+            arguments["update_after_each_batch"],
+            interval,
         )
 
     def _launch_nodes(
         self,
         create_env_fn: Any,
         policy: Any,
-        own: NetworkArguments,
+        arguments: NetworkArguments,
         sync: bool,
         update_after: bool,
         interval: int | None,
     ) -> None:
         """Check the arguments and have the nodes started."""
-        if own["on_failure"] == "relaunch":
-            check_replaces(own["launcher"])
-        serve_elsewhere(own["launcher"], own["start_timeout"])
-        super().__init__(own)
+        if arguments["on_failure"] == "relaunch":
+            check_replaces(arguments["launcher"])
+        serve_elsewhere(arguments["launcher"], arguments["start_timeout"])
+        super().__init__(arguments)
         functions = per_worker.env_functions(create_env_fn, None, default=1)
-        relaunches = check_int("max_relaunches", own["max_relaunches"], least=0)
+        relaunches = check_int("max_relaunches", arguments["max_relaunches"], least=0)
         plan = plan_nodes(
             type(self).__name__,
             create_env_fn,
             policy,
-            own,
+            arguments,
             functions=functions,
             sync=sync,
             update_after=update_after,
             interval=interval,
             relaunches=relaunches if self._can_replace else None,
         )
-        check_kind(own["backend"])
-        if seconds("heartbeat", own["heartbeat"]) < _SHORTEST_BEAT_S:
+        check_kind(arguments["backend"])
+        if seconds("heartbeat", arguments["heartbeat"]) < _SHORTEST_BEAT_S:
             raise ConfigError(
-                f"heartbeat ({own['heartbeat']}) must be at least {_SHORTEST_BEAT_S} seconds"
+                f"heartbeat ({arguments['heartbeat']}) must be at least {_SHORTEST_BEAT_S} seconds"
             )
-        launcher = make_launcher(own["launcher"], own["slurm_kwargs"])
-        ports = ports_to_try(own["tcp_port"])
-        threads = check_int("num_sub_threads", own["num_sub_threads"], least=1)
+        launcher = make_launcher(arguments["launcher"], arguments["slurm_kwargs"])
+        ports = ports_to_try(arguments["tcp_port"])
+        threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         replaces = plan.relaunches is not None
         self._launch(
-            own,
+            arguments,
             plan,
             lambda windows: self._make_backend(
                 windows,
                 launcher,
                 replaces,
-                kind=own["backend"],
-                host=own["host"],
+                kind=arguments["backend"],
+                host=arguments["host"],
                 ports=ports,
                 threads=threads,
-                patience=own["heartbeat"],
-                start_timeout=own["start_timeout"],
+                patience=arguments["heartbeat"],
+                start_timeout=arguments["start_timeout"],
             ),
         )
 
@@ -154,48 +159,48 @@ class DistributedSyncCollector(DistributedCollector):
         [(2, 32), (2, 32)]
     """
 
-    arguments = DistributedSyncArguments
+    ARGUMENTS = DistributedSyncArguments
 
     @shows(DistributedSyncArguments)
     def __init__(
-        self, create_env_fn: Any, policy: Any = None, **given: Unpack[DistributedSyncArguments]
+        self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[DistributedSyncArguments]
     ) -> None:
         """Have the nodes started.
 
         Args:
             create_env_fn: See `DistributedCollector`.
             policy: See `DistributedCollector`.
-            **given: See `gleanrl.collectors.arguments.DistributedSyncArguments`.
+            **kwargs: See `gleanrl.collectors.arguments.DistributedSyncArguments`.
 
         Raises:
             TypeError: an argument that this class decides.
             ConfigError: see `DistributedCollector`.
         """
-        decided = {"sync", "update_after_each_batch", "max_weight_update_interval"} & set(given)
+        decided = {"sync", "update_after_each_batch", "max_weight_update_interval"} & set(kwargs)
         if decided:
             raise TypeError(
                 f"DistributedSyncCollector takes no {', '.join(sorted(decided))}; update_interval= "
                 "says when weights are sent"
             )
-        own = read(DistributedSyncArguments, type(self).__name__, given)
-        interval = check_int("update_interval", own["update_interval"], least=1)
-        self._launch_nodes(create_env_fn, policy, own, True, False, interval)
+        arguments = read(DistributedSyncArguments, type(self).__name__, kwargs)
+        interval = check_int("update_interval", arguments["update_interval"], least=1)
+        self._launch_nodes(create_env_fn, policy, arguments, True, False, interval)
 
 
-def ports_to_try(given: int | str | None) -> Sequence[int]:
+def ports_to_try(arguments: int | str | None) -> Sequence[int]:
     """Return the port that was asked for; else that in the environment, and those after it.
 
     Raises:
         ConfigError: no port number.
     """
-    wanted = given if given is not None else os.environ.get("TCP_PORT", TCP_PORT)
+    wanted = arguments if arguments is not None else os.environ.get("TCP_PORT", TCP_PORT)
     try:
         port = int(wanted)
     except (TypeError, ValueError):
         port = -1
     if not 0 <= port < _PORTS:
         raise ConfigError(f"tcp_port ({wanted!r}) must be a port number")
-    if given is not None or port == 0:
+    if arguments is not None or port == 0:
         return (port,)
     return range(port, min(port + _MOST_PORTS, _PORTS))
 

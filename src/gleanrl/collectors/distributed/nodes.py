@@ -28,7 +28,7 @@ def plan_nodes(
     owner: str,
     create_env_fn: Any,
     policy: Any,
-    given: NodesArguments,
+    arguments: NodesArguments,
     *,
     functions: Sequence[Any],
     sync: bool,
@@ -42,7 +42,7 @@ def plan_nodes(
         owner: The name of the collector's class, for errors.
         create_env_fn: As it was given.
         policy: The learner's policy.
-        given: All arguments.
+        arguments: All arguments.
         functions: What each node collects from.
         sync: Whether a batch holds a rollout of every node.
         update_after: Whether nodes whose rollout was delivered get weights.
@@ -53,9 +53,9 @@ def plan_nodes(
         ConfigError: arguments that contradict each other.
     """
     count = len(functions)
-    kind = _read_class(given["collector_class"])
+    kind = _read_class(arguments["collector_class"])
     workers_each = check_int(
-        "num_workers_per_collector", given["num_workers_per_collector"], least=1
+        "num_workers_per_collector", arguments["num_workers_per_collector"], least=1
     )
     if kind is Collector and workers_each > 1:
         raise ConfigError(
@@ -63,15 +63,16 @@ def plan_nodes(
             "pass collector_class='sync' or 'async', or num_envs= for one worker with several "
             "environments"
         )
-    dealt = per_worker.deal("collector_kwargs", given["collector_kwargs"], count)
-    kwargs = [_read_kwargs(one, given) for one in dealt]
+    dealt = per_worker.deal("collector_kwargs", arguments["collector_kwargs"], count)
+    kwargs = [_read_kwargs(one, arguments) for one in dealt]
     check_bool("sync", sync)
     check_bool("update_after_each_batch", update_after)
-    _check_failure(owner, given["on_failure"], sync, relaunches is not None)
-    if given["on_failure"] != "raise" and given["traj_quota"] is not None:
+    _check_failure(owner, arguments["on_failure"], sync, relaunches is not None)
+    if arguments["on_failure"] != "raise" and arguments["traj_quota"] is not None:
         raise ConfigError(
-            f"traj_quota={given['traj_quota']!r} needs trajectories of every environment, and "
-            f"on_failure={given['on_failure']!r} goes on without those of lost nodes: leave one out"
+            f"traj_quota={arguments['traj_quota']!r} needs trajectories of every environment, and "
+            f"on_failure={arguments['on_failure']!r} continues without those of lost nodes: "
+            "leave one out"
         )
     if interval is not None and interval != -1:
         interval = check_int("max_weight_update_interval", interval, least=1)
@@ -90,8 +91,8 @@ def plan_nodes(
         kwargs=kwargs,
         workers_each=workers_each,
         schedule=WeightSchedule(count, None if interval == -1 else interval, update_after),
-        tolerant=given["on_failure"] != "raise",
-        relaunches=relaunches if given["on_failure"] == "relaunch" else None,
+        tolerant=arguments["on_failure"] != "raise",
+        relaunches=relaunches if arguments["on_failure"] == "relaunch" else None,
     )
 
 
@@ -114,14 +115,18 @@ def _check_failure(owner: str, what: Any, sync: bool, replaces: bool) -> None:
         )
 
 
-def _read_class(given: Any) -> Callable[..., Any]:
-    if given is None:
+def _read_class(collector_class: Any) -> Callable[..., Any]:
+    if collector_class is None:
         return Collector
-    if isinstance(given, str) and given not in KINDS:
-        raise ConfigError(f"collector_class ({given!r}) must be a class or one of {sorted(KINDS)}")
-    kind: Callable[..., Any] = KINDS[given] if isinstance(given, str) else given
-    if not callable(kind):
-        raise ConfigError(f"collector_class ({given!r:.100}) must be a class or a name")
+    if isinstance(collector_class, str):
+        if collector_class not in KINDS:
+            raise ConfigError(
+                f"collector_class ({collector_class!r}) must be a class or one of {sorted(KINDS)}"
+            )
+        collector_class = KINDS[collector_class]
+    if not callable(collector_class):
+        raise ConfigError(f"collector_class ({collector_class!r:.100}) must be a class or a name")
+    kind: Callable[..., Any] = collector_class
     return kind
 
 
@@ -136,7 +141,7 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
-def _read_kwargs(kwargs: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_kwargs(kwargs: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Check the ``collector_kwargs`` of one node against the collector's own arguments."""
     if kwargs is None:
         return {}
@@ -147,7 +152,7 @@ def _read_kwargs(kwargs: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in kwargs.items():
         if name in _OF_THE_LEARNER:
             raise ConfigError(f"collector_kwargs[{name!r}]: give {name}= to the collector itself")
-        above = given.get(name)
+        above = arguments.get(name)
         if above is not _USUAL.get(name) and above is not value and above != value:
             raise ConfigError(
                 f"collector_kwargs[{name!r}] is {value!r:.100}, but {name}= is {above!r:.100}: "

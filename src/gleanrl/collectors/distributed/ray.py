@@ -41,11 +41,11 @@ class RayCollector(WorkersCollector):
         collector.shutdown()
     """
 
-    arguments = RayArguments
+    ARGUMENTS = RayArguments
 
     @shows(RayArguments)
     def __init__(
-        self, create_env_fn: Any, policy: Any = None, **given: Unpack[RayArguments]
+        self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[RayArguments]
     ) -> None:
         """Create the actors; each builds its environments and resets them once.
 
@@ -53,7 +53,7 @@ class RayCollector(WorkersCollector):
             create_env_fn: What each actor collects from: a list with one entry per actor, or one
                 for all together with ``num_collectors``. `Collector` says what an entry can be.
             policy: What acts. Actors get copies.
-            **given: See `gleanrl.collectors.arguments.RayArguments`.
+            **kwargs: See `gleanrl.collectors.arguments.RayArguments`.
 
         Raises:
             ConfigError: an argument is wrong or contradicts another (a `ValueError`).
@@ -62,35 +62,35 @@ class RayCollector(WorkersCollector):
             WorkerDied: an actor died while starting.
             CollectorTimeout: actors did not come up in time.
         """
-        own = read(RayArguments, type(self).__name__, given)
+        arguments = read(RayArguments, type(self).__name__, kwargs)
         require_ray()
-        super().__init__(own)
-        self._policy, self._given = policy, own
-        self._start(_functions(create_env_fn, own["num_collectors"]), own)
+        super().__init__(arguments)
+        self._policy, self._given = policy, arguments
+        self._start(_actors(create_env_fn, arguments["num_collectors"]), arguments)
 
-    def _start(self, functions: list[Any], given: RayArguments) -> None:
+    def _start(self, functions: list[Any], arguments: RayArguments) -> None:
         """Check the arguments and create the actors."""
-        self._functions, self._given = functions, given
+        self._functions, self._given = functions, arguments
         options = [
             check_options(config)
             for config in per_worker.deal(
-                "remote_configs", given["remote_configs"] or {}, len(functions)
+                "remote_configs", arguments["remote_configs"] or {}, len(functions)
             )
         ]
         plan = plan_nodes(
             type(self).__name__,
             functions,
             self._policy,
-            given,
+            arguments,
             functions=functions,
-            sync=given["sync"],
-            update_after=given["update_after_each_batch"],
-            interval=given["max_weight_update_interval"],
+            sync=arguments["sync"],
+            update_after=arguments["update_after_each_batch"],
+            interval=arguments["max_weight_update_interval"],
         )
-        threads = check_int("num_sub_threads", given["num_sub_threads"], least=1)
-        init = given["ray_init_config"]
+        threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
+        init = arguments["ray_init_config"]
         self._launch(
-            given,
+            arguments,
             plan,
             lambda windows: RayBackend(windows, init=init, options=options, threads=threads),
         )
@@ -145,7 +145,7 @@ class RayCollector(WorkersCollector):
             )
         if policy is not None and policy is not self._policy:
             raise ConfigError("add_collectors: all actors run the collector's own policy")
-        new, before = _functions(create_env_fn, num_envs), len(self._functions)
+        new, before = _actors(create_env_fn, num_envs), len(self._functions)
 
         def with_new(name: str, old: Any, added: Any) -> list[Any]:
             return [
@@ -153,17 +153,17 @@ class RayCollector(WorkersCollector):
                 *per_worker.deal(name, added or {}, len(new)),
             ]
 
-        given = self._given.copy()
-        given["collector_kwargs"] = with_new(
-            "collector_kwargs", given["collector_kwargs"], collector_kwargs
+        arguments = self._given.copy()
+        arguments["collector_kwargs"] = with_new(
+            "collector_kwargs", arguments["collector_kwargs"], collector_kwargs
         )
-        given["remote_configs"] = with_new(
-            "remote_configs", given["remote_configs"], remote_configs
+        arguments["remote_configs"] = with_new(
+            "remote_configs", arguments["remote_configs"], remote_configs
         )
         session.enter(self, None)  # so that it does not end in between
         try:
             self.shutdown()
-            self._start([*self._functions, *new], given)
+            self._start([*self._functions, *new], arguments)
         finally:
             session.leave(self, True)
 
@@ -219,17 +219,7 @@ class Settled:
         yield from ()
 
 
-def _functions(create_env_fn: Any, count: int | None) -> list[Any]:
-    """Return what each actor collects from.
-
-    Raises:
-        ConfigError: a number that is not that of the list.
-    """
-    several = isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str)
-    if several and count not in (None, len(create_env_fn)):
-        raise ConfigError(
-            f"num_collectors ({count!r}) does not match create_env_fn, which lists "
-            f"{len(create_env_fn)}"
-        )
-    count = 1 if count is None else check_int("num_collectors", count, least=1)
-    return per_worker.env_functions(create_env_fn, None if several else count)
+def _actors(create_env_fn: Any, count: int | None) -> list[Any]:
+    """Return what each actor collects from."""
+    count = None if count is None else check_int("num_collectors", count, least=1)
+    return per_worker.env_functions_of(create_env_fn, count)

@@ -43,27 +43,27 @@ class RPCCollector(DistributedCollector):
         [(2, 32), (2, 32)]
     """
 
-    arguments = RPCArguments
+    ARGUMENTS = RPCArguments
     _can_replace = False
 
     @shows(RPCArguments)
     def __init__(
-        self, create_env_fn: Any, policy: Any = None, **given: Unpack[RPCArguments]
+        self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[RPCArguments]
     ) -> None:
         """Have the nodes started; each builds its environments and resets them once.
 
         Args:
             create_env_fn: See `DistributedCollector`.
             policy: See `DistributedCollector`.
-            **given: See `gleanrl.collectors.arguments.RPCArguments`.
+            **kwargs: See `gleanrl.collectors.arguments.RPCArguments`.
 
         Raises:
             ConfigError: torch.distributed.rpc is initialised in this process already; or see
                 `DistributedCollector`.
         """
-        self._tensorpipe = _read_options(given.get("tensorpipe_options"))
-        self._visible = given.get("visible_devices")
-        super().__init__(create_env_fn, policy, **cast("DistributedArguments", given))
+        self._tensorpipe = _read_options(kwargs.get("tensorpipe_options"))
+        self._visible = kwargs.get("visible_devices")
+        super().__init__(create_env_fn, policy, **cast("DistributedArguments", kwargs))
 
     def _make_backend(
         self, windows: Any, launcher: Any, replaces: bool, **options: Any
