@@ -52,7 +52,7 @@ from gleanrl.policies.policy import parse_exploration_mode
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.transport.launchers import Launcher
 from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.version import PolicyVersion
+from gleanrl.weights.snapshot import PolicyVersion
 
 Device = torch.device | str | int | None
 Devices = Device | Sequence[Device]

@@ -147,19 +147,18 @@ class RateLimit:
     def begin(self) -> None:
         """Note that collection was started."""
         if self._limiter is not None and self._storage is not None:
-            self._limiter.begin(self._storage.ledger)
+            self._limiter.begin(self._storage)
 
     def running(self, now: bool) -> None:
         """Note that collection continues, or that it ended or rests."""
         if self._limiter is not None and self._storage is not None:
-            self._limiter.running(self._storage.ledger, now)
+            self._limiter.running(self._storage, now)
 
     def holds(self, budget: Budget) -> bool:
         """Tell whether the collector has to wait for the learner."""
         if self._limiter is None or self._storage is None:
             return False
-        storage = self._storage
-        self._holding = self._limiter.holds(storage.ledger, storage.envs, budget.under_way)
+        self._holding = self._limiter.holds(self._storage, budget.under_way)
         return self._holding
 
     def stats(self, running: bool) -> dict[str, float | bool]:
@@ -167,7 +166,7 @@ class RateLimit:
         if self._limiter is None or self._storage is None:
             return {}
         return {
-            "samples_per_insert": self._limiter.ratio(self._storage.ledger, self._storage.envs),
+            "samples_per_insert": self._limiter.ratio(self._storage),
             "waiting_for_learner": self._holding and running,
         }
 

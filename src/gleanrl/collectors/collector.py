@@ -23,7 +23,7 @@ from gleanrl.collectors.arguments import (
 from gleanrl.collectors.engine_collector import EngineCollector
 from gleanrl.core import messages as m
 from gleanrl.core.options import DevicePlan, FrameBudget
-from gleanrl.engine.batches import BatchOptions, gather_all
+from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.interruptor import stop_byte
 from gleanrl.engine.models import Models
@@ -113,11 +113,9 @@ class Collector(EngineCollector):
         )
         with self._starting(options):
             self._models = Models(engine, policy, arguments["weight_sync_schemes"], self._version)
-            self._share_out([limits.frames_per_batch], limits)
-            self._options = BatchOptions(
-                device=devices.storing, same_memory=arguments["return_same_td"]
-            )
-            gather_all(engine, self._steps, self._options)
+            batches = BatchOptions(device=devices.storing, same_memory=arguments["return_same_td"])
+            self._budget = engine.plan(limits, [limits.frames_per_batch], batches)
+            self._pipeline.share_out(engine.num_envs)
 
     @dispatch.like(__init__)
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

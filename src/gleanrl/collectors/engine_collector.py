@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
@@ -21,13 +21,11 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, WorkerError
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
-from gleanrl.core.options import FrameBudget, limit, read_device
-from gleanrl.engine.batches import BatchOptions, fake_batch, uniform
+from gleanrl.core.options import limit, read_device
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
-from gleanrl.engine.pipeline import Pipeline
-from gleanrl.engine.sinks import make_sink
+from gleanrl.engine.pipeline import Pipeline, make_sink
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import Shapes
 
@@ -70,8 +68,6 @@ class EngineCollector(BaseCollector):
     _models: Any
     _budget: Budget
     _background: BackgroundFilling
-    _options: BatchOptions
-    _steps: tuple[int, ...]
     _hooks_here = True
     """Whether hooks run in this process, not in workers."""
     _as_gathered = False
@@ -139,18 +135,6 @@ class EngineCollector(BaseCollector):
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, self._engine.close, CLOSE_TIMEOUT_S)
 
-    def _share_out(self, asked: Sequence[int], limits: FrameBudget) -> None:
-        """Decide the steps of rollouts that are to hold ``asked[w]`` frames, and of batches."""
-        self._steps = self._engine.steps_for(asked)
-        self._sizes = self._engine.sizes(self._steps)
-        frames = self._frames_of_batch(self._sizes)
-        self._budget = Budget(limits.rounded(frames, self._engine.num_envs))
-        self._pipeline.share_out(self._engine.num_envs)
-
-    def _frames_of_batch(self, frames: Sequence[int]) -> int:
-        """Return the frames of a batch, given those of each worker."""
-        return sum(frames)
-
     # -- iteration -------------------------------------------------------------------------------
 
     def iterator(self) -> Iterator[Any]:
@@ -210,7 +194,7 @@ class EngineCollector(BaseCollector):
         raise ClosedError("the collector was shut down while it collected")
 
     def _cut_short(self, reports: Rollouts) -> bool:
-        return any(report.steps < self._steps[worker] for worker, report in reports.items())
+        return any(report.steps < self._engine.steps[worker] for worker, report in reports.items())
 
     def rollout(self) -> TensorDictBase | None:
         """Collect one batch and return it as it was collected.
@@ -245,7 +229,7 @@ class EngineCollector(BaseCollector):
             raise NotImplementedError(
                 "with trajs_per_batch the shape of a batch is that of its longest trajectory"
             )
-        return self._pipeline.finish(fake_batch(self._engine, self._steps, self._options))
+        return self._pipeline.finish(self._engine.batches.fake_batch())
 
     def batch_layout(self) -> Layout | None:
         """Return what every batch will look like, ``None`` if that cannot be told beforehand.
@@ -258,7 +242,7 @@ class EngineCollector(BaseCollector):
         here = self.storing_device is None or self.storing_device.type == "cpu"
         if not (own and here and self._pipeline.plain):
             return None
-        if not uniform(self._engine, self._steps, self._options):
+        if not self._engine.batches.uniform:
             return None
         fake = self.fake_tensordict()
         fields = tuple(

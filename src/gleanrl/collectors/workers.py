@@ -38,7 +38,7 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import FrameBudget, seconds
 from gleanrl.core.protocols import SourceFactory
-from gleanrl.engine.batches import BatchOptions, gather_all, gather_first
+from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.models import WeightSync
 from gleanrl.engine.replacing import Replacements, Starts, reseeded
@@ -165,25 +165,24 @@ class WorkersCollector(EngineCollector):
             policy_device=arguments["policy_device"],
             env_device=arguments["env_device"],
         )
-        self._asked = per_worker.frames_per_worker(
+        self._asked = asked = per_worker.frames_per_worker(
             arguments["frames_per_batch"], self.num_workers, plan.sync
         )
         limits = FrameBudget.from_arguments(
-            self._frames_of_batch(self._asked),
+            sum(asked) if plan.sync else max(asked),
             arguments["total_frames"],
             arguments["init_random_frames"],
         )
         cat = per_worker.read_cat(arguments["cat_results"], plan.sync)
         stacked = plan.sync and cat is None
-        fills = (
-            options.extend and not plan.remote and shared_with_workers(arguments["replay_buffer"])
-        )
+        buffer = arguments["replay_buffer"]
+        fills = options.extend and not plan.remote and shared_with_workers(buffer)
         self._take(shared, options, self._devices.storing(), fills=fills, stacked=stacked)
         self._settings["create_env_fn"] = plan.create_env_fn
         self.policy_device = self._devices.policies()
         self.env_device = [device.env for device in self._devices.plans]
         self.interruptor = plan.interruptor
-        self._options = BatchOptions(
+        batches = BatchOptions(
             stacked=stacked,
             cat=-1 if cat is None else cat,
             device=self.storing_device,
@@ -196,7 +195,7 @@ class WorkersCollector(EngineCollector):
             factories = self._factories(arguments, options)
             self._engine = Engine(make, factories, start_timeout=arguments["start_timeout"])
             with self._starting(options):
-                self._set_up(arguments, limits)
+                self._set_up(arguments, limits, batches)
 
     @contextmanager
     def _threads_back(self) -> Iterator[None]:
@@ -288,20 +287,21 @@ class WorkersCollector(EngineCollector):
             factory = FillingFactory(factory, self._pipeline)
         return factory if init_fn is None else Initialised(init_fn, factory)
 
-    def _set_up(self, arguments: WorkersArguments, limits: FrameBudget) -> None:
+    def _set_up(
+        self, arguments: WorkersArguments, limits: FrameBudget, batches: BatchOptions
+    ) -> None:
         """Set up memory, weights and counters, now that the workers are up."""
         engine, plan = self._engine, self._plan
         self._questions = WorkerQuestions(engine, self.num_workers)
+        stopped: Callable[[], bool] = bool
         if plan.interruptor is not None:
             plan.interruptor.attach(engine.backend.stop_byte)
-        self._share_out(self._asked, limits)
+            stopped = plan.interruptor.collection_stopped
         engine.dispatcher.tolerant = plan.tolerant
-        renew = None
-        if plan.sync:
-            stopped = bool if plan.interruptor is None else plan.interruptor.collection_stopped
-            gather_all(engine, self._steps, self._options, enough=plan.enough, stopped=stopped)
-        else:
-            renew = gather_first(engine, self._steps, self._options).renew
+        self._budget = engine.plan(
+            limits, self._asked, batches, enough=plan.enough, stopped=stopped
+        )
+        self._pipeline.share_out(engine.num_envs)
         self._models = WeightSync(
             engine,
             plan.policy,
@@ -311,13 +311,9 @@ class WorkersCollector(EngineCollector):
             devices=self.policy_device,
             keep=plan.relaunches is not None,
         )
-        if plan.relaunches is not None and renew is not None:
+        if plan.relaunches is not None:
             backend = cast("Starts", engine.backend)
-            self._replacements = Replacements(engine, backend, self._models, renew, plan.relaunches)
-
-    def _frames_of_batch(self, frames: Sequence[int]) -> int:
-        """Return the frames of a batch, given those of each worker."""
-        return sum(frames) if self._plan.sync else max(frames)
+            self._replacements = Replacements(engine, backend, self._models, plan.relaunches)
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -348,7 +344,7 @@ class WorkersCollector(EngineCollector):
 
     def frames_per_batch_worker(self, worker_idx: int = 0) -> int:
         """Return the frames of one rollout of a worker."""
-        return int(self._sizes[worker_idx])
+        return int(self._engine.sizes[worker_idx])
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -510,7 +506,7 @@ class WorkersCollector(EngineCollector):
             for worker, tally in enumerate(tallies):
                 found[f"worker_{worker}/frames"] = tally.frames
                 found[f"worker_{worker}/batches"] = tally.rollouts
-                found[f"worker_{worker}/requested_frames_per_batch"] = self._sizes[worker]
+                found[f"worker_{worker}/requested_frames_per_batch"] = self._engine.sizes[worker]
                 found[f"worker_{worker}/policy_version"] = tally.policy_version
                 found[f"worker_{worker}/alive"] = worker in alive
         return found

@@ -111,11 +111,7 @@ class SourceBuilder:
             random=env.random,
             probe=first,
             exploration=self.rollout.exploration,
-            trust_policy=self.policy.trust_policy,
-            compile_policy=self.policy.compile_policy,
-            cudagraph_policy=self.policy.cudagraph_policy,
-            policy_device=self.policy.device,
-            fast=self.policy.fast,
+            options=self.policy,
             one_hot=_one_hot(env.action_specs),
         )
         self._check_inputs(policy.states, policy.needs_is_init)
