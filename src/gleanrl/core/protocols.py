@@ -78,12 +78,8 @@ class Window(Protocol):
         ...
 
 
-class Env(Protocol):
-    """Steps ``P`` environments at once.
-
-    Every environment makes exactly one real transition per step; those that end are reset within
-    the same step, after their true final observation was written under ``"next"``.
-    """
+class EnvBatch(Protocol):
+    """``P`` environments that are stepped at once; what an `Env` and a `Pool` share."""
 
     layout: EnvLayout
     action_specs: Mapping[Key, Spec]
@@ -102,15 +98,6 @@ class Env(Protocol):
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
-        ...
-
-    def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
-        """Take one step with the actions in row ``t``.
-
-        Writes ``"next"`` fields at ``t`` and root fields at ``t + 1``. The environments in ``cut``
-        are truncated at this step if they do not end by themselves. Returns the indices of all that
-        ended and were reset; an empty sequence almost always.
-        """
         ...
 
     def random(self, t: int) -> None:
@@ -138,30 +125,29 @@ class Env(Protocol):
         ...
 
 
-class Pool(Protocol):
-    """``P`` environments whose automatic reset costs a step of its own.
+class Env(EnvBatch, Protocol):
+    """Environments that make exactly one real transition per step each.
 
-    Its window is a log of raw steps: the step after an end is no transition, the environment only
-    moves on to its reset observation. Who delivers from the log leaves those rows out.
+    Those that end are reset within the same step, after their true final observation was written
+    under ``"next"``.
     """
 
-    layout: EnvLayout
-    action_specs: Mapping[Key, Spec]
-    can_cut: bool
-    """Whether environments can be truncated and reset one by one."""
+    def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
+        """Take one step with the actions in row ``t``.
 
-    @property
-    def inner(self) -> Any:
-        """What the user gave us."""
+        Writes ``"next"`` fields at ``t`` and root fields at ``t + 1``. The environments in ``cut``
+        are truncated at this step if they do not end by themselves. Returns the indices of all that
+        ended and were reset; an empty sequence almost always.
+        """
         ...
 
-    def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
-        """Reset ``envs`` (all of them by default) and write their root fields into ``carry``."""
-        ...
 
-    def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
-        ...
+class Pool(EnvBatch, Protocol):
+    """Environments whose automatic reset costs a step of its own.
+
+    Its window is a log of raw steps: the step after an end is no transition, the environment only
+    moves on to its reset observation. The loop that delivers from the log leaves those rows out.
+    """
 
     def step(self, t: int) -> None:
         """Step all with the actions in row ``t``; write the row and root row ``t + 1``.
@@ -176,30 +162,6 @@ class Pool(Protocol):
 
         Overwrites their root row ``t + 1``. Those that had not ended count as truncated.
         """
-        ...
-
-    def random(self, t: int) -> None:
-        """Write random actions into row ``t``."""
-        ...
-
-    def finish(self, steps: int) -> None:
-        """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""
-        ...
-
-    def seed(self, seed: int, static: bool = False) -> int:
-        """Seed every environment; return the last seed used."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Return what must be kept across a restart."""
-        ...
-
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state` returned."""
-        ...
-
-    def close(self) -> None:
-        """Release the environments. Idempotent."""
         ...
 
 

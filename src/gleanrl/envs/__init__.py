@@ -8,8 +8,8 @@ from gleanrl.engine.creator import EnvCreator
 from gleanrl.engine.parallel import ParallelEnv
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.gym_env import GymEnv, GymWrapper, set_gym_backend
-from gleanrl.envs.meta import EnvMetaData
 from gleanrl.envs.serial import SerialEnv
+from gleanrl.envs.tensordict import EnvMetaData
 
 __all__ = [
     "EnvBase",

@@ -24,10 +24,9 @@ from gleanrl.core.messages import Payload, Report, Snapshot
 from gleanrl.core.protocols import Source, Stop, Window
 from gleanrl.envs.factory import EnvFactory, closed_on_error
 from gleanrl.envs.gym_env import make_tensordict_env
-from gleanrl.envs.meta import EnvMetaData, describe
 from gleanrl.envs.serial import SerialEnv, Signature, signature
 from gleanrl.envs.specs import Composite
-from gleanrl.envs.tensordict import EndFlags, spec_trees, widened
+from gleanrl.envs.tensordict import EndFlags, EnvMetaData, describe, spec_trees, widened
 from gleanrl.memory.trees import copied
 from gleanrl.rollout.row import TODO, GymRow, Row, Todo, make_row
 
