@@ -57,8 +57,7 @@ class OurObjects:
         import functools
 
         from gleanrl.core.options import FrameBudget
-        from gleanrl.engine.batches import BatchOptions, gather_all, gather_first
-        from gleanrl.engine.budget import Budget
+        from gleanrl.engine.batches import BatchOptions
         from gleanrl.engine.engine import Engine
         from gleanrl.transport.ray import RayBackend
 
@@ -68,9 +67,11 @@ class OurObjects:
             lambda windows: RayBackend(windows, options=options),
             [functools.partial(Idle, size)] * actors,
         )
-        gather = gather_first if kind == "async" else gather_all
-        gather(self._engine, [1] * actors, BatchOptions(stacked=kind == "stack"))
-        self._budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
+        self._budget = self._engine.plan(
+            FrameBudget(frames_per_batch=1 if kind == "async" else actors, total_frames=None),
+            [1] * actors,
+            BatchOptions(stacked=kind == "stack", single=kind == "async"),
+        )
         self._batch: Any = None
 
     def collect_batch(self) -> int:

@@ -1,7 +1,9 @@
 """What holds for every test."""
 
 import os
+import shutil
 import signal
+import subprocess
 from collections import Counter
 
 import pytest
@@ -28,3 +30,41 @@ def pytest_unconfigure(config):
     if reporter is not None and reporter.stats:
         reasons = "; ".join(f"{count} where {why}" for why, count in _skipped.most_common())
         reporter.write_line(f"{_skipped.total()} skipped{': ' if reasons else ''}{reasons}")
+
+
+@pytest.fixture(scope="module")
+def _warm_nodes():
+    """Have the zygote and all that torch opens once per process up."""
+    import rig
+    from node_rig import nodes
+
+    nodes(rig.counting()).shutdown()
+
+
+@pytest.fixture
+def tidy_nodes(_warm_nodes):
+    """Nothing that nodes of this machine used is left behind by a test."""
+    import rig
+
+    with rig.nothing_left_behind():
+        yield
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Return a function that mounts a file system of some bytes."""
+    mounted = []
+
+    def mount(nbytes):
+        path = tmp_path / f"disk{len(mounted)}"
+        path.mkdir()
+        options = f"size={nbytes}"
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(path)]
+        if os.geteuid() or not shutil.which("mount") or subprocess.run(command).returncode:
+            pytest.skip("mounting a small file system takes root")
+        mounted.append(path)
+        return path
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", "-l", str(path)], check=True)

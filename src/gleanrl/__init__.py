@@ -1,76 +1,81 @@
 """GleanRL gathers experience for reinforcement learning in PyTorch."""
 
-from gleanrl.collectors import (
-    AsyncCollector,
-    BaseCollector,
-    Collector,
-    DataCollectorBase,
-    DistributedCollector,
-    DistributedDataCollector,
-    DistributedSyncCollector,
-    DistributedSyncDataCollector,
-    DistributedWeightSyncScheme,
-    Interruptor,
-    MultiAsyncCollector,
-    MultiaSyncDataCollector,
-    MultiCollector,
-    MultiProcessedWeightUpdater,
-    MultiProcessWeightSyncScheme,
-    MultiSyncCollector,
-    MultiSyncDataCollector,
-    NoWeightSyncScheme,
-    PolicyVersion,
-    RandomPolicy,
-    RayCollector,
-    RayWeightSyncScheme,
-    RemoteModuleWeightUpdater,
-    RPCCollector,
-    RPCDataCollector,
-    RPCWeightSyncScheme,
-    SharedMemWeightSyncScheme,
-    SyncDataCollector,
-    VanillaWeightUpdater,
-    WeightSyncScheme,
-    WeightUpdaterBase,
-    aSyncDataCollector,
-    split_trajectories,
-)
-from gleanrl.core.errors import (
-    ClosedError,
-    CollectorTimeout,
-    ConfigError,
-    EnvError,
-    GleanError,
-    PolicyError,
-    PolicyTypeError,
-    ReplayError,
-    UnknownEnvError,
-    UnknownModelError,
-    WeightsError,
-    WorkerDied,
-    WorkerError,
-)
-from gleanrl.data import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    ListStorage,
-    PrioritizedReplayBuffer,
-    PrioritizedSampler,
-    RandomSampler,
-    RateLimiter,
-    ReplayBuffer,
-    RoundRobinWriter,
-    SamplerWithoutReplacement,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
-    TensorDictMaxValueWriter,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-    TensorDictRoundRobinWriter,
-)
-from gleanrl.data.postprocs import MultiStep
-from gleanrl.envs import EnvCreator, GymEnv, ParallelEnv, SerialEnv
-from gleanrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
+from typing import TYPE_CHECKING
+
+from gleanrl.core.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gleanrl.collectors import (
+        AsyncCollector,
+        BaseCollector,
+        Collector,
+        DataCollectorBase,
+        DistributedCollector,
+        DistributedDataCollector,
+        DistributedSyncCollector,
+        DistributedSyncDataCollector,
+        DistributedWeightSyncScheme,
+        Interruptor,
+        MultiAsyncCollector,
+        MultiaSyncDataCollector,
+        MultiCollector,
+        MultiProcessedWeightUpdater,
+        MultiProcessWeightSyncScheme,
+        MultiSyncCollector,
+        MultiSyncDataCollector,
+        NoWeightSyncScheme,
+        PolicyVersion,
+        RandomPolicy,
+        RayCollector,
+        RayWeightSyncScheme,
+        RemoteModuleWeightUpdater,
+        RPCCollector,
+        RPCDataCollector,
+        RPCWeightSyncScheme,
+        SharedMemWeightSyncScheme,
+        SyncDataCollector,
+        VanillaWeightUpdater,
+        WeightSyncScheme,
+        WeightUpdaterBase,
+        aSyncDataCollector,
+        split_trajectories,
+    )
+    from gleanrl.core.errors import (
+        ClosedError,
+        CollectorTimeout,
+        ConfigError,
+        EnvError,
+        GleanError,
+        PolicyError,
+        PolicyTypeError,
+        ReplayError,
+        UnknownEnvError,
+        UnknownModelError,
+        WeightsError,
+        WorkerDied,
+        WorkerError,
+    )
+    from gleanrl.data import (
+        LazyMemmapStorage,
+        LazyTensorStorage,
+        ListStorage,
+        PrioritizedReplayBuffer,
+        PrioritizedSampler,
+        RandomSampler,
+        RateLimiter,
+        ReplayBuffer,
+        RoundRobinWriter,
+        SamplerWithoutReplacement,
+        SliceSampler,
+        SliceSamplerWithoutReplacement,
+        TensorDictMaxValueWriter,
+        TensorDictPrioritizedReplayBuffer,
+        TensorDictReplayBuffer,
+        TensorDictRoundRobinWriter,
+    )
+    from gleanrl.data.postprocs import MultiStep
+    from gleanrl.envs import EnvCreator, GymEnv, ParallelEnv, SerialEnv
+    from gleanrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
 
 __version__ = "0.1.0"
 
@@ -147,3 +152,17 @@ __all__ = [
     "set_exploration_type",
     "split_trajectories",
 ]
+
+# Nothing is imported before it is used: the command line starts without torch.
+__getattr__ = lazy_exports(
+    __name__,
+    __all__,
+    [
+        f"gleanrl.{name}"
+        for name in ("collectors", "core.errors", "data", "data.postprocs", "envs", "envs.utils")
+    ],
+)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

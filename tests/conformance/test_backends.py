@@ -7,7 +7,7 @@ import pytest
 from gleanrl import ClosedError
 from gleanrl.core import messages as m
 from gleanrl.core.options import FrameBudget
-from gleanrl.engine.batches import BatchOptions, gather_all
+from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.testing import KeepingLearner, ScriptedBackend, StampedSource, check_stamps
@@ -41,6 +41,11 @@ class Failing(StampedSource):
         return super().get(path)
 
 
+def plan(engine, steps, options):
+    frames = [steps * envs for envs in engine.envs]
+    engine.plan(FrameBudget(frames_per_batch=sum(frames), total_frames=None), frames, options)
+
+
 @pytest.fixture(params=sorted(BACKENDS))
 def make(request):
     engines = []
@@ -48,7 +53,7 @@ def make(request):
     def build(factory=StampedSource, workers=2, steps=8):
         engine = Engine(BACKENDS[request.param], [factory] * workers)
         engines.append(engine)
-        gather_all(engine, [steps] * workers, BatchOptions(stacked=True))
+        plan(engine, steps, BatchOptions(stacked=True))
         return engine
 
     yield build

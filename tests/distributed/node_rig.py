@@ -1,6 +1,7 @@
 """Collectors over nodes of this machine, and learners that are processes of their own."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 import rig
 from tensordict.nn import TensorDictModule
 
-from gleanrl import DistributedCollector
+from gleanrl import (
+    DistributedCollector,
+)
 
 
 def nodes(*envs, policy=None, per_node=8, sync=False, **options):
@@ -56,3 +59,50 @@ def addresses_listened_on(pid):
                 words = [digits[start : start + 4][::-1] for start in range(0, len(digits), 4)]
                 found.add(socket.inet_ntop(family, b"".join(words)))
     return found
+
+
+def number_in(batch):
+    return int(batch["next", "observation"][0, 0])
+
+
+def ids_in(batch):
+    return set(batch["collector", "traj_ids"].flatten().tolist())
+
+
+def kill(collector, worker):
+    """Kill a node and wait until it has ended."""
+    pid = collector.map_fn("env.pid")[worker]
+    os.kill(pid, signal.SIGKILL)
+    rig.await_end([pid])
+
+
+def relaunching(*envs, **options):
+    return nodes(*envs, on_failure="relaunch", **options)
+
+
+def until_back(collector, worker, seen=None):
+    """Collect until a rollout of a replacement of ``worker`` is delivered; return that."""
+    lives = collector._engine.lives[worker]
+    with rig.in_time(4 * rig.LIMIT):
+        while True:
+            batch = collector.next()
+            if seen is not None:
+                seen.append(batch)
+            if collector._engine.lives[worker] > lives and number_in(batch) == worker:
+                return batch
+
+
+def collect_for_ever(collector):
+    with rig.in_time():
+        while True:
+            collector.rollout()
+
+
+def way_out():
+    """Return the address of this machine on its way to others, ``None`` where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        return probe.getsockname()[0]

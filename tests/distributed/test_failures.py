@@ -1,20 +1,25 @@
 """Nodes that are lost: what goes on without them, and with those that take their place."""
 
-import gc
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 import warnings
-from contextlib import contextmanager
 
 import pytest
 import rig
 import torch
-from node_rig import encoded, nodes, run_learner
+from node_rig import (
+    collect_for_ever,
+    encoded,
+    ids_in,
+    kill,
+    nodes,
+    number_in,
+    relaunching,
+    run_learner,
+    until_back,
+)
 
 from gleanrl import (
     ConfigError,
@@ -24,28 +29,8 @@ from gleanrl import (
     RPCCollector,
     WorkerDied,
 )
-from gleanrl.transport.handshake import Invitation, join
-from gleanrl.transport.joining import NodeAdmitter
-from gleanrl.transport.launchers.external import ManualLauncher
-from gleanrl.transport.launchers.local import LocalLauncher
-from gleanrl.transport.network import NetworkBackend
 
 pytestmark = pytest.mark.usefixtures("tidy_nodes")
-
-
-def number_in(batch):
-    return int(batch["next", "observation"][0, 0])
-
-
-def ids_in(batch):
-    return set(batch["collector", "traj_ids"].flatten().tolist())
-
-
-def kill(collector, worker):
-    """Kill a node and wait until it has ended."""
-    pid = collector.map_fn("env.pid")[worker]
-    os.kill(pid, signal.SIGKILL)
-    rig.await_end([pid])
 
 
 # -- without them ----------------------------------------------------------------------------------
@@ -128,22 +113,6 @@ def test_a_state_after_a_loss_loads_into_whole_collectors():
 # -- with those that take their place --------------------------------------------------------------
 
 
-def relaunching(*envs, **options):
-    return nodes(*envs, on_failure="relaunch", **options)
-
-
-def until_back(collector, worker, seen=None):
-    """Collect until a rollout of a replacement of ``worker`` is delivered; return that."""
-    lives = collector._engine.lives[worker]
-    with rig.in_time(4 * rig.LIMIT):
-        while True:
-            batch = collector.next()
-            if seen is not None:
-                seen.append(batch)
-            if collector._engine.lives[worker] > lives and number_in(batch) == worker:
-                return batch
-
-
 LOST = "goes on without it until replacement 1 of 3 has joined: worker 1 .*killed by signal 9"
 
 
@@ -200,41 +169,6 @@ def test_shutting_down_tolerates_the_loss_of_the_last_node(how):
         kill(collector, 0)
 
 
-class Interrupted(LocalLauncher):
-    """Whoever waits for the fate of a node for the first time is interrupted."""
-
-    def __init__(self):
-        super().__init__()
-        self.times = 0
-
-    def fate(self, node, timeout):
-        if timeout:
-            self.times += 1
-            if self.times == 1:
-                raise KeyboardInterrupt
-        return super().fate(node, timeout)
-
-
-def collect_for_ever(collector):
-    with rig.in_time():
-        while True:
-            collector.rollout()
-
-
-@pytest.mark.filterwarnings("ignore:.*without it")
-def test_an_interrupt_does_not_lose_the_news_of_a_loss():
-    envs = rig.counting(0), rig.counting(1)
-    with nodes(*envs, on_failure="continue", launcher=Interrupted()) as collector:
-        collector.next()
-        kill(collector, 1)
-        with pytest.raises(KeyboardInterrupt):
-            collect_for_ever(collector)
-        with rig.in_time():
-            while collector.stats()["workers_alive"] == 2:
-                collector.rollout()
-        assert {number_in(collector.rollout()) for _ in range(6)} == {0}
-
-
 @pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
 def test_an_interrupt_does_not_lose_a_replacement(monkeypatch):
     start, interrupted = threading.Thread.start, []
@@ -254,44 +188,6 @@ def test_an_interrupt_does_not_lose_a_replacement(monkeypatch):
         until_back(collector, 1)
         kill(collector, 0)
         until_back(collector, 0)
-
-
-@contextmanager
-def ctrl_c_after(function):
-    """Send SIGINT right when a function returns in this thread, the first time it does."""
-    sent = []
-
-    def trace(frame, event, arg):
-        if frame.f_code is not function.__code__:
-            return None
-        if event == "return" and not sent:
-            sent.append(frame)
-            signal.raise_signal(signal.SIGINT)
-        return trace
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.settrace(trace)
-    try:
-        yield sent
-    finally:
-        sys.settrace(None)
-        signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
-@pytest.mark.parametrize("where", [NetworkBackend._drop, NodeAdmitter.pop], ids=["drop", "pop"])
-def test_ctrl_c_between_two_halves_of_a_change_loses_no_node(where):
-    with relaunching(rig.counting(0), rig.counting(1)) as collector:
-        collector.next()
-        kill(collector, 1)
-        with ctrl_c_after(where) as sent, rig.in_time(4 * rig.LIMIT):
-            with pytest.raises(KeyboardInterrupt):
-                for _ in iter(collector.rollout, None):
-                    pass
-            assert sent
-        deadline = time.monotonic() + 6 * rig.LIMIT
-        while number_in(collector.next()) != 1 or collector._engine.lives[1] != 1:
-            assert time.monotonic() < deadline, "the replacement was lost"
 
 
 @pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
@@ -391,103 +287,6 @@ def test_the_only_node_is_waited_for_also_in_the_background(tmp_path):
             list(collector)
 
 
-class Stuck:
-    """Lets the first node of each index start; of others, a process that does not join."""
-
-    def __init__(self):
-        self.inner, self.stuck, self.begun = LocalLauncher(), [], threading.Event()
-
-    def address(self):
-        return self.inner.address()
-
-    def launch(self, invitations):
-        if len(invitations) > 1:
-            self.inner.launch(invitations)
-            return
-        self.stuck.append(subprocess.Popen(["sleep", "100"]))
-        self.begun.set()
-
-    def fate(self, node, timeout):
-        return None if self.stuck and node == 1 else self.inner.fate(node, timeout)
-
-    def stop(self, timeout):
-        self.inner.stop(timeout)
-        for process in self.stuck:
-            process.kill()
-            process.wait()
-
-
-@pytest.mark.filterwarnings("ignore:.*without it")
-@pytest.mark.parametrize("how", ["launched", "half in", "building"])
-def test_shutting_down_while_a_replacement_joins(tmp_path, how):
-    def make():
-        if how == "building" and (tmp_path / "made").exists():
-            (tmp_path / "again").touch()
-            rig.hang_quietly()
-        (tmp_path / "made").touch()
-        return rig.Count(1)
-
-    launcher = "mp" if how == "building" else Stuck()
-    threads = threading.active_count()
-    with relaunching(rig.counting(0), make, launcher=launcher) as collector:
-        collector.next()
-        kill(collector, 1)
-        with rig.in_time(4 * rig.LIMIT):
-            for _ in range(20):  # nobody waits for it
-                collector.next()
-            if how == "building":
-                while not (tmp_path / "again").exists():
-                    collector.next()
-            else:
-                launcher.begun.wait()
-        if how == "half in":  # it has shown the secret, and says no more
-            backend = collector._engine.backend
-            guest = Invitation(*backend.address, 1, backend._secret)
-            sock = join(guest, 5.0).sock
-            assert sock.recv(10)
-            assert number_in(collector.next()) == 0
-        begin = time.monotonic()
-    assert time.monotonic() - begin < 2 * rig.LIMIT
-    if how == "half in":
-        sock.close()
-    assert threading.active_count() <= threads
-
-
-@pytest.mark.filterwarnings("ignore:.*without it")
-def test_a_collector_nobody_has_any_more_ends_also_after_a_loss():
-    launcher = Stuck()
-    threads = threading.active_count()
-    collector = relaunching(rig.counting(0), rig.counting(1), launcher=launcher)
-    collector.next()
-    kill(collector, 1)
-    while not launcher.begun.is_set():
-        collector.next()
-    collector.set_seed(1)
-    pids = [collector.map_fn("env.pid")[0], launcher.stuck[0].pid]
-    del collector
-    gc.collect()
-    rig.await_end(pids)
-    assert threading.active_count() <= threads
-
-
-@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
-def test_a_replacement_that_does_not_join_in_time_is_lost_too():
-    launcher = Stuck()
-    with relaunching(
-        rig.counting(0), rig.counting(1), launcher=launcher, start_timeout=10.0, max_relaunches=1
-    ) as collector:
-        collector._engine.backend._joining._timeout = 0.2
-        collector.next()
-        kill(collector, 1)
-        told = []
-        while not any("for good" in text for text in told):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                collector.next()
-            told += [str(each.message) for each in caught]
-        assert "had not joined within 0.2 s" in told[-1]
-
-
 @pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
 def test_a_node_that_hangs_is_replaced_and_ended():
     with relaunching(
@@ -536,21 +335,6 @@ def test_strangers_and_nodes_too_many_are_turned_away_while_all_are_there():
         for stranger in strangers:
             assert len(stranger.recv(1000)) == 40
             stranger.close()
-
-
-def test_somebody_is_asked_to_start_a_node_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("GLEANRL_SECRET", raising=False)
-    told = []
-    launcher = ManualLauncher(told.append)
-    invited = [Invitation("127.0.0.1", 1, node, b"x" * 32) for node in range(2)]
-    launcher.launch(invited)
-    launcher.launch(invited[1:])
-    (again,) = [line for line in told[1].splitlines() if "python -m" in line]
-    assert again in told[0]
-    assert again.endswith("--node 1")
-    launcher.stop(0.0)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(

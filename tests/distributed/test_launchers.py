@@ -18,6 +18,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import rig
+from node_rig import way_out
 
 from gleanrl import CollectorTimeout, ConfigError, WorkerDied
 from gleanrl.cli.main import main as command_line
@@ -559,11 +560,8 @@ def test_an_unknown_launcher_is_an_error_that_names_those_there_are():
 
 
 def test_the_address_for_others_is_that_of_the_way_out_where_the_name_is_of_the_loopback():
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            pytest.skip("this machine has no network")
-        expected = probe.getsockname()[0]
+    expected = way_out()
+    if expected is None:
+        pytest.skip("this machine has no network")
     assert outward("localhost") == expected
     assert not outward().startswith("127.")

@@ -7,7 +7,6 @@ import socket
 import sys
 import warnings
 from collections import defaultdict
-from contextlib import suppress
 
 import pytest
 import rig
@@ -314,35 +313,6 @@ def test_a_port_that_is_taken(monkeypatch):
         monkeypatch.setenv("TCP_PORT", str(port))
         with pytest.warns(UserWarning, match=f"{port} is taken"):
             nodes(rig.counting(), tcp_port=None).shutdown()
-
-
-def test_strangers_are_refused_and_delay_nobody(monkeypatch):
-    from gleanrl.transport import joining as admission
-
-    met = []
-    wait = admission.Admission.wait
-
-    def wait_among_strangers(self, timeout):
-        if not met:
-            where = self._listener.getsockname()
-            for greeting in (b"GET / HTTP/1.0\r\n\r\n", b"\x80" * 100, b"", *[None] * 100):
-                stranger = socket.create_connection(where)
-                met.append(stranger)
-                if greeting is not None:  # else: says nothing for as long as it is let
-                    stranger.sendall(greeting)
-                    stranger.shutdown(socket.SHUT_WR)
-        return wait(self, timeout)
-
-    monkeypatch.setattr(admission.Admission, "wait", wait_among_strangers)
-    with rig.in_time(20):  # one by one it would be 200 s
-        collector = nodes(rig.counting(0), rig.counting(1))
-    with collector:
-        assert collector.next() is not None
-    assert len(met) == 103
-    for stranger in met:
-        with suppress(ConnectionResetError):
-            assert len(stranger.recv(1000)) <= 40  # the greeting, no secret, no pickle
-        stranger.close()
 
 
 # -- failures --------------------------------------------------------------------------------------

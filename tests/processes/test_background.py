@@ -38,7 +38,6 @@ from gleanrl import (
     WorkerDied,
     WorkerError,
 )
-from gleanrl.transport.process import zygote
 
 KINDS = {"inline": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
 MULTI = ["sync", "async"]
@@ -50,7 +49,6 @@ several = pytest.mark.parametrize("kind", MULTI)
 def _warm():
     """Have the zygote up: it stays for the life of the process."""
     MultiSyncCollector([rig.counting()], frames_per_batch=4).shutdown()
-    zygote()
     rb = torchrl.data.ReplayBuffer(storage=torchrl.data.LazyTensorStorage(10))
     rb.extend(TensorDict({"a": torch.zeros(2)}, [2]))  # it too opens files that stay
 

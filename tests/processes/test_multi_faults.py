@@ -1,14 +1,12 @@
 """Whatever goes wrong in a worker or the learner surfaces soon, is named, and leaves nothing."""
 
 import os
-import queue
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-import warnings
 
 import pytest
 import rig
@@ -20,16 +18,12 @@ from gleanrl import (
     CollectorTimeout,
     ConfigError,
     EnvError,
-    LazyTensorStorage,
     MultiAsyncCollector,
     MultiSyncCollector,
-    ReplayBuffer,
     WeightsError,
     WorkerDied,
     WorkerError,
 )
-from gleanrl.engine import dispatch
-from gleanrl.transport.process import zygote
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
@@ -38,7 +32,6 @@ KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 def _warm():
     """Have the zygote up: it stays for the life of the process."""
     MultiSyncCollector([rig.counting()], frames_per_batch=4).shutdown()
-    zygote()
 
 
 @pytest.fixture(autouse=True)
@@ -175,50 +168,6 @@ def test_a_hanging_worker_is_found_by_a_learner_that_always_has_work():
             assert rows(batch)[0][0] == 0
             time.sleep(0.02)  # learning; worker 0 is always ahead of it
     assert collector.closed
-
-
-@pytest.fixture
-def told(monkeypatch):
-    """Have users told of silent workers after half a second; return what warnings say."""
-    monkeypatch.setattr(dispatch, "_NOTICE", 0.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        texts = queue.SimpleQueue()
-        monkeypatch.setattr(warnings, "showwarning", lambda text, *_: texts.put(str(text)))
-        yield texts
-
-
-SILENT = "still waiting for workers [1], which live"
-
-
-def test_a_silent_worker_is_named_while_others_reply(told):
-    envs = [rig.counting(0), rig.counting(1, fault=rig.hang, at=1)]
-    collector = MultiAsyncCollector(envs, frames_per_batch=8, total_frames=-1)
-    for _ in range(2):
-        with rig.in_time(2 * rig.LIMIT):
-            while told.empty():
-                collector.next()
-        assert told.get().startswith(SILENT)
-    collector.shutdown(timeout=0.5, raise_on_error=False)
-
-
-@pytest.mark.parametrize("kind", [MultiAsyncCollector, MultiSyncCollector])
-def test_a_silent_worker_is_named_in_the_background(told, kind):
-    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
-    envs = [rig.counting(0), rig.counting(1, fault=rig.hang, at=1)]
-    collector = kind(envs, frames_per_batch=8, total_frames=-1, replay_buffer=buffer)
-    collector.start()
-    assert told.get(timeout=2 * rig.LIMIT).startswith(SILENT)
-    collector.shutdown(timeout=0.5, raise_on_error=False)
-
-
-def test_nobody_is_named_because_the_learner_was_away(told):
-    envs = [rig.counting(0), rig.counting(1)]
-    with MultiAsyncCollector(envs, frames_per_batch=8, total_frames=-1) as collector:
-        for _ in range(4):
-            collector.next()
-            time.sleep(0.7)  # learning: longer than what a silent worker gets
-    assert told.empty()
 
 
 def test_an_error_does_not_wait_for_a_worker_that_hangs(make):

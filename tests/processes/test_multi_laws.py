@@ -1,9 +1,7 @@
 """Laws: workers in processes give the data of workers here, nothing is lost, weights never mix."""
 
 import gc
-import os
 import pickle
-import threading
 from collections import defaultdict
 from pathlib import Path
 
@@ -27,10 +25,8 @@ from gleanrl import (
     MultiAsyncCollector,
     MultiSyncCollector,
 )
-from gleanrl.memory.shared import SharedMemory
 from gleanrl.testing import KeepingLearner
 from gleanrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
-from gleanrl.weights.board import Board, Boards, plan_board
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
@@ -300,56 +296,6 @@ def test_devices_are_dealt_out():
         assert collector.next().device == cpu
     with pytest.raises(ConfigError, match="1 entries for 2 workers"):
         open_two("sync", device=["cpu"])
-
-
-class Stress(rig.Count):
-    """Reads a board that another process publishes on."""
-
-    def read(self, path, ref, times):
-        with open(path, "r+b", buffering=0) as file:
-            boards = Boards(SharedMemory(file.fileno()))
-            boards.bind("policy", ref)
-            reads, last = 0, 0
-            while reads < times:
-                snapshot = boards.newest()
-                if snapshot is None:
-                    continue
-                reads += 1
-                for tensor in snapshot.models["policy"].values():
-                    low, high = tensor.min(), tensor.max()
-                    if not low == high == snapshot.version == snapshot.serial:
-                        return f"torn: {low} to {high} in version {snapshot.version}"
-                if snapshot.version <= last:
-                    return f"version {snapshot.version} after {last}"
-                last = snapshot.version
-        return reads
-
-
-@pytest.mark.parametrize("sizes", [(100, 7), (40_000, 3)])
-def test_no_torn_read_under_a_tight_publisher(sizes):
-    memory, done = SharedMemory(), threading.Event()
-    weights = {str(size): torch.zeros(size, dtype=torch.int64) for size in sizes}
-    board = Board(memory, plan_board(memory, weights))
-
-    def publish():
-        version = 0
-        while not done.is_set():
-            version += 1
-            for tensor in weights.values():
-                tensor.fill_(version)
-            board.publish(list(weights.values()), version, version)
-
-    thread = threading.Thread(target=publish)
-    with open_two("async", envs=[Stress, Stress]) as collector:
-        path = f"/proc/{os.getpid()}/fd/{memory.fd}"
-        thread.start()
-        try:
-            found = collector.map_fn("env.read", [(path, board.ref, 5500)] * 2)
-        finally:
-            done.set()
-            thread.join()
-    memory.close()
-    assert found == [5500, 5500]
 
 
 # -- nothing is lost -------------------------------------------------------------------------------

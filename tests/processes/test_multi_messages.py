@@ -1,6 +1,5 @@
 """Messages that cannot be read, and questions that come at a bad time, harm nobody else."""
 
-import functools
 import os
 import threading
 
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from gleanrl import (
-    CollectorTimeout,
     ConfigError,
     GleanError,
     MultiAsyncCollector,
@@ -19,7 +17,6 @@ from gleanrl import (
     WorkerError,
 )
 from gleanrl.collectors import AsyncCollector, Collector
-from gleanrl.core import messages as m
 
 HERE = os.getpid()
 
@@ -56,9 +53,6 @@ class Awkward(rig.Count):
 
     def echo(self, value):
         return value
-
-    def hang(self):
-        rig.hang()
 
 
 @pytest.fixture(params=[MultiSyncCollector, MultiAsyncCollector])
@@ -103,15 +97,6 @@ def test_an_error_without_words_does_not_end_the_worker(make):
         with pytest.raises(WorkerError, match="Mute"):
             collector.cascade_execute("env.mute")
         assert sum(batch.numel() for batch in collector) == 16
-
-
-@pytest.mark.parametrize("pause", [0.0, 0.03])
-def test_questions_have_a_deadline_of_their_own_while_rollouts_are_queued(make, pause):
-    # Without a pause the question overtakes rollouts; with one it waits for the one under way.
-    collector = make(functools.partial(Awkward, pause=pause), total_frames=-1)
-    next(iter(collector))
-    with rig.in_time(10), pytest.raises(CollectorTimeout, match="did not answer Call"):
-        collector._engine.request(0, m.Call("env.hang"), 1.0)
 
 
 @pytest.mark.parametrize("backend", ["process", "inline"])

@@ -37,7 +37,6 @@ from gleanrl import (
     WorkerDied,
     WorkerError,
 )
-from gleanrl.envs.tensordict import is_tensordict_env
 from gleanrl.testing import KeepingLearner
 
 # Workers that need not import this file (and TorchRL with it) start in milliseconds.
@@ -219,7 +218,6 @@ def test_specs_and_batch_size_are_those_of_a_serial_env():
         assert parallel.full_observation_spec.shape == serial.full_observation_spec.shape
         assert same(parallel.fake_tensordict(), serial.fake_tensordict())
         assert parallel.device is None
-        assert is_tensordict_env(parallel)
 
 
 class Tenfold(GymEnv):
@@ -301,7 +299,6 @@ def test_several_parallel_envs_draw_different_numbers_and_leave_the_learner_alon
 def test_nothing_is_started_before_it_is_used_and_an_unstarted_one_can_be_pickled():
     start = 100.0
     env = pickle.loads(pickle.dumps(ParallelEnv(2, lambda: Walk(start=start))))
-    assert is_tensordict_env(env)  # looking does not start it
     copy = pickle.loads(pickle.dumps(env))
     with env, copy:
         assert (env.reset()["place"] > 50).all()

@@ -17,7 +17,7 @@ from torch import nn
 from gleanrl import ConfigError, WorkerDied, WorkerError
 from gleanrl.core import messages as m
 from gleanrl.core.options import EnvOptions, FrameBudget, PolicyOptions, RolloutOptions
-from gleanrl.engine.batches import BatchOptions, gather_all
+from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.rollout.build import SourceBuilder
@@ -39,10 +39,15 @@ def builder(worker, workers, policy=act):
     )
 
 
+def plan(engine, steps, options):
+    frames = [steps * envs for envs in engine.envs]
+    engine.plan(FrameBudget(frames_per_batch=sum(frames), total_frames=None), frames, options)
+
+
 def running(make_backend, factories, steps, **options):
     """Return an engine that makes stacked batches, and a function that collects one."""
     engine = Engine(make_backend, factories)
-    gather_all(engine, [steps] * len(factories), BatchOptions(stacked=True, **options))
+    plan(engine, steps, BatchOptions(stacked=True, **options))
     return engine
 
 
@@ -152,7 +157,7 @@ SCRIPT = """
     import os, sys, time
     from gleanrl.transport.process import ProcessBackend
     from gleanrl.core.options import FrameBudget
-    from gleanrl.engine.batches import BatchOptions, gather_all
+    from gleanrl.engine.batches import BatchOptions
     from gleanrl.engine.budget import Budget
     from gleanrl.engine.engine import Engine
     from gleanrl.testing import StampedSource
@@ -166,8 +171,8 @@ SCRIPT = """
 
     backend = ProcessBackend()
     engine = Engine(lambda _: backend, [Stuck] * 2)
-    gather_all(engine, [4, 4], BatchOptions(stacked=True))
-    budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
+    limits = FrameBudget(frames_per_batch=16, total_frames=None)
+    budget = engine.plan(limits, [8, 8], BatchOptions(stacked=True))
     engine.collect(budget)
     print(*backend.pids, flush=True)
     engine.collect(budget)

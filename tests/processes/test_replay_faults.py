@@ -48,7 +48,7 @@ def test_a_process_stopped_inside_is_named_and_blocks_nobody_for_ever(tmp_path):
     rb.extend(rows(0, 10))
 
     def stop():
-        with rb.storage.ledger.section():
+        with rb.storage.ring.section():
             os.kill(os.getpid(), signal.SIGSTOP)
 
     child = forked(stop)
@@ -138,11 +138,11 @@ def test_a_child_forked_while_a_list_was_written_can_write_it():
     inside, leave = threading.Event(), threading.Event()
 
     def write():
-        with rb.storage.ledger.section():
-            reservation = rb.storage.ledger.reserve(4)
+        with rb.storage.ring.section():
+            reservation = rb.storage.ring.reserve(4)
             inside.set()
             assert leave.wait(60)
-            rb.storage.ledger.revoke(reservation)
+            rb.storage.ring.revoke(reservation)
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -159,16 +159,16 @@ def test_a_child_forked_while_a_list_was_written_can_write_it():
 
 
 OPEN_TWICE = """
-import gleanrl.memory.replay.handles as handles, threading, contextlib
+import gleanrl.memory.replay.locks as locks, threading, contextlib
 both, opened = threading.Barrier(2), []
-open_file = handles.Handle.open
+open_file = locks.Handle.open
 
 def slow(self):
     with contextlib.suppress(threading.BrokenBarrierError):
         both.wait(2)  # both threads get here, unless one waits for the other
     return open_file(self)
 
-handles.Handle.open = slow
+locks.Handle.open = slow
 threads = [threading.Thread(target=lambda: opened.append(pickle.loads(blob))) for _ in range(2)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
@@ -176,11 +176,11 @@ one, other = opened
 one.extend(rows(1, 0, 3))
 other.extend(rows(1, 3, 3))
 assert len(one) == len(other) == 6
-say(one.storage.ledger.gate is other.storage.ledger.gate)
+say(one.storage.ring.lock is other.storage.ring.lock)
 """
 
 
-def test_threads_that_open_one_buffer_at_once_share_one_gate():
+def test_threads_that_open_one_buffer_at_once_share_one_lock():
     rb = ReplayBuffer(storage=LazyTensorStorage(20), shared=True)
     assert finish(start(rb, OPEN_TWICE, blob=pickle.dumps(rb)))
     assert rb.write_count == 6

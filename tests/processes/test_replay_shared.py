@@ -32,7 +32,7 @@ from gleanrl import (
 SECONDS = float(os.environ.get("GLEANRL_REPLAY_SECONDS", "4"))
 WIDTH = 48
 PROCESSES = mp.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["gleanrl"])
+PROCESSES.set_forkserver_preload(["gleanrl.collectors"])
 
 
 def rows(writer, first, count):
@@ -150,13 +150,13 @@ def test_rows_are_whole_while_writers_are_killed(tmp_path, compact):
         reads.append(f"{samples:,} samples")
         assert seen <= rb.write_count
     assert kills >= 2
-    with rb.storage.ledger.section():  # who comes next finishes what a killed writer was at
+    with rb.storage.ring.section():  # who comes next finishes what a killed writer was at
         pass
     check_losses(rb, logs, size)
     rb.extend(rows(0, 0, size))  # Nobody wedged anything: the whole ring is writable
-    ledger = rb.storage.ledger
-    gaps = (ledger.stamps <= 0).nonzero()[0]
-    told = (gaps[:9], ledger.stamps[gaps[:9]], ledger._table[ledger._table[:, 0] > 0])
+    ring = rb.storage.ring
+    gaps = (ring.sequence <= 0).nonzero()[0]
+    told = (gaps[:9], ring.sequence[gaps[:9]], ring._table[ring._table[:, 0] > 0])
     assert len(rb) == size, told
     sys.stderr.write(f"{serial} writers, {kills} killed, {rb.write_count:,} rows, {reads}\n")
 
@@ -249,7 +249,7 @@ def test_rows_reserved_by_the_dead_are_skipped_and_written_again():
 
 
 DIE = """
-h, left = rb.storage.ledger._h, [step]
+h, left = rb.storage.ring._h, [step]
 
 class Mortal:
     def __getitem__(self, word): return h[word]
@@ -259,7 +259,7 @@ class Mortal:
         left[0] -= 1
         h[word] = value
 
-rb.storage.ledger._h = Mortal()
+rb.storage.ring._h = Mortal()
 taken = rb.reserve(5, contiguous=True)
 for key, tensor in rb.windows(taken)[0].items():
     tensor.copy_(rows(7, 0, 5)[key])
@@ -277,7 +277,7 @@ def test_a_death_inside_the_lock_is_repaired_by_the_next():
         process.join(60)
         counts = (14,) if process.exitcode else (19,)
         rb.extend(rows(1, 12, 2))
-        stamps = rb.storage.ledger.stamps
+        stamps = rb.storage.ring.sequence
         assert len(rb) == (stamps > 0).sum()
         # From the store on that declares the commit, whoever comes next completes it.
         assert rb.write_count in (*counts, 19)
@@ -291,7 +291,7 @@ def test_a_death_inside_the_lock_is_repaired_by_the_next():
 
 
 DIE_LINKING = """
-h, owners, left = rb.storage.ledger._h, rb.storage._successors._owners, [step]
+h, owners, left = rb.storage.ring._h, rb.storage._successors._owners, [step]
 
 class Mortal:
     def __init__(self, words): self.words = words
@@ -302,7 +302,7 @@ class Mortal:
         left[0] -= 1
         self.words[word] = value
 
-rb.storage.ledger._h, rb.storage._successors._owners = Mortal(h), Mortal(owners)
+rb.storage.ring._h, rb.storage._successors._owners = Mortal(h), Mortal(owners)
 rb.extend(rows(7, 0, 15))
 say("survived")
 """
@@ -319,7 +319,7 @@ def test_a_death_while_successors_are_linked_is_repaired_too():
             rb.extend(rows(2, first, 10))
             check(rb[:])
         assert len(rb) == 20
-        assert rb.storage.ledger.spare <= 20
+        assert rb.storage.ring.overflow <= 20
         if process.exitcode == 0:
             return
     raise AssertionError("it never got to the end")
@@ -365,9 +365,9 @@ def test_a_forked_child_writes_under_its_own_name():
         rb.reserve(3)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    gate, table = rb.storage.ledger.gate, rb.storage.ledger._table
+    lock, table = rb.storage.ring.lock, rb.storage.ring._table
     (owner,) = table[table[:, 0] > 0, 0].tolist()
-    assert owner != gate.owner() and not gate.alive(owner)
+    assert owner != lock.owner and not lock.alive(owner)
     """
     finish(start(rb, body))
     assert rb.write_count == 16

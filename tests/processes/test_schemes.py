@@ -201,21 +201,6 @@ def test_a_worker_that_is_gone_is_named(rig, kind):
 
 
 @both
-def test_a_receiver_gives_up_waiting(kind, monkeypatch):
-    monkeypatch.setattr("gleanrl.weights.standalone.WAIT_S", 0.05)
-    scheme = kind()
-    scheme.init_on_sender(model=Net(), num_workers=1)
-    scheme.connect()
-    with pytest.raises(TimeoutError, match="worker 0 has not taken"):
-        scheme.send()
-    other = kind()
-    other.init_on_sender(model=Net(), num_workers=1)
-    other.init_on_receiver(model_id="policy", worker_idx=0, model=Net())
-    with pytest.raises(TimeoutError, match="the sender must call connect"):
-        other.connect()
-
-
-@both
 def test_what_is_called_too_early_or_wrongly_says_so(kind):
     scheme = kind()
     for call in (scheme.connect, scheme.send, scheme.receive):

@@ -7,6 +7,7 @@ from tensordict import TensorDict
 
 from gleanrl.core.keys import as_key
 from gleanrl.core.layout import EnvLayout, Field
+from gleanrl.core.options import PolicyOptions
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.policies import ExplorationType, make_policy, set_exploration_type
 
@@ -40,8 +41,16 @@ def no_random(t):
     raise AssertionError("the environment's random was called")
 
 
-def make(policy, env, **kwargs):
-    return make_policy(policy, env=env, random=no_random, probe=probe_of(env), **kwargs)
+def make(policy, env, exploration=RANDOM, one_hot=(), random=no_random, **options):
+    return make_policy(
+        policy,
+        env=env,
+        random=random,
+        probe=probe_of(env),
+        options=PolicyOptions(**options),
+        exploration=exploration,
+        one_hot=one_hot,
+    )
 
 
 def windows(env, policy, steps=STEPS):

@@ -18,15 +18,15 @@ from gleanrl.core.options import RolloutOptions
 from gleanrl.envs.gymnasium import GymOptions
 from gleanrl.envs.vector import NextStepPool, make_vector
 from gleanrl.memory.window import RolloutWindow
-from gleanrl.rollout.cursor import CursorRollout
-from gleanrl.rollout.rollout import Rollout, check_can_cut
+from gleanrl.rollout.dense import DenseRollout, check_can_cut
+from gleanrl.rollout.next_step_loop import NextStepRollout
 
 OBS, ACTION, REWARD = ("observation",), ("action",), ("reward",)
 DONE, TERMINATED, TRUNCATED = ("done",), ("terminated",), ("truncated",)
 TRAJ, STEPS = ("collector", "traj_ids"), ("step_count",)
 GO = bytearray(1)
 # What the processes of Gymnasium's asynchronous environments would each import by themselves.
-multiprocessing.set_forkserver_preload(["gleanrl", "hypothesis"])
+multiprocessing.set_forkserver_preload(["gleanrl.collectors", "hypothesis"])
 
 
 class Clock(gym.Env):
@@ -77,6 +77,7 @@ class Uniform:
     """Acts at random, as the environment draws."""
 
     states = ()
+    needs_is_init = False
 
     def __init__(self, env):
         self.outputs = env.layout.actions
@@ -148,17 +149,18 @@ class Counting(FromObservation):
 class Made:
     policy: Any
     random: Any
-    needs_is_init: bool = False
     user: Any = None
 
 
 def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(), **options):
     """Return the source of ``vector_env``, in the loop that fits it."""
     env = make_vector(vector_env, GymOptions(info_keys=info_keys))
-    kind = CursorRollout if isinstance(env, NextStepPool) else Rollout
+    kind = NextStepRollout if isinstance(env, NextStepPool) else DenseRollout
 
     def make_policies(env, probe):
-        return Made(policy(env), Uniform(env), needs_is_init)
+        made = policy(env)
+        made.needs_is_init = needs_is_init
+        return Made(made, Uniform(env))
 
     rollout_options = RolloutOptions(**options)
     first = RolloutWindow.allocate(env.layout.observations, env.layout.num_envs, 1)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
+import re
 import signal
 import sys
 
 import pytest
-import torch
 from tensordict import TensorDict
 
-from gleanrl.cli import bench_report, settings
-from gleanrl.cli.bench import BenchOptions, plan
-from gleanrl.cli.bench_report import Result, Results
-from gleanrl.cli.dataset import Dataset
-from gleanrl.cli.main import _parser, main
-from gleanrl.cli.settings import Setting
-from gleanrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from gleanrl.cli.main import main
 
 MODES = pytest.mark.parametrize("mode", [(), ("--async",)], ids=["sync", "async"])
 
@@ -32,6 +25,10 @@ def run(capsys, *arguments):
 
 def lines_of(out):
     return dict(line.split(maxsplit=1) for line in out.splitlines() if " " in line.strip())
+
+
+def card_of(path):
+    return json.loads((path / "card.json").read_text())
 
 
 def finished(data):
@@ -49,7 +46,7 @@ def test_every_episode_of_every_worker_is_reported_right(capsys, tmp_path, mode,
         capsys, "collect", "CartPole-v1", *arguments, "--frames", 1500, "--seed", 3, "--out", path
     )
     assert (code, err) == (0, "")
-    card, data = json.loads((path / "card.json").read_text()), TensorDict.load_memmap(path)
+    card, data = card_of(path), TensorDict.load_memmap(path)
     lengths = finished(data)
     assert data.shape == (card["frames"],) == (1500,)
     assert card["episodes"] == len(lengths) > 20
@@ -121,12 +118,12 @@ def test_ctrl_c_keeps_what_workers_have_collected(capsys, tmp_path, policy_file,
     assert (code, err) == (130, "")
     assert signal.getsignal(signal.SIGINT) is before
     assert "frames were left" in lines_of(out)["interrupted"]
-    card, data = Dataset(path).card, TensorDict.load_memmap(path)
-    assert card.status == "interrupted"
-    assert 130 <= card.frames < 100_000  # all that the worker that interrupted had made
-    assert data.shape == (card.frames,)
+    card, data = card_of(path), TensorDict.load_memmap(path)
+    assert card["status"] == "interrupted"
+    assert 130 <= card["frames"] < 100_000  # all that the worker that interrupted had made
+    assert data.shape == (card["frames"],)
     assert (data["action"] == 1).all()
-    assert card.facts["episodes"] == len(finished(data))
+    assert card["episodes"] == len(finished(data))
 
 
 def test_what_a_worker_raises_is_one_line(capsys, tmp_path, policy_file):
@@ -135,66 +132,11 @@ def test_what_a_worker_raises_is_one_line(capsys, tmp_path, policy_file):
     arguments = ("--policy", policy, "--workers", 1, "--frames-per-batch", 100)
     code, _, err = run(capsys, "collect", "CartPole-v1", *arguments, "--out", path)
     assert (code, err) == (1, "gleanrl: error: worker 0 raised OverflowError: too much\n")
-    assert (Dataset(path).card.status, Dataset(path).card.frames) == ("failed", 100)
+    assert (card_of(path)["status"], card_of(path)["frames"]) == ("failed", 100)
+    assert run(capsys, "inspect", path)[0] == 0
     code, _, err = run(capsys, "collect", "CartPole-v1", *arguments, "--traceback")
     assert code == 1
     assert "in act" in err
-
-
-# -- settings --------------------------------------------------------------------------------------
-
-SETTINGS = [
-    Setting(),
-    Setting(0, 4),
-    Setting(2, 1),
-    Setting(2, 3),
-    Setting(3, 16, asynchronous=True),
-]
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_the_advised_command_means_the_setting(setting):
-    words = shlex.split(setting.command("my module:Env-v0", "a b.py:act"))
-    options = _parser().parse_args(words[1:])
-    assert words[:2] == ["gleanrl", "collect"]
-    assert (options.env, options.policy) == ("my module:Env-v0", "a b.py:act")
-    found = Setting(options.workers or 0, options.num_envs, options.asynchronous)
-    assert found == setting
-
-
-@pytest.mark.parametrize("setting", [*SETTINGS[:4], Setting(1, 2, asynchronous=True)], ids=str)
-def test_the_advised_call_makes_the_collector(setting):
-    names = {
-        "Collector": Collector,
-        "MultiSyncCollector": MultiSyncCollector,
-        "MultiAsyncCollector": MultiAsyncCollector,
-        "policy": lambda observation: torch.ones(observation.shape[:-1], dtype=torch.int64),
-    }
-    frames = setting.steps(5) * setting.lanes
-    with (
-        eval(setting.call("CartPole-v1", "x.py:policy", frames), names) as called,
-        setting.make("CartPole-v1", names["policy"], frames) as made,
-    ):
-        assert type(called) is type(made)
-        batch = called.next()
-        assert batch.shape == made.next().shape
-        assert batch.numel() == frames
-        assert (batch["action"] == 1).all()
-
-
-def test_what_is_tried_suits_the_cores(monkeypatch, tmp_path):
-    tried = plan(BenchOptions(env="e", num_envs=(1, 8)), cores=8)
-    assert tried == [Setting(w, n) for w in (0, 4, 8) for n in (1, 8)]
-    tried = plan(BenchOptions(env="e", num_envs=(2,), workers=(3,)), cores=8)
-    assert tried == [Setting(0, 2), Setting(3, 2)]
-    own = len(os.sched_getaffinity(0))
-    for text, cores in (("max 100000", own), ("50000 100000", 1), ("90000000 100000", own)):
-        (tmp_path / "cpu.max").write_text(text)
-        monkeypatch.setattr(settings, "_CPU_QUOTA", tmp_path / "cpu.max")
-        assert settings.usable_cores() == cores
-
-
-# -- bench -----------------------------------------------------------------------------------------
 
 
 def test_bench_measures_and_says_what_to_use(capsys, tmp_path, policy_file):
@@ -231,45 +173,32 @@ def test_an_interrupted_bench_shows_what_it_has(capsys, policy_file):
     assert "with 1 environment" not in out
 
 
-def results(*rows):
-    found = Results("CartPole-v1", "random", 1.0, 2)
-    for row in rows:
-        found.add(row)
-    return found
-
-
-def test_a_setting_that_fails_is_a_row_and_the_others_count(capsys):
-    failed = Result(Setting(9, 99), 8, error="ConfigError: too much memory")
-    good = Result(Setting(2, 4), 8, frames=500, seconds=1.0, start_s=0.2)
-    found = results(failed, good, Result(Setting(), 8, frames=250, seconds=1.0))
-    assert found.best is good
-    assert found.asynchronous_twin() == Setting(2, 4, asynchronous=True)
-    assert [cells[0] for cells in found.cells()] == ["", "best", ""]
-    assert [cells[3] for cells in found.cells()] == ["", "100 %", "50 %"]
-    bench_report.print_results(found)
-    out = capsys.readouterr().out
-    assert "9 workers with 99 environments each: ConfigError: too much memory" in out
-    assert found.as_json()["settings"][0]["frames_per_second"] is None
-    none = results(failed)
-    assert none.best is none.asynchronous_twin() is None
-    assert none.as_json()["best"] is None
-
-
 def test_a_terminal_gets_a_bar_and_a_table(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("TERM", "xterm")
-    good = Result(Setting(2, 4), 8, frames=500, seconds=1.0, start_s=0.2)
-    with bench_report.make_progress("[x]", 2) as progress:
-        progress.begin(good.setting)
-        progress.show(0.5, 1234.0)
-        progress.end(good)
-    bench_report.print_results(results(good))
-    captured = capsys.readouterr()
-    assert "[x]" in captured.err
-    assert "1,234 frames/s" in captured.err
-    assert "2 workers with 4 environments each" in captured.out
-    assert "gleanrl collect CartPole-v1 --workers 2 --num-envs 4" in captured.out
+    arguments = ("--seconds", 0.2, "--workers", 1, "--num-envs", 2)
+    code, out, err = run(capsys, "bench", "CartPole-v1", *arguments)
+    assert code == 0
+    assert "CartPole-v1" in err
+    assert re.search(r"1 asynchronous worker with 2 environments: [\d,]+ frames/s", err)
+    assert "2 environments in this process" in out
+    assert "100 %" in out
+    assert "gleanrl collect CartPole-v1" in out
+
+
+def test_a_setting_that_fails_is_a_row_and_the_others_count(capsys, tmp_path, policy_file):
+    policy = policy_file("os.getpid() == int(os.environ['LEARNER']) or 1 / 0")
+    path = tmp_path / "bench.json"
+    arguments = ("--seconds", 0.2, "--workers", 1, "--num-envs", 1, "--policy", policy)
+    code, out, err = run(capsys, "bench", "CartPole-v1", *arguments, "--out", path)
+    assert code == 0
+    assert err.splitlines()[-1] == "CartPole-v1 2/3: 1 worker with 1 environment: failed"
+    content = json.loads(path.read_text())
+    rates = [row["frames_per_second"] for row in content["settings"]]
+    assert (rates[0] > 0, rates[1:], content["best"]) == (True, [None], 0)
+    assert "worker 0 raised ZeroDivisionError" in content["settings"][1]["error"]
+    assert lines_of(out)["failed"].startswith("1 worker with 1 environment: worker 0 raised")
 
 
 @MODES
@@ -280,7 +209,7 @@ def test_nodes_are_a_matter_of_two_options(capsys, tmp_path, mode):
         "--num-envs", 2, "--frames", 400, "--frames-per-batch", 40, "--seed", 3, "--out", path,
     )  # fmt: skip
     assert (code, err) == (0, "")
-    card = json.loads((path / "card.json").read_text())
+    card = card_of(path)
     assert (card["workers"], card["backend"], card["frames"]) == (2, "distributed", 400)
     assert "distributed nodes with 2 environments each" in lines_of(out)["setting"]
 

@@ -13,10 +13,8 @@ from torchrl.envs import GymEnv as TorchRLGymEnv
 from torchrl.testing.mocking_classes import CountingEnv, NestedCountingEnv
 
 from gleanrl import ConfigError, EnvError, UnknownEnvError
+from gleanrl.data import Categorical, Composite, OneHot
 from gleanrl.envs import EnvCreator, GymEnv, GymWrapper, SerialEnv, set_gym_backend
-from gleanrl.envs.serial import gym_source
-from gleanrl.envs.specs import Categorical, Composite, OneHot
-from gleanrl.envs.tensordict import is_tensordict_env, needs_carrier
 
 
 class Counter(gym.Env):
@@ -375,22 +373,6 @@ def test_moving_an_environment_marks_its_data():
     assert env.action_spec.device == torch.device("cpu")
 
 
-def test_the_collector_can_take_out_what_is_inside():
-    inner = Counter()
-    source = gym_source(GymEnv(inner, info_keys=["count"], categorical_action_encoding=False))
-    assert source.envs == (inner,)
-    options = source.options
-    assert (source.batch_shape, options.categorical, options.info_keys) == ((), False, ["count"])
-    assert gym_source(GymEnv(Counter, num_envs=2)).batch_shape == (2,)
-    assert gym_source(GymEnv(Counter, device="meta")) is None
-
-
-def test_our_environments_are_recognised():
-    assert is_tensordict_env(GymEnv(Counter()))
-    assert is_tensordict_env(SerialEnv(2, lambda: GymEnv(Counter())))
-    assert not is_tensordict_env(EnvCreator(Counter))
-
-
 def test_the_backend_can_be_set_in_three_ways():
     set_gym_backend("gymnasium").set()
     with set_gym_backend(gym) as backend:
@@ -420,8 +402,6 @@ def test_a_serial_environment_is_a_batch():
 def test_batches_can_be_batched():
     env = SerialEnv(2, lambda: GymEnv(Counter, num_envs=3))
     assert env.rollout(2).shape == (2, 3, 2)
-    assert gym_source(env).batch_shape == (2, 3)
-    assert len(gym_source(env).envs) == 6
     assert env.rand_action().batch_size == (2, 3)
 
 
@@ -449,7 +429,6 @@ def test_torchrl_environments_can_be_batched(make):
     env = SerialEnv(2, make)
     data = env.rollout(6, lambda td: env.rand_action(td), break_when_any_done=False)
     assert data.shape == (2, 6)
-    assert not needs_carrier(env, env.reset())
 
 
 @pytest.mark.parametrize("make", ["CartPole-v1", lambda: gym.make("CartPole-v1")])
@@ -458,7 +437,6 @@ def test_a_serial_env_wraps_what_gymnasium_calls_an_environment(make):
 
 
 def test_only_environments_of_ours_that_agree_are_taken_apart():
-    assert gym_source(SerialEnv(2, CountingEnv)) is None
     kwargs = [{"categorical_action_encoding": flag} for flag in (True, False)]
     with pytest.raises(ConfigError, match="environments 1 and 0 do not declare the same data"):
         SerialEnv(2, lambda **own: GymEnv(Counter(), **own), create_env_kwargs=kwargs)

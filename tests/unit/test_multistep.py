@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from gleanrl import ConfigError
-from gleanrl.engine.multistep import MultiStep
-from gleanrl.engine.trajectories import split_trajectories
+from gleanrl.collectors.utils import split_trajectories
+from gleanrl.data.postprocs import MultiStep
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # importing torchrl warns about its own classes

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from policies_rig import OBS, layout, make, plain, probe_of, run, same, windows
+from policies_rig import OBS, layout, make, plain, run, same, windows
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
@@ -21,7 +21,6 @@ from torchrl.modules import MLP
 from gleanrl import Collector, PolicyError, PolicyTypeError
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 from gleanrl.core.protocols import Policy
-from gleanrl.policies import make_policy
 
 FLOATS = ((3,), torch.float32)
 PIXELS = Field(("pixels",), (2, 2), torch.float32)
@@ -393,7 +392,7 @@ def test_nested_keys_are_read_and_written():
 def test_policies_are_policies():
     made: list[Policy] = [
         make(nn.Linear(4, 3), layout((5,), FLOATS)),
-        make_policy(None, env=layout(), random=print, probe=probe_of(layout())),
+        make(None, layout(), random=print),
     ]
     for policy in made:
         assert policy.outputs

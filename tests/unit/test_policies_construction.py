@@ -164,7 +164,7 @@ def test_an_already_compiled_policy_is_called_with_a_tensordict():
 def test_a_cuda_graph_needs_cuda():
     policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
     with pytest.raises(ConfigError, match="needs a policy on a CUDA device, this one is on cpu"):
-        make(policy, layout((5,), FLOATS), cudagraph_policy=True, policy_device="cpu")
+        make(policy, layout((5,), FLOATS), cudagraph_policy=True, device="cpu")
 
 
 @pytest.mark.parametrize("name", ["compile_policy", "cudagraph_policy"])
@@ -223,5 +223,5 @@ def test_off_the_cpu_extras_and_states_stay_until_the_rollout_is_over(steps):
 def test_a_policy_is_run_where_its_weights_are():
     policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
     same(policy, layout((5,), FLOATS))
-    ours = make(policy, layout((5,), FLOATS), policy_device="cpu")
+    ours = make(policy, layout((5,), FLOATS), device="cpu")
     assert ours.outputs[0].key == ("action",)

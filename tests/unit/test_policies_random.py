@@ -2,21 +2,21 @@
 
 import pytest
 import torch
-from policies_rig import OBS, layout, no_random, probe_of, run, windows
+from policies_rig import OBS, layout, make, no_random, run, windows
 from tensordict import TensorDict
 from torchrl import data as rl
 
 from gleanrl import PolicyError
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.envs.specs import Bounded, Categorical, Composite
-from gleanrl.policies import RandomActions, RandomPolicy, make_policy
+from gleanrl.data import Bounded, Categorical, Composite
+from gleanrl.policies import RandomActions, RandomPolicy
 
 FLOATS = ((3,), torch.float32)
 SPEC = Bounded(-1.0, 1.0, (3,), dtype=torch.float32)
 
 
 def made(policy, env, random=no_random):
-    return make_policy(policy, env=env, random=random, probe=probe_of(env))
+    return make(policy, env, random=random)
 
 
 @pytest.mark.parametrize("policy", [None, RandomPolicy()])

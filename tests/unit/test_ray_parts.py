@@ -14,7 +14,7 @@ import torch
 from gleanrl import ConfigError, RayCollector, RayWeightSyncScheme, WeightsError, WeightSyncScheme
 from gleanrl.core import messages as m
 from gleanrl.core.layout import Field, Layout
-from gleanrl.engine.slots import SlabSlots
+from gleanrl.engine.batches import BatchOptions, SlabSlots
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.slab import Order, Slab
 from gleanrl.testing import StampedSource
@@ -99,7 +99,7 @@ def large(arena):
 
 def test_a_large_rollout_is_handed_out_where_it_lies_until_a_part_of_the_store_is_lent():
     arena = Arena(Slab([LARGE], [4], Order.TIME), 2)
-    slots, lender = SlabSlots(arena, 2, None), ZeroCopyPolicy(lambda: 9 << 20)
+    slots, lender = SlabSlots(arena, 2, BatchOptions()), ZeroCopyPolicy(lambda: 9 << 20)
     blocks = [large(arena) for _ in range(5)]
     windows = [slots.windows(0)[0]] * 5
     lent = [lender.lend(window, block) for window, block in zip(windows, blocks, strict=True)]

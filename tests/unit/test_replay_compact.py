@@ -129,7 +129,7 @@ def test_rows_are_those_of_a_plain_buffer(kind, size, writes, shared, way):
                 rb.extend(data)
         compare(*buffers)
     storage = buffers[1].storage
-    assert storage.ledger.spare <= storage.ledger.slots
+    assert storage.ring.overflow <= storage.ring.slots
 
 
 @settings(max_examples=40, deadline=None)
@@ -177,16 +177,16 @@ def test_writers_that_interleave_die_and_go_round_each_other(data, size, count):
             reservations = held.pop(data.draw(st.integers(0, len(held) - 1)))
             finish = data.draw(st.sampled_from(["commit", "commit", "revoke"]))
             for rb, reservation in zip(buffers, reservations, strict=True):
-                getattr(rb.storage.ledger, finish)(reservation)
+                getattr(rb.storage.ring, finish)(reservation)
         elif sum(r[0].rows for r in held) < size // 2:
             rows = envs.take(data.draw(st.integers(0, 2)), data.draw(st.integers(1, size // 3)))
             reservations = []
             for rb in buffers:
                 storage = rb.storage
                 values, number = storage.prepare(rows, 0)
-                reservation = storage.ledger.reserve(number)
+                reservation = storage.ring.reserve(number)
                 storage.link(reservation, values, 0, number)
-                for start, stop, ahead in storage.ledger.pieces(reservation.first, number):
+                for start, stop, ahead in storage.ring.pieces(reservation.first, number):
                     storage.write(start, values, ahead, stop - start)
                 reservations.append(reservation)
             held.append(reservations)
@@ -252,7 +252,7 @@ def _cells(data):
 
 
 def _by_age(rb):
-    stamps = rb.storage.ledger.stamps
+    stamps = rb.storage.ring.sequence
     order = [int(place) for place in stamps.argsort() if stamps[place] > 0]
     return rb[order]
 
@@ -305,7 +305,7 @@ def test_rows_of_which_none_follows_another_are_all_kept_apart():
     for _ in range(5):
         rb.extend(data)
         same(rb[:], data)
-    assert rb.storage.ledger.spare == 16
+    assert rb.storage.ring.overflow == 16
 
 
 def test_nan_and_negative_zero_are_compared_as_bits():
@@ -324,7 +324,7 @@ def test_entries_can_be_chosen():
     for compact, once in ((["small"], {("small",)}), (True, {("observation",)})):
         rb = ReplayBuffer(storage=LazyTensorStorage(8, compact=compact))
         rb.extend(data)
-        assert set(rb.storage.rows.layout.once) == once
+        assert set(rb.storage.rows.layout.dedup) == once
         same(rb[:], data)
 
 

@@ -52,7 +52,7 @@ def test_a_deep_copy_has_all_rows_and_goes_its_own_way(kind, shared, written):
         before = rb[:]
         assert (twin[:] == before).all()
         assert twin.extend(rows(100, 4)).tolist() == [
-            (rb.storage.ledger.snapshot()["cursor"] + n) % 20 for n in range(4)
+            (rb.storage.ring.snapshot()["cursor"] + n) % 20 for n in range(4)
         ]
         assert (rb[:] == before).all()
         if held is not None:

@@ -3,46 +3,16 @@
 import contextlib
 import errno
 import fcntl
-import itertools
 import os
 import resource
-import shutil
-import subprocess
 import threading
 
 import pytest
 import torch
+from disk_rig import MB, fill, rows, survives
 from tensordict import TensorDict
 
 from gleanrl import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from gleanrl.cli.dataset import Dataset, DatasetError, DatasetWriter
-
-MB = 1 << 20
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """Return a function that mounts a file system of some bytes."""
-    mounted = []
-
-    def mount(nbytes):
-        path = tmp_path / f"disk{len(mounted)}"
-        path.mkdir()
-        options = f"size={nbytes}"
-        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(path)]
-        if os.geteuid() or not shutil.which("mount") or subprocess.run(command).returncode:
-            pytest.skip("mounting a small file system takes root")
-        mounted.append(path)
-        return path
-
-    yield mount
-    for path in mounted:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def rows(first, count, width=1000):
-    number = torch.arange(first, first + count)
-    return TensorDict({"number": number, "wide": number.unsqueeze(1).expand(-1, width)}, [count])
 
 
 def buffer(count, size=200):
@@ -120,33 +90,6 @@ def test_a_dump_leaves_alone_what_another_is_writing_and_removes_what_the_dead_l
     assert numbers(tmp_path) == list(range(10))
 
 
-def survives(body):
-    """Run ``body`` in a forked child, which a signal may end; return what it returned as text."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writing, str(body()).encode())
-            os._exit(0)
-        except BaseException as err:
-            os.write(writing, repr(err).encode())
-            os._exit(1)
-    os.close(writing)
-    with open(reading, "rb") as answer:
-        said = answer.read().decode()
-    status = os.waitpid(child, 0)[1]
-    assert status == 0, (status, said)
-    return said
-
-
-def fill(disk):
-    with (
-        (disk / "other").open("wb", buffering=0) as other,
-        pytest.raises(OSError, match="No space"),
-    ):
-        list(map(other.write, itertools.repeat(bytes(65536))))
-
-
 def successive(first, count, shift):
     """Rows whose successors are what the next rows begin with if ``shift`` is 1."""
     wide = torch.arange(first, first + count).unsqueeze(1).expand(-1, 1000)
@@ -195,33 +138,3 @@ def test_a_storage_larger_than_its_disk_has_left_is_an_error(small_disk, monkeyp
     assert len(rb) == 0
     rb.extend(rows(0, 10, width=10))  # rows that have room: nothing of the first try stays
     assert len(rb) == 10
-
-
-def test_a_dataset_whose_disk_fills_up_is_whole(small_disk):
-    disk = small_disk(4 * MB)
-
-    def body():
-        writer = DatasetWriter(disk / "data", 300)
-        for first in range(0, 300, 10):
-            writer.write(rows(first, 10), dict)
-            if not first:
-                fill(disk)
-        writer.finish("complete", {})
-        return writer.frames
-
-    assert survives(body) == "300"
-    dataset = Dataset(disk / "data")
-    assert (dataset.card.status, dataset.card.frames) == ("complete", 300)
-    assert dataset.read(("number",)).tolist() == list(range(300))
-    assert TensorDict.load_memmap(disk / "data").shape == (300,)
-
-
-def test_a_dataset_that_does_not_fit_is_refused_before_any_frame(small_disk, monkeypatch):
-    disk = small_disk(MB)
-    status = shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: status)  # others take it meanwhile
-    writer = DatasetWriter(disk / "data", 300)
-    with pytest.raises(DatasetError, match="cannot be reserved.*No space left"):
-        writer.write(rows(0, 10), dict)
-    writer.finish("failed", {})
-    assert list(disk.iterdir()) == []

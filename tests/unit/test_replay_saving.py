@@ -294,7 +294,7 @@ def test_loading_again_and_again_wears_nothing_out():
         target.load_state_dict(source.state_dict())
         target.load_state_dict(source.state_dict())
         source = target
-    assert source.storage.ledger.snapshot()["cursor"] < 10_000
+    assert source.storage.ring.snapshot()["cursor"] < 10_000
     assert sorted(source[:]["number"].tolist()) == [2, 3, 4, 5, 6]
     assert source.write_count == 7
 

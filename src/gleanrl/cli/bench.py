@@ -2,44 +2,128 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from gleanrl.cli.bench_report import Result, Results, make_progress, print_results, write_results
-from gleanrl.cli.codes import INTERRUPTED
+from gleanrl.cli.collect import versions
+from gleanrl.cli.display import Display, print_table
+from gleanrl.cli.main import INTERRUPTED
+from gleanrl.cli.options import BenchOptions
 from gleanrl.cli.policies import load_policy
-from gleanrl.cli.settings import Setting, default_workers, usable_cores
-from gleanrl.collectors.base import BaseCollector
+from gleanrl.cli.topology import Topology, default_workers, usable_cores
+from gleanrl.collectors import BaseCollector
 from gleanrl.core.errors import ConfigError, WorkerError
+from gleanrl.memory import tensor_files
 
 _PILOT_STEPS = 4
 _PILOT_SECONDS = 0.3
 _BATCHES = 10
 """A setting makes at least about this many batches."""
+_HEADERS = ("", "setting", "frames/s", "of best", "start")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """What the command line asked for."""
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How fast one setting was."""
+
+    topology: Topology
+    frames_per_batch: int
+    frames: int = 0
+    seconds: float = 0.0
+    start_s: float = 0.0
+    """Seconds from the call to the first batch."""
+    error: str | None = None
+    """Why there is no figure."""
+
+    @property
+    def rate(self) -> float:
+        """Frames per second."""
+        return self.frames / self.seconds if self.seconds else 0.0
+
+
+@dataclass(slots=True)
+class Results:
+    """All that was measured."""
 
     env: str
-    policy: str = "random"
-    seconds: float = 3.0
-    """How long each setting runs."""
-    workers: tuple[int, ...] | None = None
-    """``None`` for numbers that suit the machine."""
-    num_envs: tuple[int, ...] = (1, 4, 16)
-    out: Path | None = None
+    policy: str
+    seconds: float
+    cores: int
+    rows: list[Result] = field(default_factory=list)
+
+    @property
+    def best(self) -> Result | None:
+        """The fastest, ``None`` if nothing could be measured."""
+        return max((row for row in self.rows if row.rate), key=lambda row: row.rate, default=None)
+
+    def asynchronous_twin(self) -> Topology | None:
+        """Return the fastest setting with workers, made asynchronous."""
+        found = [row for row in self.rows if row.rate and row.topology.workers]
+        if not found:
+            return None
+        return replace(max(found, key=lambda row: row.rate).topology, asynchronous=True)
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Return the table row by row, as text."""
+        best = self.best
+        rows: list[tuple[str, ...]] = []
+        for row in self.rows:
+            if row.error is not None or best is None:
+                rows.append(("", str(row.topology), "failed", "", ""))
+                continue
+            mark = "best" if row is best else ""
+            share = f"{100 * row.rate / best.rate:.0f} %"
+            start = f"{row.start_s:.2f} s"
+            rows.append((mark, str(row.topology), f"{row.rate:,.0f}", share, start))
+        return rows
+
+    def advice(self) -> list[tuple[str, str]]:
+        """Return what failed, and what to use."""
+        lines = [("failed", f"{row.topology}: {row.error}") for row in self.rows if row.error]
+        best = self.best
+        if best is not None:
+            lines.append(("command", best.topology.command(self.env, self.policy)))
+            call = best.topology.call(self.env, self.policy, best.frames_per_batch)
+            lines.append(("in Python", call))
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        best = self.best
+        return {
+            "format": "gleanrl-bench",
+            "env": self.env,
+            "policy": self.policy,
+            "seconds_per_setting": self.seconds,
+            "cores": self.cores,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+            "settings": [_row_json(row, best) for row in self.rows],
+            **dict(line for line in self.advice() if line[0] == "command"),
+            "best": None if best is None else self.rows.index(best),
+        }
 
 
-class Watch(Protocol):
-    """Is told how a measurement goes."""
-
-    def show(self, share: float, rate: float) -> None:
-        """Show how much of the time has passed and how many frames came per second."""
+def _row_json(row: Result, best: Result | None) -> dict[str, Any]:
+    failed = row.error is not None or best is None
+    return {
+        "workers": row.topology.workers,
+        "num_envs": row.topology.num_envs,
+        "async": row.topology.asynchronous,
+        "frames_per_batch": row.frames_per_batch,
+        "frames": row.frames,
+        "seconds": round(row.seconds, 3),
+        "frames_per_second": None if failed else round(row.rate, 1),
+        "relative": None if failed or best is None else round(row.rate / best.rate, 4),
+        "start_seconds": None if failed else round(row.start_s, 3),
+        "error": row.error,
+    }
 
 
 def run(options: BenchOptions) -> int:
@@ -49,46 +133,31 @@ def run(options: BenchOptions) -> int:
         ConfigError: an option is wrong or the environment is not known.
         Exception: what the environment or the policy raises, already in this process.
     """
-    check_file(options.out)
+    _check_file(options.out)
     policy = load_policy(options.policy)
     cores = usable_cores()
-    settings = plan(options, cores)
     results = Results(options.env, options.policy, options.seconds, cores)
     code = 0
     try:
-        with make_progress(options.env, len(settings) + 1) as progress:
-            pace = _pilot(options, policy)
-            for setting in settings:
-                progress.begin(setting)
-                results.add(_tried(setting, options, policy, pace, progress))
-                progress.end(results.rows[-1])
-            twin = results.asynchronous_twin()
-            if twin is not None:
-                progress.begin(twin)
-                results.add(_tried(twin, options, policy, pace, progress))
-                progress.end(results.rows[-1])
+        _measure_all(options, policy, results)
     except KeyboardInterrupt:
         if not results.rows:
             raise
         code = INTERRUPTED
-    print_results(results)
+    print_table(results.cells(), _HEADERS, numbers_from=2)
+    print_table([("cores", str(cores)), *results.advice()])
     if options.out is not None:
-        write_results(options.out, results)
+        tensor_files.replace(options.out, json.dumps(results.as_json(), indent=2) + "\n")
     return code
 
 
-def plan(options: BenchOptions, cores: int) -> list[Setting]:
+def plan(options: BenchOptions, cores: int) -> list[Topology]:
     """Return the settings to try: in this process, then with workers."""
     workers = default_workers(cores) if options.workers is None else options.workers
-    return [Setting(number, envs) for number in (0, *workers) for envs in options.num_envs]
+    return [Topology(number, envs) for number in (0, *workers) for envs in options.num_envs]
 
 
-def check_file(path: Path | None) -> None:
-    """Check that figures can be written to ``path``.
-
-    Raises:
-        ConfigError: it exists, or cannot be made.
-    """
+def _check_file(path: Path | None) -> None:
     if path is None:
         return
     if path.exists() or path.is_symlink():
@@ -97,21 +166,44 @@ def check_file(path: Path | None) -> None:
         raise ConfigError(f"--out {path}: {path.parent} is not a directory that can be written to")
 
 
-def _pilot(options: BenchOptions, policy: Any) -> float:
-    """Return roughly how many steps one environment makes per second here."""
-    setting = Setting()
-    with setting.make(options.env, policy, _PILOT_STEPS) as collector:
-        frames, seconds = collect_for(collector, min(_PILOT_SECONDS, options.seconds))
-    return frames / seconds
+def _measure_all(options: BenchOptions, policy: Any, results: Results) -> None:
+    """Measure the planned settings, and the fastest of those with workers asynchronously."""
+    total = len(plan(options, results.cores)) + 1
+    with Display(options.env, total) as display:
+        # Roughly how many steps one environment makes per second here.
+        with Topology().make(options.env, policy, _PILOT_STEPS) as collector:
+            frames, seconds = _collect_for(collector, min(_PILOT_SECONDS, options.seconds))
+        for done, setting in enumerate(_settings(options, results)):
+            display.show(done, f"{setting}: starting")
+
+            def watch(share: float, rate: float, done: int = done, name: Any = setting) -> None:
+                display.show(done + share, f"{name}: {rate:,.0f} frames/s")
+
+            result = _measure(setting, options, policy, frames / seconds, watch)
+            results.rows.append(result)
+            rate = f"{result.rate:,.0f} frames/s" if result.error is None else "failed"
+            text = f"{setting}: {rate}"
+            display.show(done + 1, text, f" {done + 1}/{total}: {text}")
 
 
-def _tried(
-    setting: Setting, options: BenchOptions, policy: Any, pace: float, watch: Watch
+def _settings(options: BenchOptions, results: Results) -> Iterator[Topology]:
+    yield from plan(options, results.cores)
+    twin = results.asynchronous_twin()  # of what has been measured by now
+    if twin is not None:
+        yield twin
+
+
+def _measure(
+    setting: Topology,
+    options: BenchOptions,
+    policy: Any,
+    pace: float,
+    watch: Callable[[float, float], None],
 ) -> Result:
     """Measure a setting; one that cannot run (too much memory, say) is a result too."""
     # Batches of a size that `collect` would use, unless the environment is slow.
     most = max(1, int(pace * options.seconds / _BATCHES / setting.num_envs))
-    frames = setting.steps(most) * setting.lanes
+    frames = setting.steps(most) * setting.num_envs_total
     blank = Result(setting, frames)
     start = time.perf_counter()
     try:
@@ -120,7 +212,7 @@ def _tried(
             started = time.perf_counter() - start
             for _ in range(setting.workers if setting.asynchronous else 0):
                 collector.next()  # what was made while others were starting
-            count, seconds = collect_for(collector, options.seconds, watch)
+            count, seconds = _collect_for(collector, options.seconds, watch)
     except WorkerError as err:
         return replace(blank, error=err.headline)
     except Exception as err:
@@ -128,8 +220,10 @@ def _tried(
     return replace(blank, frames=count, seconds=seconds, start_s=started)
 
 
-def collect_for(
-    collector: BaseCollector, seconds: float, watch: Watch | None = None
+def _collect_for(
+    collector: BaseCollector,
+    seconds: float,
+    watch: Callable[[float, float], None] = lambda share, rate: None,
 ) -> tuple[int, float]:
     """Take batches for about ``seconds``; return frames and the seconds they took."""
     frames, start = 0, time.perf_counter()
@@ -139,7 +233,6 @@ def collect_for(
         frames += batch.numel()
         del batch  # its memory is used again
         passed = time.perf_counter() - start
-        if watch is not None:
-            watch.show(min(1.0, passed / seconds), frames / passed)
+        watch(min(1.0, passed / seconds), frames / passed)
         if passed >= seconds:
             return frames, passed

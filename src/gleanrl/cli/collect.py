@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import platform
 import secrets
-import shlex
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,65 +18,39 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl import __version__
-from gleanrl.cli.codes import INTERRUPTED
 from gleanrl.cli.dataset import DatasetWriter, check_target, size
-from gleanrl.cli.episodes import EpisodeStats, Summary
+from gleanrl.cli.display import Display, plural, print_table
+from gleanrl.cli.episodes import EpisodeStats, describe_episodes, summary
+from gleanrl.cli.main import INTERRUPTED
+from gleanrl.cli.options import CollectOptions
 from gleanrl.cli.policies import load_policy
-from gleanrl.cli.progress import Display, Moment, make_display, print_facts
-from gleanrl.cli.settings import Setting
-from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.multi import MultiAsyncCollector
+from gleanrl.cli.topology import Topology
+from gleanrl.collectors import BaseCollector, Interruptor, MultiAsyncCollector
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import MASK
-from gleanrl.engine.interruptor import Interruptor
 
 _RECENT = 100
-_LIBRARIES = ("torch", "tensordict", "gymnasium", "numpy")
+"""Episodes that the display averages over."""
+_LINE_EVERY_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectOptions:
-    """What the command line asked for."""
-
-    env: str
-    policy: str = "random"
-    num_envs: int = 1
-    """Environments of each worker."""
-    workers: int | None = None
-    """Worker processes; ``None`` to collect in this one."""
-    asynchronous: bool = False
-    explain: bool = False
-    """Say what is called as it is, and collect nothing."""
-    backend: str = "process"
-    """Where workers are: ``"process"``, ``"distributed"`` or ``"ray"``."""
-    nodes: int | None = None
-    """How many there are, unless they are processes."""
-    launcher: str = "mp"
-    """What starts distributed nodes."""
-    frames: int = 10_000
-    frames_per_batch: int | None = None
-    """``None`` for a size that shows progress often and divides ``frames`` well."""
-    seed: int | None = None
-    """``None`` for any; it is drawn and told, so that the run can be repeated."""
-    out: Path | None = None
-    command: str = ""
-
-    @property
-    def setting(self) -> Setting:
-        """The environments and the processes they are in."""
-        count = self.workers or self.nodes or 0
-        return Setting(count, self.num_envs, self.asynchronous, self.backend, self.launcher)
+def topology(options: CollectOptions) -> Topology:
+    """Return the environments that were asked for, and the processes they are in."""
+    count = options.workers or options.nodes or 0
+    return Topology(
+        count, options.num_envs, options.asynchronous, options.backend, options.launcher
+    )
 
 
 def plan(options: CollectOptions) -> tuple[int, int]:
     """Return frames per batch and frames in total, both rounded up to whole steps and batches."""
-    setting = options.setting
-    envs = setting.lanes
+    where = topology(options)
+    envs = where.num_envs_total
     if options.frames_per_batch is not None:
         batch = -(-options.frames_per_batch // envs) * envs
         return batch, -(-options.frames // batch) * batch
     steps = -(-options.frames // envs)
-    most = setting.steps(steps)
+    most = where.steps(steps)
     # Of the sizes up to twice as small, the one that overshoots least, then the largest.
     best = min(range((most + 1) // 2, most + 1), key=lambda size: (-steps % size, -size))
     return best * envs, -(-steps // best) * best * envs
@@ -109,13 +80,11 @@ class Run:
         """Prepare to collect ``total`` frames."""
         self.stats = EpisodeStats()
         self.total = total
-        self.seconds = 0.0
-        self.writer: DatasetWriter | None = None
+        self.writer = None if options.out is None else DatasetWriter(options.out, total)
+        self._seconds = 0.0
         self._options = options
         self._seed = seed
         self._created = datetime.now(UTC).isoformat(timespec="seconds")
-        if options.out is not None:
-            self.writer = DatasetWriter(options.out, total)
 
     def collect(self, collector: BaseCollector, interruptor: Interruptor, display: Display) -> None:
         """Take batches until all frames are there or ``interruptor`` says stop."""
@@ -125,14 +94,15 @@ class Run:
             self._take(batch)
             # The collector uses the batch's memory again once nobody holds it.
             del batch
-            self.seconds = time.perf_counter() - start
-            display.show(self._moment())
+            self._seconds = time.perf_counter() - start
+            text = describe_progress(self.stats, self.total, self._seconds)
+            display.show(self.stats.frames, text, f": {text}")
             if interruptor.collection_stopped() and drained(collector):
                 break
 
-    def _moment(self) -> Moment:
-        stats = self.stats
-        return Moment(stats.frames, self.total, self.seconds, stats.episodes, stats.recent(_RECENT))
+    @property
+    def _rate(self) -> float:
+        return self.stats.frames / self._seconds if self._seconds else 0.0
 
     def _take(self, batch: TensorDictBase) -> None:
         self.stats.update(batch)
@@ -144,14 +114,12 @@ class Run:
             frames = frames[mask.reshape(-1)]
         self.writer.write(frames, self.facts)
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Return what the card says beside the layout of the data."""
-        returns, lengths = Summary.of(self.stats.returns), Summary.of(self.stats.lengths)
-        rate = self.stats.frames / self.seconds if self.seconds else 0.0
         return {
             "env": self._options.env,
             "num_envs": self._options.num_envs,
-            "workers": self._options.setting.workers,
+            "workers": topology(self._options).workers,
             "backend": self._options.backend,
             "async": self._options.asynchronous,
             "policy": self._options.policy,
@@ -159,30 +127,40 @@ class Run:
             "command": self._options.command,
             "created": self._created,
             "versions": versions(),
-            "seconds": round(self.seconds, 3),
-            "frames_per_second": round(rate, 1),
+            "seconds": round(self._seconds, 3),
+            "frames_per_second": round(self._rate, 1),
             "episodes": self.stats.episodes,
-            "returns": returns and returns.as_json(),
-            "lengths": lengths and lengths.as_json(),
+            "returns": summary(self.stats.returns),
+            "lengths": summary(self.stats.lengths),
         }
 
     def report(self) -> list[tuple[str, str]]:
         """Return what is printed at the end."""
-        options, stats = self._options, self.stats
-        rate = stats.frames / self.seconds if self.seconds else 0.0
+        options, frames = self._options, self.stats.frames
         lines = [
             ("environment", options.env),
-            ("setting", str(options.setting)),
+            ("setting", str(topology(options))),
             ("policy", options.policy),
             ("seed", str(self._seed)),
-            ("frames", f"{stats.frames:,} in {self.seconds:,.1f} s ({rate:,.0f} per second)"),
-            *describe_episodes(stats),
+            ("frames", f"{frames:,} in {self._seconds:,.1f} s ({self._rate:,.0f} per second)"),
+            *describe_episodes(self.stats),
         ]
-        if stats.frames < self.total:
-            lines.append(("interrupted", f"{self.total - stats.frames:,} frames were left"))
+        if frames < self.total:
+            lines.append(("interrupted", f"{self.total - frames:,} frames were left"))
         if self.writer is not None and self.writer.frames:
             lines.append(("data", f"{options.out} ({size(self.writer.nbytes)})"))
         return lines
+
+
+def describe_progress(stats: EpisodeStats, total: int, seconds: float) -> str:
+    """Say in one line how far ``seconds`` of collecting have come."""
+    rate = stats.frames / seconds if seconds else 0.0
+    percent = 100 * stats.frames // max(total, 1)
+    parts = [f"{stats.frames:,}/{total:,} frames ({percent}%)", f"{rate:,.0f} frames/s"]
+    parts.append(plural(stats.episodes, "episode"))
+    recent = stats.recent(_RECENT)
+    parts += [] if recent is None else [f"return {recent[0]:,.1f}", f"length {recent[1]:,.1f}"]
+    return ", ".join(parts)
 
 
 def run(options: CollectOptions) -> int:
@@ -201,7 +179,7 @@ def run(options: CollectOptions) -> int:
     policy = load_policy(options.policy)
     frames_per_batch, total = plan(options)
     interruptor = Interruptor()
-    with options.setting.make(
+    with topology(options).make(
         options.env, policy, frames_per_batch, total, interruptor
     ) as collector:
         if options.explain:
@@ -209,10 +187,10 @@ def run(options: CollectOptions) -> int:
             return 0
         collector.set_seed(seed)
         task = Run(options, seed, total)
-        display = make_display(options.env, total)
+        display = Display(options.env, total, _LINE_EVERY_S)
         with _recording(task), display, _stop_on_interrupt(interruptor):
             task.collect(collector, interruptor, display)
-    print_facts(task.report())
+    print_table(task.report())
     return INTERRUPTED if task.stats.frames < total else 0
 
 
@@ -269,30 +247,7 @@ def _stop_on_interrupt(interruptor: Interruptor) -> Iterator[None]:
 def versions() -> dict[str, str]:
     """Return the versions of what took part."""
     found = {"gleanrl": __version__, "python": platform.python_version()}
-    for name in _LIBRARIES:
+    for name in ("torch", "tensordict", "gymnasium", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
-
-
-def describe_episodes(stats: EpisodeStats) -> list[tuple[str, str]]:
-    """Return lines about the episodes that ended."""
-    lines = [("episodes", f"{stats.episodes:,}")]
-    for name, values in (("return", stats.returns), ("length", stats.lengths)):
-        summary = Summary.of(values)
-        if summary is not None:
-            lines.append((name, spell(summary)))
-    return lines
-
-
-def spell(summary: Summary) -> str:
-    """Spell a summary in one line."""
-    return (
-        f"mean {summary.mean:,.1f}, std {summary.std:,.1f}, "
-        f"min {summary.min:,.1f}, max {summary.max:,.1f}"
-    )
-
-
-def command_line(arguments: list[str]) -> str:
-    """Spell a command as it can be typed again."""
-    return shlex.join(["gleanrl", *arguments])

@@ -1,33 +1,132 @@
 """Frames on disk: written batch by batch, read back as plain memory.
 
 A dataset is a memory-mapped TensorDict of ``[frames]`` rows, so `TensorDict.load_memmap` opens it,
-and a card. `Dataset` reads the raw files by what the card says and never unpickles anything, so it
-can look at a directory from anywhere.
+and ``card.json``, which says what the raw files hold and where they came from. `Dataset` reads the
+files by what the card says and never unpickles anything, so a directory may come from anyone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_tensor
 
-from gleanrl.cli.card import CARD, Card, Column, DatasetError, card_text, read_card
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.memory import tensor_files
+from gleanrl.memory.tensor_files import TensorFile, TensorFileError
 
+CARD = "card.json"
+_FORMAT = "gleanrl-dataset"
+_VERSION = 1
+_STATUSES = ("collecting", "complete", "interrupted", "failed")
 _CARD_EVERY_S = 2.0
 _ROOM, _ROOM_NBYTES = ".room", 1 << 16
 """Room for the last card, if the disk is full by then: a file that is removed before, per entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """A card that was read: what matters for reading the data is checked, the rest is as found."""
+
+    status: str
+    frames: int
+    """Frames collected."""
+    rows: int
+    """Frames the files have room for; more than ``frames`` if collection was cut short."""
+    files: tuple[TensorFile, ...]
+    """One per entry; each describes one row."""
+    facts: Mapping[str, Any]
+    """The whole card. Nothing in it may be trusted."""
+
+    @classmethod
+    def read(cls, directory: Path) -> Metadata:
+        """Read and check the card of ``directory``.
+
+        Raises:
+            TensorFileError: it is missing, is not a card, or contradicts itself.
+        """
+        path = directory / CARD
+        if not path.is_file():
+            raise TensorFileError(
+                f"{directory} has no {CARD}, so it was not written by 'gleanrl collect --out'"
+            )
+        facts = tensor_files.read_description(path)
+        if facts.get("format") != _FORMAT:
+            raise TensorFileError(
+                f"{path} is not the card of a dataset (its 'format' is not {_FORMAT!r})"
+            )
+        version, status, entries = (
+            facts.get(name) for name in ("format_version", "status", "keys")
+        )
+        if version != _VERSION:
+            raise TensorFileError(
+                f"{path} has format version {version!r}; this release reads {_VERSION}"
+            )
+        frames, rows = (_count(path, facts, name) for name in ("frames", "rows"))
+        if frames > rows:
+            raise TensorFileError(f"{path}: {frames:,} frames cannot be in files of {rows:,} rows")
+        if status not in _STATUSES:
+            raise TensorFileError(f"{path}: 'status' ({status!r}) is none of {_STATUSES}")
+        if not isinstance(entries, list):
+            raise TensorFileError(f"{path}: 'keys' must be a list")
+        files = tuple(TensorFile.from_json(entry, path) for entry in entries)
+        return cls(status, frames, rows, files, facts)
+
+
+def _count(path: Path, facts: Mapping[str, Any], name: str) -> int:
+    value = facts.get(name)
+    if not tensor_files.is_count(value):
+        raise TensorFileError(f"{path}: {name!r} ({value!r:.50}) must be a whole number, 0 or more")
+    return value
+
+
+class Dataset:
+    """A dataset opened for reading."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the card and check that the files are there and have the right size.
+
+        Raises:
+            ConfigError: there is no such directory.
+            TensorFileError: a file is missing, leads out of the directory or has another size.
+        """
+        if not directory.is_dir():
+            raise ConfigError(f"{directory} is not a directory")
+        self.directory = directory
+        self.metadata = Metadata.read(directory)
+        rows = self.metadata.rows
+        self._found = {f.key: (f, f.locate(directory, rows)) for f in self.metadata.files}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all frames."""
+        return self.metadata.frames * sum(file.nbytes for file in self.metadata.files)
+
+    def keys(self) -> tuple[Key, ...]:
+        """Return the keys of all entries."""
+        return tuple(self._found)
+
+    def read(self, key: Key) -> torch.Tensor:
+        """Return an entry as ``[frames, ...]``; it is mapped from its file and cannot change it.
+
+        Raises:
+            KeyError: there is no such entry.
+        """
+        if key not in self._found:
+            known = list(self._found)
+            raise KeyError(f"{format_key(key)} is not in {self.directory}; it has {known}")
+        file, path = self._found[key]
+        return file.load(path, self.metadata.frames)
 
 
 class DatasetWriter:
@@ -48,7 +147,7 @@ class DatasetWriter:
         check_target(directory)
         # Whatever runs while data are collected may change the working directory.
         directory = directory.resolve()
-        self._own = [up for up in (directory, *directory.parents) if not up.exists()]
+        self._created = [up for up in (directory, *directory.parents) if not up.exists()]
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as err:
@@ -60,28 +159,36 @@ class DatasetWriter:
         self._capacity = capacity
         self._clock = clock
         self._card_due = 0.0
-        self._columns: dict[Key, Column] = {}
-        self._files: dict[Key, torch.Tensor] = {}
+        self._files: list[TensorFile] = []
+        self._mapped: dict[Key, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the frames written."""
-        return self.frames * sum(column.row_nbytes for column in self._columns.values())
+        return self.frames * sum(file.nbytes for file in self._files)
 
     def write(self, frames: TensorDictBase, facts: Callable[[], Mapping[str, Any]]) -> None:
         """Append ``frames`` ``[K]``; now and then, put what ``facts`` returns on the card.
 
         Raises:
-            DatasetError: there is not enough room, or the frames cannot be stored as arrays.
+            TensorFileError: there is not enough room, or the frames cannot be stored as arrays.
         """
-        frames = _dense(frames)
-        if not self._files:
+        if not isinstance(frames, TensorDict):
+            try:
+                frames = frames.contiguous()
+            except RuntimeError as err:
+                raise TensorFileError(
+                    "entries whose shape changes from frame to frame cannot be written with --out"
+                ) from err
+        if not self._mapped:
             self._reserve(frames)
         stop = self.frames + frames.shape[0]
         if stop > self._capacity:
-            raise DatasetError(f"{stop:,} frames do not fit into the {self._capacity:,} reserved")
-        for key, file in self._files.items():
-            file[self.frames : stop].copy_(frames.get(key))
+            raise TensorFileError(
+                f"{stop:,} frames do not fit into the {self._capacity:,} reserved"
+            )
+        for key, tensor in self._mapped.items():
+            tensor[self.frames : stop].copy_(frames.get(key))
         # Counted once complete: an interrupt above leaves a dataset without this batch.
         self.frames = stop
         now = self._clock()
@@ -100,11 +207,11 @@ class DatasetWriter:
             OSError: the disk is full; the files are as the last card says.
         """
         if not self.frames:
-            self._files.clear()
+            self._mapped.clear()
             self._discard()
-        if not self._files:
+        if not self._mapped:
             return
-        self._files.clear()
+        self._mapped.clear()
         texts = {self.directory / CARD: self._card(status, self.frames, facts)}
         if self.frames < self._capacity:
             texts |= self._cut_descriptions()
@@ -115,8 +222,8 @@ class DatasetWriter:
                 drafts[path] = tensor_files.prepare(path, text)
                 undo.callback(drafts[path].unlink, missing_ok=True)
             if self.frames < self._capacity:
-                for column in self._columns.values():
-                    os.truncate(self.directory / column.file, self.frames * column.row_nbytes)
+                for file in self._files:
+                    os.truncate(self.directory / file.file, self.frames * file.nbytes)
             for path, draft in drafts.items():
                 tensor_files.publish(draft, path)
 
@@ -125,21 +232,21 @@ class DatasetWriter:
         row = sum(frames.get(key)[:1].nbytes for key in keys)
         free = shutil.disk_usage(self.directory).free
         if row * self._capacity > free:
-            raise DatasetError(
+            raise TensorFileError(
                 f"{self._capacity:,} frames take {size(row * self._capacity)} but {self.directory} "
                 f"has {size(free)} left; collect fewer --frames"
             )
         room = frames[:1].expand(self._capacity).memmap_like(prefix=str(self.directory))
-        files = {}
+        mapped, files = {}, []
         for key in keys:
-            file = room.get(key)
-            assert isinstance(file, MemoryMappedTensor)
-            self._take_room(Path(file.filename), self._capacity * frames.get(key)[:1].nbytes)
-            name = Path(file.filename).relative_to(self.directory).as_posix()
-            self._columns[key] = Column(key, tuple(file.shape[1:]), file.dtype, name)
-            files[key] = file.as_subclass(torch.Tensor)
+            tensor = room.get(key)
+            assert isinstance(tensor, MemoryMappedTensor)
+            name = Path(tensor.filename).relative_to(self.directory).as_posix()
+            files.append(TensorFile(key, tuple(tensor.shape[1:]), tensor.dtype, name))
+            self._take_room(Path(tensor.filename), self._capacity * files[-1].nbytes)
+            mapped[key] = tensor.as_subclass(torch.Tensor)
         self._take_room(self.directory / _ROOM, _ROOM_NBYTES * (1 + len(keys)))
-        self._files = files
+        self._mapped, self._files = mapped, files
 
     def _take_room(self, path: Path, nbytes: int) -> None:
         path.touch()
@@ -147,7 +254,7 @@ class DatasetWriter:
             try:
                 tensor_files.take_room(file.fileno(), 0, nbytes)
             except OSError as err:
-                raise DatasetError(
+                raise TensorFileError(
                     f"{size(nbytes)} for {path.name} of {self._capacity:,} frames cannot be "
                     f"reserved in {self.directory} ({err.strerror}); collect fewer --frames"
                 ) from err
@@ -158,13 +265,13 @@ class DatasetWriter:
             for file in self.directory.rglob(pattern):
                 file.unlink(missing_ok=True)
         folders = [path for path in self.directory.rglob("*") if path.is_dir()]
-        for folder in (*sorted(folders, reverse=True), *self._own):
+        for folder in (*sorted(folders, reverse=True), *self._created):
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
     def _cut_descriptions(self) -> dict[Path, str]:
         """Return what tensordict's own description of each folder is to say."""
-        folders = {up for column in self._columns.values() for up in Path(column.file).parents}
+        folders = {up for file in self._files for up in Path(file.file).parents}
         texts = {}
         for meta in (self.directory / folder / "meta.json" for folder in folders):
             content = json.loads(meta.read_text())
@@ -175,33 +282,22 @@ class DatasetWriter:
         return texts
 
     def _card(self, status: str, rows: int, facts: Mapping[str, Any]) -> str:
-        columns = [column.as_json() for column in self._columns.values()]
-        known = {"status": status, "frames": self.frames, "rows": rows}
-        return card_text({**known, **facts, "keys": columns})
+        head = {"format": _FORMAT, "format_version": _VERSION}
+        counts = {"status": status, "frames": self.frames, "rows": rows}
+        keys = [file.to_json() for file in self._files]
+        return json.dumps({**head, **counts, **facts, "keys": keys}, indent=2) + "\n"
 
 
 def _tensor_keys(frames: TensorDictBase) -> list[Key]:
     entries = {as_key(key): value for key, value in frames.items(include_nested=True)}
-    plain = (torch.Tensor, TensorDictBase)
     odd = [
         format_key(key)
         for key, value in entries.items()
-        if is_non_tensor(value) or not isinstance(value, plain)
+        if is_non_tensor(value) or not isinstance(value, (torch.Tensor, TensorDictBase))
     ]
     if odd:
-        raise DatasetError(f"{', '.join(odd)} cannot be written with --out: not a tensor")
+        raise TensorFileError(f"{', '.join(odd)} cannot be written with --out: not a tensor")
     return [key for key, value in entries.items() if isinstance(value, torch.Tensor)]
-
-
-def _dense(frames: TensorDictBase) -> TensorDictBase:
-    if isinstance(frames, TensorDict):
-        return frames
-    try:
-        return frames.contiguous()
-    except RuntimeError as err:
-        raise DatasetError(
-            "entries whose shape changes from frame to frame cannot be written with --out"
-        ) from err
 
 
 def check_target(directory: Path) -> None:
@@ -215,67 +311,6 @@ def check_target(directory: Path) -> None:
             raise ConfigError(f"--out {directory} is not empty; choose a new directory")
     elif directory.exists() or directory.is_symlink():
         raise ConfigError(f"--out {directory} is not a directory")
-
-
-class Dataset:
-    """A dataset opened for reading."""
-
-    def __init__(self, directory: Path) -> None:
-        """Read the card and check that the files are there and have the right size.
-
-        Raises:
-            ConfigError: there is no such directory.
-            DatasetError: a file is missing, leads out of the directory or has another size.
-        """
-        if not directory.is_dir():
-            raise ConfigError(f"{directory} is not a directory")
-        self.directory = directory
-        self.card: Card = read_card(directory)
-        self._paths = {column.key: self._locate(column) for column in self.card.columns}
-
-    def _locate(self, column: Column) -> Path:
-        root = self.directory.resolve()
-        path = (root / column.file).resolve()
-        if not path.is_relative_to(root):
-            raise DatasetError(f"{column.file!r} of {self.directory} leads out of the dataset")
-        if not path.is_file():
-            raise DatasetError(
-                f"{self.directory} has no file {column.file!r}, which its card names"
-            )
-        expected, found = self.card.rows * column.row_nbytes, path.stat().st_size
-        if found != expected:
-            raise DatasetError(
-                f"{column.file!r} of {self.directory} has {found:,} bytes; {self.card.rows:,} rows "
-                f"of {format_key(column.key)} take {expected:,}"
-            )
-        return path
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all frames."""
-        return self.card.frames * sum(column.row_nbytes for column in self.card.columns)
-
-    def keys(self) -> tuple[Key, ...]:
-        """Return the keys of all entries."""
-        return tuple(self._paths)
-
-    def read(self, key: Key) -> torch.Tensor:
-        """Return an entry as ``[frames, ...]``; it is mapped from its file and cannot change it.
-
-        Raises:
-            KeyError: there is no such entry.
-        """
-        column = next((column for column in self.card.columns if column.key == key), None)
-        if column is None:
-            raise KeyError(
-                f"{format_key(key)} is not in {self.directory}; it has {list(self.keys())}"
-            )
-        shape = (self.card.frames, *column.shape)
-        if math.prod(shape) == 0:
-            return torch.empty(shape, dtype=column.dtype)
-        path = str(self._paths[key])
-        flat = torch.from_file(path, shared=False, size=math.prod(shape), dtype=column.dtype)
-        return flat.view(shape)
 
 
 def size(nbytes: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,32 +10,21 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.keys import MASK, NEXT, TRAJ_IDS, as_key
-from gleanrl.engine.padding import end_flags
+from gleanrl.engine.trajectories import end_flags
 
 Array: TypeAlias = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """A few numbers about many."""
-
-    mean: float
-    std: float
-    min: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Array) -> Summary | None:
-        """Summarise ``[N]`` values; ``None`` if there are none."""
-        if len(values) == 0:
-            return None
-        return cls(
-            float(values.mean()), float(values.std()), float(values.min()), float(values.max())
-        )
-
-    def as_json(self) -> dict[str, float | None]:
-        """Return the numbers by name; JSON has no NaN and no infinity, so these become null."""
-        return {k: v if math.isfinite(v) else None for k, v in asdict(self).items()}
+_RUN = np.dtype(
+    [
+        ("id", np.int64),
+        ("return", np.float64),
+        ("length", np.int64),
+        ("ended", bool),
+        ("order", np.int64),
+        ("frames", np.int64),
+    ]
+)
+"""A run of frames of one episode. ``order`` sorts the ends of a batch, ``frames`` is how many had
+been collected then."""
 
 
 class EpisodeStats:
@@ -52,35 +40,44 @@ class EpisodeStats:
         """Frames seen."""
         self.episodes = 0
         """Episodes that ended."""
-        self._open_ids = np.empty(0, np.int64)
-        """Sorted ids of episodes that run on, beside what they have so far."""
-        self._open_return = np.empty(0, np.float64)
-        self._open_length = np.empty(0, np.int64)
-        self._returns: list[Array] = []
-        self._lengths: list[Array] = []
-        self._ends: list[Array] = []
+        self._open = np.empty(0, _RUN)
+        """Episodes that run on: what they have so far."""
+        self._done: list[Array] = []
+
+    def _ended(self, name: str) -> Array:
+        if len(self._done) != 1:
+            self._done = [np.concatenate([np.empty(0, _RUN), *self._done])]
+        values: Array = self._done[0][name]
+        return values
 
     @property
     def returns(self) -> Array:
         """Undiscounted returns in the order in which episodes ended, float64 ``[N]``."""
-        return _joined(self._returns, np.float64)
+        return self._ended("return")
 
     @property
     def lengths(self) -> Array:
         """Steps of each episode, int64 ``[N]``."""
-        return _joined(self._lengths, np.int64)
+        return self._ended("length")
 
     @property
     def ends(self) -> Array:
         """How many frames had been collected when each episode ended, int64 ``[N]``."""
-        return _joined(self._ends, np.int64)
+        return self._ended("frames")
 
     def recent(self, number: int) -> tuple[float, float] | None:
         """Return mean return and mean length of the last ``number`` episodes, if there are any."""
-        if self.episodes == 0:
+        parts: list[Array] = []
+        missing = min(number, self.episodes)
+        for part in reversed(self._done):  # without joining all of them
+            if missing <= 0:
+                break
+            parts.append(part[-missing:])
+            missing -= len(parts[-1])
+        if not parts:
             return None
-        returns, lengths = _tail(self._returns, number), _tail(self._lengths, number)
-        return float(returns.mean()), float(lengths.mean())
+        latest = np.concatenate(parts)
+        return float(latest["return"].mean()), float(latest["length"].mean())
 
     def update(self, batch: TensorDictBase) -> None:
         """Take in a batch ``[T]`` or ``[..., T]`` as collectors deliver it.
@@ -118,65 +115,29 @@ class EpisodeStats:
             return
         first = _run_starts(ids[valid], ended[valid])
         last = np.append(first[1:], len(env)) - 1
-        self._merge(
-            ids[valid][first],
-            np.add.reduceat(rewards[valid].astype(np.float64), first),
-            last - first + 1,
-            ended[valid][last],
-            time[last] * rows + env[last],
-            self.frames + np.minimum((time[last] + 1) * rows, len(env)),
-        )
+        runs = np.empty(len(first), _RUN)
+        runs["id"] = ids[valid][first]
+        runs["return"] = np.add.reduceat(rewards[valid].astype(np.float64), first)
+        runs["length"] = last - first + 1
+        runs["ended"] = ended[valid][last]
+        runs["order"] = time[last] * rows + env[last]
+        runs["frames"] = self.frames + np.minimum((time[last] + 1) * rows, len(env))
+        self._join(runs)
         self.frames += len(env)
 
-    def _merge(
-        self,
-        ids: Array,
-        returns: Array,
-        lengths: Array,
-        ended: Array,
-        order: Array,
-        frames: Array,
-    ) -> None:
-        """Join runs of frames with the same id, and with what is open, into episodes."""
-        by_id = np.argsort(ids, kind="stable")
-        ids, returns, lengths, ended = ids[by_id], returns[by_id], lengths[by_id], ended[by_id]
-        first = _run_starts(ids, ended)
-        last = np.append(first[1:], len(ids)) - 1
-        returns, lengths = np.add.reduceat(returns, first), np.add.reduceat(lengths, first)
-        ids, ended = ids[last], ended[last]
-        order, frames = order[by_id][last], frames[by_id][last]
-        self._resume(ids, returns, lengths)
-        running = ~ended
-        self._open_ids = np.append(self._open_ids, ids[running])
-        self._open_return = np.append(self._open_return, returns[running])
-        self._open_length = np.append(self._open_length, lengths[running])
-        self._sort_open()
-        done = np.flatnonzero(ended)
-        done = done[np.argsort(order[done], kind="stable")]
+    def _join(self, runs: Array) -> None:
+        """Join runs of frames with the same id, after what is open of it, into episodes."""
+        runs = np.concatenate([self._open, runs])
+        runs = runs[np.argsort(runs["id"], kind="stable")]
+        first = _run_starts(runs["id"], runs["ended"])
+        found = runs[np.append(first[1:], len(runs)) - 1]
+        for name in ("return", "length"):
+            found[name] = np.add.reduceat(runs[name], first)
+        self._open = found[~found["ended"]]
+        done = found[found["ended"]]
         if len(done):
-            self._returns.append(returns[done])
-            self._lengths.append(lengths[done])
-            self._ends.append(frames[done])
+            self._done.append(done[np.argsort(done["order"], kind="stable")])
             self.episodes += len(done)
-
-    def _resume(self, ids: Array, returns: Array, lengths: Array) -> None:
-        """Add what is open of an episode to its first part here, in place, and close it."""
-        if len(self._open_ids) == 0:
-            return
-        starts = np.append(True, ids[1:] != ids[:-1])
-        where = np.searchsorted(self._open_ids, ids)
-        known = starts & (self._open_ids[np.minimum(where, len(self._open_ids) - 1)] == ids)
-        taken = where[known]
-        returns[known] += self._open_return[taken]
-        lengths[known] += self._open_length[taken]
-        self._open_ids = np.delete(self._open_ids, taken)
-        self._open_return = np.delete(self._open_return, taken)
-        self._open_length = np.delete(self._open_length, taken)
-
-    def _sort_open(self) -> None:
-        order = np.argsort(self._open_ids)
-        self._open_ids = self._open_ids[order]
-        self._open_return, self._open_length = self._open_return[order], self._open_length[order]
 
 
 def _run_starts(ids: Array, ended: Array) -> Array:
@@ -195,19 +156,24 @@ def _rewards(batch: TensorDictBase) -> torch.Tensor:
     return total
 
 
-def _joined(parts: list[Array], dtype: Any) -> Array:
-    if len(parts) > 1:
-        parts[:] = [np.concatenate(parts)]
-    return parts[0] if parts else np.empty(0, dtype)
+def _summarise(values: Array) -> dict[str, float]:
+    """Return a few numbers about ``[N]`` values, none about none."""
+    if not len(values):
+        return {}
+    return {name: float(getattr(values, name)()) for name in ("mean", "std", "min", "max")}
 
 
-def _tail(parts: list[Array], number: int) -> Array:
-    """Return the last ``number`` values without joining all of them."""
-    chosen: list[Array] = []
-    missing = number
-    for part in reversed(parts):
-        chosen.append(part[-missing:])
-        missing -= len(chosen[-1])
-        if missing <= 0:
-            break
-    return np.concatenate(chosen[::-1])
+def summary(values: Array) -> dict[str, float | None] | None:
+    """Summarise values for JSON, which has no NaN and no infinity: these become null."""
+    found = _summarise(values).items()
+    return {name: x if math.isfinite(x) else None for name, x in found} if found else None
+
+
+def describe_episodes(stats: EpisodeStats) -> list[tuple[str, str]]:
+    """Return lines about the episodes that ended."""
+    lines = [("episodes", f"{stats.episodes:,}")]
+    for name, values in (("return", stats.returns), ("length", stats.lengths)):
+        found = _summarise(values).items()
+        if found:
+            lines.append((name, ", ".join(f"{what} {x:,.1f}" for what, x in found)))
+    return lines

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
 
+from gleanrl.cli.options import NodeOptions
 from gleanrl.core.errors import ConfigError, GleanError
 from gleanrl.transport.handshake import SECRET, Invitation, secret_from
 from gleanrl.transport.node import run_node
 
-NUMBERS = (
+_NUMBERS = (
     "GLEANRL_NODE",
     "SLURM_PROCID",
     "OMPI_COMM_WORLD_RANK",
@@ -20,18 +19,6 @@ NUMBERS = (
     "JOB_COMPLETION_INDEX",
 )
 """Environment variables that number processes started together, from 0."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeOptions:
-    """What the command line asked for."""
-
-    host: str
-    port: int
-    node: int | None = None
-    """``None`` for what the environment says."""
-    wait_s: float = 120.0
-    """Seconds to look for the learner."""
 
 
 def run(options: NodeOptions) -> int:
@@ -49,28 +36,28 @@ def run(options: NodeOptions) -> int:
             f"{SECRET} is not in the environment: a node has to show its learner that it knows the "
             "secret; the learner says where that is"
         )
-    node = _numbered(os.environ) if options.node is None else options.node
-    where = f"{options.host}:{options.port}"
-    invitation = Invitation(options.host, options.port, node, secret_from(text), options.wait_s)
+    node = _number() if options.node is None else options.node
+    host, port = options.address
+    invitation = Invitation(host, port, node, secret_from(text), options.wait_s)
+    label = f"process {os.getpid()} on {socket.gethostname()}"
     try:
-        run_node(
-            invitation,
-            (signal.SIGTERM, signal.SIGINT),
-            f"process {os.getpid()} on {socket.gethostname()}",
-        )
+        run_node(invitation, (signal.SIGTERM, signal.SIGINT), label)
     except OSError as err:
-        raise GleanError(f"no learner answers at {where} within {options.wait_s} s: {err}") from err
+        raise GleanError(
+            f"no learner answers at {host}:{port} within {options.wait_s} s: {err}"
+        ) from err
     return 0
 
 
-def _numbered(environment: Mapping[str, str]) -> int:
-    for name in NUMBERS:
-        if name in environment:
+def _number() -> int:
+    """Return the number of this node that the environment says."""
+    for name in _NUMBERS:
+        if name in os.environ:
             try:
-                return int(environment[name])
+                return int(os.environ[name])
             except ValueError as err:
-                raise ConfigError(f"{name} ({environment[name]!r}) must be a number") from err
+                raise ConfigError(f"{name} ({os.environ[name]!r}) must be a number") from err
     raise ConfigError(
-        f"which node is this? Pass --node N, or set one of {', '.join(NUMBERS)} to its number "
+        f"which node is this? Pass --node N, or set one of {', '.join(_NUMBERS)} to its number "
         "from 0"
     )

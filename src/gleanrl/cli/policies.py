@@ -38,7 +38,7 @@ def load_policy(text: str) -> Any:
     if name not in vars(module):
         raise ConfigError(f"--policy {text!r}: {file} does not define {name!r}")
     made = vars(module)[name]
-    if _is_recipe(made):
+    if _makes_policy(made):
         made = made()
     if not callable(made):
         raise ConfigError(f"--policy {text!r}: a {type(made).__name__} cannot be called")
@@ -58,7 +58,7 @@ def _run(path: Path) -> ModuleType:
     return module
 
 
-def _is_recipe(made: Any) -> bool:
+def _makes_policy(made: Any) -> bool:
     if isinstance(made, nn.Module) or not callable(made):
         return False
     if inspect.isclass(made):

@@ -38,7 +38,7 @@ from gleanrl.weights.scheme import (
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
-from gleanrl.weights.version import PolicyVersion
+from gleanrl.weights.snapshot import PolicyVersion
 
 DataCollectorBase = BaseCollector
 SyncDataCollector = Collector

@@ -25,27 +25,25 @@ class Flow:
     def begin(self) -> None:
         """Note that collection was started."""
         if self._limiter is not None and self._buffer is not None:
-            self._limiter.begin(self._buffer.storage.ledger)
+            self._limiter.begin(self._buffer.storage)
 
     def running(self, now: bool) -> None:
         """Note that collection goes on, or that it ended or rests."""
         if self._limiter is not None and self._buffer is not None:
-            self._limiter.running(self._buffer.storage.ledger, now)
+            self._limiter.running(self._buffer.storage, now)
 
     def holds(self, budget: Budget) -> bool:
         """Tell whether the collector has to wait for the learner."""
         if self._limiter is None or self._buffer is None:
             return False
-        storage = self._buffer.storage
-        self._holding = self._limiter.holds(storage.ledger, storage.envs, budget.under_way)
+        self._holding = self._limiter.holds(self._buffer.storage, budget.under_way)
         return self._holding
 
     def stats(self, running: bool) -> dict[str, float | bool]:
         """Return what ``stats()`` shows of it."""
         if self._limiter is None or self._buffer is None:
             return {}
-        storage = self._buffer.storage
         return {
-            "samples_per_insert": self._limiter.ratio(storage.ledger, storage.envs),
+            "samples_per_insert": self._limiter.ratio(self._buffer.storage),
             "waiting_for_learner": self._holding and running,
         }

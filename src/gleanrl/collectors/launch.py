@@ -25,11 +25,9 @@ from gleanrl.core.options import (
     seconds,
 )
 from gleanrl.core.protocols import SourceFactory
-from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.models import WeightSync
-from gleanrl.engine.pipeline import Pipeline
-from gleanrl.engine.sinks import make_sink
+from gleanrl.engine.pipeline import Pipeline, make_sink
 from gleanrl.rollout.build import Initialised, SourceBuilder
 
 
@@ -222,11 +220,8 @@ class LaunchedCollector(RemoteCollector):
         engine = self._engine
         if self.interruptor is not None:
             self.interruptor.attach(engine.backend.stop_byte)
-        self._steps = engine.steps_for(self._asked)
-        self._sizes = sizes = engine.sizes(self._steps)
-        self._budget = Budget(self._limits.rounded(self._batch_of(sizes), engine.num_envs))
-        self._pipeline.share_out(engine.num_envs)
         self._gather_with()
+        self._pipeline.share_out(engine.num_envs)
         self._models = WeightSync(
             engine,
             given.policy,

@@ -21,12 +21,12 @@ from gleanrl.core.options import (
     InfoKeys,
     check_int,
 )
-from gleanrl.engine.batches import BatchOptions, gather_all, gather_first
+from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.version import PolicyVersion
+from gleanrl.weights.snapshot import PolicyVersion
 
 NOT_ARGUMENTS = ("self", "__class__")
 """What `locals` of a constructor holds besides its arguments."""
@@ -251,16 +251,16 @@ class MultiSyncCollector(MultiCollector):
 
     def _gather_with(self) -> None:
         interruptor = self.interruptor
-        self._options = BatchOptions(
+        options = BatchOptions(
             stacked=self._cat is None,
             cat=-1 if self._cat is None else self._cat,
             device=self.storing_device,
             trim=self._enough is not None or interruptor is not None,
         )
-        gather_all(
-            self._engine,
-            self._steps,
-            self._options,
+        self._budget = self._engine.plan(
+            self._limits,
+            self._asked,
+            options,
             enough=self._enough,
             stopped=bool if interruptor is None else interruptor.collection_stopped,
         )
@@ -292,8 +292,8 @@ class MultiAsyncCollector(MultiCollector):
         return max(frames)
 
     def _gather_with(self) -> None:
-        self._options = BatchOptions(device=self.storing_device, single=True)
-        gather_first(self._engine, self._steps, self._options)
+        options = BatchOptions(device=self.storing_device, single=True)
+        self._budget = self._engine.plan(self._limits, self._asked, options)
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         batch = super()._gather(feed)

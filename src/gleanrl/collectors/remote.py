@@ -24,9 +24,8 @@ class RemoteCollector(RunningCollector, WorkerSettings):
 
     _hooks_here = False
     num_workers: int
-    _models: WeightSync  # type: ignore[assignment]  # copies in workers, not the user's object
+    _models: WeightSync
     _threads: Any
-    _sizes: Sequence[int]
     _sync: bool
     _stream: int
     """What the random streams of the workers were made from."""
@@ -42,7 +41,7 @@ class RemoteCollector(RunningCollector, WorkerSettings):
 
     def frames_per_batch_worker(self, worker_idx: int = 0) -> int:
         """Return the frames of one rollout of a worker."""
-        return int(self._sizes[worker_idx])
+        return int(self._engine.sizes[worker_idx])
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -196,7 +195,7 @@ class RemoteCollector(RunningCollector, WorkerSettings):
             for worker, tally in enumerate(tallies):
                 found[f"worker_{worker}/frames"] = tally.frames
                 found[f"worker_{worker}/batches"] = tally.rollouts
-                found[f"worker_{worker}/requested_frames_per_batch"] = self._sizes[worker]
+                found[f"worker_{worker}/requested_frames_per_batch"] = self._engine.sizes[worker]
                 found[f"worker_{worker}/policy_version"] = tally.policy_version
                 found[f"worker_{worker}/alive"] = worker in alive
         return found

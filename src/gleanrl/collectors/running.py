@@ -20,7 +20,6 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
-from gleanrl.engine.batches import BatchOptions, fake_batch, uniform
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import Pipeline
 
@@ -32,8 +31,6 @@ class RunningCollector(UpdatingCollector, BackgroundCollector, Settings):
     """A collector over an engine; subclasses build the parts in their constructor."""
 
     _pipeline: Pipeline
-    _options: BatchOptions
-    _steps: tuple[int, ...]
     _fills = False
     """Whether workers write into the buffer themselves."""
     _as_gathered = False
@@ -100,7 +97,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector, Settings):
         raise ClosedError("the collector was shut down while it collected")
 
     def _cut_short(self, reports: Rollouts) -> bool:
-        return any(report.steps < self._steps[worker] for worker, report in reports.items())
+        return any(report.steps < self._engine.steps[worker] for worker, report in reports.items())
 
     def rollout(self) -> TensorDictBase | None:
         """Collect one batch and return it as it was collected.
@@ -135,7 +132,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector, Settings):
             raise NotImplementedError(
                 "with trajs_per_batch the shape of a batch is that of its longest trajectory"
             )
-        return self._pipeline.finish(fake_batch(self._engine, self._steps, self._options))
+        return self._pipeline.finish(self._engine.batches.fake_batch())
 
     def batch_layout(self) -> Layout | None:
         """Return what every batch will look like, ``None`` if that cannot be told beforehand.
@@ -148,7 +145,7 @@ class RunningCollector(UpdatingCollector, BackgroundCollector, Settings):
         here = self.storing_device is None or self.storing_device.type == "cpu"
         if not (own and here and self._pipeline.plain):
             return None
-        if not uniform(self._engine, self._steps, self._options):
+        if not self._engine.batches.uniform:
             return None
         fake = self.fake_tensordict()
         fields = tuple(

@@ -25,17 +25,15 @@ from gleanrl.core.options import (
     TrajectoryOptions,
     limit,
 )
-from gleanrl.engine.batches import BatchOptions, gather_all
-from gleanrl.engine.budget import Budget
+from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.interruptor import stop_byte
 from gleanrl.engine.models import Models
-from gleanrl.engine.pipeline import Pipeline
-from gleanrl.engine.sinks import make_sink
+from gleanrl.engine.pipeline import Pipeline, make_sink
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.version import PolicyVersion
+from gleanrl.weights.snapshot import PolicyVersion
 
 Device = torch.device | str | int | None
 
@@ -285,11 +283,9 @@ class Collector(RunningCollector):
         )
         with self._starting():
             self._models = Models(self._engine, policy, weight_sync_schemes, self._version)
-            self._budget = Budget(limits.over(self._engine.num_envs))
+            options = BatchOptions(device=devices.storing, same_memory=return_same_td)
+            self._budget = self._engine.plan(limits, [limits.frames_per_batch], options)
             self._pipeline.share_out(self._engine.num_envs)
-            self._steps = (self.frames_per_batch // self._engine.num_envs,)
-            self._options = BatchOptions(device=devices.storing, same_memory=return_same_td)
-            gather_all(self._engine, self._steps, self._options)
             self.weight_updater = updater
 
     def _prepare_background(self) -> None:

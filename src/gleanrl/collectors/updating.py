@@ -15,8 +15,7 @@ from gleanrl.core.errors import ConfigError, UnknownModelError
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.models import Models
 from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.snapshot import Shapes
-from gleanrl.weights.version import PolicyVersion
+from gleanrl.weights.snapshot import PolicyVersion, Shapes
 
 _POLICY = "policy"
 

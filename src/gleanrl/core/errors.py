@@ -22,16 +22,18 @@ class GleanError(Exception):
     """Base of all errors of the library."""
 
 
+class _UnquotedKeyError(KeyError):
+    def __str__(self) -> str:
+        """Return the message itself (`KeyError` would quote it)."""
+        return str(self.args[0]) if self.args else ""
+
+
 class ConfigError(GleanError, ValueError):
     """An argument is wrong, or two of them contradict each other."""
 
 
-class UnknownEnvError(ConfigError, KeyError):
+class UnknownEnvError(ConfigError, _UnquotedKeyError):
     """No environment is registered under the given id."""
-
-    def __str__(self) -> str:
-        """Return the message itself (`KeyError` would quote it)."""
-        return str(self.args[0]) if self.args else ""
 
 
 class EnvError(GleanError, RuntimeError):
@@ -50,12 +52,8 @@ class WeightsError(GleanError, ValueError):
     """Weights do not fit the model they are meant for."""
 
 
-class UnknownModelError(WeightsError, KeyError):
+class UnknownModelError(WeightsError, _UnquotedKeyError):
     """No model runs under the given id."""
-
-    def __str__(self) -> str:
-        """Return the message itself (`KeyError` would quote it)."""
-        return str(self.args[0]) if self.args else ""
 
 
 class ReplayError(GleanError, RuntimeError):

@@ -237,30 +237,3 @@ class Failed:
 
 
 Reply: TypeAlias = Ready | Begun | Rolled | Done | Failed
-
-__all__ = [
-    "Begun",
-    "Bind",
-    "Block",
-    "BoardRef",
-    "Call",
-    "Close",
-    "Collect",
-    "Command",
-    "Done",
-    "Failed",
-    "Get",
-    "GetState",
-    "Load",
-    "Payload",
-    "Place",
-    "Ready",
-    "Reply",
-    "Report",
-    "Reset",
-    "Rolled",
-    "Seed",
-    "SetState",
-    "Snapshot",
-    "WindowRef",
-]

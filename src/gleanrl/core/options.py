@@ -94,11 +94,6 @@ class FrameBudget:
             init_random_frames=max(0, first),
         )
 
-    def over(self, num_envs: int) -> FrameBudget:
-        """Round the batch up to whole steps of ``num_envs`` environments, with a warning."""
-        steps = -(-self.frames_per_batch // num_envs)
-        return self.rounded(steps * num_envs, num_envs)
-
     def rounded(self, frames_per_batch: int, num_envs: int) -> FrameBudget:
         """Return the budget of batches that hold ``frames_per_batch`` frames, with a warning."""
         found = replace(self, frames_per_batch=frames_per_batch)

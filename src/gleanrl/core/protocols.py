@@ -22,11 +22,9 @@ class Stop(Protocol):
 
     def __getitem__(self, index: int, /) -> int:
         """Return the byte (``index`` is 0)."""
-        ...
 
     def __setitem__(self, index: int, value: int, /) -> None:
         """Raise it or take it back."""
-        ...
 
 
 class Spec(Protocol):
@@ -35,16 +33,13 @@ class Spec(Protocol):
     @property
     def shape(self) -> torch.Size:
         """Shape of one value."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of one value."""
-        ...
 
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
         """Draw ``[*shape, *self.shape]`` values from torch's global generator."""
-        ...
 
 
 class Window(Protocol):
@@ -55,31 +50,25 @@ class Window(Protocol):
 
     def keys(self) -> Sequence[Key]:
         """Return the fields this window has."""
-        ...
 
     def tensor(self, key: Key) -> torch.Tensor:
         """Return the field as ``[P, T, ...]``."""
-        ...
 
     def array(self, key: Key) -> Array:
         """Return the field as a numpy array over the same memory, ``[P, T, ...]``."""
-        ...
 
     def rows(self, key: Key) -> list[Array]:
         """Return ``T`` numpy views ``[P, ...]``, one per step."""
-        ...
 
     def tensor_rows(self, key: Key) -> Sequence[torch.Tensor]:
         """Return ``T`` tensor views ``[P, ...]``, one per step."""
-        ...
 
     def zero_from(self, step: int) -> None:
         """Zero every field from ``step`` on."""
-        ...
 
 
 class EnvBatch(Protocol):
-    """``P`` environments that are stepped at once; what an `Env` and a `Pool` share."""
+    """``P`` environments that step at once: what the two kinds below have in common."""
 
     layout: EnvLayout
     action_specs: Mapping[Key, Spec]
@@ -90,46 +79,37 @@ class EnvBatch(Protocol):
     @property
     def inner(self) -> Any:
         """What the user gave us: answers ``getattr_env``."""
-        ...
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
         """Reset ``envs`` (all of them by default) and write their root fields into ``carry``."""
-        ...
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
-        ...
 
     def random(self, t: int) -> None:
         """Write random actions into row ``t``."""
-        ...
 
     def finish(self, steps: int) -> None:
         """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""
-        ...
 
     def seed(self, seed: int, static: bool = False) -> int:
         """Seed every environment (from its next reset on); return the last seed used."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return what must be kept across a restart (transform state for example)."""
-        ...
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Restore what `state` returned."""
-        ...
 
     def close(self) -> None:
         """Release the environments. Idempotent."""
-        ...
 
 
 class Env(EnvBatch, Protocol):
-    """Environments that make exactly one real transition per step each.
+    """Makes exactly one real transition per environment and step.
 
-    Those that end are reset within the same step, after their true final observation was written
-    under ``"next"``.
+    Environments that end are reset within the same step, after their true final observation was
+    written under ``"next"``.
     """
 
     def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
@@ -139,14 +119,13 @@ class Env(EnvBatch, Protocol):
         are truncated at this step if they do not end by themselves. Returns the indices of all that
         ended and were reset; an empty sequence almost always.
         """
-        ...
 
 
 class Pool(EnvBatch, Protocol):
     """Environments whose automatic reset costs a step of its own.
 
     Its window is a log of raw steps: the step after an end is no transition, the environment only
-    moves on to its reset observation. The loop that delivers from the log leaves those rows out.
+    moves on to its reset observation. Rows of such steps are left out of what is delivered.
     """
 
     def step(self, t: int) -> None:
@@ -155,14 +134,12 @@ class Pool(EnvBatch, Protocol):
         Flags are there at once, rewards after `finish`; ``"next"`` observations are not written: in
         a log they are the root row that follows.
         """
-        ...
 
     def restart(self, t: int, envs: Array) -> None:
         """Reset ``envs`` now, after step ``t``, not in the next; needs `can_cut`.
 
         Overwrites their root row ``t + 1``. Those that had not ended count as truncated.
         """
-        ...
 
 
 class Policy(Protocol):
@@ -177,31 +154,24 @@ class Policy(Protocol):
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; reads the interaction type; ``carry`` gets row ``T``."""
-        ...
 
     def act(self, t: int) -> None:
         """Read root row ``t``, write actions and extras there, states at row ``t + 1``."""
-        ...
 
     def context(self) -> AbstractContextManager[Any]:
         """Return what a rollout runs in, so that no gradients are recorded."""
-        ...
 
     def reset(self, t: int, ended: Sequence[int]) -> None:
         """Forget the state of the environments that ended at step ``t``."""
-        ...
 
     def finish(self, steps: int) -> None:
         """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""
-        ...
 
     def explain(self) -> list[str]:
         """Say what each part is run as; one line a part."""
-        ...
 
     def forget(self) -> None:
         """Drop what earlier steps left behind; all environments begin anew."""
-        ...
 
 
 class Source(Protocol):
@@ -209,47 +179,36 @@ class Source(Protocol):
 
     def layout(self) -> Layout | None:
         """Describe one step, or ``None`` if rollouts travel as payloads."""
-        ...
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Fill ``window`` with ``steps`` steps, fewer if ``stop`` is raised."""
-        ...
 
     def place(self, base: int, stride: int) -> None:
         """Number the environments ``base, base + 1, ...`` of ``stride``; before any rollout."""
-        ...
 
     def load(self, snapshot: Snapshot) -> None:
         """Load weights; the next rollout is made with them."""
-        ...
 
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
         """Seed environments, action spaces and streams; reset all; return the last seed used."""
-        ...
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         """Reset environments; they start new trajectories."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return everything needed to continue elsewhere."""
-        ...
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Restore what `state` returned."""
-        ...
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
         """Resolve a dotted path on the source and call it, or return it if not callable."""
-        ...
 
     def get(self, path: str) -> Any:
         """Return what a dotted path names on the source."""
-        ...
 
     def close(self) -> None:
         """Release everything. Idempotent."""
-        ...
 
 
 class SourceFactory(Protocol):
@@ -257,7 +216,6 @@ class SourceFactory(Protocol):
 
     def __call__(self, worker: int) -> Source:
         """Build the source of worker ``worker``."""
-        ...
 
 
 class SharedMemory(Protocol):
@@ -265,11 +223,9 @@ class SharedMemory(Protocol):
 
     def reserve(self, nbytes: int) -> int:
         """Grow by ``nbytes``; return the offset of what was added."""
-        ...
 
     def map(self) -> mmap.mmap:
         """Return a mapping of all there is now."""
-        ...
 
 
 class Board(Protocol):
@@ -284,7 +240,6 @@ class Board(Protocol):
         Raises:
             WeightsError: a shape that is not the board's; nothing is published.
         """
-        ...
 
 
 class Backend(Protocol):
@@ -293,52 +248,41 @@ class Backend(Protocol):
     @property
     def memory(self) -> SharedMemory | None:
         """What rollouts have to lie in, ``None`` for private memory."""
-        ...
 
     @property
     def inline(self) -> bool:
         """Whether workers live in the calling process: a forked child has copies of them."""
-        ...
 
     @property
     def stop_byte(self) -> Stop:
         """The byte that running rollouts look at."""
-        ...
 
     def board(self, weights: Mapping[str, torch.Tensor]) -> Board | None:
         """Set up a board for tensors like ``weights``; ``None`` if weights travel as messages."""
-        ...
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
         """Start one worker per factory; each answers with `Ready`."""
-        ...
 
     def send(self, worker: int, ticket: int, command: Command) -> None:
         """Post a command; its reply carries ``ticket``. Never blocks."""
-        ...
 
     def receive(self, timeout: float | None) -> Reply:
         """Return the next reply of any worker, or raise `CollectorTimeout` / `WorkerDied`."""
-        ...
 
     def sound(self) -> bool:
         """Whether `receive` has no worker's end to tell of; ``False`` where that takes a look.
 
         Reads nothing, and costs less than `receive` would.
         """
-        ...
 
     def wait(self, timeout: float) -> None:
         """Wait until `receive` may have something, at most ``timeout`` seconds.
 
         Another thread may use the backend meanwhile.
         """
-        ...
 
     def open(self, payload: Payload) -> Any:
         """Return the rollout behind ``payload``. Called at most once per payload."""
-        ...
 
     def stop(self, timeout: float) -> None:
         """End all workers within ``timeout`` seconds. Idempotent, never raises."""
-        ...

@@ -16,7 +16,12 @@ from gleanrl.envs.specs import (
     UnboundedContinuous,
     UnboundedDiscrete,
 )
-from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.memory.replay.buffer import (
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 from gleanrl.memory.replay.limiter import RateLimiter
 from gleanrl.memory.replay.prioritized import PrioritizedSampler
 from gleanrl.memory.replay.samplers import (
@@ -30,11 +35,6 @@ from gleanrl.memory.replay.storages import (
     LazyTensorStorage,
     ListStorage,
     Storage,
-)
-from gleanrl.memory.replay.variants import (
-    PrioritizedReplayBuffer,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
 )
 from gleanrl.memory.replay.writers import (
     RoundRobinWriter,

@@ -1,23 +1,23 @@
-"""What batches look like: how the rollouts of workers are put together, and the memory for it."""
+"""What batches look like, the memory they are written into, and how they are handed over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 
-from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import format_key
+from gleanrl.core import messages as m
+from gleanrl.core.errors import ConfigError, GleanError
+from gleanrl.core.keys import TIME, format_key
 from gleanrl.core.layout import Layout
-from gleanrl.engine.engine import Engine
-from gleanrl.engine.gather import SyncGather
-from gleanrl.engine.gather_first import AsyncGather
-from gleanrl.engine.slots import PayloadSlots, SlabSlots, Slots
-from gleanrl.memory.arena import Arena
+from gleanrl.core.protocols import Array, Backend
+from gleanrl.memory.arena import Arena, Views
 from gleanrl.memory.available import check_memory
 from gleanrl.memory.slab import Order, Slab
+from gleanrl.memory.trees import tensordict_over, time_named
 
 _SYNC_SLOTS = 3
 """One batch being written, one being handed over, one the consumer has not let go of yet."""
@@ -38,166 +38,116 @@ class BatchOptions:
     same_memory: bool = False
     """Write every batch into the same slot and return the same `TensorDict`."""
     trim: bool = False
-    """Leave out what stopped rollouts never reached."""
+    """Leave out what stopped rollouts never reached, unless rollouts are stacked."""
     single: bool = False
     """A batch is one worker's rollout, whoever is first."""
 
 
-def gather_all(
-    engine: Engine,
-    steps: Sequence[int],
-    options: BatchOptions,
-    *,
-    enough: int | None = None,
-    stopped: Callable[[], bool] = bool,
-) -> None:
-    """Have ``engine`` make batches of one rollout of every worker, ``steps[w]`` steps each.
+class BatchPlan:
+    """The memory of batches of rollouts of ``steps[w]`` steps of workers with ``layouts[w]``."""
 
-    Raises:
-        ConfigError: rollouts that cannot be put together so, or more memory than there is.
-    """
-    slots: Slots
-    arenas: list[Arena] = []
-    layouts = _fixed(engine.layouts)
-    if layouts is None:
-        slots = PayloadSlots(engine.backend, steps, options.cat, options.stacked, options.trim)
-    else:
-        slab, dim = plan_slab(layouts, steps, options)
-        count = 1 if options.same_memory else _SYNC_SLOTS
-        slots = _slots(engine, slab, count, options, dim, arenas)
-    gather = SyncGather(
-        engine.dispatcher,
-        slots,
-        engine.sizes(steps),
-        stop=engine.backend.stop_byte,
-        enough=enough,
-        stopped=stopped,
-    )
-    engine.use(gather, arenas)
+    def __init__(
+        self,
+        backend: Backend,
+        layouts: Sequence[Layout | None],
+        steps: Sequence[int],
+        options: BatchOptions,
+    ) -> None:
+        """Reserve nothing yet."""
+        self._backend, self._steps, self._options = backend, steps, options
+        self._layouts = layouts
+        fixed = [layout for layout in layouts if layout is not None]
+        self._fixed = fixed if len(fixed) == len(layouts) else None
+        """The layouts, if every worker has one."""
+        self.arenas: dict[int, Arena] = {}
+        """By the number that windows have: the worker's if each has its own memory, else 0."""
 
+    @property
+    def uniform(self) -> bool:
+        """Whether every batch will have the same fields and the same shape."""
+        if self._fixed is None:
+            return False
+        if self._options.single:
+            return len(set(zip(self._fixed, self._steps, strict=True))) == 1
+        return self._options.stacked or not self._options.trim
 
-def gather_first(engine: Engine, steps: Sequence[int], options: BatchOptions) -> AsyncGather:
-    """Have ``engine`` make batches of one rollout each, of whichever worker is first.
+    def common_slots(self) -> Slots:
+        """Return the slots of batches that hold a rollout of every worker.
 
-    Raises:
-        ConfigError: more memory than there is.
-    """
-    arenas: list[Arena] = []
-    numbers: dict[int, int] = {}
+        Raises:
+            ConfigError: rollouts that cannot be put together so, or more memory than there is.
+        """
+        options = self._options
+        if self._fixed is None:
+            return Slots(self._backend, self._steps, options)
+        slab, dim = self._slab(self._fixed)
+        return self._slab_slots(slab, dim, 1 if options.same_memory else _SYNC_SLOTS, 0)
 
-    def make_slots(worker: int) -> Slots:
-        layout, count = engine.layouts[worker], steps[worker]
+    def worker_slots(self, worker: int) -> Slots:
+        """Return new slots of batches that are one rollout of ``worker``.
+
+        Raises:
+            ConfigError: more memory than there is.
+        """
+        layout, steps = self._layouts[worker], self._steps[worker]
         if layout is None:
-            return PayloadSlots(engine.backend, [count], 0, stacked=False)
-        slab = Slab([layout], [count], Order.TIME)
-        number = numbers.setdefault(worker, len(arenas))
-        return _slots(engine, slab, _ASYNC_SLOTS, options, 0, arenas, number)
+            return Slots(self._backend, [steps], BatchOptions(cat=0))
+        return self._slab_slots(Slab([layout], [steps], Order.TIME), 0, _ASYNC_SLOTS, worker)
 
-    gather = AsyncGather(engine.dispatcher, make_slots, engine.sizes(steps))
-    engine.use(gather, arenas)
-    return gather
-
-
-def _slots(
-    engine: Engine,
-    slab: Slab,
-    count: int,
-    options: BatchOptions,
-    dim: int,
-    arenas: list[Arena],
-    number: int = 0,
-) -> Slots:
-    """Return slots of an arena, which takes its place among ``arenas``."""
-    shared = engine.backend.memory
-    if shared is not None:
-        reserved = sum(arena.nbytes for arena in arenas)
-        check_memory(
-            reserved + slab.nbytes * count,
-            f"{count} batches of {slab.nbytes:,} bytes",
-            "lower frames_per_batch, the number of workers or of environments",
-        )
-    arena = Arena(slab, count, shared, number)
-    arenas[number : number + 1] = [arena]
-    return SlabSlots(
-        arena,
-        count,
-        options.device,
-        open_payload=engine.backend.open,
-        same_memory=options.same_memory,
-        trim=options.trim,
-        cat_dim=dim,
-    )
-
-
-def fake_batch(engine: Engine, steps: Sequence[int], options: BatchOptions) -> TensorDictBase:
-    """Return a batch of zeros with the layout of the real ones.
-
-    Where workers take turns, it is that of the first.
-
-    Raises:
-        NotImplementedError: steps have no fixed layout.
-    """
-    layouts = _fixed(engine.layouts)
-    if layouts is None:
-        raise NotImplementedError(
-            "the data of this environment have no fixed layout; collect a batch to see one"
-        )
-    if options.single:
-        layouts, steps = layouts[:1], steps[:1]
-    slab, dim = plan_slab(layouts, steps, options)
-    slots = SlabSlots(Arena(slab, 2), 2, options.device, cat_dim=dim)
-    return slots.hand_over(slots.acquire(), [])
-
-
-def uniform(engine: Engine, steps: Sequence[int], options: BatchOptions) -> bool:
-    """Tell whether every batch will have the same fields and the same shape."""
-    if _fixed(engine.layouts) is None:
-        return False
-    if options.single:
-        return len(set(zip(engine.layouts, steps, strict=True))) == 1
-    return options.stacked or not options.trim  # what is stacked has no place to leave out from
-
-
-def _fixed(layouts: Sequence[Layout | None]) -> list[Layout] | None:
-    """Return the layouts if every worker has one."""
-    fixed = [layout for layout in layouts if layout is not None]
-    return fixed if len(fixed) == len(layouts) else None
-
-
-def plan_slab(
-    layouts: Sequence[Layout], steps: Sequence[int], options: BatchOptions
-) -> tuple[Slab, int]:
-    """Return the memory of one batch, and the dimension along which parts are concatenated.
-
-    Raises:
-        ConfigError: rollouts that cannot be put together as asked.
-    """
-    _check_fields(layouts)
-    shapes = [layout.batch_shape for layout in layouts]
-    wholes = [(*shape, count) for shape, count in zip(shapes, steps, strict=True)]
-    if options.stacked:
-        if len(set(wholes)) > 1:
-            raise ConfigError(
-                f"rollouts of different shapes {wholes} cannot be stacked; pass cat_results=-1 to "
-                "put them one after another in time"
+    def _slab_slots(self, slab: Slab, dim: int, count: int, number: int) -> Slots:
+        shared = self._backend.memory
+        if shared is not None:
+            reserved = sum(arena.nbytes for arena in self.arenas.values())
+            check_memory(
+                reserved + slab.nbytes * count,
+                f"{count} batches of {slab.nbytes:,} bytes",
+                "lower frames_per_batch, the number of workers or of environments",
             )
-        return Slab(layouts, steps, Order.STACKED), 0
-    dims = len(wholes[0])
-    dim = options.cat + dims if options.cat < 0 else options.cat
-    if not 0 <= dim < dims:
-        raise ConfigError(
-            f"cat_results ({options.cat}) is outside the {dims} dimensions of a batch"
-        )
-    others = {(*whole[:dim], *whole[dim + 1 :]) for whole in wholes}
-    if len({len(whole) for whole in wholes}) > 1 or len(others) > 1:
-        raise ConfigError(
-            f"rollouts of shapes {wholes} cannot be put one after another along dimension {dim} "
-            "(cat_results): they differ in another one"
-        )
-    if dim == dims - 1:
-        return Slab(layouts, steps, Order.TIME), dim
-    order = Order.ENVS if dim == 0 else Order.APART
-    return Slab(layouts, steps, order), dim
+        self.arenas[number] = arena = Arena(slab, count, shared, number)
+        return SlabSlots(arena, count, self._options, dim, self._backend)
+
+    def fake_batch(self) -> TensorDictBase:
+        """Return a batch of zeros with the layout of the real ones.
+
+        Where a batch is one worker's rollout, it is that of the first.
+
+        Raises:
+            NotImplementedError: steps have no fixed layout.
+        """
+        if self._fixed is None:
+            raise NotImplementedError(
+                "the data of this environment have no fixed layout; collect a batch to see one"
+            )
+        count = 1 if self._options.single else len(self._fixed)
+        slab, dim = self._slab(self._fixed[:count])
+        slots = SlabSlots(Arena(slab, 2), 2, BatchOptions(device=self._options.device), dim)
+        return slots.hand_over(slots.acquire(), [])
+
+    def _slab(self, layouts: Sequence[Layout]) -> tuple[Slab, int]:
+        """Return the memory of one batch, and the dimension along which parts are concatenated."""
+        _check_fields(layouts)
+        steps, cat = self._steps[: len(layouts)], self._options.cat
+        shapes = [(*layout.batch_shape, t) for layout, t in zip(layouts, steps, strict=True)]
+        if self._options.stacked:
+            if len(set(shapes)) > 1:
+                raise ConfigError(
+                    f"rollouts of different shapes {shapes} cannot be stacked; pass cat_results=-1 "
+                    "to put them one after another in time"
+                )
+            return Slab(layouts, steps, Order.STACKED), 0
+        dims = len(shapes[0])
+        dim = cat + dims if cat < 0 else cat
+        if not 0 <= dim < dims:
+            raise ConfigError(f"cat_results ({cat}) is outside the {dims} dimensions of a batch")
+        others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+        if len({len(shape) for shape in shapes}) > 1 or len(others) > 1:
+            raise ConfigError(
+                f"rollouts of shapes {shapes} cannot be put one after another along dimension {dim}"
+                " (cat_results): they differ in another one"
+            )
+        if dim == dims - 1:
+            return Slab(layouts, steps, Order.TIME), dim
+        return Slab(layouts, steps, Order.ENVS if dim == 0 else Order.APART), dim
 
 
 def _check_fields(layouts: Sequence[Layout]) -> None:
@@ -211,3 +161,207 @@ def _check_fields(layouts: Sequence[Layout]) -> None:
                     f"{worker}, {first.get(key)} in worker 0; collect asynchronously, or make the "
                     "environments alike"
                 )
+
+
+class Slots:
+    """Batches whose rollouts travel with the replies: nothing is reserved for them."""
+
+    def __init__(self, backend: Backend, steps: Sequence[int], options: BatchOptions) -> None:
+        """Ask workers for ``steps[w]`` steps each."""
+        self._backend = backend
+        self._windows = [
+            [m.WindowRef(worker, worker, 0, count, ()) for worker, count in enumerate(steps)]
+        ]
+        self._cat_dim, self._stacked = options.cat, options.stacked
+        self._trim = options.trim and not options.stacked
+        self.copies, self.nbytes = 0, 0
+        """Batches copied because the user held every slot; bytes reserved."""
+
+    def acquire(self) -> int:
+        """Take a free slot for writing."""
+        return 0
+
+    def windows(self, slot: int) -> Sequence[m.WindowRef]:
+        """Return where each worker writes its part of ``slot``."""
+        return self._windows[slot]
+
+    def prepare(self, slot: int) -> None:
+        """Do what can be done for `hand_over` before the rollouts are there."""
+
+    def release(self, slot: int) -> None:
+        """Give back a slot that was not handed over."""
+
+    def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase | None:
+        """Return the batch that was written into ``slot``; its memory is the caller's.
+
+        ``None`` where workers keep what they collect.
+        """
+        parts = [self._backend.open(r.payload) for r in reports if r.payload is not None]
+        return self._put_together(parts, reports) if parts else None
+
+    def _put_together(
+        self, parts: Sequence[TensorDictBase], reports: Sequence[m.Report]
+    ) -> TensorDictBase:
+        """Return rollouts as one batch; lazily stacked where their entries or shapes differ."""
+        if self._trim:
+            parts = _trimmed(parts, reports, self._cat_dim)
+        if self._stacked:
+            return lazy_stack(list(parts), 0)
+        return _joined(parts, self._cat_dim)
+
+
+class SlabSlots(Slots):
+    """Slots of an arena.
+
+    The memory rule: a batch is handed out as a view of its slot, unless that would leave no slot to
+    write the next one into. Then it is copied into ordinary memory and its slot used again: the
+    collector never waits for the user to let go, and a batch never changes while the user holds it.
+    A rollout that the backend has left elsewhere is handed out there. Where a rollout did not fit
+    the layout and travelled as a payload, the whole batch is put together from payloads and copies.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        slots: int,
+        options: BatchOptions,
+        cat_dim: int = 0,
+        backend: Backend | None = None,
+    ) -> None:
+        """Hand out the ``slots`` slots of ``arena``; ``backend`` opens payloads."""
+        self._arena, self._device = arena, options.device
+        self._open = None if backend is None else backend.open
+        self._same_memory = options.same_memory
+        self._stacked = arena.slab.order is Order.STACKED
+        self._trim = options.trim and not self._stacked
+        self._cat_dim = cat_dim
+        self._kept: TensorDictBase | None = None
+        self._elsewhere = False
+        """Whether the last batch did not lie in its slot."""
+        self._prepared: tuple[int, Array, list[TensorDict]] | None = None
+        self.copies, self.nbytes = 0, arena.nbytes
+        self._shapes = arena.slab.batch_shapes
+        self._names = _time_last(len(self._shapes[0]))
+        self._groups = arena.slab.layouts[0].groups
+        workers = range(len(arena.slab.layouts))
+        self._windows = [[arena.reference(slot, w) for w in workers] for slot in range(slots)]
+
+    def acquire(self) -> int:
+        """Take a free slot for writing."""
+        if self._same_memory:
+            return 0
+        slot = self._arena.acquire()
+        if slot is None:
+            raise GleanError("no slot is free: a batch was handed out that should have been copied")
+        return slot
+
+    def prepare(self, slot: int) -> None:
+        """Make the tensors of a batch while workers write it: they stand still afterwards."""
+        if self._elsewhere:  # most likely the next one will be, too
+            return
+        base, groups = self._arena.view(slot)
+        self._prepared = slot, base, self._parts(groups)
+
+    def release(self, slot: int) -> None:
+        """Give back a slot that was not handed over."""
+        if not self._same_memory:
+            self._arena.release(slot)
+
+    def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
+        """Return the batch in ``slot``: a view, or a copy if no other slot is free."""
+        if any(report.payload is not None for report in reports):
+            return self._opened(slot, reports)
+        if self._same_memory:
+            if self._kept is None:
+                self._kept = self._batch(self._leased(slot), reports)
+            return self._kept
+        block = reports[0].block if reports else None
+        if block is None and self._arena.has_free():
+            return self._batch(self._leased(slot), reports)
+        self._prepared, self._elsewhere = None, block is not None
+        if block is None:
+            self.copies += 1
+        views = self._arena.copy(slot) if block is None else self._arena.elsewhere(block)
+        batch = self._batch(self._parts(views), reports)
+        self._arena.release(slot)
+        return batch
+
+    def _opened(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
+        """Put a batch together of which some rollouts are payloads."""
+        assert self._open is not None
+        parts: list[TensorDictBase] = [
+            self._copied(self._windows[slot][worker])
+            if report.payload is None
+            # as rollouts are that come out of windows: on the CPU, without a device
+            else self._open(report.payload).cpu().clear_device_()
+            for worker, report in enumerate(reports)
+        ]
+        self._prepared = None
+        self.release(slot)
+        batch = self._put_together(parts, reports)
+        return batch if self._device is None else batch.to(self._device)
+
+    def _copied(self, reference: m.WindowRef) -> TensorDict:
+        """Copy the rollout of one worker out of its window."""
+        layout, window = self._arena.slab.layouts[reference.worker], self._arena.window(reference)
+        shape = (*layout.batch_shape, window.steps)
+        views = {
+            field.key: window.tensor(field.key).clone().view((*shape, *field.shape))
+            for field in layout.fields
+        }
+        return tensordict_over(views, shape, _time_last(len(shape)), layout.groups)
+
+    def _leased(self, slot: int) -> list[TensorDict]:
+        if self._prepared is None or self._prepared[0] != slot:
+            self._elsewhere = False
+            self.prepare(slot)
+        assert self._prepared is not None
+        _, base, parts = self._prepared
+        self._prepared = None  # nothing but the user may keep them alive
+        self._arena.lease(slot, base)
+        return parts
+
+    def _parts(self, groups: Sequence[Views]) -> list[TensorDict]:
+        return [
+            tensordict_over(views, shape, self._names, self._groups)
+            for views, shape in zip(groups, self._shapes, strict=True)
+        ]
+
+    def _batch(self, parts: Sequence[TensorDict], reports: Sequence[m.Report]) -> TensorDictBase:
+        slab, dim = self._arena.slab, self._cat_dim
+        if self._trim and any(r.steps < t for r, t in zip(reports, slab.steps, strict=True)):
+            if slab.order is Order.TIME:
+                parts, dim = parts[0].split(list(slab.steps), -1), parts[0].ndim - 1
+            parts = _trimmed(parts, reports, dim)
+        batch = _joined(parts, dim)
+        return batch if self._device is None else batch.to(self._device)
+
+
+def _time_last(ndim: int) -> list[str | None]:
+    return [None] * (ndim - 1) + [TIME]
+
+
+_Part = TypeVar("_Part", bound=TensorDictBase)
+
+
+def _trimmed(parts: Sequence[_Part], reports: Sequence[m.Report], dim: int) -> list[_Part]:
+    """Leave out what stopped rollouts, to be put together along ``dim``, never reached."""
+    if dim in (-1, parts[0].ndim - 1):
+        return [part[..., : r.steps] for part, r in zip(parts, reports, strict=True)]
+    most = max(report.steps for report in reports)  # one part may hold several rollouts
+    return [part[..., :most] for part in parts]
+
+
+def _joined(parts: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
+    """Copy ``parts`` one after another along ``dim``; stacked lazily where they differ."""
+    if len(parts) == 1:
+        return parts[0]
+    time = parts[0].ndim - 1
+    try:
+        batch: TensorDictBase = torch.cat(list(parts), dim)
+    except (KeyError, RuntimeError):  # entries or shapes differ
+        rows = [row for part in parts for row in part.unbind(dim)]
+        if dim % (time + 1) != time:
+            rows = [time_named(row, time - 1) for row in rows]
+        batch = LazyStackedTensorDict.lazy_stack(rows, dim % (time + 1))
+    return time_named(batch, time)

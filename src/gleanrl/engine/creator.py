@@ -12,7 +12,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.engine import Engine
 from gleanrl.envs.tensordict import EnvMetaData
-from gleanrl.rollout.stepping import SteppingBuilder
+from gleanrl.rollout.env_worker import EnvWorkerBuilder
 from gleanrl.transport.process import ProcessBackend
 
 
@@ -64,7 +64,7 @@ class EnvCreator:
         """
         if self._meta_data is None:
             # In a process of its own: making one may take over a display, a GPU or much memory.
-            factory = SteppingBuilder((self._make,), (self._kwargs,), torch.initial_seed())
+            factory = EnvWorkerBuilder((self._make,), (self._kwargs,), torch.initial_seed())
             engine = Engine(lambda _: ProcessBackend(), [factory])
             try:
                 self._meta_data = engine.request(0, m.Call("meta_data"))

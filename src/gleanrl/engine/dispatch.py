@@ -1,4 +1,4 @@
-"""Commands out, replies back, matched by ticket: nothing is lost to whoever asks in between."""
+"""Commands out, replies back, matched by ticket, whatever else is asked in between."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class Replacing(Protocol):
 
         Never waits. The worker is `Dispatcher.joining` from then on.
         """
-        ...
 
     def welcome(self, reply: m.Ready) -> Sequence[m.Command]:
         """Return what brings a replacement up to date, before anything else is asked of it.
@@ -49,7 +48,6 @@ class Replacing(Protocol):
         Raises:
             GleanError: it cannot take the place of the one that was lost.
         """
-        ...
 
 
 class Dispatcher:
@@ -61,7 +59,7 @@ class Dispatcher:
         self.tolerant = False
         """Whether collection goes on with the others when workers are lost."""
         self.replacing: Replacing | None = None
-        """Whoever replaces lost workers."""
+        """Has lost workers replaced, if they are."""
         self.joining: set[int] = set()
         """Lost workers whose replacement is expected."""
         self._setting_up: set[int] = set()
@@ -77,8 +75,8 @@ class Dispatcher:
         self.heard = [time.monotonic()] * workers
         """When each worker last replied."""
         self._next_look = 0.0
-        self._told: dict[int, float] = {}
-        """When the user was last told of a worker that is waited for."""
+        self._warned: dict[int, float] = {}
+        """When the user was last warned of a worker that is waited for."""
 
     @property
     def alive(self) -> list[int]:
@@ -103,15 +101,11 @@ class Dispatcher:
     def post(self, worker: int, command: m.Command, *, watch: bool = False) -> Ticket:
         """Send ``command``; never waits.
 
-        Args:
-            worker: Who gets it.
-            command: What it is told.
-            watch: Nobody will ask for the reply; if it is an error, whoever waits for anything
-                next gets that raised.
+        With ``watch`` no caller will ask for the reply: an error is raised in the next wait.
 
         Raises:
             WorkerDied: the worker's process has ended.
-            CollectorTimeout: the worker missed a deadline before, nobody knows what it is doing.
+            CollectorTimeout: the worker missed a deadline before, and its state is unknown.
         """
         if worker in self._lost:
             raise self._lost[worker]
@@ -130,7 +124,7 @@ class Dispatcher:
         return ticket
 
     def pump(self, timeout: float | None) -> Ticket | None:
-        """Wait for one reply; return its ticket, or ``None`` if nobody waits for it any more.
+        """Take in one reply; return its ticket, or ``None`` if no caller waits for it any more.
 
         Raises:
             CollectorTimeout: none came within ``timeout`` seconds.
@@ -243,21 +237,28 @@ class Dispatcher:
                 raise ticket.lost
             left = self._left(ticket, timeout)
             if not self.wait(left) and left is not None and ticket.reply is None:
-                raise self._unanswered(ticket, timeout)
+                worker, asked = ticket.worker, type(ticket.command).__name__
+                raise self.give_up(
+                    [worker], f"worker {worker} did not answer {asked} within {timeout} s"
+                )
         if isinstance(ticket.reply, m.Failed):
             raise ticket.reply.error
         if isinstance(ticket.reply, m.Done):
             return ticket.reply.value
         raise GleanError(f"worker {ticket.worker} answered {ticket.command} with {ticket.reply!r}")
 
-    def post_each(self, commands: Mapping[int, m.Command]) -> dict[int, Ticket]:
-        """Post one command per worker; where losses are tolerated, lost workers are left out.
+    def carry_out(
+        self, commands: Mapping[int, m.Command], timeout: float | None
+    ) -> tuple[dict[int, Ticket], dict[int, Any], list[Exception]]:
+        """Carry out one command per worker; return tickets and values by worker, and the errors.
+
+        Where losses are tolerated, workers that are lost have no value.
 
         Raises:
-            WorkerDied: a worker's process has ended, and losses are not tolerated.
+            WorkerDied: a worker's process had ended before, and losses are not tolerated.
             CollectorTimeout: likewise of one that missed a deadline.
         """
-        tickets = {}
+        tickets: dict[int, Ticket] = {}
         for worker, command in commands.items():
             try:
                 tickets[worker] = self.post(worker, command)
@@ -265,15 +266,6 @@ class Dispatcher:
                 if not self.intact:
                     raise
                 _let_frames_go(err)
-        return tickets
-
-    def settle_each(
-        self, tickets: Mapping[int, Ticket], timeout: float | None
-    ) -> tuple[dict[int, Any], list[Exception]]:
-        """Wait for all replies; return the values by worker, and what went wrong.
-
-        Where losses are tolerated, workers that are lost meanwhile have no value.
-        """
         values: dict[int, Any] = {}
         errors: list[Exception] = []
         for worker, ticket in tickets.items():
@@ -284,7 +276,7 @@ class Dispatcher:
                     errors.append(err)
                 else:
                     _let_frames_go(err)
-        return values, errors
+        return tickets, values, errors
 
     def _left(self, ticket: Ticket, timeout: float | None) -> float | None:
         worker = ticket.worker
@@ -298,15 +290,11 @@ class Dispatcher:
             for other in self._open.values()
         )
 
-    def _unanswered(self, ticket: Ticket, timeout: float | None) -> CollectorTimeout:
-        worker, asked = ticket.worker, type(ticket.command).__name__
-        return self.give_up([worker], f"worker {worker} did not answer {asked} within {timeout} s")
-
     def wait(self, timeout: float | None) -> bool:
         """Wait for one reply like `pump`; return ``False`` when time is up.
 
-        Without a deadline the user is told now and then who is being waited for; ``False`` is then
-        returned now and then, too.
+        Without a deadline, the user is warned now and then of the workers that are waited for, and
+        ``False`` is returned now and then.
         """
         if timeout is not None and timeout < 0:
             return False
@@ -320,7 +308,7 @@ class Dispatcher:
         return replied
 
     def warn_silent(self) -> None:
-        """Warn of workers that have owed a reply for a minute, however often others reply.
+        """Warn of workers that have owed a reply for a minute, however often others have replied.
 
         Raises:
             WorkerDied: a worker's process has ended, and collection cannot go on.
@@ -334,7 +322,7 @@ class Dispatcher:
             self.raise_lost()
         silent = self._silent(now)
         if silent:
-            self._told.update(dict.fromkeys(silent, now))
+            self._warned.update(dict.fromkeys(silent, now))
             warnings.warn(
                 f"still waiting for workers {silent}, which live but have not replied for "
                 f"{_NOTICE:.0f} s; timeout= bounds how long a rollout may take",
@@ -343,14 +331,14 @@ class Dispatcher:
             )
 
     def _silent(self, now: float) -> list[int]:
-        """Return the workers that owe a reply for long, and of which the user was not just told."""
+        """Return the workers that owe a reply for long, unless the user was just warned of them."""
         since = dict.fromkeys(self.joining, 0.0)
         for ticket in self._open.values():
             since[ticket.worker] = min(since.get(ticket.worker, ticket.posted), ticket.posted)
         return sorted(
             worker
             for worker, posted in since.items()
-            if now - max(posted, self.heard[worker], self._told.get(worker, 0.0)) >= _NOTICE
+            if now - max(posted, self.heard[worker], self._warned.get(worker, 0.0)) >= _NOTICE
         )
 
     def forget(self, ticket: Ticket) -> None:

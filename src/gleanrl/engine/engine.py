@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -14,11 +14,12 @@ from tensordict import TensorDictBase
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, WorkerDied
 from gleanrl.core.layout import Layout
+from gleanrl.core.options import FrameBudget
 from gleanrl.core.protocols import Backend, SourceFactory
+from gleanrl.engine.batches import BatchOptions, BatchPlan
 from gleanrl.engine.budget import Budget, Tally
 from gleanrl.engine.dispatch import Dispatcher, Ticket
-from gleanrl.engine.gather import Gather, Rollouts
-from gleanrl.memory.arena import Arena
+from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.transport.waiting import Deferred, FairLock, Turn
 
@@ -44,30 +45,35 @@ class Engine:
             factories: One per worker.
             start_timeout: Seconds all workers together may take to come up.
         """
-        self._arenas: Sequence[Arena] = []
         self._gather: Gather | None = None
-        self._workers = len(factories)
-        self._closed = False
+        self.workers = len(factories)
+        self.closed = False
+        """Whether `close` was called."""
         self._owner = os.getpid()
         self._turns = FairLock()
         self._busy = False
         self.failure: BaseException | None = None
-        """What ended collection in the background: whoever asks for anything next is told."""
+        """What ended collection in the background; the next call raises it."""
         self.discarded = 0
         """Frames that were stepped but not delivered."""
         self.tallies = [Tally() for _ in factories]
         """Per worker, what it has delivered."""
-        self.lives = [0] * self._workers
+        self.lives = [0] * self.workers
         """Per worker how often it was lost before: its life now; if it is lost, its next one."""
         self.standing: dict[str, m.Command] = {}
-        """Commands, by what they set, that hold for whoever takes the place of a worker as well."""
+        """Commands, by what they set, that hold for the replacement of a worker as well."""
         self.backend = make_backend(self._open_window)
-        self.dispatcher = Dispatcher(self.backend, self._workers)
+        self.dispatcher = Dispatcher(self.backend, self.workers)
         try:
             self.backend.start(factories)
             self.layouts = self._await_ready(start_timeout)
-            self.envs = self._count_envs()
-            self._place()
+            self.envs = [
+                int(self.request(worker, m.Get("num_envs"))) if layout is None else layout.all_envs
+                for worker, layout in enumerate(self.layouts)
+            ]
+            self.num_envs = sum(self.envs)
+            """Environments over all workers."""
+            self.request_each({worker: self.place(worker) for worker in range(self.workers)})
         except BaseException:
             self.close(5.0)
             raise
@@ -77,61 +83,87 @@ class Engine:
         try:
             self._hear_ready(layouts, time.monotonic() + timeout)
         except BaseException as err:
-            # Whoever is still building cannot be asked to end.
-            missing = sorted(set(range(self._workers)) - set(layouts))
+            # A worker that is still building cannot be asked to end.
+            missing = sorted(set(range(self.workers)) - set(layouts))
             late = self.dispatcher.give_up(
                 missing, f"workers {missing} did not build their environments in {timeout} s"
             )
             if type(err) is CollectorTimeout:
                 raise late from None
             raise
-        return [layouts[worker] for worker in range(self._workers)]
+        return [layouts[worker] for worker in range(self.workers)]
 
     def _hear_ready(self, layouts: dict[int, Layout | None], deadline: float) -> None:
-        while len(layouts) < self._workers:
+        while len(layouts) < self.workers:
             reply = self.backend.receive(max(0.0, deadline - time.monotonic()))
             if isinstance(reply, m.Failed):
                 raise reply.error
             if isinstance(reply, m.Ready):
                 layouts[reply.worker] = reply.layout
 
-    def _count_envs(self) -> list[int]:
-        return [
-            int(self.request(worker, m.Get("num_envs"))) if layout is None else layout.all_envs
-            for worker, layout in enumerate(self.layouts)
-        ]
-
-    def _place(self) -> None:
-        self.request_each({worker: self.place(worker) for worker in range(self._workers)})
-
     def place(self, worker: int) -> m.Place:
         """Return what numbers the environments of ``worker``, in the life it is in."""
         base, stride = sum(self.envs[:worker]), self.num_envs
         return m.Place(base + self.lives[worker] * _EPISODES * stride, stride)
 
-    def steps_for(self, frames: Sequence[int]) -> tuple[int, ...]:
-        """Return, per worker, the steps of rollouts that are to hold ``frames[w]`` frames."""
-        plans = zip(frames, self.layouts, self.envs, strict=True)
-        return tuple(
+    def plan(
+        self,
+        limits: FrameBudget,
+        frames: Sequence[int],
+        options: BatchOptions,
+        *,
+        enough: int | None = None,
+        stopped: Callable[[], bool] = bool,
+    ) -> Budget:
+        """Decide what batches look like and reserve their memory; call once, first.
+
+        Args:
+            limits: What was asked for.
+            frames: Per worker, the frames of its rollouts; rounded up to whole steps.
+            options: How batches are handed out.
+            enough: Workers that have to finish; then the rollouts of the others are stopped.
+            stopped: Whether rollouts are to be stopped from outside.
+
+        Returns:
+            The budget of batches of the size that they will have.
+
+        Raises:
+            ConfigError: rollouts that cannot be put together so, or more memory than there is.
+        """
+        workers = list(zip(frames, self.layouts, self.envs, strict=True))
+        self.steps = tuple(
             -(-asked // envs) if layout is None else layout.steps_for(asked)
-            for asked, layout, envs in plans
+            for asked, layout, envs in workers
         )
+        """Per worker, the steps of its rollouts."""
+        rows = [envs if layout is None else layout.num_envs for _, layout, envs in workers]
+        self.sizes = [steps * count for steps, count in zip(self.steps, rows, strict=True)]
+        """Per worker, the frames of its rollouts."""
+        size = max(self.sizes) if options.single else sum(self.sizes)
+        budget = Budget(limits.rounded(size, self.num_envs))
+        self.batches = plan = BatchPlan(self.backend, self.layouts, self.steps, options)
+        if options.single:
+            self._gather = AsyncGather(self.dispatcher, plan.worker_slots, self.sizes)
+        else:
+            self._gather = SyncGather(
+                self.dispatcher,
+                plan.common_slots(),
+                self.sizes,
+                self.backend.stop_byte,
+                enough=enough,
+                stopped=stopped,
+            )
+        return budget
 
-    def sizes(self, steps: Sequence[int]) -> list[int]:
-        """Return, per worker, the frames of rollouts of ``steps[w]`` steps."""
-        plans = zip(steps, self.layouts, self.envs, strict=True)
-        return [
-            count * (envs if layout is None else layout.num_envs) for count, layout, envs in plans
-        ]
-
-    def use(self, gather: Gather, arenas: Sequence[Arena]) -> None:
-        """Collect with ``gather`` into ``arenas``, which it may exchange; call once, first."""
-        self._gather, self._arenas = gather, arenas
+    def renew(self, worker: int) -> None:
+        """Have a replacement write elsewhere: the lost ``worker`` may still be writing."""
+        assert isinstance(self._gather, AsyncGather)
+        self._gather.renew(worker)
 
     def _open_window(self, reference: m.WindowRef) -> RolloutWindow:
         if not reference.blocks:  # a source without fixed layout writes no window
             return RolloutWindow({}, reference.envs, reference.steps)
-        return self._arenas[reference.arena].window(reference)
+        return self.batches.arenas[reference.arena].window(reference)
 
     def collect(
         self, budget: Budget, timeout: float | None = None, feed: bool = True
@@ -151,7 +183,7 @@ class Engine:
             ClosedError: after `close`.
             CollectorTimeout: a rollout took longer than ``timeout`` seconds.
         """
-        with self._shielded(), self.turn(None), self._alone():
+        with self._alone():
             self._check_usable("; make a new one to collect more")
             assert self._gather is not None
             batch, rollouts = self._gather.batch(budget, timeout, feed)
@@ -174,23 +206,23 @@ class Engine:
             )
         return Turn(self._turns, timeout)
 
-    def _shielded(self) -> AbstractContextManager[None]:
-        """Keep Ctrl-C out of the middle of changes, unless workers run in this very thread."""
-        return nullcontext() if self.backend.inline else Deferred()
-
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Refuse what an environment or a policy asks of the collector that is just running it."""
-        if self._busy:
-            raise GleanError(
-                "the collector was used from inside its own rollout (by an environment or a "
-                "policy); do that between batches"
-            )
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
+    def _alone(self, timeout: float | None = None) -> Iterator[None]:
+        """Keep other threads out, and Ctrl-C unless workers run in this very thread.
+
+        Refuses what an environment or a policy asks of the collector that is just running it.
+        """
+        with nullcontext() if self.backend.inline else Deferred(), self.turn(timeout):
+            if self._busy:
+                raise GleanError(
+                    "the collector was used from inside its own rollout (by an environment or a "
+                    "policy); do that between batches"
+                )
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
 
     # -- commands --------------------------------------------------------------------------------
 
@@ -207,8 +239,8 @@ class Engine:
 
         Where losses are tolerated, that of a lost worker is ``None``.
         """
-        values = self.request_each(dict.fromkeys(range(self._workers), command), timeout)
-        return [values.get(worker) for worker in range(self._workers)]
+        values = self.request_each(dict.fromkeys(range(self.workers), command), timeout)
+        return [values.get(worker) for worker in range(self.workers)]
 
     def ask(self, command: m.Command) -> Any:
         """Carry out a control command on the first worker that was not lost; return its value."""
@@ -240,12 +272,11 @@ class Engine:
             ClosedError: after `close`, except for reading.
             Exception: what the first worker to fail raised; all were heard out.
         """
-        with self._shielded(), self.turn(timeout), self._alone():
+        with self._alone(timeout):
             reading = all(isinstance(c, m.GetState | m.Get) for c in commands.values())
-            if not (self._closed and reading):
+            if not (self.closed and reading):
                 self._check_usable()
-            tickets = self.dispatcher.post_each(commands)
-            values, errors = self.dispatcher.settle_each(tickets, timeout)
+            tickets, values, errors = self.dispatcher.carry_out(commands, timeout)
             if discard is not None and self._gather is not None:
                 answered = {w: t.arrived for w, t in tickets.items() if t.lost is None}
                 since = {worker: answered.get(worker, sys.maxsize) for worker in commands}
@@ -261,7 +292,7 @@ class Engine:
             ClosedError: after `close`.
             WorkerDied: a worker's process ended.
         """
-        with self._shielded(), self.turn(None), self._alone():
+        with self._alone():
             self._check_usable()
             for worker, command in commands.items():
                 self.dispatcher.post(worker, command, watch=True)
@@ -273,7 +304,7 @@ class Engine:
             ClosedError: after `close`.
             WorkerDied: a worker's process ended.
         """
-        with self._shielded(), self.turn(None), self._alone():
+        with self._alone():
             self._check_usable()
             self.dispatcher.check()
 
@@ -290,7 +321,7 @@ class Engine:
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
         """Tell whether `collect` would give a batch now; see `Gather.ready`."""
-        with self._shielded(), self.turn(None), self._alone():
+        with self._alone():
             self._check_usable()
             assert self._gather is not None
             return self._gather.ready(budget, feed, timeout)
@@ -303,23 +334,8 @@ class Engine:
     def _check_usable(self, advice: str = "") -> None:
         if self.failure is not None:
             raise self.failure
-        if self._closed:
+        if self.closed:
             raise ClosedError(f"the collector was shut down{advice}")
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    @property
-    def workers(self) -> int:
-        """How many workers there are."""
-        return self._workers
-
-    @property
-    def num_envs(self) -> int:
-        """Environments over all workers."""
-        return sum(self.envs)
 
     @property
     def copies(self) -> int:
@@ -348,15 +364,15 @@ class Engine:
             close_env: ``False`` leaves the environments open.
             raise_on_error: Raise what closing an environment raised.
         """
-        if self._closed:
+        if self.closed:
             return
         if self._foreign:
-            self._closed = True
+            self.closed = True
             self.backend.stop(0.0)
             return
         self.backend.stop_byte[0] = 1  # a rollout that is under way ends after its step
         with self.turn(timeout):
-            if not self._closed:  # by another thread, meanwhile
+            if not self.closed:  # by another thread, meanwhile
                 self._close(timeout, close_env, raise_on_error)
 
     def _close(self, timeout: float, close_env: bool, raise_on_error: bool) -> None:
@@ -383,7 +399,7 @@ class Engine:
             except Exception as err:
                 errors.append(err)
         errors += [t.reply.error for t in tickets.values() if isinstance(t.reply, m.Failed)]
-        self._closed = True
+        self.closed = True
         self.backend.stop(max(0.5, deadline - time.monotonic()))
         if self.dispatcher.tolerant:  # now as before
             errors = [err for err in errors if not isinstance(err, WorkerDied)]

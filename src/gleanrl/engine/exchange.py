@@ -16,7 +16,7 @@ from gleanrl.core.layout import Layout
 from gleanrl.engine.dispatch import Ticket
 from gleanrl.engine.engine import Engine
 from gleanrl.memory.slab import Order, Slab
-from gleanrl.rollout.row import RESET, TODO, Todo, grouped
+from gleanrl.rollout.env_worker import RESET, TODO, Todo, grouped
 
 
 class Exchange:

@@ -1,66 +1,87 @@
-"""When a batch is complete: pure logic over a `Dispatcher`."""
+"""When a batch is complete, and what workers are asked for until then."""
 
 from __future__ import annotations
 
+import abc
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import Stop
+from gleanrl.engine.batches import Slots
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.dispatch import Dispatcher, Ticket
-from gleanrl.engine.slots import Slots
 
 _GRACE = 3.0
 """Seconds the others get to end their rollouts once one worker has failed."""
-
+_DEPTH = 2
+"""Rollouts an asynchronous worker has ahead of it, so that it never waits for the learner."""
 
 Rollouts: TypeAlias = Mapping[int, m.Report]
 """Per worker that contributed to a batch: what it says of its rollout."""
 
 
-class Gather(Protocol):
+class Gather(abc.ABC):
     """Has workers collect and says when there is a batch."""
 
+    def __init__(
+        self, dispatcher: Dispatcher, slots: Sequence[Slots], frames: Sequence[int]
+    ) -> None:
+        """Ask worker ``w`` for ``frames[w]`` frames at a time."""
+        self._dispatcher = dispatcher
+        self._slots = list(slots)
+        self._frames = tuple(frames)
+
+    @abc.abstractmethod
     def batch(
         self, budget: Budget, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
         """Return the next batch and who made it; ``None`` for one that workers kept.
 
         With ``feed=False`` nothing is begun that `ready` has not found under way.
-        """
-        ...
 
+        Raises:
+            CollectorTimeout: a worker took longer than ``timeout`` seconds for its rollout.
+            WorkerDied: a worker's process ended.
+            Exception: what a worker's code raised.
+        """
+
+    @abc.abstractmethod
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
-        """Tell whether `batch` would give one now; begin new rollouts only if told to ``feed``.
+        """Tell whether `batch` would return or raise now; begin rollouts only if told to ``feed``.
 
         Takes in what has come, without waiting for more.
         """
-        ...
 
     @property
+    @abc.abstractmethod
     def idle(self) -> bool:
         """Whether no rollout is under way."""
-        ...
 
+    @abc.abstractmethod
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
         """Drop rollouts of each worker that arrived before its given arrival; return frames."""
-        ...
 
     @property
     def copies(self) -> int:
         """Batches copied because the user held every slot."""
-        ...
+        return sum(slots.copies for slots in self._slots)
 
     @property
     def nbytes(self) -> int:
         """Bytes of batch memory reserved."""
-        ...
+        return sum(slots.nbytes for slots in self._slots)
+
+    def _give_up(self, late: list[int], timeout: float | None) -> CollectorTimeout:
+        return self._dispatcher.give_up(
+            late, f"workers {late} did not deliver their rollout within {timeout} s"
+        )
 
 
 @dataclass(slots=True)
@@ -77,14 +98,19 @@ class _Round:
     asked: int = 0
     """Workers that were asked, or could not be."""
     interrupted: bool = False
-    """Whether somebody who waited for it was interrupted: the time since does not count."""
+    """Whether the wait for it was interrupted: the time since does not count."""
 
     def renew(self) -> None:
         """Count time from now on."""
         self.deadline = None if self.timeout is None else time.monotonic() + self.timeout
 
+    @property
+    def finished(self) -> int:
+        """Workers that have replied."""
+        return sum(ticket.reply is not None for ticket in self.tickets)
 
-class SyncGather:
+
+class SyncGather(Gather):
     """A batch is complete when every worker has delivered its rollout.
 
     With ``enough``, the rollouts of the others are stopped once that many workers are done.
@@ -95,8 +121,8 @@ class SyncGather:
         dispatcher: Dispatcher,
         slots: Slots,
         frames: Sequence[int],
+        stop: Stop,
         *,
-        stop: Stop | None = None,
         enough: int | None = None,
         stopped: Callable[[], bool] = bool,
     ) -> None:
@@ -106,70 +132,48 @@ class SyncGather:
             dispatcher: Speaks to the workers.
             slots: Of batches that hold the rollouts of all.
             frames: What each worker is asked for.
-            stop: The byte running rollouts look at; needed with ``enough``.
+            stop: The byte running rollouts look at.
             enough: Number of workers that have to finish.
             stopped: Whether rollouts are to be stopped from outside.
         """
-        self._dispatcher = dispatcher
-        self._slots = slots
-        self._frames = tuple(frames)
+        super().__init__(dispatcher, [slots], frames)
         self._stop = stop
         self._enough = enough
         self._stopped = stopped
         self._begun: _Round | None = None
 
-    @property
-    def copies(self) -> int:
-        """Batches copied because the user held every slot."""
-        return self._slots.copies
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of batch memory reserved."""
-        return self._slots.nbytes
-
     def batch(
         self, budget: Budget, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
-        """Have every worker fill its part of a slot.
-
-        Raises:
-            CollectorTimeout: not all had replied after ``timeout`` seconds.
-            WorkerDied: a worker's process ended.
-            Exception: what a worker's code raised.
-        """
+        """Have every worker fill its part of a slot; a round that is interrupted stays begun."""
         begun = self._begun or self._begin(budget, timeout)
-        reports = self._complete(begun, budget, timeout)
-        budget.deliver(sum(self._frames), sum(report.frames for report in reports))
-        return self._slots.hand_over(begun.slot, reports), dict(enumerate(reports))
-
-    def _complete(self, begun: _Round, budget: Budget, timeout: float | None) -> list[m.Report]:
-        """Finish a round; one that nobody waits for any longer stays begun."""
+        slots = self._slots[0]
         if begun.interrupted:
             begun.interrupted = False
             begun.renew()
         try:
             self._ask(begun)
-            self._slots.prepare(begun.slot)  # workers are at it, and nobody waits for this
+            slots.prepare(begun.slot)  # workers are at it, and nothing waits for this
             reports = self._finish(begun, timeout)
         except Exception as err:
             self._begun = None
             budget.cancel(sum(self._frames))
             if not isinstance(err, CollectorTimeout | WorkerDied):
-                self._slots.release(begun.slot)
-            raise  # else: a worker may still write into this slot, and nobody else may have it
+                slots.release(begun.slot)
+            raise  # else: a worker may still write into this slot, which is not used again
         except BaseException:  # an interrupt: workers go on, and the next call takes over
             begun.interrupted = True
             self._let_run(finished=0)
             self._hurry(False)
             raise
         self._begun = None
-        return reports
+        budget.deliver(sum(self._frames), sum(report.frames for report in reports))
+        return slots.hand_over(begun.slot, reports), dict(enumerate(reports))
 
     def _begin(self, budget: Budget, timeout: float | None) -> _Round:
         """Ask every worker for its part of a slot."""
         self._let_run(finished=0)
-        begun = _Round(self._slots.acquire(), timeout, budget.random)
+        begun = _Round(self._slots[0].acquire(), timeout, budget.random)
         begun.renew()
         self._begun = begun
         budget.dispatch(sum(self._frames))
@@ -178,10 +182,9 @@ class SyncGather:
 
     def _ask(self, begun: _Round) -> None:
         """Ask the workers that were not asked yet."""
-        for worker, window in enumerate(self._slots.windows(begun.slot)):
-            if worker < begun.asked:
-                continue
-            self._ask_for(begun, worker, window)
+        windows = self._slots[0].windows(begun.slot)
+        for worker in range(begun.asked, len(windows)):
+            self._ask_for(begun, worker, windows[worker])
             begun.asked = worker + 1
 
     def _ask_for(self, begun: _Round, worker: int, window: m.WindowRef) -> None:
@@ -198,9 +201,9 @@ class SyncGather:
         """
         tickets, errors, deadline = begun.tickets, begun.errors, begun.deadline
         hurried = False
-        if not (errors or self._dispatcher.intact):  # noticed by whoever asked in between
+        if not (errors or self._dispatcher.intact):  # noticed by a call in between
             errors.append(self._dispatcher.lost[0])
-            tickets = [t for t in tickets if t.worker in self._dispatcher.alive]
+            tickets = [t for t in tickets if self._dispatcher.has(t.worker)]
         while waiting := [ticket for ticket in tickets if ticket.reply is None]:
             found = errors or _failures(tickets)
             if found and not hurried:
@@ -208,10 +211,12 @@ class SyncGather:
                 hurried, deadline = True, time.monotonic() + _GRACE
                 self._hurry(True)
             try:
-                self._wait(waiting, deadline, timeout)
+                left = None if deadline is None else deadline - time.monotonic()
+                if not self._dispatcher.wait(left) and left is not None:
+                    raise self._give_up([ticket.worker for ticket in waiting], timeout)
             except (WorkerDied, CollectorTimeout) as err:
                 errors.append(err)
-                tickets = [t for t in tickets if t.worker in self._dispatcher.alive]
+                tickets = [t for t in tickets if self._dispatcher.has(t.worker)]
             if not hurried:
                 self._let_run(sum(ticket.reply is not None for ticket in tickets))
         self._let_run(finished=0)
@@ -222,25 +227,12 @@ class SyncGather:
             raise errors[0]
         return [t.reply.report for t in tickets if isinstance(t.reply, m.Rolled)]
 
-    def _wait(
-        self, waiting: Sequence[Ticket], deadline: float | None, timeout: float | None
-    ) -> None:
-        left = None if deadline is None else deadline - time.monotonic()
-        if self._dispatcher.wait(left) or left is None:
-            return
-        late = [ticket.worker for ticket in waiting]
-        raise self._dispatcher.give_up(
-            late, f"workers {late} did not deliver their rollout within {timeout} s"
-        )
-
     def _hurry(self, stop: bool) -> None:
-        if self._stop is not None:
-            self._stop[0] = stop or self._stopped()
+        self._stop[0] = stop or self._stopped()
 
     def _let_run(self, finished: int) -> None:
         if self._enough is not None:
-            assert self._stop is not None
-            self._stop[0] = finished >= self._enough or self._stopped()
+            self._hurry(finished >= self._enough)
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
         """Tell whether all rollouts have arrived, or something that `batch` will raise."""
@@ -253,7 +245,7 @@ class SyncGather:
         self._dispatcher.check()
         if timeout is None:
             self._dispatcher.warn_silent()
-        finished = sum(ticket.reply is not None for ticket in begun.tickets)
+        finished = begun.finished
         self._let_run(finished)
         late = begun.deadline is not None and time.monotonic() > begun.deadline
         return bool(late or begun.errors or finished == len(begun.tickets))
@@ -276,9 +268,9 @@ class SyncGather:
         if not stale:
             return 0
         begun.tickets = [ticket for ticket in begun.tickets if ticket not in stale]
-        self._let_run(sum(ticket.reply is not None for ticket in begun.tickets))
+        self._let_run(begun.finished)
         begun.renew()
-        windows = self._slots.windows(begun.slot)
+        windows = self._slots[0].windows(begun.slot)
         for ticket in stale:
             self._ask_for(begun, ticket.worker, windows[ticket.worker])
         begun.tickets.sort(key=lambda ticket: ticket.worker)
@@ -288,3 +280,161 @@ class SyncGather:
 
 def _failures(tickets: Sequence[Ticket]) -> list[BaseException]:
     return [t.reply.error for t in tickets if isinstance(t.reply, m.Failed)]
+
+
+_Asked: TypeAlias = tuple[Ticket, Slots, int]
+"""A rollout that is due, and the slot it belongs into."""
+
+
+class AsyncGather(Gather):
+    """A batch is complete when any worker has delivered its rollout."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, make_slots: Callable[[int], Slots], frames: Sequence[int]
+    ) -> None:
+        """Gather from whichever worker is first; ``make_slots`` makes those of its rollouts."""
+        super().__init__(dispatcher, [make_slots(worker) for worker in range(len(frames))], frames)
+        self._make_slots = make_slots
+        self._queues: list[deque[_Asked]] = [deque() for _ in frames]
+
+    def batch(
+        self, budget: Budget, timeout: float | None, feed: bool = True
+    ) -> tuple[TensorDictBase | None, Rollouts]:
+        """Return the rollout that arrived first, and keep every worker busy."""
+        if feed and self._dispatcher.intact:
+            self._feed_all(budget)
+            self._begin_one(budget)
+        if timeout is not None:
+            self._catch_up(timeout)
+        while (first := self._first()) is None:
+            self._dispatcher.raise_lost()
+            self._let_go(budget)
+            if feed and self.idle:  # the workers that had been asked were lost
+                self._feed_all(budget)
+                self._begin_one(budget)
+            self._wait(timeout)
+        worker, asked = first.worker, self._frames[first.worker]
+        _, slots, slot = self._queues[worker].popleft()
+        if not isinstance(first.reply, m.Rolled):
+            slots.release(slot)
+            budget.cancel(asked)
+            assert isinstance(first.reply, m.Failed)
+            raise first.reply.error
+        report = first.reply.report
+        budget.deliver(asked, report.frames)
+        batch = slots.hand_over(slot, [report])
+        if feed and self._dispatcher.intact:  # else: only what was begun is delivered
+            self._feed(worker, budget, _DEPTH)
+        return batch, {worker: report}
+
+    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+        """Tell whether a rollout has arrived."""
+        if feed and self._dispatcher.intact:
+            self._feed_all(budget)
+        if timeout is None:
+            self._dispatcher.warn_silent()
+        if timeout is not None or self._first() is None:
+            self._catch_up(timeout)
+        if self._first() is None:
+            self._dispatcher.raise_lost()
+            self._let_go(budget)
+            return False
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rollout is under way."""
+        return not any(self._queues)
+
+    def renew(self, worker: int) -> None:
+        """Have a replacement write elsewhere: the lost ``worker`` may still be writing."""
+        fresh = self._make_slots(worker)
+        fresh.copies = self._slots[worker].copies
+        self._slots[worker] = fresh
+
+    def _begin_one(self, budget: Budget) -> None:
+        """Begin a rollout if none is under way: whatever the budget says, a caller gets one."""
+        alive = iter(self._dispatcher.alive)
+        while self.idle and (worker := next(alive, None)) is not None:
+            self._begin(worker, budget)
+
+    def _feed_all(self, budget: Budget) -> None:
+        self._let_go(budget)
+        for depth in range(1, _DEPTH + 1):  # in turn: a short budget is shared out
+            for worker in range(len(self._slots)):
+                self._feed(worker, budget, depth)
+
+    def _feed(self, worker: int, budget: Budget, depth: int) -> None:
+        """Give ``worker`` work until ``depth`` rollouts are ahead of it, as the budget allows."""
+        queue = self._queues[worker]
+        while len(queue) < depth and budget.wants_more and self._begin(worker, budget):
+            pass
+
+    def _begin(self, worker: int, budget: Budget) -> bool:
+        """Ask ``worker`` for a rollout; return ``False`` if it was lost."""
+        if not self._dispatcher.has(worker):  # and some of its slots with it
+            return False
+        slots = self._slots[worker]
+        slot = slots.acquire()
+        try:
+            window = slots.windows(slot)[0]
+            ticket = self._dispatcher.post(worker, m.Collect(window, budget.random))
+        except (WorkerDied, CollectorTimeout):
+            slots.release(slot)
+            return False  # raised when the rollouts that did arrive have been delivered
+        budget.dispatch(self._frames[worker])
+        self._queues[worker].append((ticket, slots, slot))
+        return True
+
+    def _let_go(self, budget: Budget) -> None:
+        """Expect nothing more of lost workers; others may make what they owe."""
+        for worker, queue in enumerate(self._queues):
+            while queue and queue[0][0].lost is not None:
+                queue.popleft()  # its slot is not used again: the worker may still write into it
+                budget.cancel(self._frames[worker])
+
+    def _heads(self) -> list[Ticket]:
+        return [queue[0][0] for queue in self._queues if queue]
+
+    def _first(self) -> Ticket | None:
+        arrived = [ticket for ticket in self._heads() if ticket.reply is not None]
+        return min(arrived, key=lambda ticket: ticket.arrived, default=None)
+
+    def _wait(self, timeout: float | None) -> None:
+        """Wait for a reply. What goes wrong is raised once all that had arrived is delivered."""
+        try:
+            replied = self._dispatcher.wait(timeout)
+        except WorkerDied as err:
+            if err.worker is None:
+                raise
+            self._dispatcher.take_in()
+            return
+        if not replied and timeout is not None:
+            self._lose([ticket.worker for ticket in self._heads()], timeout)
+
+    def _catch_up(self, timeout: float | None) -> None:
+        """Take in what came while the learner was busy, and note which workers are late."""
+        self._dispatcher.take_in()
+        if timeout is not None:
+            now, heard = time.monotonic(), self._dispatcher.heard
+            waiting = [ticket for ticket in self._heads() if ticket.reply is None]
+            late = [t.worker for t in waiting if now - max(t.posted, heard[t.worker]) >= timeout]
+            self._lose(late, timeout)
+
+    def _lose(self, late: list[int], timeout: float) -> None:
+        late = [worker for worker in late if self._dispatcher.has(worker)]
+        if late:
+            self._give_up(late, timeout)
+
+    def discard(self, since: Mapping[int, int], budget: Budget) -> int:
+        """Drop the rollouts that arrived before their worker's arrival number in ``since``."""
+        frames = 0
+        for worker, mark in since.items():
+            queue = self._queues[worker]
+            while queue and queue[0][0].reply is not None and queue[0][0].arrived < mark:
+                ticket, slots, slot = queue.popleft()
+                slots.release(slot)
+                budget.cancel(self._frames[worker])
+                if isinstance(ticket.reply, m.Rolled):
+                    frames += ticket.reply.report.frames
+        return frames

@@ -17,7 +17,9 @@ from gleanrl.core.protocols import Board
 from gleanrl.engine.engine import Engine
 from gleanrl.weights.scheme import SharedMemWeightSyncScheme, WeightSyncScheme
 from gleanrl.weights.snapshot import (
+    PolicyVersion,
     Shapes,
+    TrackedModule,
     Weights,
     check_shapes,
     check_values,
@@ -27,10 +29,9 @@ from gleanrl.weights.snapshot import (
     shapes_of,
     weights_of,
 )
-from gleanrl.weights.tracked import TrackedModule
-from gleanrl.weights.version import PolicyVersion
 
 _POLICY = "policy"
+_CPU = torch.device("cpu")
 
 
 class Models:
@@ -50,36 +51,36 @@ class Models:
         """Remember the learner's policy.
 
         Args:
-            engine: Whose worker runs the models.
+            engine: Whose workers run the models.
             policy: The policy the user gave, ``None`` if a factory made it.
             schemes: Per model id; says which models are never updated.
             version: The counter to show, if versions are tracked.
         """
         self._engine = engine
-        self._policy = policy
-        self._version = version if version is not None else PolicyVersion()
+        self.given = policy
+        """The learner's policy, ``None`` if a factory made it."""
         self._schemes = dict(schemes or {})
+        self._version = version if version is not None else PolicyVersion()
 
     @property
     def number(self) -> int:
         """The policy version the next batch is made with."""
         return self._version.number
 
+    def continue_from(self, number: int) -> None:
+        """Go on counting from a restored version."""
+        self._version.set_number(number)
+
     def running(self, model_id: str) -> Any:
         """Return the model that runs under ``model_id``.
 
         Raises:
-            UnknownModelError: there is none.
+            UnknownModelError: there is none here.
         """
         try:
             return self._engine.request(0, m.Get(model_id))
         except (AttributeError, LookupError, ValueError) as err:
             raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
-
-    @property
-    def given(self) -> Any:
-        """The learner's policy, ``None`` if a factory made it."""
-        return self._policy
 
     def shapes(self, model_id: str) -> Shapes:
         """Return shape and kind (``True``: parameter) of a model's weights by dotted name.
@@ -87,7 +88,7 @@ class Models:
         Raises:
             UnknownModelError: there is no model of that id.
         """
-        shapes: Shapes = self._engine.request(0, m.Call("describe_weights", (model_id,)))
+        shapes: Shapes = self._engine.ask(m.Call("describe_weights", (model_id,)))
         return shapes
 
     def update(self, given: Mapping[str, Any], version: int | None = None) -> None:
@@ -103,48 +104,41 @@ class Models:
         """
         models: dict[str, Any] = {}
         for model_id, source in given.items():
-            if source is None and model_id != "policy":
+            if source is None and model_id != _POLICY:
                 raise ConfigError(f"no weights were given for model {model_id!r}")
             scheme = self._schemes.get(model_id)
             if scheme is not None and not scheme.applies:
                 continue
             running = self.running(model_id)
-            if source is None:
-                source = self._policy if model_id == "policy" else None
+            source = self.given if source is None else source
             if source is None or source is running:
                 continue
             if isinstance(source, nn.Module) or not callable(source):
                 models[model_id] = weights_of(source)
-        number = self._version.number + 1 if version is None else version
+        number = self.number + 1 if version is None else version
         self._engine.request(0, m.Load(m.Snapshot(number, models)))
         if version is None:
             self._version.increment_version()
 
     def policy_state(self) -> dict[str, Any]:
         """Return the running policy's state dict, cloned; empty if it has none."""
-        policy = self.running("policy")
-        if not isinstance(policy, nn.Module):
-            return {}
-        return cloned(policy.state_dict())
+        policy = self.running(_POLICY)
+        return cloned(policy.state_dict()) if isinstance(policy, nn.Module) else {}
 
     def check_policy_state(self, state: Mapping[str, Any]) -> None:
         """Raise `WeightsError` if ``state`` does not fit the running policy."""
-        policy = self.running("policy")
+        policy = self.running(_POLICY)
         if state and isinstance(policy, nn.Module):
             check_weights(policy, weights_of(state))
 
     def load_policy_state(self, state: Mapping[str, Any]) -> None:
         """Load a state dict into the running policy (and the learner's, which it may be)."""
-        for policy in (self._policy, self.running("policy")):
+        for policy in (self.given, self.running(_POLICY)):
             if isinstance(policy, nn.Module):
                 load_weights(policy, weights_of(state))
 
-    def continue_from(self, number: int) -> None:
-        """Go on counting from a restored version."""
-        self._version.set_number(number)
 
-
-class WeightSync:
+class WeightSync(Models):
     """Publishes weights to workers: through a board for all of them, or by message to some.
 
     Everything is checked here, before anything is sent: weights that do not fit are the caller's
@@ -175,11 +169,8 @@ class WeightSync:
             devices: Per worker, where its policy is.
             keep: Keep what was sent by message, for workers that take the place of others.
         """
-        self._engine = engine
-        self._policy = policy
+        super().__init__(engine, policy, schemes, version)
         self._factory = made_by_factory
-        self._schemes = dict(schemes or {})
-        self._version = version if version is not None else PolicyVersion()
         self._devices = list(devices)
         self._serial = 0
         self._kept = dict.fromkeys(range(engine.workers), m.Snapshot(0, {})) if keep else {}
@@ -190,25 +181,13 @@ class WeightSync:
         self._fitting: list[torch.Tensor] | None = None
         self._tracked = TrackedModule(policy) if isinstance(policy, nn.Module) else None
         if self._tracked is not None:
-            tracked = self._tracked
-            self._dtypes[_POLICY] = dict(
-                zip(tracked.names, (t.dtype for t in tracked.tensors()), strict=True)
-            )
+            weights = dict(zip(self._tracked.names, self._tracked.tensors(), strict=True))
+            self._dtypes[_POLICY] = {name: tensor.dtype for name, tensor in weights.items()}
             if not made_by_factory:  # as the workers got it: the learner's may change its shape
                 self._shapes[_POLICY] = shapes_of(policy)
-            self._bind(_POLICY, dict(zip(tracked.names, tracked.tensors(), strict=True)))
-            if made_by_factory and tracked.names:
+            self._bind(_POLICY, weights)
+            if made_by_factory and weights:
                 self.update({_POLICY: None}, version=0)  # workers start with these weights
-
-    @property
-    def number(self) -> int:
-        """The version of the newest weights."""
-        return self._version.number
-
-    @property
-    def given(self) -> Any:
-        """The learner's policy, ``None`` if there is none."""
-        return self._policy
 
     def running(self, model_id: str) -> Any:
         """Return the learner's own object behind ``model_id``.
@@ -216,9 +195,28 @@ class WeightSync:
         Raises:
             UnknownModelError: the learner has none; workers may.
         """
-        if model_id == _POLICY and self._policy is not None:
-            return self._policy
+        if model_id == _POLICY and self.given is not None:
+            return self.given
         raise UnknownModelError(f"no model {model_id!r} on the learner's side")
+
+    def shapes(self, model_id: str) -> Shapes:
+        """Return shape and kind of a model's weights, which workers are asked for once."""
+        if model_id not in self._shapes:
+            self._shapes[model_id] = super().shapes(model_id)
+        return self._shapes[model_id]
+
+    def _scheme(self, name: str) -> WeightSyncScheme:
+        return self._schemes.get(name) or SharedMemWeightSyncScheme()
+
+    def _bind(self, name: str, weights: Mapping[str, torch.Tensor]) -> None:
+        scheme = self._scheme(name)
+        if not weights or not (scheme.shared and scheme.applies):
+            return
+        board = self._engine.backend.board(weights)
+        if board is not None:
+            workers = range(self._engine.workers)
+            self._engine.request_each(dict.fromkeys(workers, m.Bind(name, board.ref)))
+            self._boards[name] = board
 
     # -- publishing ------------------------------------------------------------------------------
 
@@ -240,11 +238,11 @@ class WeightSync:
             WorkerDied: a worker's process ended.
         """
         self._engine.check_alive()
-        workers = None if worker_ids is None else self.chosen(worker_ids)
-        number = self._version.number + 1 if version is None else version
-        some = workers is not None and len(workers) < self._engine.workers
-        if some or not self._published(given, number):
-            self._send(given, range(self._engine.workers) if workers is None else workers, number)
+        every = range(self._engine.workers)
+        workers = every if worker_ids is None else self.chosen(worker_ids)
+        number = self.number + 1 if version is None else version
+        if len(workers) < len(every) or not self._published(given, number):
+            self._send(given, workers, number)
         if version is None:
             self._version.increment_version()
 
@@ -286,7 +284,7 @@ class WeightSync:
         board = self._boards.get(name)
         if board is None:
             return False
-        if source is None or source is self._policy:
+        if source is None or source is self.given:
             tracked = self._learners()
             if tracked is None or tracked.has_extra:
                 return False
@@ -295,7 +293,7 @@ class WeightSync:
             if tensors is not self._fitting and not self._fits(board, tracked, tensors):
                 return False
         else:
-            if isinstance(source, Mapping) and _by_worker(source):
+            if _by_worker(source):
                 return False
             weights = weights_of(source)
             self._check(name, weights)
@@ -334,7 +332,7 @@ class WeightSync:
         """Return what one worker is sent; ``copies`` holds what all of them are."""
         models = {}
         for name, source in given.items():
-            if isinstance(source, Mapping) and _by_worker(source):
+            if _by_worker(source):
                 if worker in source:
                     models[name] = cloned(self._read(name, source[worker]))
                 continue
@@ -352,37 +350,12 @@ class WeightSync:
         return {} if tracked is None else weights_of(tracked.module)
 
     def _learners(self) -> TrackedModule | None:
-        if self._tracked is None and self._factory and self._policy is None:
+        if self._factory and self.given is None:
             raise PolicyTypeError(
                 "there is nothing to take weights from: the workers made their policies with "
                 "policy_factory; pass weights, or give the collector a policy= as well"
             )
         return self._tracked
-
-    def shapes(self, name: str) -> Shapes:
-        """Return shape and kind (``True``: parameter) of a model's weights by dotted name.
-
-        Raises:
-            UnknownModelError: there is no model of that id.
-        """
-        if name not in self._shapes:
-            ask = m.Call("describe_weights", (name,))
-            self._shapes[name] = self._engine.ask(ask)
-        return self._shapes[name]
-
-    def _scheme(self, name: str) -> WeightSyncScheme:
-        return self._schemes.get(name) or SharedMemWeightSyncScheme()
-
-    def _bind(self, name: str, weights: Mapping[str, torch.Tensor]) -> None:
-        scheme = self._scheme(name)
-        if not weights or not (scheme.shared and scheme.applies):
-            return
-        board = self._engine.backend.board(weights)
-        if board is None:
-            return
-        workers = range(self._engine.workers)
-        self._engine.request_each(dict.fromkeys(workers, m.Bind(name, board.ref)))
-        self._boards[name] = board
 
     # -- which workers ---------------------------------------------------------------------------
 
@@ -412,9 +385,7 @@ class WeightSync:
             raise ConfigError(f"worker_ids ({worker_ids!r}) names no worker")
         return sorted(chosen)
 
-    def continue_from(self, number: int) -> None:
-        """Go on counting from a restored version."""
-        self._version.set_number(number)
+    # -- restoring -------------------------------------------------------------------------------
 
     def check_restore(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Raise `WeightsError` unless all policy states fit; empty ones do."""
@@ -432,9 +403,6 @@ class WeightSync:
         self._engine.request_each(loads)
 
 
-_CPU = torch.device("cpu")
-
-
 def _index(value: Any) -> int | None:
     """Return a whole number of any library; ``None`` for bools and what is no number."""
     if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
@@ -445,7 +413,8 @@ def _index(value: Any) -> int | None:
         return None
 
 
-def _by_worker(source: Mapping[Any, Any]) -> bool:
-    if isinstance(source, TensorDictBase):  # a mapping too, but of weights
-        return False
+def _by_worker(source: Any) -> bool:
+    """Tell whether ``source`` holds the weights of each worker, and not those of all."""
+    if not isinstance(source, Mapping) or isinstance(source, TensorDictBase):
+        return False  # a TensorDict is a mapping too, but of weights
     return bool(source) and all(isinstance(key, int) for key in source)

@@ -23,8 +23,7 @@ from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per
 from gleanrl.envs.stock import Methods
 from gleanrl.envs.tensordict import EnvSpecs, widened
 from gleanrl.memory.trees import copied, stacked
-from gleanrl.rollout.row import RESET, Todo
-from gleanrl.rollout.stepping import Described, SteppingBuilder
+from gleanrl.rollout.env_worker import RESET, EnvWorkerBuilder, EnvWorkerInfo, Todo
 from gleanrl.transport.process import ProcessBackend
 from gleanrl.transport.waiting import Deferred
 
@@ -127,7 +126,7 @@ class ParallelEnv(OwnBatch):
         self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]
         stream = _stream()
         factories = [
-            SteppingBuilder(
+            EnvWorkerBuilder(
                 tuple(self._factories[part]), tuple(self._kwargs[part]), stream + part.start
             )
             for part in self._parts
@@ -143,7 +142,7 @@ class ParallelEnv(OwnBatch):
         self._closing = weakref.finalize(self, engine.close, 5.0)
 
     def _join(self, engine: Engine) -> None:
-        found: list[Described] = engine.request_all(m.Call("described"))
+        found: list[EnvWorkerInfo] = engine.request_all(m.Call("described"))
         first = found[0]
         for worker, other in enumerate(found):
             _check_alike(first, other, self._parts[worker].start)
@@ -383,7 +382,7 @@ def _range(part: slice) -> range:
     return range(part.start, part.stop)
 
 
-def _check_alike(first: Described, other: Described, env: int) -> None:
+def _check_alike(first: EnvWorkerInfo, other: EnvWorkerInfo, env: int) -> None:
     differing = sorted(first.signature ^ other.signature, key=str)
     if differing or first.batch != other.batch:
         raise ConfigError(

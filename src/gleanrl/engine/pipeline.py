@@ -1,4 +1,4 @@
-"""What a collected batch goes through before the user sees it."""
+"""What a collected batch goes through before the user, or the replay buffer, gets it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import as_key, is_private
+from gleanrl.core.keys import MASK, as_key, is_private
 from gleanrl.core.options import TrajectoryOptions
-from gleanrl.engine.sinks import Sink, YieldSink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
 
-PostProc = Callable[[TensorDictBase], TensorDictBase]
-_PATIENCE = 100
+_MOST_FRUITLESS = 100
 """Batches without a whole trajectory after which the user is told that none will come."""
-Hook = Callable[[Any], None]
+PostProc: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
+Hook: TypeAlias = Callable[[Any], None]
+Sink: TypeAlias = Callable[[TensorDictBase], int]
+"""Stores a finished batch; returns how many of its valid frames it could not store."""
 
 
 class Pipeline:
@@ -35,7 +37,7 @@ class Pipeline:
         self,
         trajectories: TrajectoryOptions,
         postproc: PostProc | None,
-        sink: Sink,
+        sink: Sink | None,
         storing: torch.device | None,
         episodes_end: bool = False,
     ) -> None:
@@ -44,7 +46,7 @@ class Pipeline:
         Args:
             trajectories: How trajectories are cut out of batches.
             postproc: The user's stage, after splitting.
-            sink: Where the result goes.
+            sink: Stores the result; ``None`` to hand it over.
             storing: Device a postproc module is moved to.
             episodes_end: Whether no episode outlasts its batch (``reset_at_each_iter``).
         """
@@ -58,6 +60,7 @@ class Pipeline:
             # Only a stage of the user's can bring private entries in: sources deliver none.
             self._stages += [_checked(postproc), drop_private]
         self._sink = sink
+        self._not_stored = 0
         self._fruitless = 0
         self._equal = trajectories.traj_quota == "equal"
         self._whole: WholeTrajectories | None = None
@@ -95,9 +98,9 @@ class Pipeline:
         if self._episodes_end:
             self._whole.flush()
             self._fruitless = 0 if ready else self._fruitless + 1
-            if self._fruitless == _PATIENCE:
+            if self._fruitless == _MOST_FRUITLESS:
                 warnings.warn(
-                    f"{_PATIENCE} batches in a row held no whole trajectory: with "
+                    f"{_MOST_FRUITLESS} batches in a row held no whole trajectory: with "
                     "reset_at_each_iter=True an episode has to fit into one batch; raise "
                     "frames_per_batch or set max_frames_per_traj",
                     UserWarning,
@@ -108,8 +111,8 @@ class Pipeline:
     @property
     def discarded(self) -> int:
         """Frames of partial trajectories that were dropped, and those that were not stored."""
-        partial = 0 if self._whole is None else self._whole.frames_discarded
-        return partial + self._sink.discarded
+        dropped = 0 if self._whole is None else self._whole.frames_discarded
+        return dropped + self._not_stored
 
     @property
     def varies(self) -> bool:
@@ -119,7 +122,7 @@ class Pipeline:
     @property
     def plain(self) -> bool:
         """Whether the caller gets what was collected, as it was collected."""
-        return not self._stages and self._whole is None and isinstance(self._sink, YieldSink)
+        return not self._stages and self._whole is None and self._sink is None
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
         """Apply the stages alone (no trajectories, hook or sink)."""
@@ -131,7 +134,10 @@ class Pipeline:
         batch = self.finish(batch)
         if hook is not None:
             hook(batch)
-        return self._sink.put(batch)
+        if self._sink is None:
+            return batch
+        self._not_stored += self._sink(batch)
+        return None
 
     def forget(self) -> None:
         """Drop partial trajectories (after a reset or a new seed); they count as discarded."""
@@ -155,3 +161,77 @@ def _checked(postproc: PostProc) -> PostProc:
         return result
 
     return stage
+
+
+def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
+    """Return what stores batches in ``buffer``; ``None`` if there is none.
+
+    Args:
+        buffer: Where batches go.
+        extend: Whole batches at once; else step by step.
+        stacked: Whether the first dimension of batches is that of workers.
+
+    Raises:
+        ConfigError: the buffer has no method to store them with.
+    """
+    if buffer is None:
+        return None
+    method = getattr(buffer, "extend" if extend else "add", None)
+    if not callable(method):
+        raise ConfigError(
+            f"replay_buffer ({type(buffer).__name__}) has no {'extend' if extend else 'add'}() "
+            "method; give a replay buffer"
+        )
+    if not extend:
+        return partial(_add_steps, method, stacked)
+    storage = getattr(buffer, "storage", None)  # TorchRL's buffers have one, too
+    two_dims = getattr(storage, "ndim", 1) == 2
+    return partial(_extend_env_time if two_dims else _extend_rows, method)
+
+
+def _extend_rows(extend: Hook, batch: TensorDictBase) -> int:
+    """Store the valid frames of ``batch``, its leading dimensions flattened into rows."""
+    rows = batch.reshape(-1)
+    mask = batch.get(MASK, None)
+    # Padding and what a stopped rollout never reached are no data.
+    extend(rows if mask is None else rows[mask.reshape(-1)])
+    return 0
+
+
+def _extend_env_time(extend: Hook, batch: TensorDictBase) -> int:
+    """Store ``batch`` as ``[env, time]``, up to where rollouts were stopped.
+
+    Raises:
+        ConfigError: environments that were stopped at different steps.
+    """
+    whole = batch.reshape(-1, batch.shape[-1])
+    mask = whole.get(MASK, None)
+    if mask is not None:
+        if not bool((mask == mask[:1]).all()):
+            raise ConfigError(
+                "the environments of this batch have different numbers of valid steps, which a "
+                "storage of [env, time] cannot hold; give a storage with ndim=1"
+            )
+        whole = whole[:, mask[0]]
+    extend(whole)
+    return 0
+
+
+def _add_steps(add: Hook, stacked: bool, batch: TensorDictBase) -> int:
+    """Add the steps of ``batch``, each with the frames of all environments of a worker.
+
+    An element has one frame of every environment. Frames of steps that some environments of the
+    worker did not reach have no element.
+    """
+    parts = batch.unbind(0) if stacked else (batch,)
+    mask = batch.get(MASK, None)
+    if mask is None:
+        for step in range(batch.shape[-1]):
+            for part in parts:
+                add(part[..., step])
+        return 0
+    valid = mask.reshape(len(parts), -1, mask.shape[-1])
+    whole = valid.all(1)
+    for step, worker in whole.T.nonzero().tolist():
+        add(parts[worker][..., step])
+    return int((valid & ~whole.unsqueeze(1)).sum())

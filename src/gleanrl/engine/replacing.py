@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from gleanrl.core import messages as m
@@ -44,7 +44,6 @@ class Replacements:
         engine: Engine,
         backend: Starts,
         models: WeightSync,
-        renew: Callable[[int], None],
         most: int,
     ) -> None:
         """Replace workers of ``engine`` from now on, and those that are lost already.
@@ -53,10 +52,9 @@ class Replacements:
             engine: Whose workers.
             backend: Its backend.
             models: Knows the newest weights.
-            renew: Gives a worker new memory to write into.
             most: Replacements per worker.
         """
-        self._engine, self._backend, self._models, self._renew = engine, backend, models, renew
+        self._engine, self._backend, self._models = engine, backend, models
         self._most = most
         self._started = [0] * engine.workers
         self.seeds: Mapping[int, m.Seed] = {}
@@ -87,7 +85,7 @@ class Replacements:
                 f"its steps are {reply.layout}, those of the lost one were {engine.layouts[worker]}"
             )
         engine.lives[worker] += 1
-        self._renew(worker)
+        engine.renew(worker)
         # What binds boards comes first: with any other command it looks at them.
         commands = [
             *self._models.catch_up(worker),

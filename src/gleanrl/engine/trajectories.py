@@ -1,22 +1,73 @@
-"""Trajectories out of batches: cut them apart, or gather whole ones over several batches."""
+"""Trajectories: where they end, cut out of batches, gathered over several, summed over n steps."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+from torch import nn
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import MASK, NEXT, TIME, TRAJ_IDS, Key, NestedKey, as_key, format_key
-from gleanrl.engine.padding import Padding, any_over_features, changes, end_flags, restack
+from gleanrl.core.keys import (
+    END_FLAGS,
+    MASK,
+    NEXT,
+    TIME,
+    TRAJ_IDS,
+    Key,
+    NestedKey,
+    as_key,
+    as_keys,
+    format_key,
+    outermost,
+)
 
 _INVALID = -1
 _MAX_CHUNKS = 64
+
+
+def end_flags(batch: TensorDictBase) -> torch.Tensor:
+    """Return where trajectories end: OR over the topmost end flags under ``"next"``.
+
+    Where the root has flags, those of nested groups (single agents, say) end nothing.
+
+    Args:
+        batch: ``[..., T]``, with leaves named ``done``, ``terminated`` or ``truncated`` anywhere
+            under ``"next"``.
+
+    Returns:
+        A fresh bool tensor of the batch's shape.
+
+    Raises:
+        ConfigError: there is no such leaf.
+    """
+    after = batch.get(NEXT, None)
+    if not isinstance(after, TensorDictBase):
+        raise ConfigError(
+            "the batch has no 'next' entry, so the ends of its episodes are not known"
+        )
+    ended: torch.Tensor | None = None
+    found = map(as_key, after.keys(True, True))
+    for key in outermost(key for key in found if key[-1] in END_FLAGS):
+        flag = _any_over_features(after.get(key), batch.ndim)
+        ended = flag.clone() if ended is None else ended.logical_or_(flag)
+    if ended is None:
+        raise ConfigError(
+            "the batch has none of 'done', 'terminated' and 'truncated' under 'next', so the ends "
+            "of its episodes are not known"
+        )
+    return ended
+
+
+def _any_over_features(flag: torch.Tensor, ndim: int) -> torch.Tensor:
+    """Reduce a flag ``[*batch, ...]`` to its ``ndim`` batch dimensions by OR."""
+    flag = flag.bool()
+    return flag if flag.ndim == ndim else flag.flatten(ndim).any(-1)
 
 
 def split_trajectories(
@@ -62,7 +113,7 @@ def split_trajectories(
         valid = torch.ones_like(starts)
     else:
         ids = ids.reshape(-1)
-        starts = changes(ids)
+        starts = _changes(ids)
         valid = ids != _INVALID
     mask = rollout_tensordict.get(mask_key, None)
     if mask is not None:
@@ -70,12 +121,12 @@ def split_trajectories(
     if not bool(valid.all()):
         kept = valid.nonzero().squeeze(-1)
         frames = frames[kept]
-        starts = changes(starts.cumsum(0)[kept])
+        starts = _changes(starts.cumsum(0)[kept])
     first = starts.nonzero().squeeze(-1)
     lengths = torch.diff(first, append=first.new_full((1,), starts.shape[0]))
     if as_nested:
         return _nested(frames, lengths, as_nested)
-    padding = Padding(lengths, starts.shape[0])
+    padding = _Padding(lengths, starts.shape[0])
     out = padding.batch(frames)
     out.set(mask_key, padding.mask())
     name = rollout_tensordict.names[-1]
@@ -118,7 +169,7 @@ def _starts_after_ends(batch: TensorDictBase, done_key: NestedKey | None) -> tor
             raise ConfigError(
                 f"the batch has neither trajectory ids nor {where} to tell them apart"
             )
-        ended = any_over_features(flag, batch.ndim)
+        ended = _any_over_features(flag, batch.ndim)
     starts = torch.ones_like(ended)
     starts[..., 1:] = ended[..., :-1]
     return starts.reshape(-1)
@@ -137,13 +188,13 @@ def _nested(
             return torch.nested.nested_tensor_from_jagged(leaf, offsets)
 
         shape = jagged(torch.empty(frames.shape[0], device=lengths.device)).shape
-        return restack(frames, shape, jagged, refuse)
+        return _restack(frames, shape, jagged, refuse)
     sizes = lengths.tolist()
 
     def strided(leaf: torch.Tensor) -> torch.Tensor:
         return torch.nested.as_nested_tensor(list(torch.split(leaf, sizes)), layout=torch.strided)
 
-    return restack(frames, (len(sizes), -1), strided, refuse)
+    return _restack(frames, (len(sizes), -1), strided, refuse)
 
 
 _Piece: TypeAlias = tuple[int, int, int]
@@ -322,7 +373,7 @@ class WholeTrajectories:
             frames.names = [TIME]
             return frames
         lengths = torch.tensor([_length(pieces) for pieces in chosen], device=frames.device)
-        padding = Padding(lengths, frames.shape[0])
+        padding = _Padding(lengths, frames.shape[0])
         out = padding.batch(_dense(frames))
         out.set(self._mask_key, padding.mask())
         out.names = [None, TIME]
@@ -391,3 +442,216 @@ class WholeTrajectories:
 
 def _length(pieces: Iterable[_Piece]) -> int:
     return sum(stop - start for _, start, stop in pieces)
+
+
+class _Padding:
+    """Where the frames of ``N`` trajectories, laid end to end, stand in ``[N, longest]``."""
+
+    def __init__(self, lengths: torch.Tensor, frames: int) -> None:
+        """Place trajectories of ``lengths`` ``[N]`` (int64, all positive), ``frames`` in total."""
+        self.lengths = lengths
+        self.rows = lengths.shape[0]
+        self.longest = int(lengths.max()) if self.rows else 0
+        self._even = self.rows * self.longest == frames
+        if not self._even:
+            rows = torch.arange(self.rows, device=lengths.device)
+            self._first = lengths.cumsum(0) - lengths
+            shift = (rows * self.longest - self._first).repeat_interleave(
+                lengths, output_size=frames
+            )
+            self._place = torch.arange(frames, device=lengths.device) + shift
+
+    def mask(self) -> torch.Tensor:
+        """Return ``[N, longest]`` bool, True on frames."""
+        return torch.arange(self.longest, device=self.lengths.device) < self.lengths.unsqueeze(-1)
+
+    def tensor(self, frames: torch.Tensor) -> torch.Tensor:
+        """Pad one leaf ``[K, ...]`` with zeros; a view if there is nothing to pad."""
+        shape = (self.rows, self.longest, *frames.shape[1:])
+        if self._even:
+            return frames.reshape(shape)
+        padded = frames.new_zeros((self.rows * self.longest, *frames.shape[1:]))
+        return padded.index_copy_(0, self._place.to(frames.device), frames).view(shape)
+
+    def objects(self, frames: Any) -> Any:
+        """Pad an entry that holds no tensor by repeating each trajectory's last value."""
+        if self._even:
+            return frames.reshape(self.rows, self.longest)
+        steps = torch.arange(self.longest, device=self.lengths.device)
+        last = (self.lengths - 1).unsqueeze(-1)
+        index = self._first.unsqueeze(-1) + torch.minimum(steps, last)
+        # Indexing with a matrix would give both dimensions the name of the one they replace.
+        return frames[index.reshape(-1)].reshape(self.rows, self.longest)
+
+    def batch(self, frames: TensorDictBase) -> TensorDict:
+        """Pad every entry of ``frames`` ``[K]``."""
+        return _restack(frames, (self.rows, self.longest), self.tensor, self.objects)
+
+
+def _restack(
+    frames: TensorDictBase,
+    shape: Sequence[int],
+    tensor: Callable[[torch.Tensor], torch.Tensor],
+    objects: Callable[[Any], Any],
+) -> TensorDict:
+    """Rebuild ``frames`` ``[K, ...]`` with its first dimension replaced by ``shape``."""
+    out: dict[str, Any] = {}
+    for key, value in frames.items():
+        if is_non_tensor(value):
+            out[key] = objects(value)
+        elif isinstance(value, TensorDictBase):
+            out[key] = _restack(value, shape, tensor, objects)
+        elif is_tensor_collection(value):
+            inner = (*shape, *value.batch_size[1:])
+            out[key] = value.apply(tensor, batch_size=inner)
+        else:
+            out[key] = tensor(value)
+    return TensorDict(out, batch_size=(*shape, *frames.batch_size[1:]), device=frames.device)
+
+
+def _changes(values: torch.Tensor) -> torch.Tensor:
+    """Tell for each element of ``[K]`` whether it differs from the one before (the first does)."""
+    changed = torch.ones_like(values, dtype=torch.bool)
+    torch.ne(values[1:], values[:-1], out=changed[1:])
+    return changed
+
+
+class MultiStep(nn.Module):
+    """Turns one-step transitions into ``n_steps``-step ones; made to be a collector's ``postproc``.
+
+    Every frame's reward becomes the discounted sum of the next ``n_steps`` rewards, and everything
+    else under ``"next"`` is taken from the last of these steps: the observation, and the end flags
+    that say whether its value may be bootstrapped from. Sums stop at the end of a trajectory, at
+    the end of the batch and at frames that were never collected, so the last frames of a batch look
+    ahead less far; ``"steps_to_next_obs"`` says how far.
+    """
+
+    def __init__(
+        self,
+        gamma: float,
+        n_steps: int,
+        *,
+        reward_keys: Sequence[NestedKey] | None = None,
+        mask_key: NestedKey = MASK,
+        ids_key: NestedKey = TRAJ_IDS,
+    ) -> None:
+        """Look ahead up to ``n_steps`` steps.
+
+        Args:
+            gamma: Discount per step, in (0, 1].
+            n_steps: Rewards summed at most; 1 leaves transitions as they are.
+            reward_keys: Rewards under ``"next"`` to sum; by default all leaves named ``"reward"``.
+            mask_key: Where the batch marks frames that were collected, if it does.
+            ids_key: Where trajectory ids are, if there are any; end flags are always used.
+
+        Raises:
+            ConfigError: a number is out of range.
+        """
+        super().__init__()
+        if n_steps < 1:
+            raise ConfigError(f"n_steps ({n_steps}) must be at least 1")
+        if not 0 < gamma <= 1:
+            raise ConfigError(f"gamma ({gamma}) must be above 0 and at most 1")
+        self.gamma = gamma
+        self.n_steps = n_steps
+        self.reward_keys = None if reward_keys is None else as_keys(reward_keys)
+        self.mask_key, self.ids_key = as_key(mask_key), as_key(ids_key)
+
+    def extra_repr(self) -> str:
+        """Return the arguments for ``repr``."""
+        return f"gamma={self.gamma}, n_steps={self.n_steps}"
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return the batch with n-step transitions.
+
+        Args:
+            tensordict: ``[..., T]`` with observations, rewards and end flags under ``"next"``; not
+                changed. Rewards start with the batch's shape.
+
+        Returns:
+            The same entries in a new container, those under ``"next"`` replaced, and in addition
+            ``("next", "original_reward")`` (beside each reward: what it was), and in the batch's
+            shape ``"steps_to_next_obs"`` (int64, ``1 .. n_steps``), ``"gamma"`` (float32, the
+            discount of the next observation's value) and ``"nonterminal"`` (bool, False on the last
+            frame of every trajectory of the batch and on frames never collected).
+
+        Raises:
+            ConfigError: there are no end flags or no rewards.
+        """
+        rewards = self._rewards(tensordict)
+        last = self._last_frames(tensordict)
+        ahead = _look_ahead(last, self.n_steps - 1)
+        out = tensordict.copy()
+        after = out.get(NEXT)
+        originals: dict[Key, torch.Tensor] = {key: after.get(key) for key in rewards}
+        moved = after.exclude(*rewards)
+        if self.n_steps > 1:
+            moved = _take_ahead(moved, ahead)
+        for key, reward in originals.items():
+            moved.set((*key[:-1], "original_" + key[-1]), reward)
+            moved.set(key, _discounted_sum(reward, ahead, self.gamma, self.n_steps))
+        out.set(NEXT, moved)
+        nonterminal = ~last
+        mask = tensordict.get(self.mask_key, None)
+        if mask is not None:
+            nonterminal &= mask
+        out.set("steps_to_next_obs", ahead + 1)
+        out.set("gamma", self.gamma ** (ahead + 1))
+        out.set("nonterminal", nonterminal)
+        return out
+
+    def _rewards(self, batch: TensorDictBase) -> tuple[Key, ...]:
+        after: Any = batch.get(NEXT, None)
+        found = () if after is None else as_keys(after.keys(include_nested=True, leaves_only=True))
+        if self.reward_keys is None:
+            chosen = tuple(key for key in found if key[-1] == "reward")
+            if not chosen:
+                raise ConfigError(
+                    "no entry under 'next' is called 'reward'; name it with reward_keys"
+                )
+            return chosen
+        missing = [format_key((NEXT, *key)) for key in self.reward_keys if key not in found]
+        if missing:
+            raise ConfigError(f"the batch has no {', '.join(missing)}, named in reward_keys")
+        return self.reward_keys
+
+    def _last_frames(self, batch: TensorDictBase) -> torch.Tensor:
+        """Return where no later frame belongs to the same trajectory, in the batch's shape."""
+        last = end_flags(batch)
+        last[..., -1:] = True
+        for key in (self.ids_key, self.mask_key):
+            marks = batch.get(key, None)
+            if marks is not None:
+                last[..., :-1] |= marks[..., 1:] != marks[..., :-1]
+        return last
+
+
+def _look_ahead(last: torch.Tensor, most: int) -> torch.Tensor:
+    """Return how many further steps, at most ``most``, each frame ``[..., T]`` can look ahead."""
+    steps = last.shape[-1]
+    time = torch.arange(steps, device=last.device)
+    end = torch.where(last, time, steps).flip(-1).cummin(-1).values.flip(-1)
+    return (end - time).clamp_max_(most)
+
+
+def _discounted_sum(
+    reward: torch.Tensor, ahead: torch.Tensor, gamma: float, n_steps: int
+) -> torch.Tensor:
+    """Sum ``reward`` ``[..., T, *]`` over each frame and the ``ahead`` ``[..., T]`` after it."""
+    dim = ahead.ndim - 1
+    steps = ahead.shape[-1]
+    total = reward.clone() if reward.is_floating_point() else reward.to(torch.get_default_dtype())
+    within = ahead.reshape(*ahead.shape, *[1] * (reward.ndim - ahead.ndim))
+    for k in range(1, min(n_steps, steps)):
+        reached = within.narrow(dim, 0, steps - k) >= k
+        # Selecting rather than multiplying keeps a NaN or infinity in its own trajectory.
+        term = torch.where(reached, reward.narrow(dim, k, steps - k) * gamma**k, 0)
+        total.narrow(dim, 0, steps - k).add_(term)
+    return total
+
+
+def _take_ahead(after: TensorDictBase, ahead: torch.Tensor) -> TensorDictBase:
+    """Replace every frame of ``after`` ``[..., T]`` by the one ``ahead`` steps later."""
+    frames = ahead.numel()
+    index = torch.arange(frames, device=ahead.device) + ahead.reshape(-1)
+    return after.reshape(-1)[index].reshape(ahead.shape)

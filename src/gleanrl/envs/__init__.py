@@ -4,12 +4,17 @@ A namespace over this package and the classes that need worker processes, which 
 modules import each other, never this.
 """
 
-from gleanrl.engine.creator import EnvCreator
-from gleanrl.engine.parallel import ParallelEnv
+from typing import TYPE_CHECKING
+
+from gleanrl.core.lazy import lazy_exports
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.gym_env import GymEnv, GymWrapper, set_gym_backend
 from gleanrl.envs.serial import SerialEnv
 from gleanrl.envs.tensordict import EnvMetaData
+
+if TYPE_CHECKING:
+    from gleanrl.engine.creator import EnvCreator
+    from gleanrl.engine.parallel import ParallelEnv
 
 __all__ = [
     "EnvBase",
@@ -21,3 +26,8 @@ __all__ = [
     "SerialEnv",
     "set_gym_backend",
 ]
+
+# Inner rings import modules of this package; what needs worker processes is imported at first use.
+__getattr__ = lazy_exports(
+    __name__, ("EnvCreator", "ParallelEnv"), ("gleanrl.engine.creator", "gleanrl.engine.parallel")
+)

@@ -22,7 +22,11 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class TensorCall:
-    """A callable on tensors, seen as one on TensorDicts."""
+    """A callable on tensors, seen as one on TensorDicts.
+
+    It returns the action, or a tuple that starts with the actions; what else it returns is called
+    ``output1``, ``output2``, ... It is called by keyword if ``names`` are given.
+    """
 
     def __init__(
         self,
@@ -31,20 +35,10 @@ class TensorCall:
         action_keys: Sequence[Key],
         names: Sequence[str] | None,
     ) -> None:
-        """Describe how ``fn`` is called.
-
-        Args:
-            fn: Returns the action, or a tuple that starts with the actions.
-            in_keys: What it is given.
-            action_keys: Where the actions go; what else it returns is called ``output1``,
-                ``output2``, ...
-            names: Argument names if it is called by keyword, else ``None``.
-        """
         self.fn = fn
         self.in_keys = tuple(in_keys)
-        self.out_keys = tuple(action_keys)
-        self.names = None if names is None else tuple(names)
-        self._actions = tuple(action_keys)
+        self.out_keys = self._actions = tuple(action_keys)
+        self.names = names
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Call ``fn`` on entries of ``tensordict`` and write what it returns.
@@ -131,11 +125,9 @@ def adapt(
 
 
 def _declared(policy: Any) -> tuple[tuple[Key, ...] | None, tuple[Key, ...] | None]:
-    found = []
-    for name in ("in_keys", "out_keys"):
-        keys = getattr(policy, name, None)
-        found.append(None if keys is None else as_keys(keys))
-    return found[0], found[1]
+    named = (getattr(policy, "in_keys", None), getattr(policy, "out_keys", None))
+    in_keys, out_keys = (None if keys is None else as_keys(keys) for keys in named)
+    return in_keys, out_keys
 
 
 def _parameters(policy: Any) -> list[inspect.Parameter]:
@@ -157,28 +149,22 @@ def _required(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter
 
 
 def _takes_tensordict(policy: Any, parameters: Sequence[inspect.Parameter]) -> bool:
-    required = _required(parameters)
-    if len(required) > 1 or not parameters or parameters[0].kind not in _POSITIONAL:
+    if len(_required(parameters)) > 1 or not parameters or parameters[0].kind not in _POSITIONAL:
         return False
     first = parameters[0]
-    return first.name in _TENSORDICT_NAMES or _means_tensordict(_annotation(policy, first))
-
-
-def _annotation(policy: Any, parameter: inspect.Parameter) -> Any:
-    if not isinstance(parameter.annotation, str):
-        return parameter.annotation
-    function = _function(policy)
-    if not inspect.isroutine(function):
-        function = type(policy).__call__
-    try:
-        return typing.get_type_hints(function).get(parameter.name, parameter.annotation)
-    except (NameError, TypeError, AttributeError):
-        return parameter.annotation
+    annotation = first.annotation
+    if isinstance(annotation, str):
+        function = _function(policy)
+        function = function if inspect.isroutine(function) else type(policy).__call__
+        try:
+            annotation = typing.get_type_hints(function).get(first.name, annotation)
+        except (NameError, TypeError, AttributeError):  # only imported for type checkers
+            return first.name in _TENSORDICT_NAMES or _means_tensordict(annotation)
+    return first.name in _TENSORDICT_NAMES or _means_tensordict(annotation)
 
 
 def _means_tensordict(annotation: Any) -> bool:
     if isinstance(annotation, str):
-        # A name that is only imported for type checkers.
         return annotation.rpartition(".")[2].strip() in ("TensorDict", "TensorDictBase")
     if isinstance(annotation, type):
         return issubclass(annotation, TensorDictBase)

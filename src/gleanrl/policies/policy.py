@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -40,10 +40,6 @@ __all__ = [
     "signed_actor",
 ]
 
-Options: TypeAlias = bool | Mapping[str, Any] | None
-"""``True`` for the defaults, a mapping for keyword arguments, ``False`` or ``None`` for no."""
-
-
 # -- for environments whose data lie in rows -------------------------------------------------------
 
 
@@ -53,12 +49,8 @@ def make_policy(
     env: EnvLayout,
     random: Callable[[int], None],
     probe: Window,
+    options: PolicyOptions,
     exploration: ExplorationType = ExplorationType.RANDOM,
-    trust_policy: bool | None = None,
-    compile_policy: Options = None,
-    cudagraph_policy: Options = None,
-    policy_device: torch.device | str | None = None,
-    fast: bool = True,
     one_hot: Collection[Key] = (),
 ) -> RandomActions | ProgramPolicy:
     """Make a `Policy` of what the user gave.
@@ -72,12 +64,8 @@ def make_policy(
         env: What the environment gives and wants.
         random: The environment's ``random``: writes random actions into a row.
         probe: One step long, holds the observation of the first reset.
+        options: How it is run, and where; the device of its first weight by default.
         exploration: How the policy acts in that call.
-        trust_policy: Take the policy to be a callable on TensorDicts without looking.
-        compile_policy: Run it through ``torch.compile``: ``True`` or its arguments.
-        cudagraph_policy: Capture it as a CUDA graph: ``True`` or ``CudaGraphModule``'s arguments.
-        policy_device: Where the policy is; the device of its first weight by default.
-        fast: Replace what is proven equal to tensor calls by these.
         one_hot: Actions that the environment wants as one-hot vectors.
 
     Raises:
@@ -85,7 +73,7 @@ def make_policy(
         PolicyError: what it writes does not fit the environment.
         ConfigError: options that contradict each other or the device.
     """
-    accelerated = bool(compile_policy) or bool(cudagraph_policy)
+    accelerated = bool(options.compile_policy) or bool(options.cudagraph_policy)
     if acts_at_random(policy):
         if accelerated:
             raise ConfigError(
@@ -94,16 +82,14 @@ def make_policy(
         if policy is None or policy.action_spec is None:
             return RandomActions(random, env.actions)
         return SpecActions(policy, env)
-    device = _device_of(policy, policy_device)
+    device = _device_of(policy, options.device)
     observed = [field.key for field in env.observations]
     acted: list[Key] = [field.key for field in env.actions]
-    adapted = adapt(policy, observed, acted, trust=trust_policy)
+    adapted = adapt(policy, observed, acted, trust=options.trust_policy)
     root = root_of(env, probe, device)
     adapted, signature = learn(policy, adapted, env, root, exploration, one_hot=one_hot)
-    call = _accelerate(adapted.call, compile_policy, cudagraph_policy, device)
-    return ProgramPolicy(
-        policy, call, signature, env, device=device, lower=fast and not accelerated
-    )
+    call, lower = _accelerate(adapted.call, options, device)
+    return ProgramPolicy(policy, call, signature, env, device=device, lower=lower)
 
 
 def acts_at_random(policy: Any) -> bool:
@@ -200,7 +186,7 @@ def make_actor(
     if shown.layout is None:
         owned = (*shown.observed, *shown.rewarded)
         dynamic = learn_dynamic(policy, adapted, given, shown.acted, owned, exploration)
-        call = _accelerate(adapted.call, options.compile_policy, options.cudagraph_policy, device)
+        call, _ = _accelerate(adapted.call, options, device)
         actor = Actor(
             user=policy,
             policy=TensorDictPolicy(call, shows_device=named),
@@ -220,10 +206,10 @@ def make_actor(
         as_written=shown.judges,
         one_hot=shown.one_hot,
     )
-    call = _accelerate(adapted.call, options.compile_policy, options.cudagraph_policy, device)
+    call, lower = _accelerate(adapted.call, options, device)
     on_tensordict = TensorDictPolicy(
         call,
-        signature if options.fast and call is adapted.call else None,
+        signature if lower else None,
         shown.layout.batch_shape,
         device,
         shows_device=named,
@@ -276,11 +262,14 @@ def signed_actor(
 
 
 def _accelerate(
-    policy: Callable[[Any], Any], compiled: Options, captured: Options, device: torch.device
-) -> Callable[[Any], Any]:
-    """Compile ``policy``, capture it, or both; what the result returns its next call overwrites."""
-    compile_kwargs = _arguments("compile_policy", compiled)
-    capture_kwargs = _arguments("cudagraph_policy", captured)
+    policy: Callable[[Any], Any], options: PolicyOptions, device: torch.device
+) -> tuple[Callable[[Any], Any], bool]:
+    """Compile ``policy``, capture it, or both; what the result returns its next call overwrites.
+
+    Also returns whether it may be lowered: what is compiled is called as it is.
+    """
+    compile_kwargs = _arguments("compile_policy", options.compile_policy)
+    capture_kwargs = _arguments("cudagraph_policy", options.cudagraph_policy)
     if capture_kwargs is not None and device.type != "cuda":
         raise ConfigError(
             f"cudagraph_policy needs a policy on a CUDA device, this one is on {device}; drop it, "
@@ -291,12 +280,12 @@ def _accelerate(
         if capture_kwargs is None and device.type == "cuda":
             policy = _marking(policy)
     if capture_kwargs is not None:
-        options = {"in_keys": [], "out_keys": [], "device": device, **capture_kwargs}
-        policy = CudaGraphModule(policy, **options)
-    return policy
+        given = {"in_keys": [], "out_keys": [], "device": device, **capture_kwargs}
+        policy = CudaGraphModule(policy, **given)
+    return policy, options.fast and compile_kwargs is None and capture_kwargs is None
 
 
-def _arguments(name: str, value: Options) -> dict[str, Any] | None:
+def _arguments(name: str, value: bool | Mapping[str, Any] | None) -> dict[str, Any] | None:
     if value is None or value is False:
         return None
     if value is True:

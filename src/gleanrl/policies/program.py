@@ -28,7 +28,7 @@ from gleanrl.policies.probe import PolicySignature, call_on, same_memory, writes
 
 
 class ProgramPolicy:
-    """Copies root rows in, replays the calls of a program, copies results out.
+    """A policy that acts on the rows of a window.
 
     Nothing is decided between `begin` and `finish`: the exploration type, hooks, training mode and
     the identity of weights are read in `begin`, and the program is built anew where they changed.
@@ -69,31 +69,22 @@ class ProgramPolicy:
             call, signature if lower else None, env.batch_shape, device
         )
         """The policy on one TensorDict, for environments that work on one, too."""
-        self._rows = _TensorDictOverRows(self.on_tensordict, signature, env, device)
+        self._called = _TensorDictOverRows(self.on_tensordict, signature, env, device)
+        self._replayed = _ProgramOverRows(env, signature, device)
         self._lowering = Lowering(signature.trace, env.batch_shape, for_rows=True)
-        self._binding = _Binding(env, signature, device)
-        self._lower = (
-            lower
-            and not signature.rewrites
-            and set(signature.policy_written_state) == set(signature.states)
-        )
-        self._program: Program | None = None
-        self._loads = self._binding.loads
-        self._stores = self._binding.stores
-        self._tensor_loads = self._binding.tensor_loads
-        self._tensor_stores = self._binding.tensor_stores
-        self._calls: list[Callable[[], Any]] = []
-        self.act: Callable[[int], None] = self._replay
+        written = set(signature.policy_written_state)
+        self._lower = lower and not signature.rewrites and written == set(signature.states)
+        self._rows: _TensorDictOverRows | _ProgramOverRows = self._replayed
+        self.act: Callable[[int], None] = self._rows.act
         """Read root row ``t``, write the outputs there and the states at root row ``t + 1``."""
-        self.reset: Callable[[int, Sequence[int]], None] = self._zero_states
+        self.reset: Callable[[int, Sequence[int]], None] = self._rows.reset
         """Zero the states of the environments that ended at step ``t``."""
 
     @property
     def lowered(self) -> int:
         """Units that the rollout begun last runs as plain tensor calls."""
-        if self.parts is None:
-            return 0
-        return sum(len(part.units) for part in self.parts.parts if isinstance(part, Program))
+        parts = [] if self.parts is None else self.parts.parts
+        return sum(len(part.units) for part in parts if isinstance(part, Program))
 
     def context(self) -> AbstractContextManager[Any]:
         """Return what a rollout runs in: no gradients are recorded by `act` itself."""
@@ -101,49 +92,23 @@ class ProgramPolicy:
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``; reads the exploration type in force."""
-        parts = self._current()
-        self._program = program = parts.program
-        if program is None:
-            self._rows.begin(window, next_root)
-            self.act, self.reset = self._rows.act, self._rows.reset
+        self.parts = parts = self._current()
+        if parts.program is None:
+            self._rows = self._called
+            self._called.begin(window, next_root)
             self.parts = self.on_tensordict.parts
-            return
-        self.parts = parts
-        self.act, self.reset = self._replay, self._zero_states
-        self._binding.bind(program, window, next_root)
-        self._calls = program.calls
-        for check in program.checks:
-            check.begin()
-
-    def _replay(self, t: int) -> None:
-        for array, rows in self._loads:
-            array[...] = rows[t]
-        for tensor, tensor_rows in self._tensor_loads:
-            tensor.copy_(tensor_rows[t])
-        for call in self._calls:
-            call()
-        for rows, array in self._stores:
-            rows[t][...] = array
-        for tensor_rows, tensor in self._tensor_stores:
-            tensor_rows[t].copy_(tensor)
-
-    def _zero_states(self, t: int, ended: Sequence[int]) -> None:
-        index = list(ended)
-        for rows in self._binding.state_rows:
-            rows[t][index] = 0
+        else:
+            self._rows = self._replayed
+            self._replayed.begin(parts.program, window, next_root)
+        self.act, self.reset = self._rows.act, self._rows.reset
 
     def finish(self, steps: int) -> None:
         """Move what stayed on the device; raise if any step was not a number."""
-        if self._program is None:
-            self.on_tensordict.finish()
-            return
-        for check in self._program.checks:
-            check.finish()
-        self._binding.finish(steps)
+        self._rows.finish(steps)
 
     def forget(self) -> None:
         """Drop what the policy wrote at earlier steps; all environments begin anew."""
-        self._rows.forget()
+        self._called.forget()
 
     def explain(self) -> list[str]:
         """Say what each unit of the policy is run as; reads the exploration type in force."""
@@ -155,8 +120,8 @@ class ProgramPolicy:
         return self._lowering.current(self._lower and may_lower(self.device))
 
 
-class _Binding:
-    """Connects the slots of a program to the rows of a window.
+class _ProgramOverRows:
+    """Copies root rows into the slots of a program, replays its calls, copies results out.
 
     On the CPU every slot has a numpy array over its memory and a row is one array copy. On another
     device observations cross to it and what the environment reads crosses back at every step;
@@ -164,11 +129,13 @@ class _Binding:
     """
 
     def __init__(self, env: EnvLayout, signature: PolicySignature, device: torch.device) -> None:
-        self.loads: list[tuple[Array, Sequence[Array]]] = []
-        self.stores: list[tuple[Sequence[Array], Array]] = []
-        self.tensor_loads: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
-        self.tensor_stores: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
-        self.state_rows: list[Sequence[Any]] = []
+        self._program: Program
+        self._calls: list[Callable[[], Any]] = []
+        self._loads: list[tuple[Array, Sequence[Array]]] = []
+        self._stores: list[tuple[Sequence[Array], Array]] = []
+        self._tensor_loads: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
+        self._tensor_stores: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
+        self._state_rows: list[Sequence[Any]] = []
         """Per state, the rows it has after each step: root row ``t + 1`` at index ``t``."""
         self._outputs, self._states = signature.outputs, signature.states
         # Root keys that change from step to step.
@@ -179,38 +146,58 @@ class _Binding:
         self._stages: dict[Key, torch.Tensor] = {}
         self._moves: list[Callable[[int], None]] = []
 
-    def bind(self, program: Program, window: Window, next_root: Window) -> None:
+    def begin(self, program: Program, window: Window, next_root: Window) -> None:
         """Connect ``program`` to ``window``; root row ``T`` is row 0 of ``next_root``."""
-        for table in (self.loads, self.stores, self.tensor_loads, self.tensor_stores):
-            table.clear()
-        self.state_rows.clear()
-        self._moves.clear()
+        self._program, self._calls = program, program.calls
+        self._loads, self._tensor_loads = [], []
+        self._stores, self._tensor_stores = [], []
+        self._state_rows, self._moves = [], []
         for key, slot in program.inputs.items():
             if key not in self._roots or (self._remote and key in self._states):
                 continue
             if slot.array is None:
-                self.tensor_loads.append((slot.tensor, window.tensor_rows(key)))
+                self._tensor_loads.append((slot.tensor, window.tensor_rows(key)))
             else:
-                self.loads.append((slot.array, window.rows(key)))
+                self._loads.append((slot.array, window.rows(key)))
         for field in self._outputs:
             self._store(window, field.key, program.values[field.key])
         for key in self._states:
             self._bind_state(program, window, next_root, key)
+        for check in program.checks:
+            check.begin()
+
+    def act(self, t: int) -> None:
+        for array, rows in self._loads:
+            array[...] = rows[t]
+        for tensor, tensor_rows in self._tensor_loads:
+            tensor.copy_(tensor_rows[t])
+        for call in self._calls:
+            call()
+        for rows, array in self._stores:
+            rows[t][...] = array
+        for tensor_rows, tensor in self._tensor_stores:
+            tensor_rows[t].copy_(tensor)
+
+    def reset(self, t: int, ended: Sequence[int]) -> None:
+        index = list(ended)
+        for rows in self._state_rows:
+            rows[t][index] = 0
 
     def finish(self, steps: int) -> None:
-        """Move what was kept on the device into the window."""
+        for check in self._program.checks:
+            check.finish()
         for move in self._moves:
             move(steps)
 
     def _store(self, window: Window, key: Key, slot: Slot) -> None:
         if self._remote and key not in self._prompt:
             stage = self._stage(key, window.steps, slot.tensor)
-            self.tensor_stores.append((stage.unbind(0), slot.tensor))
+            self._tensor_stores.append((stage.unbind(0), slot.tensor))
             self._moves.append(partial(_move, stage, window.tensor(key)))
         elif slot.array is None:
-            self.tensor_stores.append((window.tensor_rows(key), slot.tensor))
+            self._tensor_stores.append((window.tensor_rows(key), slot.tensor))
         else:
-            self.stores.append((window.rows(key), slot.array))
+            self._stores.append((window.rows(key), slot.array))
 
     def _bind_state(self, program: Program, window: Window, next_root: Window, key: Key) -> None:
         """Make the state after step ``t`` the one that is read at ``t + 1``."""
@@ -219,12 +206,12 @@ class _Binding:
             self._stay(program, window, next_root, key)
         elif after.array is None:
             tensors = (*window.tensor_rows(key)[1:], *next_root.tensor_rows(key))
-            self.tensor_stores.append((tensors, after.tensor))
-            self.state_rows.append(tensors)
+            self._tensor_stores.append((tensors, after.tensor))
+            self._state_rows.append(tensors)
         else:
             rows = window.rows(key)[1:] + next_root.rows(key)
-            self.stores.append((rows, after.array))
-            self.state_rows.append(rows)
+            self._stores.append((rows, after.array))
+            self._state_rows.append(rows)
 
     def _stay(self, program: Program, window: Window, next_root: Window, key: Key) -> None:
         """Keep a state on the device from step to step."""
@@ -233,9 +220,9 @@ class _Binding:
         stage[0].copy_(window.tensor_rows(key)[0])
         rows = stage.unbind(0)
         if key in program.inputs:
-            self.tensor_loads.append((program.inputs[key].tensor, rows))
-        self.tensor_stores.append((rows[1:], after))
-        self.state_rows.append(rows[1:])
+            self._tensor_loads.append((program.inputs[key].tensor, rows))
+        self._tensor_stores.append((rows[1:], after))
+        self._state_rows.append(rows[1:])
         self._moves.append(partial(_move, stage[:steps], window.tensor(key)))
 
         def leave(taken: int) -> None:
@@ -404,7 +391,6 @@ class _TensorDictOverRows:
         self._states: list[tuple[Any, Sequence[torch.Tensor]]] = []
 
     def begin(self, window: Window, next_root: Window) -> None:
-        """Bind to the rows of ``window``."""
         self._policy.begin()
         signature, batch = self._signature, self._env.batch_shape
         self._loads = [(_name(key), batch_rows(window, key, batch)) for key in self._shown]
@@ -426,7 +412,6 @@ class _TensorDictOverRows:
         ]
 
     def act(self, t: int) -> None:
-        """Call the policy on what root row ``t`` shows; write its outputs there."""
         root = self._root
         if root is None:
             root = self._root = self._first()
@@ -453,14 +438,15 @@ class _TensorDictOverRows:
                 if value is not None:
                     root.set(_name(state), value)
 
+    def finish(self, steps: int) -> None:
+        self._policy.finish()
+
     def reset(self, t: int, ended: Sequence[int]) -> None:
-        """Zero the provided states of the environments that ended at step ``t``."""
         index, envs = list(ended), self._env.num_envs
         for _, rows in self._states:
             rows[t].view((envs, *rows[t].shape[len(self._env.batch_shape) :]))[index] = 0
 
     def forget(self) -> None:
-        """Begin with nothing but what the environment shows."""
         self._root = None
 
     def _first(self) -> TensorDictBase:

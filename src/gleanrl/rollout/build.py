@@ -41,11 +41,10 @@ from gleanrl.policies.policy import (
 )
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.policies.random import RandomActions
-from gleanrl.rollout.cursor import CursorRollout
-from gleanrl.rollout.expected import expect
-from gleanrl.rollout.rollout import Policies, Rollout, check_can_cut
+from gleanrl.rollout.dense import DenseRollout, Policies, check_can_cut
+from gleanrl.rollout.next_step_loop import NextStepRollout
 from gleanrl.rollout.streams import Streams
-from gleanrl.rollout.tensordict_loop import TensorDictRollout
+from gleanrl.rollout.tensordict_loop import TensorDictRollout, expect
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class SourceBuilder:
                 why = policies.policy.signature.why_no_rows
                 return self._serve_tensordicts(handle, policies.policy, judges=False, why=why)
             _check_rewrites(policies.policy.signature.rewrites)
-        kind = CursorRollout if isinstance(made, NextStepPool) else Rollout
+        kind = NextStepRollout if isinstance(made, NextStepPool) else DenseRollout
         return kind(made, first, policies, self._policies, self.rollout)  # type: ignore[arg-type]  # each its own
 
     def _policies(self, env: Env | Pool, first: Window, own: bool = False) -> Policies:
@@ -112,16 +111,12 @@ class SourceBuilder:
             random=env.random,
             probe=first,
             exploration=self.rollout.exploration,
-            trust_policy=self.policy.trust_policy,
-            compile_policy=self.policy.compile_policy,
-            cudagraph_policy=self.policy.cudagraph_policy,
-            policy_device=self.policy.device,
-            fast=self.policy.fast,
+            options=self.policy,
             one_hot=_one_hot(env.action_specs),
         )
         self._check_inputs(policy.states, policy.needs_is_init)
         stand_in = RandomActions(env.random, env.layout.actions, policy)
-        return Policies(policy, stand_in, policy.needs_is_init, user)
+        return Policies(policy, stand_in, user)
 
     # -- environments with TensorDict methods ------------------------------------------------------
 

@@ -1,8 +1,22 @@
-"""The dense hot loop: every environment makes one real transition per step."""
+"""Environments that make one real transition per step, and their hot loop."""
 
 from __future__ import annotations
 
-from gleanrl.core.protocols import Env, Policy, Stop
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.layout import Layout
+from gleanrl.core.messages import Report
+from gleanrl.core.options import RolloutOptions
+from gleanrl.core.protocols import Env, Policy, Pool, Stop, Window
+from gleanrl.core.streams import preserved
+from gleanrl.memory.window import RolloutWindow
+from gleanrl.rollout.plan import RolloutPlan
+from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
 
 
@@ -11,10 +25,130 @@ def dense(env: Env, policy: Policy, tracker: Tracker, steps: int, stop: Stop) ->
     act, step = policy.act, env.step
     for t in range(steps):
         act(t)
-        ended = step(t, tracker.due(t) if t == tracker.next_cut else ())
+        ended = step(t, tracker.due(t) if t == tracker.next_due else ())
         if ended:
             tracker.end(t, ended)
             policy.reset(t, ended)
         if stop[0]:
             return t + 1
     return steps
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """The policy, its stand-in for random frames, and the user's own object."""
+
+    policy: Policy
+    random: Policy
+    user: Any
+    """The callable that runs, as `getattr_policy` sees it."""
+
+
+MakePolicies: TypeAlias = Callable[[Env | Pool, Window, bool], Policies]
+"""Builds the policies from the environment and a window that is one step long and holds an
+observation; if told so, of a copy of the user's module, whose weights nobody else changes."""
+
+
+class DenseRollout(BaseSource):
+    """The source of dense environments: fixed layout, one real transition per step."""
+
+    def __init__(
+        self,
+        env: Env,
+        first: Window,
+        policies: Policies,
+        make_policies: MakePolicies,
+        options: RolloutOptions,
+    ) -> None:
+        """Learn the layout.
+
+        Args:
+            env: Was reset once.
+            first: One step long: what that reset showed.
+            policies: What acts.
+            make_policies: How to make the same again.
+            options: What the user asked for.
+        """
+        self._env = env
+        self._make_policies = make_policies
+        super().__init__(env, env.inner, policies.user, options)
+        self._policy, self._random = policies.policy, policies.random
+        self._plan = RolloutPlan.of(env.layout, policies.policy, options)
+        self._next_root = self._plan.make_next_root()
+        for key in first.keys():
+            self._next_root.tensor(key).copy_(first.tensor(key))
+        self.tracker = Tracker(env.layout.num_envs, options.max_frames_per_traj)
+        self._mark_init(None)
+
+    def layout(self) -> Layout:
+        """Describe one step."""
+        return self._plan.layout
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
+        """Fill ``window`` with ``steps`` steps, fewer if ``stop`` is raised."""
+        policy, inconsistent = self._random if random else self._policy, self.inconsistent
+        with self.atomic(), self.streams.active(), policy.context(), self._exploration():
+            self.start_over(inconsistent)
+            self._plan.begin(window, self._next_root)
+            self.tracker.begin(window, self._next_root)
+            self._env.begin(window, self._next_root)
+            policy.begin(window, self._next_root)
+            taken = dense(self._env, policy, self.tracker, steps, stop)
+            self._env.finish(taken)
+            policy.finish(taken)
+            if taken < window.steps:
+                for field in self._plan.root_fields:
+                    last = window.tensor(field.key)[:, taken : taken + 1]
+                    self._next_root.tensor(field.key).copy_(last)
+            self._plan.finish(window, self.tracker, taken, self.policy_version)
+        return Report(taken, taken * window.envs, self.policy_version)
+
+    def explain(self) -> str:
+        """Say which path every part takes, and why."""
+        with self._exploration(), torch.no_grad():
+            parts = self._policy.explain()
+        inner = self._env.inner
+        kind = type(inner[0] if isinstance(inner, list) else inner).__name__
+        return explanation(
+            "rows: each field of a step is written to its place in the batch",
+            f"{self._env.layout.num_envs} x {kind}, stepped by its own methods without TensorDicts",
+            parts,
+        )
+
+    def own_policy(self) -> None:
+        """Act with a copy of the policy from now on: the learner trains the original meanwhile."""
+        probe = RolloutWindow.allocate(self._env.layout.observations, self._env.layout.num_envs, 1)
+        for key in probe.keys():
+            probe.tensor(key).copy_(self._next_root.tensor(key))
+        with preserved():
+            made = self._make_policies(self._env, probe, True)
+        self._policy, self._random, self.policy = made.policy, made.random, made.user
+
+    def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        self._env.reset(self._next_root, envs, **options)
+        if envs is None and not self._keeps:
+            self._policy.forget()
+        self.tracker.restart(envs)
+        self._mark_init(envs)
+
+    def _mark_init(self, envs: Sequence[int] | None) -> None:
+        """Zero recurrent states and raise ``is_init`` of ``envs`` in the next root row."""
+        observed = {field.key for field in self._env.layout.observations}
+        rows = slice(None) if envs is None else list(envs)
+        for field in self._plan.root_fields:
+            if field.key not in observed:
+                self._next_root.tensor(field.key)[rows] = int(field.dtype == torch.bool)
+
+
+def check_can_cut(env: Env | Pool, options: RolloutOptions) -> None:
+    """Check that environments can be reset one by one where that is needed.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if options.max_frames_per_traj is not None and not env.can_cut:
+        raise ConfigError(
+            f"max_frames_per_traj ({options.max_frames_per_traj}) needs to reset environments "
+            f"one by one, which {type(env.inner).__name__} cannot do; set the limit where it "
+            "is made (max_episode_steps), or vectorise single environments with num_envs="
+        )

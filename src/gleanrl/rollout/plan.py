@@ -25,7 +25,7 @@ from gleanrl.core.keys import (
 )
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout
 from gleanrl.core.options import RolloutOptions
-from gleanrl.core.protocols import Array, Window
+from gleanrl.core.protocols import Array, Policy, Window
 from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.tracker import Tracker
 
@@ -51,7 +51,7 @@ class RolloutPlan:
         *,
         dones: Sequence[DoneGroup],
         finite: Container[Key],
-        carried: tuple[Field, ...] = (),
+        root_fields: tuple[Field, ...] = (),
         groups: tuple[Group, ...] = (),
     ) -> None:
         """Compose the layout.
@@ -63,7 +63,7 @@ class RolloutPlan:
             options: What the user asked for.
             dones: The environment's end flags.
             finite: Keys of observations and rewards, without ``"next"``.
-            carried: Root fields that pass from one rollout to the next in rows.
+            root_fields: Root fields that pass from one rollout to the next in rows.
             groups: Nested parts with a batch size of their own.
 
         Raises:
@@ -74,56 +74,45 @@ class RolloutPlan:
         # Windows come back rollout after rollout; what begin and finish touch is looked up once.
         self._bound: WeakKeyDictionary[Window, _Bound] = WeakKeyDictionary()
         self._groups = end_groups(options, dones)
-        self.carried = carried
-        """Root fields that pass from one rollout to the next."""
+        self.root_fields = root_fields
         self._flags = [
             Field(key, group.shape, torch.bool) for group in self._groups for key in group.keys()
         ]
         fields = self._compose(root, after)
         self.layout = Layout(batch_shape, fields, groups=groups)
-        found = _floats(field for field in fields if (field.key[field.key[0] == NEXT :]) in finite)
+        floats = (
+            field
+            for field in fields
+            if field.dtype.is_floating_point and field.key[field.key[0] == NEXT :] in finite
+        )
         # "next" first: a bad value is named at the step that returned it.
-        self._finite = sorted(found, key=lambda field: field.key[0] != NEXT)
+        self._finite = sorted(floats, key=lambda field: field.key[0] != NEXT)
 
     @classmethod
-    def of(
-        cls,
-        env: EnvLayout,
-        outputs: tuple[Field, ...],
-        states: tuple[Key, ...],
-        options: RolloutOptions,
-        is_init: bool = False,
-    ) -> RolloutPlan:
+    def of(cls, env: EnvLayout, policy: Policy, options: RolloutOptions) -> RolloutPlan:
         """Return the plan of an environment whose data go into rows.
-
-        Args:
-            env: What the environment reads and writes.
-            outputs: What the policy writes.
-            states: Root keys of the policy's recurrent state.
-            options: What the user asked for.
-            is_init: Whether the policy reads ``"is_init"``.
 
         Raises:
             ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
             EnvError: ``set_truncated`` with an environment that cannot tell truncation.
         """
-        fed = {field.key[1:]: field for field in outputs if field.key[0] == NEXT}
-        state_fields = [Field(key, fed[key].shape, fed[key].dtype) for key in states]
-        init = [Field(IS_INIT, (1,), torch.bool)] if is_init else []
-        carried = (*env.observations, *state_fields, *init)
+        outputs = policy.outputs
+        after = {f.key[1:]: replace(f, key=f.key[1:]) for f in outputs if f.key[0] == NEXT}
+        states = [after[key] for key in policy.states]
+        init = [Field(IS_INIT, (1,), torch.bool)] if policy.needs_is_init else []
+        root_fields = (*env.observations, *states, *init)
         shown = () if options.compact else env.observations
-        own = (*env.observations, *env.rewards)
         check_options(
             options, (field.key for field in env.observations), end_groups(options, env.dones)
         )
         return cls(
             env.batch_shape,
-            (*carried, *(field for field in outputs if field.key[0] != NEXT), *env.actions),
-            (*env.rewards, *shown, *(Field(k, f.shape, f.dtype) for k, f in fed.items())),
+            (*root_fields, *(field for field in outputs if field.key[0] != NEXT), *env.actions),
+            (*env.rewards, *shown, *after.values()),
             options,
             dones=env.dones,
-            finite={field.key for field in own},
-            carried=carried,
+            finite={field.key for field in (*env.observations, *env.rewards)},
+            root_fields=root_fields,
         )
 
     def _compose(self, roots: Iterable[Field], afters: Iterable[Field]) -> tuple[Field, ...]:
@@ -136,7 +125,7 @@ class RolloutPlan:
             root[MASK] = Field(MASK, (), torch.bool)
         for key, shape in self._counters():
             root[key] = after[key] = Field(key, shape, torch.int64)
-        nexts = [Field(next_key(key), f.shape, f.dtype) for key, f in after.items()]
+        nexts = [replace(field, key=next_key(key)) for key, field in after.items()]
         return tuple(f for f in (*root.values(), *nexts) if not is_private(f.key))
 
     def _counters(self) -> list[tuple[Key, tuple[int, ...]]]:
@@ -158,25 +147,25 @@ class RolloutPlan:
         counted = [key for key, _ in self._counters()]
         return frozenset((TRAJ_IDS, MASK, *counted, *map(next_key, counted)))
 
-    def make_carry(self) -> RolloutWindow:
+    def make_next_root(self) -> RolloutWindow:
         """Allocate the memory of the fields that pass from one rollout to the next."""
-        return RolloutWindow.allocate(self.carried, self.layout.num_envs, 1)
+        return RolloutWindow.allocate(self.root_fields, self.layout.num_envs, 1)
 
-    def begin(self, window: Window, carry: Window) -> None:
-        """Prepare ``window``: flags down, root row 0 from ``carry``."""
+    def begin(self, window: Window, next_root: Window) -> None:
+        """Prepare ``window``: flags down, root row 0 from ``next_root``."""
         bound = self._bound.get(window)
         if bound is None:
             bound = self._bound[window] = self._bind(window)
         for flags in bound.flags:
             flags.fill(False)
         for first, key in bound.firsts:
-            first.copy_(carry.tensor_rows(key)[0])
+            first.copy_(next_root.tensor_rows(key)[0])
 
     def _bind(self, window: Window) -> _Bound:
         keys = [key for flag in self._flags for key in (flag.key, next_key(flag.key))]
         return _Bound(
             flags=[window.array(key) for key in keys],
-            firsts=[(window.tensor(field.key)[:, 0], field.key) for field in self.carried],
+            firsts=[(window.tensor(field.key)[:, 0], field.key) for field in self.root_fields],
             ids=window.array(TRAJ_IDS) if self._options.track_traj_ids else None,
         )
 
@@ -251,10 +240,6 @@ def check_options(
             f"{[format_key(key) for group in groups for key in group.keys()]}; add one with "
             "env.add_truncated_keys()"
         )
-
-
-def _floats(fields: Iterable[Field]) -> tuple[Field, ...]:
-    return tuple(field for field in fields if field.dtype.is_floating_point)
 
 
 def _truncate_last(window: Window, group: DoneGroup, last: int) -> None:

@@ -36,7 +36,7 @@ class Tracker:
         self._ended_at: list[int] = []
         self._all_ends: tuple[Array, Array] | None = None
         self._init_rows: list[Array] = []
-        self.next_cut = -1
+        self.next_due = -1
         """The next step at which some environment has to be truncated, or -1."""
 
     def place(self, base: int, stride: int) -> None:
@@ -44,16 +44,16 @@ class Tracker:
         self._index = base + np.arange(len(self._index), dtype=np.int64)
         self._stride = stride
 
-    def begin(self, window: Window, carry: Window) -> None:
+    def begin(self, window: Window, next_root: Window) -> None:
         """Start a rollout at step 0; keeps root ``"is_init"`` right if the window has it."""
         self._ended, self._ended_at, self._all_ends = [], [], None
         if IS_INIT in window.keys():
             window.tensor(IS_INIT)[:, 1:] = False
-            carry.tensor(IS_INIT).zero_()
-            self._init_rows = window.rows(IS_INIT)[1:] + carry.rows(IS_INIT)
+            next_root.tensor(IS_INIT).zero_()
+            self._init_rows = window.rows(IS_INIT)[1:] + next_root.rows(IS_INIT)
         if self._max is not None:
             self._due = self._max - 1 - self._age
-            self.next_cut = int(self._due.min())
+            self.next_due = int(self._due.min())
 
     def due(self, t: int) -> Sequence[int]:
         """Return the environments to truncate at step ``t``."""
@@ -67,7 +67,7 @@ class Tracker:
             self._init_rows[t][list(ended)] = True
         if self._max is not None:
             self._due[list(ended)] = t + self._max
-            self.next_cut = int(self._due.min())
+            self.next_due = int(self._due.min())
 
     def end_all(self, done: Array) -> None:
         """Note every end of a rollout at once, instead of `end`: ``done`` is ``[P, T]``."""

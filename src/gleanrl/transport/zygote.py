@@ -43,6 +43,7 @@ WORKER, NODE = b"work", b"node"
 _PROGRAM = """\
 import sys
 sys.path[:] = [entry for entry in sys.path if entry]
+from gleanrl import *  # once, for all workers
 from gleanrl.transport.zygote import main
 main(*map(int, sys.argv[1:]))
 """

@@ -1,17 +1,66 @@
-"""Which weights travel, and over which channel."""
+"""How weights reach workers: what a collector is told, and what a scheme does without one.
+
+Without a collector, per worker:
+
+    sender -- (number, values) --> queue -> the receiver's thread -> model
+    sender <- (number, pid, error) -- pipe
+
+Message 0 is `connect`'s, and ``None`` ends the thread. With shared memory the tensors lie on a
+board, and the message only has what is no tensor. The tensors of one message become the model's
+under the receiver's lock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import multiprocessing
+import os
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from multiprocessing.queues import Queue
+from multiprocessing.reduction import DupFd
 from threading import Condition
-from typing import Any
+from typing import Any, TypeAlias
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from gleanrl.core.errors import ConfigError
-from gleanrl.weights.standalone import Link, MapFn, Receiver, Sender, sources_of
+from gleanrl.core.errors import (
+    ClosedError,
+    CollectorTimeout,
+    ConfigError,
+    GleanError,
+    WeightsError,
+    WorkerDied,
+    WorkerError,
+)
+from gleanrl.core.messages import BoardRef
+from gleanrl.memory.shared import SharedMemory
+from gleanrl.weights.board import Board, Boards, plan_board
+from gleanrl.weights.snapshot import (
+    Weights,
+    check_shapes,
+    check_values,
+    cloned,
+    load_weights,
+    shapes_of,
+    weights_of,
+)
+
+_WAIT_S = 60.0
+"""How long a process waits for the other one."""
+_LOOK_S = 0.2
+_HELLO = -1
+_MOST_TEXT = 2000
+"""Characters of an error: a pipe takes so many at once or not at all."""
+_MapFn: TypeAlias = Callable[[int, TensorDictBase], Any]
 
 
 class WeightSyncScheme:
@@ -65,8 +114,8 @@ class WeightSyncScheme:
         self.sync = sync
         self.model_id: str | None = None
         self.worker_idx: int | None = None
-        self._links: dict[int, Link] = {}
-        self._side: Sender | Receiver | None = None
+        self._links: dict[int, _Link] = {}
+        self._side: _Sender | _Receiver | None = None
         self._connected = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,7 +152,7 @@ class WeightSyncScheme:
         weights: Any = None,
         params_map: Mapping[int, Any] | None = None,
         devices: Sequence[Any] | None = None,
-        device_map_fn: MapFn | None = None,
+        device_map_fn: _MapFn | None = None,
         num_workers: int | None = None,
         ctx: BaseContext | None = None,
     ) -> None:
@@ -126,9 +175,17 @@ class WeightSyncScheme:
             NotImplementedError: a scheme that only works in a collector, or a ``context``.
         """
         self._check_standalone(context)
-        given = (model, weights, params_map, devices, device_map_fn, num_workers)
-        self._side = sender = Sender(sources_of(*given), self.shared, ctx)
-        self._links, self._connected = sender.links, False
+        sources = [value for value in (model, weights, params_map) if value is not None]
+        if len(sources) != 1:
+            raise ConfigError(f"give one of model, weights and params_map, not {len(sources)}")
+        if params_map is None:
+            count = _count_workers(devices, num_workers)
+            params_map = dict.fromkeys(range(count), sources[0])
+        elif any(value is not None for value in (devices, device_map_fn, num_workers)):
+            raise ConfigError("params_map says it all: no devices, device_map_fn, num_workers")
+        self._side = sender = _Sender(params_map, device_map_fn, self.shared, ctx)
+        self._links = {worker.index: worker.link for worker in sender.workers.values()}
+        self._connected = False
         self.model_id = model_id
 
     def init_on_receiver(
@@ -157,7 +214,7 @@ class WeightSyncScheme:
                 f"worker_idx ({worker_idx}) must be one of {sorted(self._links)}: those of the "
                 "sender, which calls init_on_sender before the scheme goes to another process"
             )
-        self._side, self._connected = Receiver(self._links[worker_idx], model), False
+        self._side, self._connected = _Receiver(self._links[worker_idx], model), False
         self.model_id, self.worker_idx = model_id, worker_idx
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
@@ -174,7 +231,7 @@ class WeightSyncScheme:
         """
         if self._connected:
             raise RuntimeError("connect was called before: use send from now on")
-        if isinstance(self._side, Sender):
+        if isinstance(self._side, _Sender):
             self._side.connect(weights)
         else:
             self._receiver().connect()
@@ -198,7 +255,7 @@ class WeightSyncScheme:
             ClosedError: a worker takes no more weights.
             CollectorTimeout: a worker has not loaded them within 60 s.
         """
-        if not (isinstance(self._side, Sender) and self._connected):
+        if not (isinstance(self._side, _Sender) and self._connected):
             raise RuntimeError("send needs init_on_sender and connect before")
         self._side.send(weights, worker_ids, self.sync)
 
@@ -238,12 +295,12 @@ class WeightSyncScheme:
     @property
     def initialized_on_sender(self) -> bool:
         """Whether this process sends."""
-        return isinstance(self._side, Sender)
+        return isinstance(self._side, _Sender)
 
     @property
     def initialized_on_receiver(self) -> bool:
         """Whether this process gets weights."""
-        return isinstance(self._side, Receiver)
+        return isinstance(self._side, _Receiver)
 
     @property
     def synchronized_on_sender(self) -> bool:
@@ -263,7 +320,7 @@ class WeightSyncScheme:
     @property
     def model(self) -> nn.Module | None:
         """The receiver's model."""
-        return self._side.model if isinstance(self._side, Receiver) else None
+        return self._side.model if isinstance(self._side, _Receiver) else None
 
     @property
     def version(self) -> int:
@@ -275,8 +332,8 @@ class WeightSyncScheme:
         """On the receiver: held while weights are loaded; hold it to use weights of one version."""
         return self._receiver().lock
 
-    def _receiver(self) -> Receiver:
-        if not isinstance(self._side, Receiver):
+    def _receiver(self) -> _Receiver:
+        if not isinstance(self._side, _Receiver):
             raise RuntimeError("this process has not called init_on_receiver")
         return self._side
 
@@ -381,7 +438,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
-    """Never update the model: a fixed policy. All methods do nothing."""
+    """Never update the model: a fixed policy. Methods that would send or receive do nothing."""
 
     applies = False
 
@@ -417,3 +474,313 @@ _SCHEMES: Mapping[str, type[WeightSyncScheme]] = {
     "rpc": RPCWeightSyncScheme,
     "ray": RayWeightSyncScheme,
 }
+
+
+# -- without a collector -------------------------------------------------------------------------
+
+
+class _Memory(SharedMemory):
+    """Shared memory that can be an argument of a process."""
+
+    def __reduce__(self) -> Any:
+        return _adopt, (DupFd(self.fd),)
+
+
+def _adopt(handle: Any) -> _Memory:
+    return _Memory(handle.detach())
+
+
+@dataclass
+class _Link:
+    """What both processes have of one worker; it travels as an argument of its process."""
+
+    messages: Queue[bytes | None]
+    acks: Connection
+    replies: Connection
+    memory: _Memory | None
+    board: BoardRef | None
+
+
+def _tree_of(weights: Mapping[str, Any]) -> TensorDictBase:
+    """Return the tensors as a `TensorDict` that is nested by module."""
+    return TensorDict(_tensors(weights)).unflatten_keys(".")
+
+
+def _tensors(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+
+
+def _count_workers(devices: Sequence[Any] | None, num_workers: int | None) -> int:
+    counts = {n for n in (num_workers, None if devices is None else len(devices)) if n is not None}
+    if len(counts) != 1 or min(counts) < 1:
+        raise ConfigError(
+            f"num_workers ({num_workers}) or devices ({devices}) must say how many workers there "
+            "are, at least one, and not contradict each other"
+        )
+    return counts.pop()
+
+
+class _Sender:
+    """The side that has the weights."""
+
+    def __init__(
+        self,
+        sources: Mapping[int, Any],
+        map_fn: _MapFn | None,
+        shared: bool,
+        ctx: BaseContext | None,
+    ) -> None:
+        """Make the links; nothing is sent yet."""
+        ctx = multiprocessing.get_context() if ctx is None else ctx
+        memory = _Memory() if shared else None
+        self.workers = {
+            worker: _Worker(worker, source, map_fn, memory, ctx)
+            for worker, source in sources.items()
+        }
+        self._number = 0
+
+    @property
+    def weights(self) -> TensorDictBase:
+        """The first worker's weights as they would be sent now."""
+        return _tree_of(next(iter(self.workers.values())).weights())
+
+    def connect(self, given: Any) -> None:
+        """Send the first weights; waits for nothing, so the workers may start later."""
+        for worker in self.workers.values():
+            worker.post(worker.ready(given), 0)
+
+    def send(self, given: Any, worker_ids: int | Sequence[int] | None, wait: bool) -> None:
+        """Send weights; with ``wait``, until the workers' models have them."""
+        each = type(given) is dict and bool(given) and all(isinstance(key, int) for key in given)
+        if worker_ids is None:
+            worker_ids = list(given) if each else list(self.workers)
+        chosen = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
+        unknown = [w for w in chosen if w not in self.workers or (each and w not in given)]
+        if unknown:
+            raise ConfigError(f"no weights for, or no workers {unknown}: {list(self.workers)}")
+        for index in chosen:
+            self.workers[index].settle()
+        ready = [self.workers[w].ready(given[w] if each else given) for w in chosen]
+        self._number += 1
+        for index, weights in zip(chosen, ready, strict=True):
+            self.workers[index].post(weights, self._number)
+        end = time.monotonic() + _WAIT_S
+        for index in chosen if wait else ():
+            self.workers[index].wait(end)
+
+    def shutdown(self) -> None:
+        """End the receivers' threads once they have taken what was sent to them."""
+        end = time.monotonic() + _WAIT_S
+        for worker in self.workers.values():
+            worker.end(end)
+
+
+class _Worker:
+    """One worker, as the sender sees it."""
+
+    def __init__(
+        self,
+        index: int,
+        source: Any,
+        map_fn: _MapFn | None,
+        memory: _Memory | None,
+        ctx: BaseContext,
+    ) -> None:
+        self.index, self._source, self._map_fn = index, source, map_fn
+        self._first = first = self.weights()
+        tensors = _tensors(first)
+        if isinstance(source, nn.Module) and map_fn is None:
+            self._shapes = shapes_of(source)
+        else:
+            self._shapes = {name: (tuple(t.shape), True) for name, t in tensors.items()}
+        self._dtypes = {name: t.dtype for name, t in tensors.items()}
+        acks, replies = ctx.Pipe(duplex=False)
+        ref = None if memory is None else plan_board(memory, tensors)
+        self._board = None if memory is None or ref is None else Board(memory, ref)
+        self.link = _Link(ctx.Queue(), acks, replies, memory, ref)
+        self.link.messages.cancel_join_thread()  # a lost worker must not keep this process
+        self._sent, self._acked = _HELLO, _HELLO
+        self._pid: int | None = None
+        self._left = False
+
+    def weights(self, given: Any = None) -> Weights:
+        """Return the weights in ``given``, or those of the source as they are now."""
+        given = self._source if given is None else given
+        if self._map_fn is not None:
+            given = self._map_fn(self.index, _tree_of(weights_of(given)))
+        return weights_of(given)
+
+    def ready(self, given: Any) -> Weights:
+        """Return the weights in ``given`` as the worker needs them."""
+        weights = self.weights(given)
+        check_shapes("the worker's model", self._shapes, weights)
+        check_values("the worker's model", weights, self._dtypes)
+        whole = {name: weights.get(name, value) for name, value in self._first.items()}
+        return {n: torch.as_tensor(v) if n in self._dtypes else v for n, v in whole.items()}
+
+    def post(self, weights: Weights, number: int) -> None:
+        """Send them without waiting."""
+        if self._board is not None:
+            self._board.publish(list(_tensors(weights).values()), number, number)
+            values = {n: v for n, v in weights.items() if not isinstance(v, torch.Tensor)}
+        else:
+            values = {
+                name: value.cpu() if isinstance(value, torch.Tensor) else value
+                for name, value in cloned(weights).items()
+            }
+        self._sent = number
+        self.link.messages.put(pickle.dumps((number, values)))
+
+    def settle(self) -> None:
+        """Look at the answers that are there."""
+        while self.link.acks.poll():
+            self._take()
+        self._check()
+
+    def wait(self, end: float) -> None:
+        """Wait until all that was sent is in the worker's model."""
+        while self._acked < self._sent:
+            left = end - time.monotonic()
+            if self.link.acks.poll(max(0.0, min(_LOOK_S, left))):
+                self._take()
+                continue
+            self._check()
+            if left <= 0:
+                raise CollectorTimeout(
+                    f"worker {self.index} has not taken the weights within {_WAIT_S:g} s: it must "
+                    "call init_on_receiver and connect"
+                )
+
+    def _check(self) -> None:
+        name = f"worker {self.index}"
+        if self._left:
+            raise ClosedError(f"{name} has called shutdown: it takes no more weights")
+        if self._pid is not None and _is_gone(self._pid):
+            raise WorkerDied(f"{name} (process {self._pid}) has ended: it takes no more weights")
+
+    def _take(self) -> None:
+        number, self._pid, error = self.link.acks.recv()
+        self._left = number is None
+        if number is not None:
+            self._acked = max(self._acked, number)
+        if error is not None:
+            raise WorkerError(f"worker {self.index} could not load the weights: {error}")
+
+    def end(self, end: float) -> None:
+        self.link.messages.put(None)
+        with suppress(GleanError, OSError, EOFError):
+            self.settle()
+            if self._pid is not None:
+                self.wait(end)
+        self.link.messages.close()
+
+
+class _Receiver:
+    """The side that has the model. A thread of its own loads what arrives."""
+
+    def __init__(self, link: _Link, model: nn.Module | None) -> None:
+        """Tell the sender that this process is there."""
+        self.model = model
+        self.version = 0
+        """The number of the `send` whose weights the model has; 0: those of `connect`."""
+        self.lock = threading.Condition(threading.RLock())
+        """Held while weights are loaded: whoever holds it sees weights of one version."""
+        self._link = link
+        self._boards: Boards | None = None
+        if link.memory is not None and link.board is not None:
+            self._boards = Boards(link.memory)
+            self._boards.bind("", link.board)
+        self._weights: Weights = {}
+        self._returned = 0
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        link.messages.cancel_join_thread()
+        self._reply(_HELLO)
+
+    @property
+    def weights(self) -> TensorDictBase:
+        """A copy of the weights that arrived last."""
+        with self.lock:
+            return _tree_of(cloned(self._weights))
+
+    def connect(self) -> None:
+        """Wait for the first weights, load them and begin to take others."""
+        try:
+            message = self._link.messages.get(timeout=_WAIT_S)
+        except queue.Empty:
+            raise CollectorTimeout(
+                f"no weights came within {_WAIT_S:g} s: the sender must call connect"
+            ) from None
+        if message is None:
+            raise ClosedError("the sender has called shutdown")
+        self._load(message)
+        self._thread.start()
+
+    def receive(self, timeout: float | None) -> TensorDictBase | None:
+        """Return weights that arrived since the last call, waiting up to ``timeout`` seconds."""
+        with self.lock:
+            if not self.lock.wait_for(lambda: self.version > self._returned, timeout or 0.0):
+                return None
+            self._returned = self.version
+            return self.weights
+
+    def apply(self, weights: Any) -> None:
+        """Load ``weights`` into the model."""
+        if self.model is None:
+            raise WeightsError("there is no model to load weights into: init_on_receiver(model=)")
+        with self.lock:
+            load_weights(self.model, weights_of(weights))
+
+    def _run(self) -> None:
+        for message in iter(self._link.messages.get, None):
+            with suppress(Exception):  # the sender was told
+                self._load(message)
+        self._reply(None)
+
+    def _load(self, message: bytes) -> None:
+        number, values = pickle.loads(message)
+        error: str | None = None
+        try:
+            with self.lock:
+                version = self._look(number, values)
+                if self.model is not None:
+                    load_weights(self.model, self._weights)
+                self.version = version
+                self.lock.notify_all()
+        except Exception as err:
+            error = f"{type(err).__name__}: {err}"[:_MOST_TEXT]
+            raise
+        finally:
+            self._reply(number, error)
+
+    def _look(self, number: int, values: Weights) -> int:
+        """Take the newest weights; return their number."""
+        if self._boards is None:
+            self._weights = values
+            return number
+        newest = self._boards.newest()
+        if newest is None:  # a message before this one found them
+            self._weights.update(values)
+            return self.version
+        self._weights = {**newest.models[""], **values}
+        return newest.version
+
+    def _reply(self, number: int | None, error: str | None = None) -> None:
+        with suppress(OSError):  # the sender is gone
+            self._link.replies.send((number, os.getpid(), error))
+
+    def shutdown(self) -> None:
+        """Take no more weights."""
+        if self._thread.is_alive():
+            self._link.messages.put(None)
+            self._thread.join(_WAIT_S)
+
+
+def _is_gone(pid: int) -> bool:
+    multiprocessing.active_children()  # those that ended are no longer processes after this
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # somebody else's, and there
+        pass
+    return False

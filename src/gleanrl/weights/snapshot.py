@@ -1,18 +1,22 @@
-"""Take the weights out of whatever the user hands over, and load them into a module."""
+"""Weights: taken out of modules and state dicts, checked, loaded, and their versions counted."""
 
 from __future__ import annotations
 
+import operator
+import uuid
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from itertools import chain
+from typing import Any, Literal, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from gleanrl.core.errors import WeightsError
+from gleanrl.core.errors import ConfigError, WeightsError
 
 Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], bool]]
 """Dotted name to shape, and whether it is a parameter (else a buffer)."""
+_VALUES = operator.methodcaller("values")
 Weights: TypeAlias = dict[str, Any]
 """Dotted name to tensor; extra state under its ``state_dict`` name."""
 
@@ -169,3 +173,91 @@ def _wrong(value: Any, wanted: torch.dtype | None) -> str | None:
         if bool((finite & ~value.detach().to(wanted).isfinite()).any()):
             return f"has values that {wanted} cannot hold"
     return None
+
+
+class TrackedModule:
+    """The tensors of a module that goes on being trained, in the order of their names.
+
+    Walking a module costs as much as copying a small one. So what was found is kept, together with
+    the dictionaries it was found in; as long as those hold the same objects, it is still true.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Look at ``module``; nothing is copied."""
+        self.module = module
+        self._find()
+
+    def _find(self) -> None:
+        weights = module_weights(self.module)
+        self.names = [name for name, value in weights.items() if isinstance(value, torch.Tensor)]
+        self.has_extra = len(self.names) < len(weights)
+        """Whether there is extra state, which is no tensor."""
+        self._tensors = [weights[name] for name in self.names]
+        self._tables: list[dict[str, Any]] = [
+            table
+            for part in self.module.modules()
+            for table in (part._parameters, part._buffers, part._modules)
+        ]
+        self._sizes = list(map(len, self._tables))
+        self._filled = [table for table in self._tables if table]
+        self._keys = list(chain.from_iterable(self._filled))
+        self._values = [value for table in self._filled for value in table.values()]
+        self._data = [value for value in self._values if isinstance(value, torch.Tensor)]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._data))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the detached tensors as they are now; they are the module's own memory.
+
+        The same list as before means that nothing but values can have changed.
+        """
+        if not self._unchanged():
+            self._find()
+        return self._tensors
+
+    def _unchanged(self) -> bool:
+        # ``p.data = ...`` keeps the parameter but not its memory, hence the addresses.
+        filled = self._filled
+        return (
+            list(map(len, self._tables)) == self._sizes
+            and all(map(operator.is_, chain.from_iterable(filled), self._keys))
+            and all(map(operator.is_, chain.from_iterable(map(_VALUES, filled)), self._values))
+            and list(map(torch.Tensor.data_ptr, self._data)) == self._addresses
+        )
+
+
+class PolicyVersion:
+    """An integer that only grows; with ``version_type="uuid"`` it shows as a label of its own.
+
+    >>> version = PolicyVersion()
+    >>> version.increment_version()
+    >>> version.version
+    1
+    """
+
+    def __init__(self, version_type: Literal["int", "uuid"] = "int") -> None:
+        """Start at version 0."""
+        if version_type not in ("int", "uuid"):
+            raise ConfigError(f"version_type ({version_type!r}) must be 'int' or 'uuid'")
+        self.version_type = version_type
+        self._number = 0
+        self._label = str(uuid.uuid4()) if version_type == "uuid" else ""
+
+    @property
+    def number(self) -> int:
+        """How many updates there were: what batches carry."""
+        return self._number
+
+    @property
+    def version(self) -> int | str:
+        """The version as it is shown: the number, or the label of a uuid version."""
+        return self._label if self.version_type == "uuid" else self._number
+
+    def increment_version(self) -> None:
+        """Move to the next version."""
+        self.set_number(self._number + 1)
+
+    def set_number(self, number: int) -> None:
+        """Continue from ``number`` (a restored checkpoint)."""
+        self._number = number
+        if self.version_type == "uuid":
+            self._label = str(uuid.uuid4())

@@ -24,7 +24,7 @@ from gleanrl.transport.launchers import Launcher, check_replaces, make_launcher,
 from gleanrl.transport.network import NetworkBackend, ReplacingBackend
 from gleanrl.transport.process_group import check_kind
 from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.version import PolicyVersion
+from gleanrl.weights.snapshot import PolicyVersion
 
 _PORT = 10003
 _PORTS = 1 << 16
@@ -265,10 +265,7 @@ class DistributedCollector(NodesCollector):
         super()._begin(given)
         backend = self._engine.backend
         if isinstance(backend, ReplacingBackend):
-            assert self._first is not None
-            self._replacements = Replacements(
-                self._engine, backend, self._models, self._first.renew, self._most
-            )
+            self._replacements = Replacements(self._engine, backend, self._models, self._most)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed environments, action spaces and random streams, and reset all environments.

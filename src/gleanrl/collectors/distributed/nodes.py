@@ -18,8 +18,7 @@ from gleanrl.collectors.single import Collector
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.core.protocols import SourceFactory
-from gleanrl.engine.batches import BatchOptions, gather_all, gather_first
-from gleanrl.engine.gather_first import AsyncGather
+from gleanrl.engine.batches import BatchOptions
 
 KINDS: Mapping[str, Any] = {
     "single": Collector,
@@ -68,7 +67,6 @@ class NodesCollector(LaunchedCollector):
     _update_after: bool
     _interval: int | None
     _tolerant: bool
-    _first: AsyncGather | None = None
     """What gathers, with ``sync=False``."""
 
     # -- arguments -------------------------------------------------------------------------------
@@ -176,16 +174,13 @@ class NodesCollector(LaunchedCollector):
 
     def _gather_with(self) -> None:
         self._engine.dispatcher.tolerant = self._tolerant
-        if not self._sync:
-            self._options = BatchOptions(device=self.storing_device, single=True)
-            self._first = gather_first(self._engine, self._steps, self._options)
-            return
-        self._options = BatchOptions(
-            stacked=self._cat is None,
+        options = BatchOptions(
+            stacked=self._sync and self._cat is None,
             cat=-1 if self._cat is None else self._cat,
             device=self.storing_device,
+            single=not self._sync,
         )
-        gather_all(self._engine, self._steps, self._options)
+        self._budget = self._engine.plan(self._limits, self._asked, options)
 
     # -- weights ---------------------------------------------------------------------------------
 

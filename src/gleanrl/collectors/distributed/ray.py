@@ -19,7 +19,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import InfoKeys, check_int
 from gleanrl.transport.ray import RayBackend, check_options, require_ray, session
 from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.version import PolicyVersion
+from gleanrl.weights.snapshot import PolicyVersion
 
 
 class RayCollector(NodesCollector):

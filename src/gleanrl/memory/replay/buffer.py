@@ -5,25 +5,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 
 from gleanrl.core.errors import ConfigError, ReplayError
-from gleanrl.core.keys import Key
+from gleanrl.core.keys import Key, NestedKey, as_key, format_key
 from gleanrl.memory.fence import fence
 from gleanrl.memory.replay import saving
-from gleanrl.memory.replay.forking import Forkable
-from gleanrl.memory.replay.items import single, stack
 from gleanrl.memory.replay.limiter import RateLimiter
-from gleanrl.memory.replay.places import flat_places, shown, stored
+from gleanrl.memory.replay.locks import Forkable
 from gleanrl.memory.replay.prefetch import Prefetcher, Ticket
 from gleanrl.memory.replay.prioritized import PrioritizedSampler
-from gleanrl.memory.replay.reservation import Reservation
-from gleanrl.memory.replay.samplers import Draw, RandomSampler, Sampler, stamps_of
+from gleanrl.memory.replay.ring import Reservation
+from gleanrl.memory.replay.samplers import Draw, RandomSampler, Sampler
 from gleanrl.memory.replay.slices import SliceSampler
 from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage
 from gleanrl.memory.replay.writers import RoundRobinWriter, Writer
@@ -85,7 +84,7 @@ class ReplayBuffer(Forkable):
         Raises:
             ConfigError: arguments that do not go together.
         """
-        self._storage = made_storage(storage)
+        self._storage: Storage = _made(storage, _default_storage)
         self._sampler: Sampler = _made(sampler, RandomSampler)
         self._writer: Writer = _made(writer, RoundRobinWriter)
         self._collate = collate_fn
@@ -130,7 +129,7 @@ class ReplayBuffer(Forkable):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         with self._lock:
-            copy.deepcopy(self._storage, memo)  # first: others know its ledger
+            copy.deepcopy(self._storage, memo)  # first: others know its ring
             if self._generator is not None:
                 memo[id(self._generator)] = self._generator.clone_state()
             with self._rewound():
@@ -169,7 +168,7 @@ class ReplayBuffer(Forkable):
     @property
     def write_count(self) -> int:
         """Frames ever stored whole, over all writers, since `empty`."""
-        return self._storage.ledger.count * self._storage.envs
+        return self._storage.ring.count * self._storage.envs
 
     def __len__(self) -> int:
         """Return the number of frames that can be sampled."""
@@ -189,11 +188,11 @@ class ReplayBuffer(Forkable):
         Raises:
             ConfigError: data unlike the first.
         """
-        return shown(self._storage, self._writer.extend(self._storage, data, self._dim))
+        return to_user_index(self._storage, self._writer.extend(self._storage, data, self._dim))
 
     def add(self, data: Any) -> Any:
         """Store one row (one step of all environments for 2-D storages) and return its place."""
-        place = self._writer.extend(self._storage, *single(self._storage, data))
+        place = self._writer.extend(self._storage, *_as_one_row(self._storage, data))
         return int(place[0]) if len(place) else None
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
@@ -216,7 +215,7 @@ class ReplayBuffer(Forkable):
         draw, data = self._next(size)
         if not return_info:
             return data
-        return data, {"index": shown(self._storage, draw.index, flat=True), **draw.info}
+        return data, {"index": to_user_index(self._storage, draw.index, flat=True), **draw.info}
 
     def __iter__(self) -> Iterator[Any]:
         """Yield samples: an epoch if the sampler has such (without replacement), else endlessly."""
@@ -239,7 +238,7 @@ class ReplayBuffer(Forkable):
 
     def _next(self, size: int) -> tuple[Draw, Any]:
         if self.limiter is not None and len(self):
-            self.limiter.admit(self._storage.ledger, self._storage.envs, size)
+            self.limiter.admit(self._storage, size)
         return self._make(size) if self._prefetcher is None else self._prefetcher.next(size)
 
     def __getitem__(self, index: Any) -> Any:
@@ -249,20 +248,20 @@ class ReplayBuffer(Forkable):
         """
         storage, single = self._storage, isinstance(index, int)
         whole = index == slice(None) if isinstance(index, slice) else False
-        _, data = self._read(lambda: Draw(*stored(storage, index)))
+        _, data = self._read(lambda: Draw(*_select(storage, index)))
         if whole and storage.ndim == 2:
             return data.reshape(-1, storage.envs).transpose(0, 1)
         if isinstance(storage, ListStorage):
-            return data[0] if single else stack(data)
+            return data[0] if single else _stack(data)
         return data[0] if single else data
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget all rows. What others are writing at this moment is forgotten, too."""
         with self._lock:
             self._forget()
-            self._storage.ledger.empty(empty_write_count)
+            self._storage.ring.empty(empty_write_count)
             if self.limiter is not None:
-                self.limiter.restart(self._storage.ledger)
+                self.limiter.restart(self._storage)
             self._sampler.restart()
 
     def update_priority(self, index: Any, priority: Any) -> None:
@@ -272,7 +271,7 @@ class ReplayBuffer(Forkable):
             index: Places as in a sample's ``"index"``.
             priority: One each, or one for all.
         """
-        places = flat_places(self._storage, index)
+        places = to_storage_index(self._storage, index)
         given = torch.as_tensor(priority).detach().cpu()
         if given.ndim > 1:
             given = given.reshape(len(given), -1).amax(1)
@@ -288,7 +287,7 @@ class ReplayBuffer(Forkable):
 
     def share(self) -> ReplayBuffer:
         """Move to memory that other processes map; handles already sent stay valid."""
-        with self._lock, self._storage.ledger.gate:
+        with self._lock, self._storage.ring.lock:
             self._storage.share()
         return self
 
@@ -302,7 +301,7 @@ class ReplayBuffer(Forkable):
             count: Slots of the ring.
             contiguous: One window, which does not wrap around the end of the ring.
         """
-        return self._tensors().ledger.reserve(count, contiguous)
+        return self._tensors().ring.reserve(count, contiguous)
 
     def windows(self, reservation: Reservation) -> list[dict[Key, torch.Tensor]]:
         """Return the memory of reserved rows by key, ``[slots, ...]``: written in place."""
@@ -310,11 +309,11 @@ class ReplayBuffer(Forkable):
 
     def commit(self, reservation: Reservation) -> bool:
         """Make reserved rows visible; False if the buffer was emptied meanwhile."""
-        return self._storage.ledger.commit(reservation)
+        return self._storage.ring.commit(reservation)
 
     def revoke(self, reservation: Reservation) -> None:
         """Give reserved rows back; nobody may write to their windows any more."""
-        self._storage.ledger.revoke(reservation)
+        self._storage.ring.revoke(reservation)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all rows, counters, and the sampler's state."""
@@ -380,7 +379,7 @@ class ReplayBuffer(Forkable):
             saving.load_storage(self._storage, storage)
             self._forget()
             if self.limiter is not None:
-                self.limiter.restart(self._storage.ledger)
+                self.limiter.restart(self._storage)
             if sampler and same:
                 self._sampler.load_state_dict(sampler, self._storage)
             else:
@@ -437,21 +436,21 @@ class ReplayBuffer(Forkable):
             fence()
             data = storage.gather(draw.index, self._extra(draw))
             fence()
-            if torch.equal(stamps_of(storage, draw.index), draw.seen):
+            if torch.equal(storage.sequence_of(draw.index), draw.seen):
                 return draw, data
         # Nobody reserves rows while we are in here, and only reserved ones are written.
-        with storage.ledger.section():
+        with storage.ring.section():
             draw = choose()
             return draw, storage.gather(draw.index, self._extra(draw))
 
     def _extra(self, draw: Draw) -> Mapping[str, torch.Tensor]:
         if not self._with_index:
             return draw.info or _NOTHING
-        return {"index": shown(self._storage, draw.index, flat=True), **draw.info}
+        return {"index": to_user_index(self._storage, draw.index, flat=True), **draw.info}
 
     def _finish(self, draw: Draw, data: Any) -> Any:
         if isinstance(self._storage, ListStorage):
-            data = stack(data) if self._collate is None else self._collate(data)
+            data = _stack(data) if self._collate is None else self._collate(data)
         elif self._collate is not None:
             data = self._collate(data)
         if draw.ends is not None and isinstance(data, TensorDictBase):
@@ -481,13 +480,145 @@ class ReplayBuffer(Forkable):
         self._reset_local()
 
 
-def made_storage(storage: Storage | Callable[[], Storage] | None) -> Storage:
-    """Return a storage, from itself or from what makes it; a list of 1000 by default."""
-    found: Storage = _made(storage, lambda: ListStorage(1000))
-    return found
+def _default_storage() -> Storage:
+    return ListStorage(1000)
 
 
 def _made(part: Any, default: Callable[[], Any]) -> Any:
     if part is None:
         return default()
     return part if isinstance(part, (Storage, Sampler, Writer)) else part()
+
+
+def to_user_index(storage: Storage, places: torch.Tensor, flat: bool = False) -> torch.Tensor:
+    """Return places as users see them: ``[n]``, or ``[n, 2]`` (step, env) for 2-D storages.
+
+    Args:
+        storage: Whose places.
+        places: Slots, or flat places if ``flat``.
+        flat: What ``places`` are.
+    """
+    if storage.ndim == 1:
+        return places
+    if not flat:
+        places = storage.frames_of(places)
+    return torch.stack([places.div(storage.envs, rounding_mode="floor"), places % storage.envs], 1)
+
+
+def to_storage_index(storage: Storage, index: Any) -> torch.Tensor:
+    """Return flat places for an index as users see it.
+
+    Raises:
+        ConfigError: it has the wrong shape or dtype, or is outside the storage.
+    """
+    found = torch.as_tensor(index).detach().cpu()
+    if found.dtype.is_floating_point or found.dtype == torch.bool:
+        raise ConfigError(f"places are integers, not {found.dtype}")
+    found = found.long()
+    if storage.ndim == 2:
+        if found.shape[-1:] != (2,):
+            raise ConfigError(f"places in [env, time] storages are [n, 2], not {list(found.shape)}")
+        found = found[..., 0] * storage.envs + found[..., 1]
+    found = found.reshape(-1)
+    frames = storage.ring.slots * storage.envs
+    if len(found) and (int(found.min()) < 0 or int(found.max()) >= frames):
+        raise ConfigError(f"places go from 0 to {frames - 1}, not {found}")
+    return found
+
+
+def _select(storage: Storage, index: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the flat places that ``index`` selects and their sequence numbers.
+
+    Raises:
+        IndexError: there is no complete row.
+    """
+    if isinstance(index, slice):
+        slots = np.flatnonzero(storage.ring.sequence[: storage.ring.top] > 0)
+        places = storage.frames_of(torch.from_numpy(slots))
+        places = places[torch.arange(len(places))[index]]
+        return places, storage.sequence_of(places)
+    if isinstance(index, int) and index < 0:
+        index += len(storage)
+    places = to_storage_index(storage, index)
+    seen = storage.sequence_of(places)
+    if not bool((seen > 0).all()):
+        raise IndexError(f"no row is stored at {places[seen <= 0].tolist()}")
+    return places, seen
+
+
+def _as_one_row(storage: Storage, data: Any) -> tuple[Any, int]:
+    """Return one row as data of one row, and the dimension of rows in it."""
+    if isinstance(storage, ListStorage):
+        return [data], 0
+    if isinstance(data, (TensorDictBase, torch.Tensor)):
+        return data.unsqueeze(0), 0
+    return {key: value.unsqueeze(0) for key, value in data.items()}, 0
+
+
+def _stack(items: Sequence[Any]) -> Any:
+    """Stack items of a list into a batch; what cannot be stacked is returned as a list."""
+    if items and all(isinstance(item, torch.Tensor) for item in items):
+        return torch.stack(list(items))
+    if items and all(isinstance(item, TensorDictBase) for item in items):
+        return lazy_stack(list(items), 0).contiguous()
+    return list(items)
+
+
+class TensorDictReplayBuffer(ReplayBuffer):
+    """A replay buffer whose samples say where they come from, under ``"index"``.
+
+    Arguments as in `ReplayBuffer`, and:
+
+    Args:
+        priority_key: Entry that `update_tensordict_priority` takes priorities from, and `extend`
+            if the data has it.
+    """
+
+    def __init__(self, *, priority_key: NestedKey = "td_error", **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._priority_key = as_key(priority_key)
+        self._with_index = True
+
+    def extend(self, data: Any) -> torch.Tensor:
+        """Store many rows; their priorities are those in the data, if there are any."""
+        places = super().extend(data)
+        self._take_priorities(data, places)
+        return places
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Give the rows of a sample the priorities it holds under ``priority_key``."""
+        priority = data.get(self._priority_key, None)
+        if priority is None:
+            raise ConfigError(
+                f"no {format_key(self._priority_key)} in the data: set it, or priority_key"
+            )
+        self.update_priority(data.get("index"), priority.reshape(data.shape[0], -1))
+
+    def _take_priorities(self, data: Any, places: torch.Tensor) -> None:
+        if not isinstance(self._sampler, PrioritizedSampler) or self._storage.ndim != 1:
+            return
+        priority = data.get(self._priority_key, None) if isinstance(data, TensorDictBase) else None
+        if priority is not None and len(places):
+            self.update_priority(places, priority[-len(places) :].reshape(len(places), -1))
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """A replay buffer with a `PrioritizedSampler`; ``alpha``, ``beta``, ``eps`` are its."""
+
+    def __init__(
+        self, *, alpha: float, beta: float, eps: float = 1e-8, storage: Any = None, **arguments: Any
+    ) -> None:
+        storage = _made(storage, _default_storage)
+        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps)
+        super().__init__(storage=storage, sampler=sampler, **arguments)
+
+
+class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
+    """A `TensorDictReplayBuffer` with a `PrioritizedSampler`."""
+
+    def __init__(
+        self, *, alpha: float, beta: float, eps: float = 1e-8, storage: Any = None, **arguments: Any
+    ) -> None:
+        storage = _made(storage, _default_storage)
+        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps)
+        super().__init__(storage=storage, sampler=sampler, **arguments)

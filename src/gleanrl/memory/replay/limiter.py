@@ -6,11 +6,11 @@ import time
 import warnings
 
 from gleanrl.core.errors import CollectorTimeout, ConfigError
-from gleanrl.memory.replay.ledger import Ledger
+from gleanrl.memory.replay.storages import Storage
 
 _COUNTING, _ORIGIN, _SAMPLES, _RUNNING = range(4)
-"""Words in the ledger, where all processes see them."""
-_NAP = 0.002
+"""Words in the ring index, where all processes see them."""
+_POLL_INTERVAL_S = 0.002
 
 
 class RateLimiter:
@@ -71,78 +71,72 @@ class RateLimiter:
         self.timeout = timeout
         self._waiting: tuple[int, float] | None = None
 
-    # -- the learner's side ----------------------------------------------------------------------
-
-    def admit(self, ledger: Ledger, frames_per_slot: int, rows: int) -> None:
+    def admit(self, storage: Storage, rows: int) -> None:
         """Wait until ``rows`` more rows may be sampled, and count them.
 
         Raises:
             CollectorTimeout: too few frames came within the timeout.
         """
         deadline = time.monotonic() + self.timeout
-        while not self._admitted(ledger, frames_per_slot, rows):
+        while not self._admitted(storage, rows):
             if time.monotonic() > deadline:
                 raise CollectorTimeout(
                     f"sample() has waited {self.timeout} s for frames: there were "
-                    f"{self.ratio(ledger, frames_per_slot):.3g} samples per insert, "
+                    f"{self.ratio(storage):.3g} samples per insert, "
                     f"max_samples_per_insert is {self.max_samples_per_insert}"
                 )
-            time.sleep(_NAP)
+            time.sleep(_POLL_INTERVAL_S)
 
-    def _admitted(self, ledger: Ledger, frames_per_slot: int, rows: int) -> bool:
-        with ledger.section():
-            words = ledger.flow
+    def _admitted(self, storage: Storage, rows: int) -> bool:
+        ring = storage.ring
+        with ring.section():
+            words = ring.flow
             if not words[_COUNTING]:
-                words[_ORIGIN], words[_SAMPLES] = ledger.count, 0
+                words[_ORIGIN], words[_SAMPLES] = ring.count, 0
                 words[_COUNTING] = 1
             most, running = self.max_samples_per_insert, words[_RUNNING] > 0
-            inserts = int(ledger.count - words[_ORIGIN]) * frames_per_slot
-            if most is not None and running and words[_SAMPLES] > most * inserts:
+            if most is not None and running and words[_SAMPLES] > most * _inserts(storage):
                 return False
             words[_SAMPLES] += rows
             return True
 
-    # -- the collector's side --------------------------------------------------------------------
-
-    def begin(self, ledger: Ledger) -> None:
+    def begin(self, storage: Storage) -> None:
         """Note that a collector was started: counting begins anew with the next sample."""
-        with ledger.section():
-            if not ledger.flow[_RUNNING]:
-                ledger.flow[_COUNTING] = 0
+        with storage.ring.section():
+            if not storage.ring.flow[_RUNNING]:
+                storage.ring.flow[_COUNTING] = 0
 
-    def running(self, ledger: Ledger, now: bool) -> None:
+    def running(self, storage: Storage, now: bool) -> None:
         """Note that a collector is running from now on, or not any more."""
-        with ledger.section():
-            count = int(ledger.flow[_RUNNING]) + (1 if now else -1)
-            ledger.flow[_RUNNING] = max(0, count)
+        with storage.ring.section():
+            count = int(storage.ring.flow[_RUNNING]) + (1 if now else -1)
+            storage.ring.flow[_RUNNING] = max(0, count)
 
-    def holds(self, ledger: Ledger, frames_per_slot: int, under_way: int) -> bool:
+    def holds(self, storage: Storage, under_way: int) -> bool:
         """Tell whether a collector has to wait for the learner.
 
         Args:
-            ledger: Of the buffer.
-            frames_per_slot: Frames that one slot of the ring holds.
+            storage: Of the buffer.
             under_way: Frames that were asked for and are not stored yet.
         """
-        least = self.min_samples_per_insert
-        if least is None or not ledger.flow[_COUNTING]:
+        least, words = self.min_samples_per_insert, storage.ring.flow
+        if least is None or not words[_COUNTING]:
             return False
-        samples = int(ledger.flow[_SAMPLES])
-        inserts = int(ledger.count - ledger.flow[_ORIGIN]) * frames_per_slot
-        if (inserts + under_way) * least <= samples:
+        samples = int(words[_SAMPLES])
+        if (_inserts(storage) + under_way) * least <= samples:
             self._waiting = None
             return False
-        return not self._given_up(ledger, samples)
+        return not self._given_up(storage, samples)
 
-    def _given_up(self, ledger: Ledger, samples: int) -> bool:
+    def _given_up(self, storage: Storage, samples: int) -> bool:
         now = time.monotonic()
         if self._waiting is None or self._waiting[0] != samples:
             self._waiting = samples, now
         if now - self._waiting[1] < self.timeout:
             return False
         self._waiting = None
-        with ledger.section():
-            ledger.flow[_COUNTING] = 0
+        with storage.ring.section():
+            self.restart(storage)
         warnings.warn(
             f"nothing was sampled for {self.timeout} s while the collector waited for the learner "
             f"(min_samples_per_insert={self.min_samples_per_insert}): it goes on until the next "
@@ -152,14 +146,16 @@ class RateLimiter:
         )
         return True
 
-    # -- for both --------------------------------------------------------------------------------
-
-    def ratio(self, ledger: Ledger, frames_per_slot: int) -> float:
+    def ratio(self, storage: Storage) -> float:
         """Return rows sampled per frame inserted since counting began; 0.0 before."""
-        words = ledger.flow
-        inserts = int(ledger.count - words[_ORIGIN]) * frames_per_slot
+        words, inserts = storage.ring.flow, _inserts(storage)
         return float(words[_SAMPLES] / inserts) if words[_COUNTING] and inserts > 0 else 0.0
 
-    def restart(self, ledger: Ledger) -> None:
-        """Begin to count anew with the next sample; inside the ledger's section or alone."""
-        ledger.flow[_COUNTING] = 0
+    def restart(self, storage: Storage) -> None:
+        """Begin to count anew with the next sample; inside the section of the ring or alone."""
+        storage.ring.flow[_COUNTING] = 0
+
+
+def _inserts(storage: Storage) -> int:
+    """Return the frames stored since counting began."""
+    return int(storage.ring.count - storage.ring.flow[_ORIGIN]) * storage.envs

@@ -43,7 +43,7 @@ class Prefetcher:
         Args:
             make: Makes a sample of a size. Under ``lock`` it draws, unless the ticket was dropped,
                 and notes the sampler's position before.
-            sampler: Is put back to where it was when samples are dropped.
+            sampler: Its position is restored when samples are dropped.
             lock: The buffer's.
             number: How many.
         """

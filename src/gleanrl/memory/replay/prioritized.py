@@ -1,4 +1,4 @@
-"""Sampling in proportion to priorities."""
+"""Sampling in proportion to priorities, and the tree of sums that finds rows by them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.memory.replay.ledger import Ledger
-from gleanrl.memory.replay.samplers import (
-    Draw,
-    Sampler,
-    empty_error,
-    saved_tensor,
-    stamps_of,
-    whole,
-)
+from gleanrl.memory.replay.ring import RingIndex
+from gleanrl.memory.replay.samplers import Draw, Sampler, draw_complete, empty_error, saved_tensor
 from gleanrl.memory.replay.storages import Storage
-from gleanrl.memory.replay.sumtree import SumTree
 
 _TRIES = 4
+_FANOUT = 32
+_SHIFT = 5
+_TINY = 1e-300
+_TOP = 2048
+"""So many numbers are still searched at once."""
+_MANY = 2048
+"""From here on, looking for nodes that were named twice is cheaper than visiting them twice."""
 
 
 class PrioritizedSampler(Sampler):
@@ -50,12 +49,12 @@ class PrioritizedSampler(Sampler):
         self.eps = eps
         self._tree = SumTree(max_capacity)
         self._max = 1.0
-        self._ledger: Ledger | None = None
+        self._ring: RingIndex | None = None
         self._version = (0, -1)
         self._known = np.zeros(max_capacity, np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ledger": None}  # looked at anew by whoever loads it
+        return {**self.__dict__, "_ring": None}  # looked at anew by whoever loads it
 
     @property
     def default_priority(self) -> float:
@@ -73,10 +72,10 @@ class PrioritizedSampler(Sampler):
             return found
 
         for _ in range(_TRIES):
-            if not storage.shared and storage.ledger.live == storage.ledger.top:
+            if not storage.shared and storage.ring.live == storage.ring.top:
                 draw: Draw | None = Draw(propose(count), None)
             else:
-                draw = whole(storage, propose, count)
+                draw = draw_complete(storage, propose, count)
             if draw is not None:
                 self._weigh(draw)
                 return draw
@@ -90,8 +89,8 @@ class PrioritizedSampler(Sampler):
 
     def _drop(self, storage: Storage) -> None:
         """Give no priority to what holds nothing whole (rows of writers that died, mostly)."""
-        places = torch.arange(storage.ledger.top * storage.envs)
-        gone = places[stamps_of(storage, places) <= 0]
+        places = torch.arange(storage.ring.top * storage.envs)
+        gone = places[storage.sequence_of(places) <= 0]
         self._tree.set(gone, torch.zeros(len(gone), dtype=torch.float64))
 
     def update_priority(
@@ -118,37 +117,32 @@ class PrioritizedSampler(Sampler):
 
         The mark is taken first: what changes meanwhile is looked at again.
         """
-        ledger, version = storage.ledger, storage.ledger.version
-        if ledger is self._ledger and version == self._version:
+        ring, version = storage.ring, storage.ring.version
+        if ring is self._ring and version == self._version:
             return
         if storage.max_size > self.max_capacity:
             raise ConfigError(
                 f"max_capacity ({self.max_capacity}) is less than the storage's max_size "
                 f"({storage.max_size})"
             )
-        recent = ledger.changes(self._version) if ledger is self._ledger else None
+        recent = ring.changes(self._version) if ring is self._ring else None
         if recent is None:
-            self._rescan(storage)
+            numbers = ring.sequence
+            self._fresh(storage, np.flatnonzero(numbers != self._known[: len(numbers)]))
         else:
             for first, count in recent:
-                for start, stop, _ in storage.ledger.pieces(first, count):
+                for start, stop, _ in ring.pieces(first, count):
                     self._fresh(storage, np.arange(start, stop))
-        self._ledger, self._version = ledger, version
-
-    def _rescan(self, storage: Storage) -> None:
-        stamps = storage.ledger.stamps
-        changed = np.flatnonzero(stamps != self._known[: len(stamps)])
-        self._fresh(storage, changed)
+        self._ring, self._version = ring, version
 
     def _fresh(self, storage: Storage, slots: Any) -> None:
-        stamps, envs = storage.ledger.stamps[slots], storage.envs
-        self._known[slots] = stamps
+        numbers, envs = storage.ring.sequence[slots], storage.envs
+        self._known[slots] = numbers
         default = (self._max + self.eps) ** self.alpha
-        values = torch.from_numpy(np.where(stamps > 0, default, 0.0))
-        places = torch.from_numpy(slots)
+        values = torch.from_numpy(np.where(numbers > 0, default, 0.0))
         if envs > 1:
-            places = (places.unsqueeze(1) * envs + torch.arange(envs)).flatten()
             values = values.repeat_interleave(envs)
+        places = storage.frames_of(torch.from_numpy(slots))
         inside = places < self.max_capacity
         self._tree.set(places[inside], values[inside])
 
@@ -170,3 +164,76 @@ class PrioritizedSampler(Sampler):
         self._follow(storage)
         self._tree.fill(state["priorities"])
         self._max = state["max_priority"]
+
+
+class SumTree:
+    """Non-negative numbers that can be drawn in proportion to their size.
+
+    A node has 32 children that stand side by side, so that one level costs one gathering of rows
+    for all draws together. Sums are recomputed from the children, never adjusted: they do not
+    drift. Double precision throughout.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Hold ``size`` numbers, all zero."""
+        self.size = size
+        self._rows: list[torch.Tensor] = []
+        nodes = size
+        while nodes > _TOP:
+            nodes = -(-nodes // _FANOUT)
+            self._rows.append(torch.zeros(nodes, _FANOUT, dtype=torch.float64))
+        self._top = torch.zeros(nodes, dtype=torch.float64)
+        self._flat = [rows.view(-1) for rows in self._rows]
+        leaves = self._flat[0] if self._flat else self._top
+        self.leaves = leaves[:size]
+        """The numbers; read only."""
+        blocks = self._rows[0].shape[0] if self._rows else len(self._top)
+        self._least = torch.full((blocks,), torch.inf, dtype=torch.float64)
+
+    def smallest(self) -> float:
+        """Return the smallest number above zero, infinity if there is none."""
+        return float(self._least.min())
+
+    def set(self, index: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace numbers; of a place that is named twice, one of its values.
+
+        Args:
+            index: Places, int64 ``[n]``.
+            values: float64 ``[n]``; what is not above 1e-300 counts as zero.
+        """
+        # So small that a share of it may not be smaller than itself.
+        values = torch.threshold(values, _TINY, 0.0)
+        for level, (flat, rows) in enumerate(zip(self._flat, self._rows, strict=True)):
+            flat.index_copy_(0, index, values)
+            index = index >> _SHIFT
+            if len(index) > _MANY:
+                index = torch.unique(index)
+            below = rows.index_select(0, index)
+            if level == 0:
+                least = torch.where(below > 0, below, torch.inf).amin(1)
+                self._least.index_copy_(0, index, least)
+            values = below.sum(1)
+        self._top.index_copy_(0, index, values)
+        if not self._rows:
+            self._least.copy_(torch.where(self._top > 0, self._top, torch.inf))
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Replace all numbers."""
+        self.set(torch.arange(self.size), values)
+
+    def draw(self, count: int, generator: torch.Generator | None = None) -> torch.Tensor | None:
+        """Draw ``count`` places, each in proportion to its number; ``None`` if all are zero."""
+        sums = self._top.cumsum(0)
+        total = float(sums[-1])
+        if total <= 0:
+            return None
+        # A fresh uniform number per level: what is left of one after subtracting loses precision.
+        uniform = torch.rand((len(self._rows) + 1, count), dtype=torch.float64, generator=generator)
+        # Strictly below one even after rounding, or a draw could land behind the last number.
+        first, *shares = uniform.mul_(1 - 2**-52).unbind(0)
+        index = torch.searchsorted(sums, first.mul_(total), right=True)
+        for rows, share in zip(reversed(self._rows), shares, strict=True):
+            sums = rows.index_select(0, index).cumsum(1)
+            target = share.mul_(sums.select(1, _FANOUT - 1)).unsqueeze(1)
+            index = torch.add((sums <= target).sum(1), index, alpha=_FANOUT)
+        return index

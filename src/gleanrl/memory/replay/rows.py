@@ -17,14 +17,12 @@ from gleanrl.core.layout import Field, Group
 from gleanrl.memory.tensor_files import dtype_name, dtype_named
 from gleanrl.memory.trees import groups_of
 
-Flat: TypeAlias = dict[Key, torch.Tensor]
-Allocate: TypeAlias = Callable[[Sequence[tuple[tuple[int, ...], torch.dtype]]], list[torch.Tensor]]
-"""Makes one tensor per shape and dtype."""
+Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 _NOTHING: Mapping[str, torch.Tensor] = {}
 _PLAIN: Key = ()
 """The key under which rows that are one tensor, and no TensorDict, are kept."""
 _LINK = Field(("\0link",), (), torch.int64)
-"""Where the successor of a frame is: a place of what is stored once. No entry has that key."""
+"""Where the successor of a frame is: a place of what is deduplicated. No entry has that key."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class RowLayout:
     envs: int | None
     """Size of the environment dimension of an ``[env, time]`` storage, ``None`` for 1-D ones."""
 
-    once: tuple[Key, ...] = ()
+    dedup: tuple[Key, ...] = ()
     """Root entries whose successors under ``"next"`` are found by a link and not stored beside."""
 
     groups: tuple[Group, ...] = ()
@@ -46,10 +44,10 @@ class RowLayout:
     @property
     def stored(self) -> tuple[Field, ...]:
         """The fields that have memory of their own; the link, if there is one, comes last."""
-        if not self.once:
+        if not self.dedup:
             return self.fields
-        found = {next_key(key) for key in self.once}
-        return (*(field for field in self.fields if field.key not in found), _LINK)
+        linked = {next_key(key) for key in self.dedup}
+        return (*(field for field in self.fields if field.key not in linked), _LINK)
 
     @property
     def nbytes(self) -> int:
@@ -57,50 +55,49 @@ class RowLayout:
         return sum(field.nbytes for field in self.stored) * (self.envs or 1)
 
     @property
-    def spare_nbytes(self) -> int:
-        """Bytes of one spare place: the successors of a frame, and who it belongs to."""
-        sizes = [field.nbytes for field in self.fields if field.key in self.once]
+    def overflow_nbytes(self) -> int:
+        """Bytes of one overflow place: the successors of a frame, and whose they are."""
+        sizes = [field.nbytes for field in self.fields if field.key in self.dedup]
         return sum(sizes) + _LINK.nbytes if sizes else 0
 
-    def shapes(self, slots: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def shapes(self, slots: int) -> Shapes:
         """Return what is to be allocated for ``slots`` slots.
 
-        What is stored once has as many spare places behind the ring's, and their owners come last.
+        Deduplicated fields have as many overflow places behind the ring's; their owners come last.
         """
         envs = () if self.envs is None else (self.envs,)
         shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((slots * (2 if f.key in self.once else 1), *envs, *f.shape), f.dtype)
+            ((slots * (2 if f.key in self.dedup else 1), *envs, *f.shape), f.dtype)
             for f in self.stored
         ]
-        return [*shapes, ((slots * (self.envs or 1),), _LINK.dtype)] if self.once else shapes
+        return [*shapes, ((slots * (self.envs or 1),), _LINK.dtype)] if self.dedup else shapes
 
-    def extents(self, slots: int, spare: range | None = None) -> list[tuple[int, int, int]]:
+    def extents(self, slots: int, overflow: range | None) -> list[tuple[int, int, int]]:
         """Return parts of the memory that `shapes` describes.
 
         Args:
             slots: Slots of the ring.
-            spare: Which spare places; by default what is needed besides all of them.
+            overflow: Which overflow places; ``None`` is what is needed besides all of them.
 
         Returns:
             Number of the tensor, first byte in it, and bytes.
         """
-        found, frames = [], slots * (self.envs or 1)
-        for number, field in enumerate(self.stored):
-            if spare is None:
-                found.append((number, 0, frames * field.nbytes))
-            elif field.key in self.once:
-                begin = (frames + spare.start) * field.nbytes
-                found.append((number, begin, len(spare) * field.nbytes))
-        if self.once and spare is None:
-            found.append((len(self.stored), 0, frames * _LINK.nbytes))
-        return found
+        frames = slots * (self.envs or 1)
+        if overflow is not None:
+            return [
+                (number, (frames + overflow.start) * f.nbytes, len(overflow) * f.nbytes)
+                for number, f in enumerate(self.stored)
+                if f.key in self.dedup
+            ]
+        parts = [(number, 0, frames * field.nbytes) for number, field in enumerate(self.stored)]
+        return [*parts, (len(parts), 0, frames * _LINK.nbytes)] if self.dedup else parts
 
     def to_json(self) -> bytes:
         """Describe the layout."""
         fields = [[list(f.key), list(f.shape), dtype_name(f.dtype)] for f in self.fields]
         found = {"fields": fields, "element": list(self.element), "envs": self.envs}
-        if self.once:
-            found["once"] = [list(key) for key in self.once]
+        if self.dedup:
+            found["once"] = [list(key) for key in self.dedup]
         if self.groups:
             found["groups"] = [[list(g.key), list(g.shape), list(g.names)] for g in self.groups]
         return json.dumps(found).encode()
@@ -114,14 +111,17 @@ class RowLayout:
         """
         try:
             found = json.loads(text)
-            fields = tuple(_field(*entry) for entry in found["fields"])
-            once = tuple(tuple(key) for key in found.get("once", ()))
             groups = tuple(
                 Group(tuple(key), tuple(int(size) for size in shape), tuple(names))
                 for key, shape, names in found.get("groups", ())
             )
-            element = tuple(int(n) for n in found["element"])
-            return cls(fields, element, found["envs"], once, groups)
+            return cls(
+                tuple(_field(*entry) for entry in found["fields"]),
+                tuple(int(n) for n in found["element"]),
+                found["envs"],
+                tuple(tuple(key) for key in found.get("once", ())),
+                groups,
+            )
         except (ValueError, KeyError, TypeError) as err:
             raise ConfigError(f"no layout of a replay buffer: {text[:80]!r} ({err})") from err
 
@@ -133,7 +133,7 @@ def _field(key: Any, shape: Any, dtype: Any) -> Field:
     return Field(tuple(key), tuple(int(size) for size in shape), known)
 
 
-def flatten(data: Any) -> Flat:
+def flatten(data: Any) -> dict[Key, torch.Tensor]:
     """Return the leaves of a TensorDict, mapping or tensor by key.
 
     Raises:
@@ -147,7 +147,7 @@ def flatten(data: Any) -> Flat:
 def _leaves(data: Any, prefix: Key) -> Iterator[tuple[Key, torch.Tensor]]:
     if not isinstance(data, (TensorDictBase, Mapping)):
         raise ConfigError(
-            f"a tensor storage stores tensors and TensorDicts of them, {_where(prefix)} is "
+            f"a tensor storage stores tensors and TensorDicts of them, {_name(prefix)} is "
             f"{type(data).__name__}: use ListStorage, or leave it out"
         )
     for name, value in data.items():
@@ -158,7 +158,7 @@ def _leaves(data: Any, prefix: Key) -> Iterator[tuple[Key, torch.Tensor]]:
             yield from _leaves(value, key)
 
 
-def _where(key: Key) -> str:
+def _name(key: Key) -> str:
     return format_key(key) if key else "the data"
 
 
@@ -179,6 +179,29 @@ def batch_shape(data: Any, ndim: int) -> tuple[int, ...]:
             f"extend() takes [{'env, time' if ndim == 2 else 'rows'}, ...], add() one of them"
         )
     return shape
+
+
+def describe(data: Any, ndim: int, element: tuple[int, ...] | None = None) -> RowLayout:
+    """Return the layout of rows as in ``data``, ``[slots, ...]`` or ``[slots, envs, ...]``.
+
+    Args:
+        data: A TensorDict, mapping or tensor.
+        ndim: Dimensions of the storage.
+        element: Batch dimensions inside a row; taken from the data's batch size by default.
+
+    Raises:
+        ConfigError: there is nothing in it, or something a tensor storage cannot hold.
+    """
+    flat = flatten(data)
+    if not flat:
+        raise ConfigError("data without a single tensor cannot be stored")
+    shape = batch_shape(data, ndim)
+    return RowLayout(
+        tuple(Field(key, tuple(v.shape[ndim:]), v.dtype) for key, v in sorted(flat.items())),
+        shape[ndim:] if element is None else element,
+        None if ndim == 1 else shape[1],
+        groups=tuple(groups_of(data)) if isinstance(data, TensorDictBase) else (),
+    )
 
 
 @dataclass(frozen=True)
@@ -205,22 +228,24 @@ class Rows:
     gathered.
     """
 
-    def __init__(self, layout: RowLayout, slots: int, allocate: Allocate) -> None:
+    def __init__(
+        self, layout: RowLayout, slots: int, allocate: Callable[[Shapes], list[torch.Tensor]]
+    ) -> None:
         """Allocate ``slots`` slots; contents are undefined until written."""
         self.layout = layout
         self.slots = slots
         self.frames = slots * (layout.envs or 1)
-        self._keys = tuple(field.key for field in layout.fields)
+        self.keys = tuple(field.key for field in layout.fields)
         stored = layout.stored
-        self._stored_keys = [field.key for field in stored]
         allocated = allocate(layout.shapes(slots))
         self.tensors = [tensor[:slots] for tensor in allocated[: len(stored)]]
         """In the order of the layout's stored fields."""
+        self.by_key = {f.key: tensor for f, tensor in zip(stored, self.tensors, strict=True)}
         self.owners = allocated[-1]
-        """Of rows with successors stored once: number of the row that has a spare place."""
-        self.kept = tuple(n for n, key in enumerate(self._keys) if key in self._stored_keys)
+        """Of deduplicated rows: number of the row that has an overflow place."""
+        self.kept = tuple(n for n, key in enumerate(self.keys) if key in self.by_key)
         """Which of the layout's fields are stored."""
-        self._places = {
+        self.places = {
             # Gathering single numbers by a one-dimensional index takes half the time.
             field.key: tensor.view(
                 len(tensor) * (layout.envs or 1),
@@ -228,26 +253,22 @@ class Rows:
             )
             for tensor, field in zip(allocated, stored, strict=False)
         }
-        self._linked = [key not in self._places for key in self._keys]
+        """The frames of stored fields; of deduplicated ones, the overflow places behind them."""
+        self._linked = [key not in self.places for key in self.keys]
         self._sources = [
-            self._places[key[1:] if linked else key]
-            for key, linked in zip(self._keys, self._linked, strict=True)
+            self.places[key[1:] if linked else key]
+            for key, linked in zip(self.keys, self._linked, strict=True)
         ]
-        self._links = self._places[_LINK.key] if layout.once else None
+        self._links = self.places[_LINK.key] if layout.dedup else None
         self._single = [
             (index, field.shape)
             for index, field in enumerate(layout.fields)
             if field.shape and math.prod(field.shape) == 1
         ]
         groups = {group.key: group for group in layout.groups}
-        self._root = _tree([(key, index) for index, key in enumerate(self._keys)], groups)
+        self._root = _tree([(key, index) for index, key in enumerate(self.keys)], groups)
         self.device = self.tensors[0].device
-        self._plain = self._keys == (_PLAIN,)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return self.layout.nbytes * self.slots
+        self._plain = self.keys == (_PLAIN,)
 
     def take(self, data: Any, lead: int) -> list[torch.Tensor]:
         """Return the leaves of ``data`` in order, after checking them against the layout.
@@ -260,24 +281,21 @@ class Rows:
             ConfigError: keys, shapes or dtypes are others than those of the first data.
         """
         flat = flatten(data)
-        if len(flat) != len(self._keys) or any(key not in flat for key in self._keys):
-            raise ConfigError(self._other_keys(flat))
-        values = [flat[key] for key in self._keys]
+        if len(flat) != len(self.keys) or any(key not in flat for key in self.keys):
+            missing = [_name(key) for key in self.keys if key not in flat]
+            extra = [_name(key) for key in flat if key not in self.keys]
+            raise ConfigError(
+                "data with other entries than the first that was stored: "
+                f"missing {', '.join(missing) or 'none'}; new {', '.join(extra) or 'none'}"
+            )
+        values = [flat[key] for key in self.keys]
         for field, value in zip(self.layout.fields, values, strict=True):
             if value.shape[lead:] != field.shape or value.dtype != field.dtype:
                 raise ConfigError(
-                    f"{_where(field.key)} is {value.dtype} {list(value.shape[lead:])} per row; "
+                    f"{_name(field.key)} is {value.dtype} {list(value.shape[lead:])} per row; "
                     f"this storage holds {field.dtype} {list(field.shape)}, as the first data had"
                 )
         return values
-
-    def _other_keys(self, flat: Flat) -> str:
-        missing = [_where(key) for key in self._keys if key not in flat]
-        extra = [_where(key) for key in flat if key not in self._keys]
-        return (
-            "data with other entries than the first that was stored: "
-            f"missing {', '.join(missing) or 'none'}; new {', '.join(extra) or 'none'}"
-        )
 
     def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> Any:
         """Return copies of the frames ``index`` (``[n]``, int64, flat over slots and envs).
@@ -297,18 +315,9 @@ class Rows:
         count = index.shape[0]
         for place, shape in self._single:
             values[place] = values[place].view(count, *shape)
-        return self.assemble(values, (count,), extra)
-
-    def assemble(
-        self,
-        values: Sequence[torch.Tensor],
-        shape: tuple[int, ...],
-        extra: Mapping[str, torch.Tensor],
-    ) -> Any:
-        """Nest ``values`` (in the order of the fields) as data of batch ``shape``."""
         if self._plain:
             return values[0]
-        return self._build(self._root, values, torch.Size((*shape, *self.layout.element)), extra)
+        return self._build(self._root, values, torch.Size((count, *self.layout.element)), extra)
 
     def _build(
         self,
@@ -331,56 +340,11 @@ class Rows:
             )
         return TensorDict._new_unsafe(source=source, batch_size=shape, device=self.device)
 
-    def view(self, start: int, stop: int) -> dict[Key, torch.Tensor]:
-        """Return views of slots, ``[stop - start, ...]``, by key: what is written lands there."""
-        return {
-            key: tensor[start:stop] for key, tensor in zip(self._keys, self.tensors, strict=True)
-        }
-
-    def field(self, key: Key) -> torch.Tensor | None:
-        """Return all slots of a field, ``None`` if none is stored."""
-        if key not in self._stored_keys:
-            return None
-        return self.tensors[self._stored_keys.index(key)]
-
-    def spare(self) -> list[torch.Tensor]:
-        """Return the spare places of what is stored once, ``[frames, ...]`` each."""
+    def overflow(self, number: int) -> list[torch.Tensor]:
+        """Return the first ``number`` overflow places of each deduplicated field."""
         shapes = {field.key: field.shape for field in self.layout.fields}
+        places = [self.places[key][self.frames :][:number] for key in self.layout.dedup]
         return [
-            self.places(key)[self.frames :].view(self.frames, *shapes[key])
-            for key in self.layout.once
+            part.view(len(part), *shapes[key])
+            for key, part in zip(self.layout.dedup, places, strict=True)
         ]
-
-    def spare_up_to(self, number: int) -> list[torch.Tensor]:
-        """Return the first spare places."""
-        return [places[:number] for places in self.spare()]
-
-    def places(self, key: Key) -> torch.Tensor:
-        """Return the frames of what is stored once, and its spare places behind them."""
-        return self._places[key]
-
-
-def describe(data: Any, ndim: int, element: tuple[int, ...] | None = None) -> RowLayout:
-    """Return the layout of rows as in ``data``, ``[slots, ...]`` or ``[slots, envs, ...]``.
-
-    Args:
-        data: A TensorDict, mapping or tensor.
-        ndim: Dimensions of the storage.
-        element: Batch dimensions inside a row; taken from the data's batch size by default.
-
-    Raises:
-        ConfigError: there is nothing in it, or something a tensor storage cannot hold.
-    """
-    flat = flatten(data)
-    if not flat:
-        raise ConfigError("data without a single tensor cannot be stored")
-    shape = batch_shape(data, ndim)
-    fields = tuple(
-        Field(key, tuple(value.shape[ndim:]), value.dtype) for key, value in sorted(flat.items())
-    )
-    return RowLayout(
-        fields,
-        shape[ndim:] if element is None else element,
-        None if ndim == 1 else shape[1],
-        groups=tuple(groups_of(data)) if isinstance(data, TensorDictBase) else (),
-    )

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
@@ -84,8 +83,8 @@ class RandomSampler(Sampler):
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
         """Choose uniformly."""
-        ledger = storage.ledger
-        top = ledger.top
+        ring = storage.ring
+        top = ring.top
         if top == 0:
             raise empty_error(storage)
         frames = top * storage.envs
@@ -93,9 +92,9 @@ class RandomSampler(Sampler):
         def propose(number: int) -> torch.Tensor:
             return torch.randint(frames, (number,), generator=generator)
 
-        if not storage.shared and ledger.live == top:
+        if not storage.shared and ring.live == top:
             return Draw(propose(count), None)
-        draw = whole(storage, propose, count)
+        draw = draw_complete(storage, propose, count)
         return _exact(storage, count, generator) if draw is None else draw
 
 
@@ -114,16 +113,16 @@ class SamplerWithoutReplacement(Sampler):
 
     def restart(self) -> None:
         """Begin a new epoch with the next draw."""
-        self._order = self._stamps = torch.empty(0, dtype=torch.int64)
+        self._order = self._numbers = torch.empty(0, dtype=torch.int64)
         self._next = 0
 
     def position(self) -> Any:
         """Return what the epoch holds and how far it is."""
-        return self._order, self._stamps, self._next
+        return self._order, self._numbers, self._next
 
     def seek(self, position: Any) -> None:
         """Deliver again what was drawn since ``position``."""
-        self._order, self._stamps, self._next = position
+        self._order, self._numbers, self._next = position
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
         """Take the next ``count`` rows of the epoch, or what is left of it."""
@@ -148,29 +147,26 @@ class SamplerWithoutReplacement(Sampler):
         return Draw(chosen, seen, first=first, last=last)
 
     def _begin(self, storage: Storage, generator: torch.Generator | None) -> None:
-        stamps = torch.from_numpy(storage.ledger.stamps[: storage.ledger.top].copy())
-        slots = (stamps > 0).nonzero().squeeze(1)
-        if not len(slots):
-            raise empty_error(storage)
-        envs = storage.envs
-        order = (slots.unsqueeze(1) * envs + torch.arange(envs)).flatten() if envs > 1 else slots
+        slots, numbers = _complete(storage)
+        order = storage.frames_of(slots)
         if self.shuffle:
             order = order[torch.randperm(len(order), generator=generator)]
         self._order, self._next = order, 0
-        self._stamps = stamps[order.div(envs, rounding_mode="floor") if envs > 1 else order]
+        envs = storage.envs
+        self._numbers = numbers[order.div(envs, rounding_mode="floor") if envs > 1 else order]
 
     def _take(self, storage: Storage, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Take rows that are still those with which the epoch began."""
-        parts, stamps = [self._order[:0]], [self._order[:0]]
+        parts, numbers = [self._order[:0]], [self._order[:0]]
         while count > 0 and self._next < len(self._order):
             taken = slice(self._next, self._next + count)
-            part, seen = self._order[taken], self._stamps[taken]
+            part, seen = self._order[taken], self._numbers[taken]
             self._next += len(part)
-            good = stamps_of(storage, part) == seen
-            parts.append(part[good])
-            stamps.append(seen[good])
+            same = storage.sequence_of(part) == seen
+            parts.append(part[same])
+            numbers.append(seen[same])
             count -= len(parts[-1])
-        return torch.cat(parts), torch.cat(stamps)
+        return torch.cat(parts), torch.cat(numbers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is left of the epoch."""
@@ -185,10 +181,10 @@ class SamplerWithoutReplacement(Sampler):
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
         """Continue the epoch."""
-        self._order, self._next = state["order"].clone(), 0
-        self._stamps = stamps_of(storage, self._order)
-        whole = self._stamps > 0
-        self._order, self._stamps = self._order[whole], self._stamps[whole]
+        order = state["order"]
+        numbers = storage.sequence_of(order)
+        complete = numbers > 0
+        self._order, self._numbers, self._next = order[complete], numbers[complete], 0
 
 
 def saved_tensor(state: dict[str, Any], name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -203,43 +199,44 @@ def saved_tensor(state: dict[str, Any], name: str, dtype: torch.dtype) -> torch.
     return found
 
 
-def stamps_of(storage: Storage, index: torch.Tensor) -> torch.Tensor:
-    """Return the stamps of the slots of flat places."""
-    envs = storage.envs
-    slots = index if envs == 1 else index.div(envs, rounding_mode="floor")
-    return storage.ledger.words.index_select(0, slots)
-
-
-def whole(storage: Storage, propose: Callable[[int], torch.Tensor], count: int) -> Draw | None:
-    """Draw from ``propose`` until all rows are whole; ``None`` if that seems to lead nowhere."""
+def draw_complete(
+    storage: Storage, propose: Callable[[int], torch.Tensor], count: int
+) -> Draw | None:
+    """Draw from ``propose`` until all rows are complete; ``None`` if that seems to lead nowhere."""
     index = propose(count)
-    seen = stamps_of(storage, index)
+    seen = storage.sequence_of(index)
     for _ in range(_TRIES):
         if int(seen.min()) > 0:
             return Draw(index, seen)
         bad = (seen <= 0).nonzero().squeeze(1)
         again = propose(len(bad))
         index[bad] = again
-        seen[bad] = stamps_of(storage, again)
+        seen[bad] = storage.sequence_of(again)
     return Draw(index, seen) if int(seen.min()) > 0 else None
 
 
 def _exact(storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
-    stamps = storage.ledger.stamps[: storage.ledger.top].copy()
-    slots = torch.from_numpy(np.flatnonzero(stamps > 0))
-    if not len(slots):
-        raise empty_error(storage)
+    slots, numbers = _complete(storage)
     chosen = slots[torch.randint(len(slots), (count,), generator=generator)]
-    seen = torch.from_numpy(stamps)[chosen]
+    seen = numbers[chosen]
     if storage.envs > 1:
         envs = torch.randint(storage.envs, (count,), generator=generator)
         chosen = chosen * storage.envs + envs
     return Draw(chosen, seen)
 
 
+def _complete(storage: Storage) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots that are complete, and the sequence numbers of all slots below the top."""
+    numbers = torch.from_numpy(storage.ring.sequence[: storage.ring.top].copy())
+    slots = (numbers > 0).nonzero().squeeze(1)
+    if not len(slots):
+        raise empty_error(storage)
+    return slots, numbers
+
+
 def empty_error(storage: Storage) -> ReplayError:
     """Say that there is nothing to sample."""
     return ReplayError(
         f"nothing to sample: the buffer holds {len(storage)} whole rows"
-        + ("; it is being written for the first time" if storage.ledger.top else "; extend() it")
+        + ("; it is being written for the first time" if storage.ring.top else "; extend() it")
     )

@@ -20,8 +20,8 @@ import torch
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key, next_key
 from gleanrl.memory import tensor_files
-from gleanrl.memory.replay.ledger import check_ring
-from gleanrl.memory.replay.once import follow
+from gleanrl.memory.replay.dedup import follow
+from gleanrl.memory.replay.ring import check_snapshot
 from gleanrl.memory.replay.rows import RowLayout
 from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage
 from gleanrl.memory.replay.writers import RoundRobinWriter
@@ -34,46 +34,37 @@ _PART = 1024
 
 
 def storage_state(storage: Storage, copied: bool = True) -> dict[str, Any]:
-    """Return everything that is whole.
+    """Return all complete rows and the counters.
 
     Args:
         storage: Whose.
         copied: Copy the tensors; otherwise they are views that later writes show in.
     """
+    ring = storage.ring
     if isinstance(storage, ListStorage):
-        with storage.ledger.section():
-            return {
-                **storage.ledger.snapshot(),
-                "slots": storage.max_size,
-                "items": [*storage.items],
-            }
+        with ring.section():
+            return {**ring.snapshot(), "slots": storage.max_size, "items": [*storage.items]}
     assert isinstance(storage, LazyTensorStorage)
     rows = storage.rows
     if rows is None:
         return {"layout": None}
-    state = storage.ledger.snapshot()
+    state = ring.snapshot()
     top = len(state["stamps"])
-    tensors = [tensor[:top].clone() if copied else tensor[:top] for tensor in rows.tensors]
-    # Read after the stamps: the rows they show whole have their spare places below it.
-    tensors += [
-        s[: storage.ledger.spare].clone() if copied else s[: storage.ledger.spare]
-        for s in rows.spare()
-    ]
+    # Read after the sequence numbers: the overflow places of rows that they show lie below it.
+    overflow = rows.overflow(ring.overflow)
+    tensors = [*(tensor[:top] for tensor in rows.tensors), *overflow]
     if copied:
-        keep_unchanged(storage, state)
-    return {
-        **state,
-        "slots": storage.ledger.slots,
-        "layout": rows.layout.to_json().decode(),
-        "tensors": tensors,
-    }
+        tensors = [tensor.clone() for tensor in tensors]
+        drop_overwritten(storage, state)
+    layout = rows.layout.to_json().decode()
+    return {**state, "slots": ring.slots, "layout": layout, "tensors": tensors}
 
 
-def keep_unchanged(storage: Storage, state: dict[str, Any]) -> None:
+def drop_overwritten(storage: Storage, state: dict[str, Any]) -> None:
     """Drop rows from ``state`` that somebody wrote while they were copied."""
-    stamps = state["stamps"]
-    with storage.ledger.section():
-        stamps[stamps != storage.ledger.words[: len(stamps)]] = 0
+    numbers = state["stamps"]
+    with storage.ring.section():
+        numbers[numbers != storage.ring.sequence_tensor[: len(numbers)]] = 0
 
 
 def check_storage(storage: Storage, state: Any) -> None:
@@ -96,7 +87,7 @@ def check_storage(storage: Storage, state: Any) -> None:
 def _check_items(state: Mapping[str, Any]) -> None:
     if state.get("items") is None:
         raise ConfigError("this state is of tensors, and this buffer's storage is a list")
-    check_ring(state, state["slots"])
+    check_snapshot(state, state["slots"])
     if not isinstance(state["items"], list) or len(state["items"]) < len(state["stamps"]):
         raise ConfigError(f"this state lacks items: it has {len(state['stamps'])} rows")
 
@@ -106,23 +97,20 @@ def _check_tensors(state: Mapping[str, Any]) -> None:
         raise ConfigError("this state is of a list, and this buffer's storage holds tensors")
     if state["layout"] is None:
         return
-    check_ring(state, state["slots"])
+    check_snapshot(state, state["slots"])
     layout, top = RowLayout.from_json(state["layout"].encode()), len(state["stamps"])
     lead = (top,) if layout.envs is None else (top, layout.envs)
     expected = [((*lead, *field.shape), field.dtype) for field in layout.stored]
     found = state["tensors"]
-    if layout.once:
+    if layout.dedup:
+        linked = [field for field in layout.fields if field.key in layout.dedup]
         frames, most = state["slots"] * (layout.envs or 1), len(found[-1])
-        once = [field for field in layout.fields if field.key in layout.once]
-        _check_links(found[-1 - len(once)], frames + min(most, frames))
-        expected += [((most, *field.shape), field.dtype) for field in once]
+        links, places = found[-1 - len(linked)], frames + min(most, frames)
+        if links.numel() and not 0 <= int(links.min()) <= int(links.max()) < places:
+            raise ConfigError("this state links rows to successors that are not there")
+        expected += [((most, *field.shape), field.dtype) for field in linked]
     if [(tuple(t.shape), t.dtype) for t in found] != expected:
         raise ConfigError("the tensors of this state are not of the layout that it describes")
-
-
-def _check_links(links: torch.Tensor, places: int) -> None:
-    if links.numel() and not 0 <= int(links.min()) <= int(links.max()) < places:
-        raise ConfigError("this state links rows to successors that are not there")
 
 
 def frames_of(state: Mapping[str, Any]) -> int:
@@ -137,8 +125,8 @@ def _envs(state: Mapping[str, Any]) -> int:
 
 def same_places(storage: Storage, state: Mapping[str, Any]) -> bool:
     """Tell whether rows of a checked state are put where they were: samplers' places hold then."""
-    ledger = storage.ledger
-    slots = ledger.slots if ledger.ready else storage.max_size // _envs(state)
+    ring = storage.ring
+    slots = ring.slots if ring.ready else storage.max_size // _envs(state)
     return bool(state.get("slots") == slots)
 
 
@@ -158,51 +146,52 @@ def load_storage(storage: Storage, state: dict[str, Any]) -> None:
         return
     assert isinstance(storage, LazyTensorStorage)
     if state.get("layout") is None:
-        storage.ledger.empty()
+        storage.ring.empty()
         return
     rows = storage.initialise(RowLayout.from_json(state["layout"].encode()))
-    with storage.ledger.section():
-        if storage.ledger.slots == state["slots"]:
+    with storage.ring.section():
+        if storage.ring.slots == state["slots"]:
             number = len(rows.tensors)
             storage.put_back(state, state["tensors"][:number], state["tensors"][number:])
             return
-        order = torch.from_numpy(_by_age(state["stamps"])[-storage.ledger.slots :])
-        storage.ledger.clear_for(state)
+        order = torch.from_numpy(_by_age(state["stamps"])[-storage.ring.slots :])
+        storage.ring.clear_for(state)
         for start in range(0, len(order), _PART):
             data = _frames(rows.layout, state, order[start : start + _PART])
             RoundRobinWriter().extend(storage, data, 0)
-        storage.ledger.add_count(state["count"] - len(order))
+        storage.ring.add_count(state["count"] - len(order))
 
 
 def _frames(layout: RowLayout, state: dict[str, Any], slots: torch.Tensor) -> Any:
     """Return all fields of some slots of a state, by key."""
     stored, number = state["tensors"], len(layout.stored)
     data = {f.key: t[slots] for f, t in zip(layout.stored, stored[:number], strict=True)}
-    if layout.once:
+    if layout.dedup:
         link = data.popitem()[1]
         frames = state["slots"] * (layout.envs or 1)
-        for key, spare in zip(layout.once, stored[number:], strict=True):
-            own = stored[[f.key for f in layout.stored].index(key)].flatten(0, link.ndim - 1)
-            data[next_key(key)] = follow(own, spare, link, frames)
+        keys = [field.key for field in layout.stored]
+        for key, overflow in zip(layout.dedup, stored[number:], strict=True):
+            own = stored[keys.index(key)].flatten(0, link.ndim - 1)
+            data[next_key(key)] = follow(own, overflow, link, frames)
     return data
 
 
 def _load_items(storage: ListStorage, state: dict[str, Any]) -> None:
-    with storage.ledger.section():
-        storage.ledger.clear_for(state)
-        if storage.ledger.slots == state["slots"]:
+    with storage.ring.section():
+        storage.ring.clear_for(state)
+        if storage.ring.slots == state["slots"]:
             storage.items[:] = state["items"]
-            storage.ledger.restore(state)
+            storage.ring.restore(state)
             return
         items = [state["items"][place] for place in _by_age(state["stamps"])]
         storage.items.clear()
         if items:
             RoundRobinWriter().extend(storage, items, 0)
-        storage.ledger.add_count(state["count"] - min(len(items), storage.ledger.slots))
+        storage.ring.add_count(state["count"] - min(len(items), storage.ring.slots))
 
 
-def _by_age(stamps: torch.Tensor) -> Any:
-    numbers = stamps.numpy()
+def _by_age(sequence: torch.Tensor) -> Any:
+    numbers = sequence.numpy()
     order = np.argsort(numbers, kind="stable")
     return order[numbers[order] > 0]
 
@@ -245,7 +234,7 @@ def _write_tensors(folder: Path, storage: Storage, sampler: dict[str, Any]) -> s
         save(("tensors", str(len(files))), tensor)
     number = len(files)
     if "stamps" in state:
-        keep_unchanged(storage, state)
+        drop_overwritten(storage, state)
         save(("stamps",), state.pop("stamps"))
     tensors = {name: value for name, value in sampler.items() if isinstance(value, torch.Tensor)}
     for name, value in tensors.items():

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import TRAJ_IDS, Key, NestedKey, as_key, format_key
-from gleanrl.memory.replay.runs import Bools, Places, RunFinder, Runs, steps_of
+from gleanrl.memory.fence import fence
+from gleanrl.memory.replay.ring import STEP, RingIndex
 from gleanrl.memory.replay.samplers import Draw, Sampler
 from gleanrl.memory.replay.storages import Storage
 
 _DONE: Key = ("next", "done")
+Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
+Places: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+Same: TypeAlias = Callable[[Storage, Places, Places], Bools]
+"""Tells of rows and of those before them whether one trajectory goes on, ``[n, envs]``."""
+_PIECEMEAL = 64
+"""From so many changed stretches on, looking at all rows is cheaper."""
 
 
 class SliceSampler(Sampler):
@@ -63,22 +71,22 @@ class SliceSampler(Sampler):
         self._traj_key = None if traj_key is None else as_key(traj_key)
         self._end_key = None if end_key is None else as_key(end_key)
         self._step_key = None if step_key is None else as_key(step_key)
-        self._finder = RunFinder(self._same)
+        self._index = SegmentIndex(self._same)
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
         """Choose slices of ``count`` frames together (fewer if some are short)."""
         slices, length = self._sizes(count)
-        runs = self._finder.runs(storage)
-        eligible = self._eligible(runs, length)
+        segments = self._index.segments(storage)
+        eligible = self._eligible(segments, length)
         chosen = eligible[torch.randint(len(eligible), (slices,), generator=generator)]
-        return _slices(storage, runs.select(chosen), length, generator)
+        return _slices(storage, segments.select(chosen), length, generator)
 
-    def _eligible(self, runs: Runs, length: int) -> torch.Tensor:
-        """Return which runs are long enough for slices of ``length``."""
+    def _eligible(self, segments: TrajectorySegments, length: int) -> torch.Tensor:
+        """Return which segments are long enough for slices of ``length``."""
         least = length if self.strict_length else 1
-        eligible = (runs.length >= least).nonzero().squeeze(1)
+        eligible = (segments.length >= least).nonzero().squeeze(1)
         if not len(eligible):
-            longest = int(runs.length.max()) if len(runs.length) else 0
+            longest = int(segments.length.max()) if len(segments.length) else 0
             raise ReplayError(
                 f"no trajectory has {length} steps in a row (the longest: {longest}); "
                 "shorten slices, or strict_length=False"
@@ -129,11 +137,11 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     def restart(self) -> None:
         """Begin a new epoch with the next draw."""
-        self._epoch: Runs | None = None
+        self._epoch: TrajectorySegments | None = None
         self._next = 0
 
     def position(self) -> Any:
-        """Return the runs of the epoch and how far it is."""
+        """Return the segments of the epoch and how far it is."""
         return self._epoch, self._next
 
     def seek(self, position: Any) -> None:
@@ -144,46 +152,53 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         """Choose slices of the next trajectories of the epoch."""
         slices, length = self._sizes(count)
         first, epoch = self._next == 0, self._epoch
-        runs = None if epoch is None else self._take(storage, epoch, slices, length)
-        if epoch is None or runs is None:
+        segments = None if epoch is None else self._take(storage, epoch, slices, length)
+        if epoch is None or segments is None:
             first, epoch = True, self._begin(storage, length, generator)
-            runs = self._take(storage, epoch, slices, length)
-            if runs is None:
+            segments = self._take(storage, epoch, slices, length)
+            if segments is None:
                 raise ReplayError(
                     f"an epoch over {len(epoch.length)} trajectories has no whole batch of "
                     f"{slices} slices; lower the batch size, or drop_last=False"
                 )
         left = len(epoch.length) - self._next
-        draw = _slices(storage, runs, length, generator)
+        draw = _slices(storage, segments, length, generator)
         draw.first, draw.last = first, left == 0 or (self.drop_last and left < slices)
         if draw.last:
             self.restart()
         return draw
 
-    def _begin(self, storage: Storage, length: int, generator: torch.Generator | None) -> Runs:
-        runs = self._finder.runs(storage)
-        eligible = self._eligible(runs, length)
+    def _begin(
+        self, storage: Storage, length: int, generator: torch.Generator | None
+    ) -> TrajectorySegments:
+        segments = self._index.segments(storage)
+        eligible = self._eligible(segments, length)
         if self.shuffle:
             eligible = eligible[torch.randperm(len(eligible), generator=generator)]
-        self._next, self._epoch = 0, replace(runs.select(eligible), stamps=runs.stamps.clone())
+        self._next, self._epoch = (
+            0,
+            replace(segments.select(eligible), numbers=segments.numbers.clone()),
+        )
         return self._epoch
 
-    def _take(self, storage: Storage, epoch: Runs, slices: int, length: int) -> Runs | None:
-        """Take the next runs; ``None`` if none are left, or too few for a batch."""
+    def _take(
+        self, storage: Storage, epoch: TrajectorySegments, slices: int, length: int
+    ) -> TrajectorySegments | None:
+        """Take the next segments; ``None`` if none are left, or too few for a batch."""
         parts, have = [], 0
         while have < slices and self._next < len(epoch.length):
             some = torch.arange(len(epoch.length))[self._next :][: slices - have]
-            left = epoch.select(some).remaining(storage.ledger.words)
+            left = epoch.select(some).remaining(storage.ring.sequence_tensor)
             parts.append(left.select(left.length >= (length if self.strict_length else 1)))
             self._next += len(some)
             have += len(parts[-1].length)
         if not have or (self.drop_last and have < slices):
             return None
-        return Runs(
+        return TrajectorySegments(
             torch.cat([part.slot for part in parts]),
             torch.cat([part.env for part in parts]),
             torch.cat([part.length for part in parts]),
-            epoch.stamps,
+            epoch.numbers,
         )
 
 
@@ -191,7 +206,7 @@ def _column(storage: Storage, key: Key) -> Any:
     found = storage.field(key)
     if found is None:
         raise ConfigError(f"no {format_key(key)} is stored: slices need traj_key, or end_key")
-    column = found.cpu().reshape(storage.ledger.slots, storage.envs, -1)
+    column = found.cpu().reshape(storage.ring.slots, storage.envs, -1)
     if column.shape[2] != 1:
         raise ConfigError(
             f"{format_key(key)} has {column.shape[2]} elements per frame, slices need one"
@@ -199,13 +214,118 @@ def _column(storage: Storage, key: Key) -> Any:
     return column[:, :, 0].numpy()
 
 
-def _slices(storage: Storage, runs: Runs, length: int, generator: torch.Generator | None) -> Draw:
-    """Draw where a slice of each run begins."""
-    room = (runs.length - length).clamp_min_(0) + 1
+def _slices(
+    storage: Storage, segments: TrajectorySegments, length: int, generator: torch.Generator | None
+) -> Draw:
+    """Draw where a slice of each segment begins."""
+    room = (segments.length - length).clamp_min_(0) + 1
     share = torch.rand(len(room), dtype=torch.float64, generator=generator)
-    start = runs.slot + torch.minimum((share * room).long(), room - 1)
-    run, step, ends = steps_of(runs.length.clamp_max(length))
-    slots = (start[run] + step) % len(runs.stamps)
+    start = segments.slot + torch.minimum((share * room).long(), room - 1)
+    segment, step, ends = _steps_of(segments.length.clamp_max(length))
+    slots = (start[segment] + step) % len(segments.numbers)
     marks = torch.zeros(len(slots), dtype=torch.bool)
     marks[ends - 1] = True
-    return Draw(slots * storage.envs + runs.env[run], runs.stamps[slots], ends=marks)
+    return Draw(slots * storage.envs + segments.env[segment], segments.numbers[slots], ends=marks)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectorySegments:
+    """Stretches of consecutive steps, each of one environment."""
+
+    slot: torch.Tensor
+    env: torch.Tensor
+    length: torch.Tensor
+    numbers: torch.Tensor
+    """Sequence numbers of all slots when these were found."""
+
+    def select(self, which: torch.Tensor) -> TrajectorySegments:
+        """Return some of the segments."""
+        return replace(self, slot=self.slot[which], env=self.env[which], length=self.length[which])
+
+    def remaining(self, numbers: torch.Tensor) -> TrajectorySegments:
+        """Return the part of each segment behind its last row that was overwritten."""
+        segment, step, _ = _steps_of(self.length)
+        slots = (self.slot[segment] + step) % len(self.numbers)
+        gone = numbers[slots] != self.numbers[slots]
+        lost = torch.zeros_like(self.length)
+        lost.scatter_reduce_(0, segment[gone], step[gone] + 1, "amax")
+        slot = (self.slot + lost) % max(len(self.numbers), 1)
+        return replace(self, slot=slot, length=self.length - lost)
+
+
+def _steps_of(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return of every step of stretches of these lengths its stretch and number, and their ends."""
+    ends = length.cumsum(0)
+    segment = torch.arange(len(length)).repeat_interleave(length)
+    step = torch.arange(len(segment)) - (ends - length)[segment]
+    return segment, step, ends
+
+
+class SegmentIndex:
+    """Finds the segments of a storage; rows that did not change are not looked at again."""
+
+    def __init__(self, same: Same) -> None:
+        """Ask ``same`` where trajectories end."""
+        self._same = same
+        self._ring: RingIndex | None = None
+        self._version = (0, -1)
+        self._segments: TrajectorySegments | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ring": None}  # looked at anew by whoever loads it
+
+    def segments(self, storage: Storage) -> TrajectorySegments:
+        """Return the segments of all complete rows."""
+        ring = storage.ring
+        # Taken first: what changes while we look is looked at again the next time.
+        version = ring.version
+        if self._segments is not None and self._ring is ring and version == self._version:
+            return self._segments
+        recent = ring.changes(self._version) if self._ring is ring else None
+        if recent is None or len(recent) > _PIECEMEAL:
+            self._numbers = np.zeros(ring.slots, np.int64)
+            self._breaks = np.ones((storage.envs, ring.slots), bool)
+            if ring.slots:
+                self._update(storage, np.arange(ring.slots))
+        else:
+            for first, count in recent:
+                # The row behind the last one may not follow it any more.
+                self._update(storage, np.arange(first, first + count + 1) % ring.slots)
+        self._ring, self._version = ring, version
+        self._segments = self._find(ring.top, storage.envs)
+        return self._segments
+
+    def _update(self, storage: Storage, rows: Places) -> None:
+        numbers = storage.ring.sequence
+        before = rows - 1
+        before[before < 0] += len(self._numbers)
+        new, old = numbers[rows], numbers[before]
+        fence()  # rows are looked at between two looks at their numbers
+        same = self._same(storage, rows, before)
+        fence()
+        new[new != numbers[rows]] = 0
+        self._numbers[rows] = new
+        same &= ((new > 0) & (new - old == STEP) & (old == numbers[before]))[:, None]
+        self._breaks[:, rows] = ~same.T
+
+    def _find(self, top: int, envs: int) -> TrajectorySegments:
+        breaks = self._breaks[:, :top]
+        around = ~self._breaks[:, :1]
+        # Environment by environment: segments never go from one to the next.
+        self._breaks[:, :1] = True
+        starts = np.flatnonzero(breaks)
+        self._breaks[:, :1] = ~around
+        lengths = np.diff(starts, append=envs * top)
+        slots, owners = starts % max(top, 1), starts // max(top, 1)
+        keep = self._numbers[slots] > 0
+        for env in np.flatnonzero(around).tolist():
+            # The ring's first row continues its last: one segment, which starts at the end.
+            first, last = np.searchsorted(starts, [env * top, (env + 1) * top - 1], "right") - 1
+            lengths[last] += lengths[first]
+            keep[first] = False
+        return TrajectorySegments(
+            torch.from_numpy(slots[keep]),
+            torch.from_numpy(owners[keep]),
+            torch.from_numpy(lengths[keep]),
+            torch.from_numpy(self._numbers),
+        )

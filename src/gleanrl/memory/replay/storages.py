@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,26 +20,28 @@ from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
 from gleanrl.memory.available import check_memory
 from gleanrl.memory.fence import fence
-from gleanrl.memory.replay import files
-from gleanrl.memory.replay.files import anonymous, closing, opened, unnamed_file
-from gleanrl.memory.replay.gate import ProcessGate, ThreadGate
-from gleanrl.memory.replay.handles import Handle
-from gleanrl.memory.replay.ledger import Ledger
-from gleanrl.memory.replay.once import Successors, choose
-from gleanrl.memory.replay.reservation import Reservation
-from gleanrl.memory.replay.rows import RowLayout, Rows, batch_shape, describe, flatten
+from gleanrl.memory.replay.dedup import SuccessorLinks, deduplicate
+from gleanrl.memory.replay.locks import Handle, ProcessLock, ThreadLock
+from gleanrl.memory.replay.ring import Reservation, RingIndex
+from gleanrl.memory.replay.rows import RowLayout, Rows, Shapes, batch_shape, describe, flatten
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.tensor_files import take_room
 
+_ALIGN = 64
+_NORESERVE = 0x4000
+"""Linux: what is mapped and never touched counts as nothing."""
+
 
 class Storage:
-    """Rows and the ledger that says which of them are whole."""
+    """Rows, and the index that says which of them are complete."""
 
     shareable = False
     lock_timeout = 60.0
     """See `ReplayBuffer`."""
     compact: bool | Sequence[NestedKey] = False
     """Which observations are stored once; see `LazyTensorStorage`."""
+    _OWN: tuple[str, ...] = ("ring",)
+    """Attributes that no two storages have in common."""
 
     def __init__(self, max_size: int, ndim: int = 1) -> None:
         """Hold ``max_size`` frames.
@@ -51,11 +56,13 @@ class Storage:
         self.max_size = max_size
         self.ndim = ndim
         self.shared = False
-        self.ledger = self._private_ledger()
+        self.ring: RingIndex
+        self._open()
 
-    def _private_ledger(self) -> Ledger:
-        words = np.zeros(Ledger.words_for(self.max_size), np.int64)
-        return Ledger(self.max_size, ThreadGate(), words)
+    def _open(self) -> None:
+        """Make what `_OWN` names, empty."""
+        words = np.zeros(RingIndex.words_for(self.max_size), np.int64)
+        self.ring = RingIndex(self.max_size, ThreadLock(), words)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
         """Return a storage with copies of all rows; it is shared if this one is."""
@@ -63,22 +70,15 @@ class Storage:
         memo[id(self)] = twin
         for name, value in vars(self).items():
             vars(twin)[name] = None if name in self._OWN else copy.deepcopy(value, memo)
-        with self.ledger.section():
+        with self.ring.section():
             twin._open()
-            memo[id(self.ledger)] = twin.ledger
+            memo[id(self.ring)] = twin.ring
             twin._copy_rows(self)
         return twin
 
-    _OWN: tuple[str, ...] = ("ledger",)
-    """What no two storages have in common."""
-
-    def _open(self) -> None:
-        """Make what `_OWN` names, empty."""
-        self.ledger = self._private_ledger()
-
     def _copy_rows(self, other: Any) -> None:
-        """Copy all rows of a storage of the same kind, inside its ledger's section."""
-        self.ledger.take_over(other.ledger)
+        """Copy all rows of a storage of the same kind, inside the section of its ring."""
+        self.ring.take_over(other.ring)
 
     @property
     def envs(self) -> int:
@@ -86,8 +86,19 @@ class Storage:
         return 1
 
     def __len__(self) -> int:
-        """Return the number of frames that are whole."""
-        return self.ledger.live * self.envs
+        """Return the number of frames that are complete."""
+        return self.ring.live * self.envs
+
+    def frames_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the flat places of all frames of ``slots``: slot times envs plus env."""
+        envs = self.envs
+        return slots if envs == 1 else (slots.unsqueeze(1) * envs + torch.arange(envs)).flatten()
+
+    def sequence_of(self, index: torch.Tensor) -> torch.Tensor:
+        """Return the sequence numbers of the slots of flat places."""
+        envs = self.envs
+        slots = index if envs == 1 else index.div(envs, rounding_mode="floor")
+        return self.ring.sequence_tensor.index_select(0, slots)
 
     def share(self) -> None:
         """Move to memory that other processes map.
@@ -136,6 +147,7 @@ class LazyTensorStorage(Storage):
     """
 
     shareable = True
+    _OWN = ("ring", "_rows", "_successors", "_memory", "_words", "_lock")
 
     def __init__(
         self,
@@ -144,29 +156,47 @@ class LazyTensorStorage(Storage):
         ndim: int = 1,
         compact: bool | Sequence[NestedKey] = False,
     ) -> None:
-        super().__init__(max_size, ndim)
         self.device = torch.device("cpu" if device is None else device)
         self.compact = [compact] if isinstance(compact, str) else compact
         if self.compact is not False and self.device.type != "cpu":
             raise ConfigError(f"compact=True is for storages on the CPU, not on {self.device}")
+        super().__init__(max_size, ndim)
+
+    def _open(self) -> None:
         self._rows: Rows | None = None
-        self._successors: Successors | None = None
+        self._successors: SuccessorLinks | None = None
         self._memory: SharedMemory | None = None
         self._words: SharedMemory | None = None
-        self._gate: ProcessGate | None = None
+        self._lock: ProcessLock | None = None
+        if self.shared:
+            self._words, self._lock = _anonymous(), ProcessLock(SharedMemory().fd)
+            self._words.reserve(8 * RingIndex.words_for(self.max_size))
+            self._map_ring()
+            self._memory = self._new_file()
+        else:
+            super()._open()
+
+    def _map_ring(self) -> None:
+        assert self._words is not None
+        assert self._lock is not None
+        self._lock.timeout = self.lock_timeout
+        words = np.frombuffer(self._words.map(), np.int64)
+        self.ring = RingIndex(self.max_size, self._lock, words)
 
     @property
     def rows(self) -> Rows | None:
         """The tensors, ``None`` while nothing was stored by anybody."""
-        if self._rows is None and self.ledger.ready:
-            with (
-                self.ledger.section()
-            ):  # two threads must not both make tensors: one would write into its own
+        if self._rows is None and self.ring.ready:
+            # Two threads must not both make tensors: one would write into its own.
+            with self.ring.section():
                 if self._rows is None:
-                    layout = RowLayout.from_json(self.ledger.layout())
-                    rows = Rows(layout, self.ledger.slots, self._allocate)
-                    self._successors = self._link_up(rows) if layout.once else None
-                    self._rows = rows  # last: who sees it uses the other as well
+                    layout = RowLayout.from_json(self.ring.layout())
+                    rows = Rows(layout, self.ring.slots, self._allocate)
+                    if layout.dedup:
+                        self._successors = SuccessorLinks(
+                            rows, self.ring, lambda places: self._take_room(layout, places)
+                        )
+                    self._rows = rows  # last: other threads that see it use the links as well
         return self._rows
 
     @property
@@ -175,7 +205,7 @@ class LazyTensorStorage(Storage):
         rows = self.rows
         if rows is None:
             return 0
-        return rows.nbytes + self.ledger.spare * rows.layout.spare_nbytes
+        return rows.layout.nbytes * rows.slots + self.ring.overflow * rows.layout.overflow_nbytes
 
     @property
     def envs(self) -> int:
@@ -189,14 +219,14 @@ class LazyTensorStorage(Storage):
         Raises:
             ConfigError: the storage holds other rows, or they do not fit into memory.
         """
-        layout = choose(layout, self.compact)
+        layout = deduplicate(layout, self.compact)
         slots = self.max_size // (layout.envs or 1)
         if slots < 1:
             raise ConfigError(f"max_size ({self.max_size}) is less than {layout.envs} environments")
-        with self.ledger.section():
-            if not self.ledger.ready:
+        with self.ring.section():
+            if not self.ring.ready:
                 self._reserve_memory(layout, slots)
-                self.ledger.initialise(slots, layout.to_json())
+                self.ring.initialise(slots, layout.to_json())
         rows = self.rows
         assert rows is not None
         if rows.layout != layout:
@@ -206,17 +236,17 @@ class LazyTensorStorage(Storage):
     def prepare(self, data: Any, dim: int) -> tuple[list[torch.Tensor], int]:
         """Check ``data``, time first: ``[slots, ...]`` or ``[slots, envs, ...]``."""
         rows = self.rows
-        if dim == 1:
-            batch_shape(data, 2)
-            if rows is None:
+        ndim = 2 if dim == 1 else self.ndim
+        shape = batch_shape(data, ndim)
+        if rows is None:
+            if dim == 1:
                 flipped = {k: v.transpose(0, 1) for k, v in flatten(data).items()}
-                rows = self.initialise(describe(flipped, 2, batch_shape(data, 2)[2:]))
-            values = [value.transpose(0, 1) for value in rows.take(data, 2)]
-        else:
-            batch_shape(data, self.ndim)
-            if rows is None:
-                rows = self.initialise(describe(data, self.ndim))
-            values = rows.take(data, self.ndim)
+                rows = self.initialise(describe(flipped, 2, shape[2:]))
+            else:
+                rows = self.initialise(describe(data, ndim))
+        values = rows.take(data, ndim)
+        if dim == 1:
+            values = [value.transpose(0, 1) for value in values]
         if self.ndim == 2 and values[0].shape[1] != rows.layout.envs:
             raise ConfigError(
                 f"data of {values[0].shape[1]} environments for a storage of {rows.layout.envs}"
@@ -226,7 +256,7 @@ class LazyTensorStorage(Storage):
     def link(
         self, reservation: Reservation, values: Sequence[torch.Tensor], offset: int, count: int
     ) -> None:
-        """Find and store successors, if they are stored once."""
+        """Find and store successors, if they are deduplicated."""
         if self._successors is not None:
             self._successors.link(reservation, values, offset, count)
 
@@ -237,13 +267,6 @@ class LazyTensorStorage(Storage):
         for tensor, place in zip(rows.tensors, rows.kept, strict=False):
             value = values[place]
             tensor[start : start + count].copy_(value[offset : offset + count].detach())
-
-    def scatter(self, places: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-        """Copy prepared leaves to single places."""
-        rows = self._rows
-        assert rows is not None
-        for tensor, value in zip(rows.tensors, values, strict=True):
-            tensor.index_copy_(0, places.to(tensor.device), value.detach().to(tensor.device))
 
     def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> Any:
         """Copy frames out."""
@@ -257,14 +280,14 @@ class LazyTensorStorage(Storage):
     def field(self, key: Key) -> torch.Tensor | None:
         """Return a field of all slots."""
         rows = self.rows
-        return None if rows is None else rows.field(key)
+        return None if rows is None else rows.by_key.get(key)
 
     def windows(self, reservation: Reservation) -> Iterator[dict[Key, torch.Tensor]]:
         """Yield views of reserved rows by key, in order: two if they wrap, else one."""
         rows = self.rows
         assert rows is not None
-        for start, stop, _ in self.ledger.pieces(reservation.first, reservation.rows):
-            yield rows.view(start, stop)
+        for start, stop, _ in self.ring.pieces(reservation.first, reservation.rows):
+            yield {key: tensor[start:stop] for key, tensor in rows.by_key.items()}
 
     def share(self) -> None:
         """Move what is stored to anonymous memory that other processes map."""
@@ -272,146 +295,111 @@ class LazyTensorStorage(Storage):
             return
         if self.device.type != "cpu":
             raise ConfigError(f"a storage on {self.device} cannot be shared between processes")
-        kept = dict(vars(self))
-        try:
-            self._move()
-        except BaseException:  # the disk is full, for one
-            vars(self).update(kept)
-            raise
-
-    def _move(self) -> None:
-        before, old = self.ledger, self.rows
-        state = before.snapshot()
-        self.shared = True
-        self._open()
-        self.ledger.flow[:] = before.flow
-        if old is None:
-            return
-        spare = before.spare
-        self.initialise(old.layout)
-        with self.ledger.section():
-            self.put_back(
-                state, [t[: before.top] for t in old.tensors], old.spare_up_to(spare), True
-            )
-
-    def put_back(
-        self,
-        state: Mapping[str, Any],
-        stored: Sequence[torch.Tensor],
-        spare: Sequence[torch.Tensor],
-        verbatim: bool = False,
-    ) -> None:
-        """Replace all rows by those of a checked state, which nobody sees before they are whole.
-
-        Inside the ledger's section.
-
-        Args:
-            state: Cursor, counters and stamps.
-            stored: The stored fields of slots from the first on.
-            spare: The spare places from the first on.
-            verbatim: See `Ledger.restore`.
-        """
-        rows, successors = self.rows, self._successors
-        assert rows is not None
-        if successors is not None:
-            successors.grow(max(map(len, spare)))
-        self.ledger.clear_for(state)
-        for to, saved in zip((*rows.tensors, *rows.spare()), (*stored, *spare), strict=True):
-            to[: len(saved)].copy_(saved)
-        fence()
-        if successors is None:
-            self.ledger.restore(state, verbatim)
-        else:
-            self.ledger.restore(state, verbatim, successors.rebuild)
-
-    _OWN = ("ledger", "_rows", "_successors", "_memory", "_words", "_gate")
-
-    def _open(self) -> None:
-        self._rows = self._successors = self._memory = self._words = self._gate = None
-        if self.shared:
-            self._words, self._gate = anonymous(), ProcessGate(SharedMemory().fd)
-            self._words.reserve(8 * Ledger.words_for(self.max_size))
-            self._map_ledger()
-            self._memory = self._new_file()
-        else:
-            self.ledger = self._private_ledger()
+        moved = type(self).__new__(type(self))
+        vars(moved).update(vars(self), shared=True)
+        with self.ring.section():
+            moved._open()
+            moved._copy_rows(self)
+            moved.ring.flow[:] = self.ring.flow
+        vars(self).update(vars(moved))
 
     def _copy_rows(self, other: LazyTensorStorage) -> None:
-        old, top, spare = other.rows, other.ledger.top, other.ledger.spare
+        old, top, overflow = other.rows, other.ring.top, other.ring.overflow
         if old is not None:
             self._reserve_memory(old.layout, old.slots)
-            self._take_room(old.layout, old.slots, range(spare))
-        with self.ledger.section():
-            self.ledger.take_over(other.ledger)
+            self._take_room(old.layout, range(overflow))
+        with self.ring.section():
+            self.ring.take_over(other.ring)
             new = self.rows
         if old is None or new is None:
             return
         for to, tensor in zip(new.tensors, old.tensors, strict=True):
             to[:top].copy_(tensor[:top])
-        for to, tensor in zip(new.spare_up_to(spare), old.spare_up_to(spare), strict=True):
+        for to, tensor in zip(new.overflow(overflow), old.overflow(overflow), strict=True):
             to.copy_(tensor)
-        if old.layout.once:
-            new.owners[:spare].copy_(old.owners[:spare])
+        if old.layout.dedup:
+            new.owners[:overflow].copy_(old.owners[:overflow])
 
-    def _map_ledger(self) -> None:
-        assert self._words is not None
-        assert self._gate is not None
-        self._gate.timeout = self.lock_timeout
-        words = np.frombuffer(self._words.map(), np.int64)
-        self.ledger = Ledger(self.max_size, self._gate, words)
+    def put_back(
+        self,
+        state: Mapping[str, Any],
+        stored: Sequence[torch.Tensor],
+        overflow: Sequence[torch.Tensor],
+    ) -> None:
+        """Replace all rows by those of a checked state; nobody sees them before they are complete.
+
+        Inside the section of the ring.
+
+        Args:
+            state: Cursor, counters and sequence numbers.
+            stored: The stored fields of slots from the first on.
+            overflow: The overflow places from the first on.
+        """
+        rows, successors = self.rows, self._successors
+        assert rows is not None
+        if successors is not None:
+            successors.grow(max(map(len, overflow)))
+        self.ring.clear_for(state)
+        places = rows.overflow(rows.frames)
+        for to, saved in zip((*rows.tensors, *places), (*stored, *overflow), strict=True):
+            to[: len(saved)].copy_(saved)
+        fence()
+        if successors is None:
+            self.ring.restore(state)
+        else:
+            self.ring.restore(state, successors.rebuild)
 
     def _new_file(self) -> SharedMemory:
-        return anonymous()
+        return _anonymous()
 
     def _reserve_memory(self, layout: RowLayout, slots: int) -> None:
         self._check_room(layout.nbytes * slots)
         if self._memory is not None:
             self._memory.clear()
-            self._memory.reserve(max(files.nbytes_of(layout.shapes(slots)), mmap.PAGESIZE))
-            self._take_room(layout, slots, None)
-
-    def _take_room(self, layout: RowLayout, slots: int, spare: range | None) -> None:
-        """Take what is mapped from where it comes from; memory is taken when it is touched."""
-
-    def _link_up(self, rows: Rows) -> Successors:
-        return Successors(
-            rows, self.ledger, lambda spare: self._take_room(rows.layout, rows.slots, spare)
-        )
+            self._memory.reserve(max(_starts_of(layout.shapes(slots))[-1], mmap.PAGESIZE))
+            self._take_room(layout, None)
 
     def _check_room(self, nbytes: int) -> None:
         if self.device.type == "cpu":
             what = f"{self.max_size:,} such frames"
             check_memory(nbytes, what, "lower max_size, or use LazyMemmapStorage", "memory")
 
-    def _allocate(
-        self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]
-    ) -> list[torch.Tensor]:
+    def _take_room(self, layout: RowLayout, overflow: range | None) -> None:
+        """Take the room of what is mapped; memory is taken when it is touched."""
+
+    def _allocate(self, shapes: Shapes) -> list[torch.Tensor]:
+        if self._memory is None and self.compact is False:
+            return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+        starts = _starts_of(shapes)
         if self._memory is not None:
-            return files.carve(self._memory.map(), shapes)
-        if self.compact is not False:
+            memory = self._memory.map()
+        else:
             # Half of it may never be needed, and is not taken before.
-            return files.carve(files.sparse(files.nbytes_of(shapes)), shapes)
-        return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+            memory = mmap.mmap(-1, max(starts[-1], mmap.PAGESIZE), flags=flags)
+        everything = torch.frombuffer(memory, dtype=torch.uint8)
+        return [
+            everything[start : start + _nbytes(shape, dtype)].view(dtype).view(shape)
+            for start, (shape, dtype) in zip(starts, shapes, strict=False)
+        ]
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._words is None or self._gate is None or self._memory is None or not self.shared:
+        if self._words is None or self._lock is None or self._memory is None or not self.shared:
             raise ReplayError(
                 "this replay buffer is private to its process: make it with shared=True, or call "
                 "share(), before it is sent to another one"
             )
-        state = {
-            k: v for k, v in self.__dict__.items() if k not in ("ledger", "_rows", "_successors")
-        }
-        for name in ("_words", "_memory", "_gate"):
-            state[name] = Handle.of(state[name].fd)
-        return state
+        state = {k: v for k, v in vars(self).items() if k not in self._OWN}
+        files = {"_words": self._words.fd, "_memory": self._memory.fd, "_lock": self._lock.fd}
+        return state | {name: Handle.of(fd) for name, fd in files.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._words, self._memory = opened(state["_words"]), opened(state["_memory"])
-        self._gate = ProcessGate.of(state["_gate"])
+        self._words = _closed_with(SharedMemory(state["_words"].open()))
+        self._memory = _closed_with(SharedMemory(state["_memory"].open()))
+        self._lock = ProcessLock.of(state["_lock"])
         self._rows = self._successors = None
-        self._map_ledger()
+        self._map_ring()
 
 
 class LazyMemmapStorage(LazyTensorStorage):
@@ -434,26 +422,38 @@ class LazyMemmapStorage(LazyTensorStorage):
         ndim: int = 1,
         compact: bool | Sequence[NestedKey] = False,
     ) -> None:
-        super().__init__(max_size, None, ndim, compact)
         self.scratch_dir = tempfile.gettempdir() if scratch_dir is None else os.fspath(scratch_dir)
         os.makedirs(self.scratch_dir, exist_ok=True)
-        self._memory = self._new_file()
+        super().__init__(max_size, None, ndim, compact)
 
     def _open(self) -> None:
         super()._open()
         self._memory = self._memory or self._new_file()
 
     def _new_file(self) -> SharedMemory:
-        return closing(SharedMemory(unnamed_file(self.scratch_dir)))
+        try:
+            fd = os.open(self.scratch_dir, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError:
+            # Some file systems have no files without names: this one loses its name at once.
+            fd, path = tempfile.mkstemp(dir=self.scratch_dir)
+            os.unlink(path)
+        return _closed_with(SharedMemory(fd))
 
     def _check_room(self, nbytes: int) -> None:
-        files.check_disk(nbytes, self.max_size, self.scratch_dir)
+        status = os.statvfs(self.scratch_dir)
+        room = status.f_bavail * status.f_frsize
+        if nbytes > room:
+            raise ConfigError(
+                f"a buffer of {self.max_size:,} such frames takes {nbytes:,} bytes and "
+                f"{self.scratch_dir} has {room:,} left: lower max_size, or give a scratch_dir"
+            )
 
-    def _take_room(self, layout: RowLayout, slots: int, spare: range | None) -> None:
+    def _take_room(self, layout: RowLayout, overflow: range | None) -> None:
         """Take blocks of the disk: one that is full must not end the process later."""
         assert self._memory is not None
-        starts = files.starts_of(layout.shapes(slots))
-        for number, first, nbytes in layout.extents(slots, spare):
+        slots = self.max_size // (layout.envs or 1)
+        starts = _starts_of(layout.shapes(slots))
+        for number, first, nbytes in layout.extents(slots, overflow):
             try:
                 take_room(self._memory.fd, starts[number] + first, nbytes)
             except OSError as err:
@@ -474,8 +474,8 @@ class ListStorage(Storage):
     def __init__(self, max_size: int) -> None:
         super().__init__(max_size)
         self.items: list[Any] = []
-        with self.ledger.section():
-            self.ledger.initialise(max_size, b"{}")
+        with self.ring.section():
+            self.ring.initialise(max_size, b"{}")
 
     def prepare(self, data: Any, dim: int) -> tuple[list[Any], int]:
         """Split ``data`` into items."""
@@ -487,15 +487,25 @@ class ListStorage(Storage):
         self.items.extend([None] * (start + count - len(self.items)))
         self.items[start : start + count] = values[offset : offset + count]
 
-    def scatter(self, places: torch.Tensor, values: Sequence[Any]) -> None:
-        """Keep references at single places."""
-        for place, value in zip(places.tolist(), values, strict=True):
-            self.write(place, [value], 0, 1)
-
     def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> list[Any]:
         """Return the items at ``index``."""
         return [self.items[place] for place in index.tolist()]
 
-    def snapshot(self) -> list[Any]:
-        """Return a shallow copy of what is stored."""
-        return copy.copy(self.items)
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _starts_of(shapes: Shapes) -> list[int]:
+    """Return where tensors of these shapes begin one after another, and where the last ends."""
+    return [0, *accumulate(-(-_nbytes(*shape) // _ALIGN) * _ALIGN for shape in shapes)]
+
+
+def _anonymous() -> SharedMemory:
+    return _closed_with(SharedMemory())
+
+
+def _closed_with(memory: SharedMemory) -> SharedMemory:
+    """Return ``memory``, whose descriptor is closed once nobody holds it any more."""
+    weakref.finalize(memory, os.close, memory.fd).atexit = False
+    return memory

@@ -27,16 +27,16 @@ class Writer:
 
 
 class RoundRobinWriter(Writer):
-    """New rows replace the oldest. Reserve, copy, commit: rows become visible when whole."""
+    """New rows replace the oldest. Reserve, copy, commit: rows become visible when complete."""
 
     def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
         """Store ``data``; of more rows than the storage has, the last ones."""
         values, count = storage.prepare(data, dim)
-        slots = storage.ledger.slots
+        slots = storage.ring.slots
         skipped = max(0, count - slots)
         if not storage.shared:
-            # Nobody else may look before the rows are whole: one section around all of it.
-            with storage.ledger.section():
+            # Nobody else may look before the rows are complete: one section around all of it.
+            with storage.ring.section():
                 return self._write(storage, values, skipped, count - skipped, skipped)
         # A part of the ring at a time, so that several writers of long batches find room.
         part = max(1, slots // 4)
@@ -51,19 +51,19 @@ class RoundRobinWriter(Writer):
     ) -> torch.Tensor:
         if not count:
             return torch.empty(0, dtype=torch.int64)
-        ledger = storage.ledger
-        reservation = ledger.reserve(count)
+        ring = storage.ring
+        reservation = ring.reserve(count)
         try:
             storage.link(reservation, values, offset, count)
-            for start, stop, ahead in ledger.pieces(reservation.first, count):
+            for start, stop, ahead in ring.pieces(reservation.first, count):
                 storage.write(start, values, offset + ahead, stop - start)
         except BaseException:
-            ledger.revoke(reservation)
+            ring.revoke(reservation)
             raise
-        ledger.commit(reservation, count + skipped)
-        first = reservation.first % ledger.slots
+        ring.commit(reservation, count + skipped)
+        first = reservation.first % ring.slots
         places = torch.arange(first, first + count)
-        return places if first + count <= ledger.slots else places % ledger.slots
+        return places if first + count <= ring.slots else places % ring.slots
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
@@ -98,37 +98,35 @@ class TensorDictMaxValueWriter(Writer):
         values, count = storage.prepare(data, dim)
         rows = storage.rows
         assert rows is not None
-        keys = [field.key for field in rows.layout.fields]
-        if self.rank_key not in keys:
+        if self.rank_key not in rows.keys:
             raise ConfigError(
-                f"rank_key {format_key(self.rank_key)} is no entry of the data: {keys}"
+                f"rank_key {format_key(self.rank_key)} is no entry of the data: {list(rows.keys)}"
             )
-        rank = keys.index(self.rank_key)
-        with storage.ledger.section():
+        rank = rows.keys.index(self.rank_key)
+        with storage.ring.section():
             return self._store(storage, values, count, rank)
 
     def _store(
         self, storage: LazyTensorStorage, values: list[torch.Tensor], count: int, rank: int
     ) -> torch.Tensor:
-        ledger = storage.ledger
-        rows = storage.rows
+        ring, rows = storage.ring, storage.rows
         assert rows is not None
-        filled, slots = ledger.live, ledger.slots
+        filled, slots = ring.live, ring.slots
         given = _ranks(values[rank])
         have = _ranks(rows.tensors[rank][:filled])
         # Stable, and the stored ones first: of equals, those that are there stay.
         best = np.argsort(-np.concatenate([have, given]), kind="stable")[:slots]
         taken = np.sort(best[best >= filled] - filled)
         out = np.setdiff1d(np.arange(filled), best)
-        places = np.concatenate([np.arange(filled, slots), out])[: len(taken)]
-        chosen = torch.from_numpy(taken)
-        storage.scatter(
-            torch.from_numpy(places), [value.index_select(0, chosen) for value in values]
-        )
-        ledger.mark(places)
-        ledger.add_count(len(taken))
+        free = np.concatenate([np.arange(filled, slots), out])[: len(taken)]
+        chosen, places = torch.from_numpy(taken), torch.from_numpy(free)
+        for tensor, value in zip(rows.tensors, values, strict=True):
+            picked = value.detach().index_select(0, chosen).to(tensor.device)
+            tensor.index_copy_(0, places.to(tensor.device), picked)
+        ring.mark(free)
+        ring.add_count(len(taken))
         where = torch.full((count,), -1)
-        where[chosen] = torch.from_numpy(places)
+        where[chosen] = places
         return where
 
 

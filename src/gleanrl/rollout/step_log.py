@@ -26,7 +26,7 @@ class _Finals:
     values: dict[Key, Array]
 
 
-class Spool:
+class StepLog:
     """A log of raw steps with two parts: what the last rollout left over, and this rollout.
 
         row:  keep - left ......... keep ............ keep + taken
@@ -78,10 +78,10 @@ class Spool:
         """Steps of every environment that the last rollout left over."""
         self.window = self._view(keep, room)
         """The rows of this rollout: what pool and policy are bound to."""
-        self.carry = self._view(keep + room, 1)
+        self.next_root = self._view(keep + room, 1)
         self.marks_init = IS_INIT in self._rows
         self._init = (
-            self.window.rows(IS_INIT)[1:] + self.carry.rows(IS_INIT) if self.marks_init else []
+            self.window.rows(IS_INIT)[1:] + self.next_root.rows(IS_INIT) if self.marks_init else []
         )
 
     def _view(self, start: int, steps: int) -> RolloutWindow:
@@ -91,7 +91,7 @@ class Spool:
         }
         return RolloutWindow(tensors, self._envs, steps)
 
-    def adopt(self, other: Spool) -> None:
+    def adopt(self, other: StepLog) -> None:
         """Take over what ``other`` has left over; this one must be as wide and keep as much."""
         left = self._left = other._left
         mine = slice(self._keep - left, self._keep)
@@ -109,15 +109,15 @@ class Spool:
         """Raw steps left over from the last rollout."""
         return self._left
 
-    def begin(self, carry: Window) -> None:
-        """Start a rollout from the root fields in ``carry``."""
+    def begin(self, next_root: Window) -> None:
+        """Start a rollout from the root fields in ``next_root``."""
         self._taken = 0
         self._restarts = []
         self._stock = self._pending[self._keep - self._left : self._keep].sum(0)
         if self._init:
             self._rows[IS_INIT][self._keep + 1 :] = False
-        for key in carry.keys():
-            self._rows[key][self._keep, : self._envs] = carry.rows(key)[0]
+        for key in next_root.keys():
+            self._rows[key][self._keep, : self._envs] = next_root.rows(key)[0]
 
     # -- during the loop -------------------------------------------------------------------------
 
@@ -257,8 +257,8 @@ class Spool:
         self.waiting[envs] = False
         return self._drop(envs)
 
-    def root(self, carry: Window) -> None:
-        """Write the root row that follows the last step into ``carry``."""
+    def root(self, next_root: Window) -> None:
+        """Write the root row that follows the last step into ``next_root``."""
         row = self._keep + self._taken
-        for key in carry.keys():
-            carry.rows(key)[0][...] = self._rows[key][row, : self._envs]
+        for key in next_root.keys():
+            next_root.rows(key)[0][...] = self._rows[key][row, : self._envs]

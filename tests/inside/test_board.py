@@ -1,14 +1,18 @@
 """Weights in shared memory: what is read is what was published, in whatever kind of tensor."""
 
+import os
+import threading
+
 import numpy as np
 import pytest
+import rig
 import torch
 from torch import nn
 
-from gleanrl import WeightsError
+from gleanrl import MultiAsyncCollector, WeightsError
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.weights.board import Board, Boards, plan_board
-from gleanrl.weights.tracked import TrackedModule
+from gleanrl.weights.snapshot import TrackedModule
 
 WEIGHTS = {
     "matrix": torch.arange(12.0).view(3, 4),
@@ -156,3 +160,53 @@ def test_marks_stand_on_the_right_side_of_what_they_announce(monkeypatch) -> Non
     assert seen == [(0, 1, False), (0, 1, True), (0, 2, True)]
     assert boards.newest() is not None
     assert len(seen) == 6  # after the number, after the mark, before the mark is looked at again
+
+
+class Stress(rig.Count):
+    """Reads a board that another process publishes on."""
+
+    def read(self, path, ref, times):
+        with open(path, "r+b", buffering=0) as file:
+            boards = Boards(SharedMemory(file.fileno()))
+            boards.bind("policy", ref)
+            reads, last = 0, 0
+            while reads < times:
+                snapshot = boards.newest()
+                if snapshot is None:
+                    continue
+                reads += 1
+                for tensor in snapshot.models["policy"].values():
+                    low, high = tensor.min(), tensor.max()
+                    if not low == high == snapshot.version == snapshot.serial:
+                        return f"torn: {low} to {high} in version {snapshot.version}"
+                if snapshot.version <= last:
+                    return f"version {snapshot.version} after {last}"
+                last = snapshot.version
+        return reads
+
+
+@pytest.mark.parametrize("sizes", [(100, 7), (40_000, 3)])
+def test_no_torn_read_under_a_tight_publisher(sizes):
+    memory, done = SharedMemory(), threading.Event()
+    weights = {str(size): torch.zeros(size, dtype=torch.int64) for size in sizes}
+    board = Board(memory, plan_board(memory, weights))
+
+    def publish():
+        version = 0
+        while not done.is_set():
+            version += 1
+            for tensor in weights.values():
+                tensor.fill_(version)
+            board.publish(list(weights.values()), version, version)
+
+    thread = threading.Thread(target=publish)
+    with MultiAsyncCollector([Stress, Stress], frames_per_batch=8) as collector:
+        path = f"/proc/{os.getpid()}/fd/{memory.fd}"
+        thread.start()
+        try:
+            found = collector.map_fn("env.read", [(path, board.ref, 5500)] * 2)
+        finally:
+            done.set()
+            thread.join()
+    memory.close()
+    assert found == [5500, 5500]

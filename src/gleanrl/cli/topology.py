@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gleanrl.cli.progress import plural
-from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
-from gleanrl.collectors.single import Collector
-from gleanrl.engine.interruptor import Interruptor
+from gleanrl.cli.display import plural
+from gleanrl.collectors import BaseCollector, Collector, Interruptor
 
 _BATCH_FRAMES = 500
 _WORKER_FRAMES = 1000
@@ -23,21 +20,21 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Topology:
     """Environments, and the processes they are in."""
 
     workers: int = 0
-    """Worker processes; 0 for this process."""
+    """Worker processes or nodes; 0 for this process."""
     num_envs: int = 1
     """Environments of each worker, or of this process."""
     asynchronous: bool = False
     backend: str = "process"
-    """How workers are reached: ``"process"``, or ``"distributed"`` or ``"ray"`` for nodes."""
+    """Where workers are: ``"process"``, ``"distributed"`` or ``"ray"``."""
     launcher: str = "mp"
     """What starts distributed nodes."""
 
     @property
-    def lanes(self) -> int:
+    def num_envs_total(self) -> int:
         """Environments that one batch spans."""
         return self.num_envs * (1 if self.asynchronous else max(1, self.workers))
 
@@ -48,8 +45,7 @@ class Setting:
             return f"{envs} in this process"
         kind = "worker" if self.backend == "process" else f"{self.backend} node"
         kind = f"asynchronous {kind}" if self.asynchronous else kind
-        each = envs if self.workers == 1 else f"{envs} each"
-        return f"{plural(self.workers, kind)} with {each}"
+        return f"{plural(self.workers, kind)} with {envs}{' each' * (self.workers > 1)}"
 
     def steps(self, most: int) -> int:
         """Return the steps of a batch that shows progress often, at most ``most``."""
@@ -65,50 +61,41 @@ class Setting:
         interruptor: Interruptor | None = None,
     ) -> BaseCollector:
         """Start a collector."""
-        options: dict[str, Any] = {
-            "frames_per_batch": frames_per_batch,
-            "total_frames": total_frames,
-            "num_envs": self.num_envs if self.num_envs > 1 else None,
-        }
-        if self.backend != "process":
-            more = {"launcher": self.launcher} if self.backend == "distributed" else {}
-            return Collector(
-                env,
-                policy,
-                backend=self.backend,
-                num_collectors=max(1, self.workers),
-                sync=not self.asynchronous,
-                backend_options=more,
-                **options,
-            )
-        options["interruptor"] = interruptor
-        if not self.workers:
-            return Collector(env, policy, **options)
-        kind = MultiAsyncCollector if self.asynchronous else MultiSyncCollector
-        return kind(env, policy, num_workers=self.workers, **options)
-
-    def options(self) -> str:
-        """Return the options of ``gleanrl collect`` that choose this setting."""
-        parts = [f"--workers {self.workers}"] if self.workers else []
-        parts += [f"--num-envs {self.num_envs}"] if self.num_envs > 1 else []
-        return " ".join([*parts, *(["--async"] if self.asynchronous else [])])
-
-    def command(self, env: str, policy: str) -> str:
-        """Return the ``gleanrl collect`` command for this setting."""
-        chosen = [] if policy == "random" else ["--policy", shlex.quote(policy)]
-        return " ".join(
-            part for part in ("gleanrl collect", shlex.quote(env), *chosen, self.options()) if part
+        more: dict[str, Any] = {}
+        if self.workers:
+            more = {
+                "backend": self.backend,
+                "num_collectors": self.workers,
+                "sync": not self.asynchronous,
+            }
+        if self.backend == "distributed":
+            more["backend_options"] = {"launcher": self.launcher}
+        if self.backend == "process":
+            more["interruptor"] = interruptor
+        return Collector(
+            env,
+            policy,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            num_envs=self.num_envs if self.num_envs > 1 else None,
+            **more,
         )
 
+    def command(self, env: str, policy: str) -> str:
+        """Return the ``gleanrl collect`` command that collects like this."""
+        parts = ["gleanrl", "collect", env]
+        parts += [] if policy == "random" else ["--policy", policy]
+        parts += ["--workers", str(self.workers)] if self.workers else []
+        parts += ["--num-envs", str(self.num_envs)] if self.num_envs > 1 else []
+        return shlex.join([*parts, *(["--async"] if self.asynchronous else [])])
+
     def call(self, env: str, policy: str, frames_per_batch: int) -> str:
-        """Return the Python call for this setting; ``policy`` stands for the user's."""
+        """Return the Python call that collects like this; ``policy`` stands for the user's."""
         parts = [repr(env)] if policy == "random" else [repr(env), "policy"]
         parts += [f"num_workers={self.workers}"] if self.workers else []
         parts += [f"num_envs={self.num_envs}"] if self.num_envs > 1 else []
-        kind = "Collector"
-        if self.workers:
-            kind = "MultiAsyncCollector" if self.asynchronous else "MultiSyncCollector"
-        return f"{kind}({', '.join(parts)}, frames_per_batch={frames_per_batch})"
+        kind = f"Multi{'Async' if self.asynchronous else 'Sync'}" if self.workers else ""
+        return f"{kind}Collector({', '.join(parts)}, frames_per_batch={frames_per_batch})"
 
 
 def usable_cores() -> int:

@@ -1,35 +1,34 @@
-"""Which rows of a ring are whole: reserve, commit, revoke; safe against death at any instant.
+"""Which rows of a ring are complete: reserve, commit, revoke; safe against death at any instant.
 
-Every row has one word, its *stamp*: positive when the row is whole, negative while it is being
-written, zero when it holds nothing. Positions only grow and a stamp holds its position, so a word
-never has the same value twice: who reads a stamp, copies the row and finds the same stamp again
-has copied a whole row. Ledgers lie in shared memory if their rows do.
+Every row has one word, its *sequence number*: positive when the row is complete, negative while it
+is being written, zero when it holds nothing. Positions only grow and a sequence number holds its
+position, so a word never has the same value twice: a reader that finds the same number before and
+after copying a row has copied a complete row. The words lie in shared memory if the rows do.
 
-Every change is written down first, as absolute values, and the word that makes it valid last.
-Whoever enters next finishes what a process that was killed inside left there.
+Every change is written down first (the write-ahead record), as absolute values, and the word that
+makes it valid last. The next process inside finishes what a process that was killed left there.
 
-Writers get the order this needs from the lock. Readers do without it: `fence` keeps what they copy
-between their two looks at the stamps.
+The lock orders the stores of writers. Readers do without it: `fence` keeps what they copy between
+their two looks at the sequence numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.memory.fence import fence
-from gleanrl.memory.replay.gate import Gate
-from gleanrl.memory.replay.reservation import Reservation
+from gleanrl.memory.replay.locks import ThreadLock
 
 Words: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 _OWNER_BITS = 20
 STEP = 1 << _OWNER_BITS
-"""Difference between the stamps of two rows that one process wrote one after the other."""
+"""Difference between the sequence numbers of rows that one process wrote one after the other."""
 _OWNER_MASK = STEP - 1
 _ENTRIES = 1024
 _LOG = 4096
@@ -38,22 +37,55 @@ _HEADER = 64
 # Header words.
 _READY, _SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _OWNERS, _BASE, _EPOCH = range(9)
 _OP, _ENTRY, _FIRST, _N, _OWNER, _TO_CURSOR, _TO_COUNT, _TO_LIVE, _TO_CHANGES = range(10, 19)
-_LAYOUT_SIZE, _SPARE, _SPARE_NEXT = 19, 20, 21
+_LAYOUT_SIZE, _OVERFLOW, _OVERFLOW_NEXT = 19, 20, 21
 _RESERVE, _COMMIT, _REVOKE, _EMPTY, _LOAD = 1, 2, 3, 4, 5
 _POSITIONS, _COUNTS = 1 << 42, 1 << 53
-"""Beyond these nothing real comes, and far below where stamps and counters overflow."""
+"""Nothing real reaches these, and they are far below where positions and counters overflow."""
 
 
-class Ledger:
-    """The stamps of a ring of rows, and who may write which."""
+class Reservation(NamedTuple):
+    """Rows that one writer may write; travels between processes."""
 
-    def __init__(self, max_slots: int, gate: Gate, words: Words) -> None:
+    entry: int
+    owner: int
+    first: int
+    """Position of the first row; its place is ``first % slots``."""
+    rows: int
+
+
+class _Word:
+    """A word of the header as an int attribute."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def __get__(self, ring: RingIndex, kind: type) -> int:
+        return int(ring._h[self._place])
+
+    def __set__(self, ring: RingIndex, value: int) -> None:
+        ring._h[self._place] = value
+
+
+class RingIndex:
+    """The sequence numbers of a ring of rows, and who may write which."""
+
+    slots = _Word(_SLOTS)
+    """Rows in the ring."""
+    count = _Word(_COUNT)
+    """Rows ever committed since the last `empty`."""
+    live = _Word(_LIVE)
+    """Rows that are complete now."""
+    overflow = _Word(_OVERFLOW)
+    """Overflow places (see `dedup`) that were ever needed; changed inside `section`."""
+    overflow_next = _Word(_OVERFLOW_NEXT)
+    """Where to look first for a free one."""
+
+    def __init__(self, max_slots: int, lock: ThreadLock, words: Words) -> None:
         """Use ``words`` (zeroed, `words_for` of them), which others may share."""
-        self.gate = gate
-        self.max_slots = max_slots
+        self.lock = lock
         self._h = words[:_HEADER]
         self.flow: Words = words[_HEADER - 8 : _HEADER]
-        """Words for who limits the rates of writing and sampling; zero at first."""
+        """Words for the limiter of the rates of writing and sampling; zero at first."""
         start = _HEADER
         self._table = words[start : start + 3 * _ENTRIES].reshape(_ENTRIES, 3)
         start += 3 * _ENTRIES
@@ -61,24 +93,24 @@ class Ledger:
         start += 2 * _LOG
         self._layout = words[start : start + _LAYOUT_WORDS].view(np.uint8)
         start += _LAYOUT_WORDS
-        self._all = words
-        self.stamps: Words = words[start : start + max_slots]
-        """One word per row."""
-        self.words = torch.from_numpy(self.stamps)
-        """The stamps, as a tensor over the same memory."""
+        self._all = words[: self.words_for(max_slots)]  # a mapping ends at the end of a page
+        self.sequence: Words = words[start : start + max_slots]
+        """The sequence number of every row."""
+        self.sequence_tensor = torch.from_numpy(self.sequence)
+        """The same memory as a tensor."""
         self._ramp: Words = np.arange(256, dtype=np.int64) << _OWNER_BITS
 
     @staticmethod
     def words_for(max_slots: int) -> int:
-        """Return how many words a ledger of ``max_slots`` rows needs."""
+        """Return how many words the index of ``max_slots`` rows needs."""
         return _HEADER + 3 * _ENTRIES + 2 * _LOG + _LAYOUT_WORDS + max_slots
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
-        """Return the ledger itself: its storage makes the copy, all others only compare it."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingIndex:
+        """Return the index itself: its storage makes the copy, all others only compare it."""
         return self
 
-    def take_over(self, other: Ledger) -> None:
-        """Become what ``other`` is, but for what is being written there; both in their sections."""
+    def take_over(self, other: RingIndex) -> None:
+        """Become what ``other`` is, without its reservations; inside the sections of both."""
         self._all[:] = other._all
         self.flow[:] = 0
         for entry in np.flatnonzero(self._table[:, 0]).tolist():
@@ -90,52 +122,19 @@ class Ledger:
         return bool(self._h[_READY])
 
     @property
-    def slots(self) -> int:
-        """Rows in the ring."""
-        return int(self._h[_SLOTS])
-
-    @property
-    def count(self) -> int:
-        """Rows ever committed since the last `empty`."""
-        return int(self._h[_COUNT])
-
-    @property
-    def live(self) -> int:
-        """Rows that are whole now."""
-        return int(self._h[_LIVE])
-
-    @property
     def top(self) -> int:
         """Rows that were ever reserved lie below this place."""
         return min(int(self._h[_CURSOR] - self._h[_BASE]), int(self._h[_SLOTS]))
 
     @property
     def version(self) -> tuple[int, int]:
-        """Differs after every change of any stamp; what `changes` takes."""
+        """Differs after every change of any sequence number; what `changes` takes."""
         return int(self._h[_CHANGES]), int(self._h[_EPOCH])
-
-    @property
-    def spare(self) -> int:
-        """Spare places (see `Successors`) that were ever needed; changed inside `section`."""
-        return int(self._h[_SPARE])
-
-    @spare.setter
-    def spare(self, number: int) -> None:
-        self._h[_SPARE] = number
-
-    @property
-    def spare_next(self) -> int:
-        """Where to look first for a free one."""
-        return int(self._h[_SPARE_NEXT])
-
-    @spare_next.setter
-    def spare_next(self, place: int) -> None:
-        self._h[_SPARE_NEXT] = place
 
     @contextmanager
     def section(self) -> Iterator[None]:
-        """Keep everybody else from changing stamps; what a dead process left here is finished."""
-        with self.gate:
+        """Keep all others from changing the index; the work of a dead process is finished here."""
+        with self.lock:
             if self._h[_OP]:
                 self._recover()
             yield
@@ -172,9 +171,10 @@ class Ledger:
             entry = self._free_entry()
             first = self._place(count, contiguous)
             live = self.live - sum(
-                int(np.count_nonzero(self.stamps[a:b] > 0)) for a, b, _ in self.pieces(first, count)
+                int(np.count_nonzero(self.sequence[a:b] > 0))
+                for a, b, _ in self.pieces(first, count)
             )
-            reservation = Reservation(entry, self._own(), first, count)
+            reservation = Reservation(entry, self._owner(), first, count)
             self._enact(_RESERVE, reservation, cursor=first + count, live=live)
             return reservation
 
@@ -227,13 +227,13 @@ class Ledger:
         """Split positions into ``(start, stop)`` places and the offset of the first in them."""
         slots = int(self._h[_SLOTS])
         start = first % slots
-        whole = min(count, slots - start)
-        yield start, start + whole, 0
-        if whole < count:
-            yield 0, count - whole, whole
+        before_end = min(count, slots - start)
+        yield start, start + before_end, 0
+        if before_end < count:
+            yield 0, count - before_end, before_end
 
     def changes(self, since: tuple[int, int]) -> list[tuple[int, int]] | None:
-        """Return ``(first, count)`` of the positions whose stamps changed since a `version`.
+        """Return ``(first, count)`` of the positions that changed since a `version`.
 
         Returns:
             ``None`` if everything has to be looked at.
@@ -247,13 +247,13 @@ class Ledger:
         return list(dict.fromkeys((first, count) for first, count in recent))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return cursor, counters and stamps (what is being written counts as nothing)."""
+        """Return cursor, counters and sequence numbers; incomplete rows count as nothing."""
         with self.section():
             return {
                 "cursor": int(self._h[_CURSOR]),
                 "base": int(self._h[_BASE]),
                 "count": self.count,
-                "stamps": torch.from_numpy(np.maximum(self.stamps[: self.top], 0)),
+                "stamps": torch.from_numpy(np.maximum(self.sequence[: self.top], 0)),
             }
 
     def clear_for(self, state: Mapping[str, Any]) -> None:
@@ -271,32 +271,24 @@ class Ledger:
         self.empty()
         fence()
 
-    def restore(
-        self,
-        state: Mapping[str, Any],
-        verbatim: bool = False,
-        then: Callable[[], None] = lambda: None,
-    ) -> None:
+    def restore(self, state: Mapping[str, Any], then: Callable[[], None] = lambda: None) -> None:
         """Show the rows of a checked `snapshot`, which were copied; after `clear_for`.
 
         Their positions are moved behind all that were ever given out, so that no reader takes them
         for rows that it has seen.
 
         Args:
-            state: Cursor, counters and stamps, of a ring of the same size.
-            verbatim: Keep positions as they are: this ledger is new.
+            state: Cursor, counters and sequence numbers, of a ring of the same size.
             then: What belongs to it: if the process ends before, nothing was restored.
         """
-        h, cursor = self._h, state["cursor"]
-        after = cursor if verbatim else self._cursor_after(state, int(h[_BASE]))
-        stamps = state["stamps"].numpy()
+        h, cursor, numbers = self._h, state["cursor"], state["stamps"].numpy()
+        after = self._cursor_after(state, int(h[_BASE]))
         h[_TO_CURSOR] = after
         h[_OP] = _LOAD
-        shift = np.where(stamps > 0, after - cursor, 0) << _OWNER_BITS
-        np.add(stamps, shift, out=self.stamps[: len(stamps)])
-        h[_BASE] = state["base"] if verbatim else h[_BASE]
+        shift = np.where(numbers > 0, after - cursor, 0) << _OWNER_BITS
+        np.add(numbers, shift, out=self.sequence[: len(numbers)])
         h[_CURSOR], h[_COUNT] = after, state["count"]
-        h[_LIVE] = int(np.count_nonzero(stamps > 0))
+        h[_LIVE] = int(np.count_nonzero(numbers > 0))
         h[_EPOCH] += 1
         then()
         h[_OP] = 0
@@ -310,14 +302,14 @@ class Ledger:
         after = base + _span(state)
         return int(after + (state["cursor"] - after) % max(self.slots, 1))
 
-    def mark(self, rows: Words) -> None:
-        """Commit single places out of order, as the newest rows (no ring; private ledgers)."""
+    def mark(self, places: Words) -> None:
+        """Commit single rows out of order, as the newest (no ring; one process)."""
         with self.section():
-            first, fresh = int(self._h[_CURSOR]), int(np.count_nonzero(self.stamps[rows] == 0))
-            ranks = first + 1 + np.arange(len(rows), dtype=np.int64)
+            first, fresh = int(self._h[_CURSOR]), int(np.count_nonzero(self.sequence[places] == 0))
+            ranks = first + 1 + np.arange(len(places), dtype=np.int64)
             # Neighbours get different owners: what was placed one by one follows no other row.
-            self.stamps[rows] = ranks << _OWNER_BITS | rows & 1
-            self._h[_CURSOR] = first + len(rows)
+            self.sequence[places] = ranks << _OWNER_BITS | places & 1
+            self._h[_CURSOR] = first + len(places)
             self._h[_LIVE] += fresh
             self._h[_EPOCH] += 1
 
@@ -326,13 +318,13 @@ class Ledger:
         with self.section():
             self._h[_COUNT] += rows
 
-    def _own(self) -> int:
-        owner = self.gate.owner()
+    def _owner(self) -> int:
+        owner = self.lock.owner
         if owner is None:
             # Numbers are never given out twice, so a new process never looks like a dead one.
             owner = int(self._h[_OWNERS]) + 1
             self._h[_OWNERS] = owner
-            self.gate.claim(owner)
+            self.lock.claim(owner)
         return owner
 
     def _free_entry(self) -> int:
@@ -360,7 +352,7 @@ class Ledger:
         )
 
     def _blocked_until(self, first: int, count: int) -> int | None:
-        if not any(self.stamps[a:b].min() < 0 for a, b, _ in self.pieces(first, count)):
+        if not any(self.sequence[a:b].min() < 0 for a, b, _ in self.pieces(first, count)):
             return None
         self._sweep()
         slots = self.slots
@@ -376,7 +368,7 @@ class Ledger:
         """Revoke what dead processes had reserved."""
         for entry in np.flatnonzero(self._table[:, 0]).tolist():
             owner, first, count = self._table[entry].tolist()
-            if not self.gate.alive(owner):
+            if not self.lock.alive(owner):
                 self._enact(_REVOKE, Reservation(entry, owner, first, count))
 
     def _check_held(self, reservation: Reservation) -> None:
@@ -392,6 +384,7 @@ class Ledger:
         count: int | None = None,
         live: int | None = None,
     ) -> None:
+        """Write the change down, then do it."""
         h = self._h
         h[_ENTRY], h[_OWNER], h[_FIRST], h[_N] = reservation
         h[_TO_CURSOR] = h[_CURSOR] if cursor is None else cursor
@@ -418,11 +411,11 @@ class Ledger:
         h = self._h
         op, first, count, owner = int(h[_OP]), int(h[_FIRST]), int(h[_N]), int(h[_OWNER])
         if op == _EMPTY:
-            np.minimum(self.stamps, 0, out=self.stamps)
+            np.minimum(self.sequence, 0, out=self.sequence)
             h[_BASE] = first
             h[_EPOCH] += 1
         else:
-            self._stamp(first, count, owner, op)
+            self._number(first, count, owner, op)
             row = self._table[int(h[_ENTRY])]
             row[1], row[2] = first, count
             row[0] = owner if op == _RESERVE else 0
@@ -431,11 +424,11 @@ class Ledger:
         h[_CHANGES] = h[_TO_CHANGES]
         h[_OP] = 0
 
-    def _stamp(self, first: int, count: int, owner: int, op: int) -> None:
+    def _number(self, first: int, count: int, owner: int, op: int) -> None:
         if len(self._ramp) < count:
             self._ramp = np.arange(count, dtype=np.int64) << _OWNER_BITS
         for start, stop, offset in self.pieces(first, count):
-            out = self.stamps[start:stop]
+            out = self.sequence[start:stop]
             base = (first + offset + 1) << _OWNER_BITS | owner & _OWNER_MASK
             # Ufuncs store whole words, which a plain copy of bytes does not promise.
             if op == _COMMIT:
@@ -446,8 +439,8 @@ class Ledger:
                 np.multiply(self._ramp[: stop - start], 0, out=out)
 
 
-def check_ring(state: Mapping[str, Any], slots: int) -> None:
-    """Check cursor, counters and stamps of a `Ledger.snapshot`, before anything believes them.
+def check_snapshot(state: Mapping[str, Any], slots: int) -> None:
+    """Check cursor, counters and sequence numbers of a `RingIndex.snapshot`.
 
     Raises:
         ConfigError: they contradict each other, or are beyond what any buffer reaches.
@@ -461,16 +454,15 @@ def check_ring(state: Mapping[str, Any], slots: int) -> None:
     ):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < most:
             raise ConfigError(f"a replay buffer's {name} is no number like {value!r:.50}")
-    stamps = state["stamps"]
-    if not isinstance(stamps, torch.Tensor) or stamps.dtype != torch.int64 or stamps.ndim != 1:
+    numbers = state["stamps"]
+    if not isinstance(numbers, torch.Tensor) or numbers.dtype != torch.int64 or numbers.ndim != 1:
         raise ConfigError("a replay buffer's stamps are int64 [rows]")
-    if slots < 1 or base > cursor or base % slots or len(stamps) != min(cursor - base, slots):
+    if slots < 1 or base > cursor or base % slots or len(numbers) != min(cursor - base, slots):
         raise ConfigError(
-            f"rows {base} to {cursor} of a replay buffer of {slots} slots are not {len(stamps)}"
+            f"rows {base} to {cursor} of a replay buffer of {slots} slots are not {len(numbers)}"
         )
-    whole = stamps[stamps != 0]
-    places = (whole >> _OWNER_BITS) - 1
-    if len(whole) and not base <= int(places.min()) <= int(places.max()) < cursor:
+    places = (numbers[numbers != 0] >> _OWNER_BITS) - 1
+    if len(places) and not base <= int(places.min()) <= int(places.max()) < cursor:
         raise ConfigError(f"stamps of a replay buffer lie outside its rows, {base} to {cursor}")
     if len(torch.unique(places)) < len(places) or count < len(places):
         raise ConfigError(
@@ -482,7 +474,7 @@ def check_ring(state: Mapping[str, Any], slots: int) -> None:
 
 def _span(state: Mapping[str, Any]) -> int:
     """Return how far behind the cursor the oldest row is."""
-    stamps, cursor = state["stamps"], state["cursor"]
-    whole = stamps[stamps > 0]
-    oldest = int(whole.min() >> _OWNER_BITS) - 1 if len(whole) else cursor
-    return max(int(cursor) - oldest, len(stamps))
+    numbers, cursor = state["stamps"], state["cursor"]
+    complete = numbers[numbers > 0]
+    oldest = int(complete.min() >> _OWNER_BITS) - 1 if len(complete) else cursor
+    return max(int(cursor) - oldest, len(numbers))

@@ -1,4 +1,4 @@
-"""The cursor hot loop: pools whose automatic reset costs a step, without delivering that step.
+"""The next-step hot loop: pools whose automatic reset costs a step, without delivering that step.
 
 The pool steps into a log of raw steps. Environments that ended spend their next step on the reset,
 so after ``T`` steps some have fewer than ``T`` transitions; the loop goes on until every one has as
@@ -27,15 +27,15 @@ from gleanrl.core.layout import EnvLayout, Field, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Array, Policy, Pool, Stop, Window
-from gleanrl.rollout.rollout import MakePolicies, Policies, Rollout
-from gleanrl.rollout.spool import Spool
+from gleanrl.rollout.dense import DenseRollout, MakePolicies, Policies
+from gleanrl.rollout.step_log import StepLog
 
 _KEEP_AT_LEAST = 64
 """Raw steps that may be left over however short a rollout is."""
 _LATER = np.iinfo(np.int64).max // 2
 
 
-class Turns:
+class ResetTracker:
     """Follows the resets of a pool in rollouts where somebody has to know of them at once.
 
     That is the policy, if it has state, and who is to be reset at once instead of in the next step:
@@ -52,36 +52,36 @@ class Turns:
         """The step at which the running episode of each environment began."""
         self._behind = np.zeros(envs, bool)
         self._waiting = np.zeros(0, np.int64)
-        self._next_cut = -1
+        self._next_due = -1
         self._policy: Policy
-        self._spool: Spool
+        self._log: StepLog
 
-    def begin(self, policy: Policy, spool: Spool) -> Callable[[int], None] | None:
+    def begin(self, policy: Policy, log: StepLog) -> Callable[[int], None] | None:
         """Start a rollout; return what to call after every step, or ``None`` for nothing."""
-        self._policy, self._spool = policy, spool
-        self._waiting = np.flatnonzero(spool.waiting)
+        self._policy, self._log = policy, log
+        self._waiting = np.flatnonzero(log.waiting)
         if self._pool.can_cut:
-            stock = spool.counts(0)
-            self._behind = stock.max() - stock > max(1, spool.steps // 4)
+            stock = log.counts(0)
+            self._behind = stock.max() - stock > max(1, log.steps // 4)
         self._schedule()
-        stateful = policy.states or spool.marks_init
+        stateful = policy.states or log.marks_init
         busy = stateful or self._max is not None or self._behind.any()
         return self._follow if busy else None
 
     def _follow(self, t: int) -> None:
-        waited, ended = self._waiting, self._spool.ended(t)
+        waited, ended = self._waiting, self._log.ended(t)
         self._waiting = ended
         if len(waited):
             self._started(t, waited)
         chosen = self._pick(t, ended)
         if len(chosen):
-            self._spool.restarted(t, chosen)
+            self._log.restarted(t, chosen)
             self._pool.restart(t, chosen)
             self._waiting = np.setdiff1d(ended, chosen)
             self._started(t, chosen)
 
     def _started(self, t: int, envs: Array) -> None:
-        self._spool.started(t, envs)
+        self._log.started(t, envs)
         self._policy.reset(t, envs.tolist())
         if self._max is not None:
             self._born[envs] = t + 1
@@ -91,7 +91,7 @@ class Turns:
         chosen = ended[self._behind[ended]]
         if self._max is None:
             return chosen
-        if t == self._next_cut:
+        if t == self._next_due:
             chosen = np.union1d(chosen, np.flatnonzero(self._born == t + 1 - self._max))
         self._born[ended] = _LATER
         self._schedule()
@@ -99,7 +99,7 @@ class Turns:
 
     def _schedule(self) -> None:
         if self._max is not None:
-            self._next_cut = int(self._born.min()) + self._max - 1
+            self._next_due = int(self._born.min()) + self._max - 1
 
     def finish(self, taken: int) -> None:
         """End a rollout of ``taken`` raw steps."""
@@ -110,7 +110,7 @@ class Turns:
         self._born[envs] = 0
 
 
-def cursor(
+def next_step(
     pool: Pool,
     policy: Policy,
     follow: Callable[[int], None] | None,
@@ -130,7 +130,7 @@ def cursor(
     return last
 
 
-class CursorRollout(Rollout):
+class NextStepRollout(DenseRollout):
     """The source of pools: fixed layout, only real transitions are delivered."""
 
     def __init__(
@@ -141,58 +141,58 @@ class CursorRollout(Rollout):
         make_policies: MakePolicies,
         options: RolloutOptions,
     ) -> None:
-        """Learn the layout of ``pool``, whose one reset showed ``first``; see `Rollout`.
+        """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`.
 
         Raises:
             ConfigError: a dtype that the log cannot hold, because numpy has none like it.
         """
         super().__init__(pool, first, policies, make_policies, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
-        self._turns = Turns(pool, options.max_frames_per_traj)
-        self._logged = _logged(self._plan.layout, self._plan.carried, pool.layout)
+        self._resets = ResetTracker(pool, options.max_frames_per_traj)
+        self._logged = _logged(self._plan.layout, self._plan.root_fields, pool.layout)
         _ = [field.numpy_dtype for field in self._logged[0]]  # missing ones are found now
-        self._spool: Spool | None = None
+        self._log: StepLog | None = None
         self._discarded = 0
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Fill ``window`` with ``steps`` real steps, fewer if ``stop`` is raised."""
-        policy, torn = self._random if random else self._policy, self.torn
-        spool = self._spool = self._ready_spool(steps)
-        with self.whole(), self.streams.active(), policy.context(), self._exploration():
-            self.start_over(torn)
-            spool.begin(self._carry)
-            self._plan.begin(window, self._carry)
-            self.tracker.begin(window, self._carry)
-            self._pool.begin(spool.window, spool.carry)
-            policy.begin(spool.window, spool.carry)
-            taken, ready = self._fill(policy, spool, steps, stop)
+        policy, inconsistent = self._random if random else self._policy, self.inconsistent
+        log = self._log = self._ready_log(steps)
+        with self.atomic(), self.streams.active(), policy.context(), self._exploration():
+            self.start_over(inconsistent)
+            log.begin(self._next_root)
+            self._plan.begin(window, self._next_root)
+            self.tracker.begin(window, self._next_root)
+            self._pool.begin(log.window, log.next_root)
+            policy.begin(log.window, log.next_root)
+            taken, ready = self._fill(policy, log, steps, stop)
             self._pool.finish(taken)
             policy.finish(taken)
-            self._turns.finish(taken)
-            spool.append(taken, self.policy_version)
-            self._deliver(window, spool, ready)
+            self._resets.finish(taken)
+            log.append(taken, self.policy_version)
+            self._deliver(window, log, ready)
         discarded, self._discarded = self._discarded, 0
         return Report(ready, ready * window.envs, self.policy_version, discarded)
 
-    def _fill(self, policy: Policy, spool: Spool, steps: int, stop: Stop) -> tuple[int, int]:
+    def _fill(self, policy: Policy, log: StepLog, steps: int, stop: Stop) -> tuple[int, int]:
         """Step until every environment has ``steps`` transitions, or some once stopped.
 
         Returns:
             Raw steps taken, and transitions every environment has.
         """
-        taken, goal, follow = 0, steps, self._turns.begin(policy, spool)
-        ready = int(spool.counts(0).min())
+        taken, goal, follow = 0, steps, self._resets.begin(policy, log)
+        ready = int(log.counts(0).min())
         while ready < goal:
             end = taken + goal - ready
-            taken = cursor(self._pool, policy, follow, taken, end, stop)
-            ready = int(spool.counts(taken).min())
+            taken = next_step(self._pool, policy, follow, taken, end, stop)
+            ready = int(log.counts(taken).min())
             if stop[0]:
                 goal = max(1, min(goal, ready))
         return taken, goal
 
-    def _deliver(self, window: Window, spool: Spool, steps: int) -> None:
-        versions = spool.deliver(window, steps, self.options.track_policy_version)
-        cut, discarded = spool.trim()
+    def _deliver(self, window: Window, log: StepLog, steps: int) -> None:
+        versions = log.deliver(window, steps, self.options.track_policy_version)
+        cut, discarded = log.trim()
         self._discarded += discarded
         done = window.array(next_key(DONE))[:, :steps, 0]
         # The frames that would follow are lost: the trajectory ends with the last one delivered.
@@ -200,20 +200,20 @@ class CursorRollout(Rollout):
         done[cut, -1] = True
         self.tracker.end_all(done)
         self._plan.finish(window, self.tracker, steps, self.policy_version)
-        spool.root(self._carry)
+        log.root(self._next_root)
         if versions is not None:
             for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
                 window.array(key)[:, :steps] = versions
 
-    def _ready_spool(self, steps: int) -> Spool:
-        old = self._spool
+    def _ready_log(self, steps: int) -> StepLog:
+        old = self._log
         if old is not None and old.steps == steps:
             return old
         # Where laggards are reset at once, this many are never left over and nothing is discarded.
         keep = max(3 * steps if self._pool.can_cut else steps, _KEEP_AT_LEAST)
         if old is not None:
             keep = max(keep, old.left)
-        fresh = Spool(*self._logged, self._pool.layout.num_envs, steps, keep)
+        fresh = StepLog(*self._logged, self._pool.layout.num_envs, steps, keep)
         if old is not None:
             fresh.adopt(old)
         return fresh
@@ -221,13 +221,13 @@ class CursorRollout(Rollout):
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         super()._reset(envs, options)
         which = slice(None) if envs is None else np.array(list(envs), np.int64)
-        self._turns.restart(which)
-        if self._spool is not None:
-            self._discarded += self._spool.reset(which)
+        self._resets.restart(which)
+        if self._log is not None:
+            self._discarded += self._log.reset(which)
 
 
 def _logged(
-    layout: Layout, carried: Sequence[Field], env: EnvLayout
+    layout: Layout, root_fields: Sequence[Field], env: EnvLayout
 ) -> tuple[list[Field], list[Key]]:
     """Return what the log holds, and which root keys give ``"next"`` from the following row."""
     observed = {field.key for field in env.observations}
@@ -236,5 +236,5 @@ def _logged(
     bulk |= {key for group in env.dones for key in group.keys()}
     bulk -= observed
     bulk |= {next_key(key) for key in (STEP_COUNT, POLICY_VERSION, *shifted)}
-    found = {f.key: f for f in (*carried, *layout.fields) if f.key not in bulk}
+    found = {f.key: f for f in (*root_fields, *layout.fields) if f.key not in bulk}
     return list(found.values()), shifted

@@ -1,0 +1,149 @@
+"""``gleanrl inspect``: say what a dataset holds and draw its returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gleanrl.cli.dataset import Dataset, size
+from gleanrl.cli.display import plain, print_table
+from gleanrl.cli.episodes import Array, EpisodeStats, describe_episodes
+from gleanrl.cli.options import InspectOptions
+from gleanrl.core.errors import GleanError
+from gleanrl.core.keys import END_FLAGS, NEXT, TRAJ_IDS, outermost
+from gleanrl.memory.tensor_files import dtype_name
+
+_CHUNK_FRAMES = 2**16
+_SHOWN = ("env", "num_envs", "workers", "async", "policy", "seed", "command", "created", "versions")
+_WINDOW = 100
+_POINTS = 20_000
+
+
+class PlotError(GleanError, RuntimeError):
+    """A picture cannot be drawn."""
+
+
+def run(options: InspectOptions) -> int:
+    """Print card and summary, draw the returns and return the exit code.
+
+    Raises:
+        ConfigError: there is no such directory.
+        TensorFileError: its files are damaged.
+        PlotError: the picture that was asked for cannot be drawn.
+    """
+    dataset = Dataset(options.directory)
+    stats = episodes(dataset)
+    lines = _describe(dataset)
+    if stats is None:
+        lines.append(("episodes", "unknown: no rewards or no end flags under 'next'"))
+    else:
+        lines += describe_episodes(stats)
+    try:
+        lines.append(("plot", str(_draw(options, dataset, stats))))
+    except PlotError as err:
+        if options.plot is not None:
+            raise
+        lines.append(("plot", f"none: {err}"))
+    print_table(lines)
+    return 0
+
+
+def episodes(dataset: Dataset) -> EpisodeStats | None:
+    """Add up the episodes of a dataset, a bounded number of frames at a time.
+
+    Returns:
+        ``None`` if the data have no rewards or no end flags.
+    """
+    keys = dataset.keys()
+    after = [key for key in keys if key[0] == NEXT and len(key) > 1]
+    ends = outermost(key for key in after if key[-1] in END_FLAGS)
+    flags = [dataset.read(key) for key in ends]
+    rewards = [dataset.read(key) for key in after if key[-1] == "reward"]
+    # Without elements there are no files whose size would confirm the number of frames.
+    if not flags or not rewards or any(item.numel() == 0 for item in (*flags, *rewards)):
+        return None
+    ids = dataset.read(TRAJ_IDS) if TRAJ_IDS in keys else None
+    stats = EpisodeStats()
+    for start in range(0, dataset.metadata.frames, _CHUNK_FRAMES):
+        rows = slice(start, start + _CHUNK_FRAMES)
+        stats.add(
+            _side_by_side(rewards, rows, torch.float64).sum(-1, keepdims=True).T,
+            _side_by_side(flags, rows, torch.bool).max(-1, keepdims=True).T,
+            None if ids is None else ids[rows].reshape(1, -1).numpy(),
+        )
+    return stats
+
+
+def _side_by_side(columns: list[torch.Tensor], rows: slice, dtype: torch.dtype) -> Array:
+    """Return the features of several columns, ``[rows, features]``."""
+    parts = [column[rows].to(dtype) for column in columns]
+    return np.concatenate([part.reshape(len(part), -1).numpy() for part in parts], 1)
+
+
+def _describe(dataset: Dataset) -> list[tuple[str, str]]:
+    data = dataset.metadata
+    lines = [(name, _spell(data.facts[name])) for name in _SHOWN if name in data.facts]
+    lines.append(("status", data.status))
+    if data.status == "collecting":
+        lines.append(("note", "collection is running or was killed; what is counted here is whole"))
+    lines.append(("frames", f"{data.frames:,}"))
+    lines.append(("data", f"{dataset.directory} ({size(dataset.nbytes)})"))
+    lines += [
+        ("", f"{'.'.join(file.key)}  {dtype_name(file.dtype)} {list(file.shape)}")
+        for file in data.files
+    ]
+    return lines
+
+
+def _spell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_spell(item)}" for name, item in value.items())
+    return str(value)
+
+
+def _draw(options: InspectOptions, dataset: Dataset, stats: EpisodeStats | None) -> Path:
+    """Draw the return of every episode and their running mean as PNG; return where."""
+    if stats is None or stats.episodes == 0:
+        raise PlotError("there is no complete episode to draw")
+    path = options.plot or options.directory / "returns.png"
+    if options.plot is None and (path.is_symlink() or (path.exists() and not path.is_file())):
+        # The directory may come from anyone: a link in it must not choose what is overwritten.
+        raise PlotError(f"{path} is not an ordinary file; choose another with --plot")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as err:
+        raise PlotError(
+            "drawing needs matplotlib; install it with: pip install 'gleanrl[plot]'"
+        ) from err
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    # Beyond some number, points only take time: every k-th one shows the same cloud.
+    step = -(-stats.episodes // _POINTS)
+    axes.plot(
+        stats.ends[::step],
+        stats.returns[::step],
+        ".",
+        color="#9db4c0",
+        markersize=4,
+        label="episode",
+        rasterized=True,
+    )
+    window = min(_WINDOW, stats.episodes)
+    total = np.cumsum(np.insert(stats.returns, 0, 0.0))
+    means = (total[window:] - total[:-window]) / window
+    axes.plot(stats.ends[window - 1 :], means, color="#c8553d", label=f"mean of {window}")
+    title = plain(str(dataset.metadata.facts.get("env", "")))
+    axes.set(xlabel="frames", ylabel="return", title=title.replace("$", r"\$"))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False)
+    try:
+        figure.savefig(path, format="png", dpi=150)
+    except OSError as err:
+        raise PlotError(f"{path} cannot be written: {err.strerror or err}") from err
+    return path

@@ -1,0 +1,33 @@
+"""Public names of a package that are imported when they are first asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+
+def lazy_exports(
+    package: str, names: Collection[str], modules: Sequence[str]
+) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of ``package`` (PEP 562).
+
+    Args:
+        package: Its ``__name__``.
+        names: What it exports; submodules are imported on demand, too.
+        modules: Where the names are from: each is taken from the first module that has it.
+    """
+
+    def find(name: str) -> Any:
+        if name in names:
+            found = (getattr(import_module(module), name, None) for module in modules)
+            value = next(value for value in found if value is not None)
+            setattr(sys.modules[package], name, value)
+            return value
+        if not name.startswith("__") and find_spec(f"{package}.{name}"):
+            return import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return find

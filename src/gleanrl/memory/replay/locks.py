@@ -1,0 +1,284 @@
+"""Locks around the short sections of a ring: between threads, and between processes.
+
+The lock between processes is the kernel's (``fcntl``), on one byte of an anonymous file, so that it
+is released whenever its holder ends, however it ends. A second byte per writing process, locked for
+as long as the process lives, tells the others whether a reservation still has an owner.
+
+A forked child has only the thread that forked. A lock that another thread held would never be
+released there, and what it guards may be half changed: a fork waits until other threads have left
+their locks, and the child replaces the locks that were still held.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from gleanrl.core.errors import CollectorTimeout, ReplayError
+
+_FORK_TIMEOUT_S = 1.0
+"""How long a fork waits for threads to leave, all locks together."""
+_MAIN = 0
+_FIRST_OWNER = 1
+_SHORTEST_S, _LONGEST_S = 2e-5, 2e-3
+"""Pauses between two tries: sections are short."""
+_FLOCK = "hhqqi4x"
+"""The kernel's ``struct flock``, on 64-bit systems."""
+Identity: TypeAlias = tuple[int, int]
+"""Device and inode: what a file is, whatever descriptor leads to it."""
+
+
+class Forkable:
+    """Has a lock that forks respect."""
+
+    _rank = 0
+    """The holder of a lock takes only locks of a higher rank."""
+
+    def __init__(self) -> None:
+        self._lock: threading.RLock = threading.RLock()
+        _forkables[id(self)] = self
+
+    def _after_fork(self, consistent: bool) -> None:
+        """Begin anew in a child; ``consistent`` unless another thread was inside."""
+
+
+_forkables: weakref.WeakValueDictionary[int, Forkable] = weakref.WeakValueDictionary()
+_forking = threading.local()
+
+
+def _by_rank() -> list[Forkable]:
+    # Other threads may make locks meanwhile: this list is made in one step.
+    found = [reference() for reference in _forkables.valuerefs()]
+    alive = [forkable for forkable in found if forkable is not None]
+    return sorted(alive, key=lambda forkable: (forkable._rank, id(forkable)))
+
+
+def _before_fork() -> None:
+    deadline = time.monotonic() + _FORK_TIMEOUT_S
+    _forking.held = [
+        forkable
+        for forkable in _by_rank()
+        if forkable._lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+    ]
+
+
+def _after_in_parent() -> None:
+    for forkable in reversed(_forking.held):
+        forkable._lock.release()
+    _forking.held = []
+
+
+def _after_in_child() -> None:
+    held = {id(forkable) for forkable in _forking.held}
+    _after_in_parent()
+    for forkable in _by_rank():
+        if id(forkable) not in held:
+            forkable._lock = threading.RLock()
+        forkable._after_fork(id(forkable) in held)
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child
+)
+
+
+def _identity_of(status: os.stat_result) -> Identity:
+    return status.st_dev, status.st_ino
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Where another process of the same user finds a file of this one; can be pickled."""
+
+    pid: int
+    fd: int
+    identity: Identity
+
+    @classmethod
+    def of(cls, fd: int) -> Handle:
+        """Describe a descriptor of this process, which keeps it open."""
+        return cls(os.getpid(), fd, _identity_of(os.fstat(fd)))
+
+    def open(self) -> int:
+        """Return a descriptor of our own for the same file.
+
+        Raises:
+            ReplayError: the process is gone, or what it has there now is another file.
+        """
+        path, cause = f"/proc/{self.pid}/fd/{self.fd}", None
+        try:
+            # Looked at before it is opened: opening and closing gives up locks on the file.
+            if _identity_of(os.stat(path)) == self.identity:
+                return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as err:
+            cause = err
+        raise ReplayError(
+            f"this shared replay buffer was handed on by process {self.pid}, which has ended or "
+            "dropped it; a process has to keep its buffer until those it gave it to have opened it"
+            + (f" ({cause})" if cause else "")
+        ) from cause
+
+
+class ThreadLock(Forkable):
+    """Lets one thread of this process in at a time; that thread may enter again."""
+
+    _rank = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner: int | None = None
+        """The number under which this process writes: ``None`` before `claim`, and in a fork."""
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def claim(self, number: int) -> None:
+        """Write under ``number`` from now on; called inside the lock."""
+        self.owner = number
+
+    def alive(self, owner: int) -> bool:
+        """Tell whether the process that claimed ``owner`` still exists; called inside the lock."""
+        return owner == self.owner
+
+    def _after_fork(self, consistent: bool) -> None:
+        # Nobody in the child will finish what other threads of the parent were writing.
+        self.owner = None
+
+
+class ProcessLock(ThreadLock):
+    """Lets one thread of one process in at a time.
+
+    There is one per process and file: closing any descriptor of a file gives up all locks that the
+    process has on it, so this object alone opens and closes them.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Take over ``fd``, the descriptor of a file that nothing else in this process opens."""
+        super().__init__()
+        self.fd = fd
+        self.timeout = 60.0
+        """Seconds to wait for a holder that makes no progress."""
+        self._depth = 0
+        self._open = [fd]
+        identity = _identity_of(os.fstat(fd))
+        _process_locks[identity] = self
+        weakref.finalize(self, _close, identity, self._open).atexit = False
+
+    @staticmethod
+    def of(handle: Handle) -> ProcessLock:
+        """Return the one lock of this process on a file, wherever it was opened first."""
+        with _opening._lock:
+            known = _process_locks.get(handle.identity)
+            return ProcessLock(handle.open()) if known is None else known
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            if self._depth == 0 and not self._try():
+                self._wait()
+        except BaseException:
+            self._lock.release()
+            raise
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        try:
+            if self._depth == 0:
+                fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, _MAIN)
+        finally:
+            self._lock.release()
+
+    def _try(self) -> bool:
+        try:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _MAIN)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def _wait(self) -> None:
+        """Wait while the process inside uses processor time, else for `timeout` seconds."""
+        pause, progress = _SHORTEST_S, None
+        look = deadline = time.monotonic() + self.timeout / 2
+        while True:
+            time.sleep(pause)
+            if self._try():
+                return
+            pause = min(2 * pause, _LONGEST_S)
+            now = time.monotonic()
+            if now < look:
+                continue
+            holder = _lock_holder(self.fd)
+            found = holder, _processor_time(holder)
+            if found != progress:
+                progress, deadline = found, now + self.timeout / 2
+            elif now > deadline:
+                raise CollectorTimeout(
+                    f"process {holder or '(of another container)'} has been inside this shared "
+                    f"replay buffer for {self.timeout} s without getting on; if it was stopped, "
+                    f"continue it (kill -CONT {holder}) or end it"
+                )
+            look = now + self.timeout / 8
+
+    def claim(self, number: int) -> None:
+        """Lock the byte of ``number`` until this process ends."""
+        fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, _FIRST_OWNER + number)
+        self.owner = number
+
+    def alive(self, owner: int) -> bool:
+        """Tell whether a process still holds the byte of ``owner``."""
+        if owner == self.owner:
+            return True
+        try:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _FIRST_OWNER + owner)
+        except OSError:
+            return True
+        fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, _FIRST_OWNER + owner)
+        return False
+
+    def _after_fork(self, consistent: bool) -> None:
+        super()._after_fork(consistent)
+        if not consistent:
+            self._depth = 0
+
+
+def _lock_holder(fd: int) -> int | None:
+    """Return which process is inside, ``None`` if none can be named."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, _MAIN, 1, 0)
+    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    return pid if kind != fcntl.F_UNLCK and pid > 0 else None
+
+
+def _processor_time(pid: int | None) -> int | None:
+    """Return the clock ticks a process has used, ``None`` if it cannot be seen."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[11]) + int(fields[12])
+
+
+_process_locks: weakref.WeakValueDictionary[Identity, ProcessLock] = weakref.WeakValueDictionary()
+_opening = Forkable()
+_opening._rank = 2
+"""One thread at a time opens and closes descriptors of files that are locked."""
+
+
+def _close(identity: Identity, fds: list[int]) -> None:
+    with _opening._lock:
+        later = _process_locks.get(identity)
+        if later is not None:  # closing would give up its locks
+            later._open += fds
+            return
+        for fd in fds:
+            os.close(fd)

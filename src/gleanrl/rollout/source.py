@@ -1,0 +1,173 @@
+"""What every source of rollouts shares: environments and counters, weights, remote access."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tensordict.nn import set_interaction_type
+from torch import nn
+
+from gleanrl.core import paths
+from gleanrl.core.errors import UnknownModelError, WeightsError
+from gleanrl.core.messages import Snapshot
+from gleanrl.core.options import RolloutOptions
+from gleanrl.core.protocols import Env, Pool
+from gleanrl.core.streams import preserved
+from gleanrl.envs.tensordict import TensorDictHandle
+from gleanrl.rollout.streams import Streams
+from gleanrl.rollout.tracker import Tracker
+from gleanrl.weights.snapshot import Shapes, check_weights, cloned, load_weights, shapes_of
+
+
+class BaseSource:
+    """A `Source` without its rollouts."""
+
+    tracker: Tracker
+
+    def __init__(
+        self,
+        envs: Env | Pool | TensorDictHandle,
+        inner: Any,
+        user_policy: Any,
+        options: RolloutOptions,
+    ) -> None:
+        """Serve ``envs``.
+
+        Args:
+            envs: Is seeded, saved and closed.
+            inner: The user's environment, and
+            user_policy: the user's policy, as remote access sees them.
+            options: What the user asked for.
+        """
+        self._envs = envs
+        self.options = options
+        self.env = inner
+        self.policy = user_policy
+        self.streams = Streams()
+        self.streams.begin(options.stream)
+        self.policy_version = 0
+        self.inconsistent = False
+        """Whether something failed half-way: environments and counters no longer agree."""
+        self._fresh = True
+        self._keeps = False
+        """Whether what the policy wrote at earlier steps outlives the reset under way."""
+
+    # -- weights and remote access -----------------------------------------------------------------
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Load weights of one or more models; the next rollout is made with them."""
+        models = {name: self._module(name) for name in snapshot.models}
+        for name, weights in snapshot.models.items():
+            check_weights(models[name], weights)
+        for name, weights in snapshot.models.items():
+            load_weights(models[name], weights)
+        self.policy_version = snapshot.version
+
+    def describe_weights(self, model_id: str) -> Shapes:
+        """Return the shape of every parameter (``True``) and buffer (``False``) of a model.
+
+        Raises:
+            UnknownModelError: there is none of that id.
+            WeightsError: it is no module.
+        """
+        return shapes_of(self._module(model_id))
+
+    def policy_state(self) -> dict[str, Any]:
+        """Return the policy's state dict, cloned; empty if it has none."""
+        return cloned(self.policy.state_dict()) if isinstance(self.policy, nn.Module) else {}
+
+    def _module(self, model_id: str) -> nn.Module:
+        try:
+            module = paths.resolve(self, model_id)
+        except (AttributeError, LookupError, ValueError) as err:
+            raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
+        if isinstance(module, nn.Module):
+            return module
+        raise WeightsError(
+            f"{model_id!r} is a {type(module).__name__}, not an nn.Module: it has no weights"
+        )
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Resolve ``path`` (from ``env``, ``policy`` and so on) and call what it names."""
+        return paths.call(self, path, args, kwargs)
+
+    def get(self, path: str) -> Any:
+        """Return what ``path`` names."""
+        return paths.resolve(self, path)
+
+    # -- what environments and counters have in common ---------------------------------------------
+
+    def place(self, base: int, stride: int) -> None:
+        """Number the environments among those of all workers."""
+        self.tracker.place(base, stride)
+
+    @contextmanager
+    def atomic(self) -> Iterator[None]:
+        """Mark the source as inconsistent unless the body comes to its end."""
+        self.inconsistent = True
+        yield
+        self.inconsistent = False
+
+    def start_over(self, inconsistent: bool) -> None:
+        """Reset everything if that is asked for before each rollout, or if the last one failed."""
+        if inconsistent or (self.options.reset_at_each_iter and not self._fresh):
+            self._keeps = not inconsistent
+            self._reset(None, {})
+            self._keeps = False
+        self._fresh = False
+
+    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        """Reset environments; they start new trajectories."""
+        chosen = None if self.inconsistent else envs
+        with self.atomic(), self.streams.active():
+            self._reset(chosen, options)
+        self._fresh = chosen is None
+
+    def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
+        """Seed everything and reset; returns the last seed an environment got."""
+        with preserved():  # some environments seed torch's global generator as well
+            last = self._envs.seed(seed, static)
+        self.streams.seed(seed if stream is None else stream)
+        self.reset(None, {})
+        return last
+
+    def state(self) -> dict[str, Any]:
+        """Return counters, streams, version and what the environment keeps."""
+        return {
+            "env": self._envs.state(),
+            "tracker": self.tracker.state(),
+            "streams": self.streams.state(),
+            "policy_version": self.policy_version,
+        }
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what `state` returned; environments restart on fresh resets.
+
+        Raises:
+            ConfigError: the state is that of another number of environments.
+        """
+        self.tracker.check_state(state["tracker"])
+        self._envs.load_state(state["env"], strict)
+        self.policy_version = int(state["policy_version"])
+        self.streams.load_state(state["streams"])
+        self.tracker.load_state(state["tracker"])
+        self.reset(None, {})
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._envs.close()
+
+    def _exploration(self) -> Any:
+        return set_interaction_type(self.options.exploration)
+
+
+def explanation(loop: str, env: str, policy: Sequence[str]) -> str:
+    """Lay out what `explain` answers."""
+    return "\n".join(
+        [f"loop: {loop}", f"environment: {env}", "policy:", *(f"  {p}" for p in policy)]
+    )
