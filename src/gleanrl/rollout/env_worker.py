@@ -39,8 +39,8 @@ from gleanrl.envs.tensordict import (
     state_leaves,
     widened,
 )
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.memory.trees import copied, nest
-from gleanrl.memory.window import RolloutWindow
 
 TODO: Key = ("_todo",)
 """What a worker is to do, in the row of each of its environments."""

@@ -21,7 +21,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import InfoKeys, check_int, seconds
 from gleanrl.engine.replacing import Replacements
 from gleanrl.transport.launchers import Launcher, check_replaces, make_launcher, serve_elsewhere
-from gleanrl.transport.network import NetworkBackend, ReplacingBackend
+from gleanrl.transport.network import NetworkBackend, NodeBackend
 from gleanrl.transport.process_group import check_kind
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import PolicyVersion
@@ -244,14 +244,14 @@ class DistributedCollector(NodesCollector):
                 host=host,
                 ports=ports,
                 threads=check_int("num_sub_threads", num_sub_threads, least=1),
-                patience=heartbeat,
+                timeout_s=heartbeat,
                 start_timeout=start_timeout,
             ),
         )
 
-    def _make_backend(self, *args: Any, **kwargs: Any) -> NetworkBackend:
+    def _make_backend(self, *args: Any, **kwargs: Any) -> NodeBackend[Any]:
         """Return what starts the nodes and carries messages and data."""
-        return (ReplacingBackend if self._replaces else NetworkBackend)(*args, **kwargs)
+        return NetworkBackend(*args, replaces=self._replaces, **kwargs)
 
     def _read_failure(self, given: SimpleNamespace) -> None:
         self._most = check_int("max_relaunches", given.max_relaunches, least=0)
@@ -264,7 +264,7 @@ class DistributedCollector(NodesCollector):
     def _begin(self, given: SimpleNamespace) -> None:
         super()._begin(given)
         backend = self._engine.backend
-        if isinstance(backend, ReplacingBackend):
+        if isinstance(backend, NodeBackend) and self._replaces:
             self._replacements = Replacements(self._engine, backend, self._models, self._most)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:

@@ -88,7 +88,7 @@ class RPCCollector(DistributedCollector):
         from gleanrl.transport.rpc import RPCBackend
 
         kwargs.pop("kind")
-        return RPCBackend(*args, options=self._tensorpipe, devices=self._visible, **kwargs)
+        return RPCBackend(*args, rpc_options=self._tensorpipe, devices=self._visible, **kwargs)
 
 
 RPCDataCollector = RPCCollector
