@@ -20,7 +20,7 @@ from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.storages import LazyTensorStorage
 from gleanrl.memory.replay.writers import RoundRobinWriter
 from gleanrl.memory.trees import tensordict_over
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.weights.snapshot import Shapes, cloned, weights_of
 
 

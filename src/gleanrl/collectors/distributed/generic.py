@@ -25,7 +25,7 @@ from gleanrl.collectors.workers import WorkersCollector
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds
 from gleanrl.transport.launchers import check_replaces, make_launcher, serve_elsewhere
-from gleanrl.transport.network import NetworkBackend, ReplacingBackend
+from gleanrl.transport.network import NetworkBackend, NodeBackend
 from gleanrl.transport.process_group import check_kind
 
 _PORTS = 1 << 16
@@ -136,16 +136,16 @@ class DistributedCollector(WorkersCollector):
                 host=arguments["host"],
                 ports=ports,
                 threads=threads,
-                patience=arguments["heartbeat"],
+                timeout_s=arguments["heartbeat"],
                 start_timeout=arguments["start_timeout"],
             ),
         )
 
     def _make_backend(
         self, windows: Any, launcher: Any, replaces: bool, **options: Any
-    ) -> NetworkBackend:
+    ) -> NodeBackend[Any]:
         """Return what starts the nodes and carries messages and data."""
-        return (ReplacingBackend if replaces else NetworkBackend)(windows, launcher, **options)
+        return NetworkBackend(windows, launcher, replaces=replaces, **options)
 
 
 class DistributedSyncCollector(DistributedCollector):
