@@ -40,7 +40,7 @@ class BatchOptions:
     trim: bool = False
     """Leave out what stopped rollouts never reached, unless rollouts are stacked."""
     single: bool = False
-    """A batch is one worker's rollout, whoever is first."""
+    """A batch is the rollout of one worker, the first to finish."""
 
 
 class BatchPlan:
