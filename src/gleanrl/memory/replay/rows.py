@@ -254,7 +254,7 @@ class Rows:
         self._plain = self.keys == (_PLAIN,)
 
     def take(self, data: Any, lead: int) -> list[torch.Tensor]:
-        """Return the checked leaves of ``data``; ``lead`` dimensions stand before those of a field."""
+        """Return the checked leaves of ``data``; ``lead`` dimensions precede those of a field."""
         flat = flatten(data)
         if len(flat) != len(self.keys) or any(key not in flat for key in self.keys):
             missing = [_name(key) for key in self.keys if key not in flat]
