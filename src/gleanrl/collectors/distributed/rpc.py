@@ -76,7 +76,9 @@ class RPCCollector(DistributedCollector):
         if self._visible is not None:
             dealt = per_worker.deal("visible_devices", list(self._visible), self.num_workers)
             devices = [list(d) if isinstance(d, list | tuple) else [d] for d in dealt]
-        return RPCBackend(windows, launcher, rpc_options=self._tensorpipe, devices=devices, **options)
+        return RPCBackend(
+            windows, launcher, rpc_options=self._tensorpipe, devices=devices, **options
+        )
 
 
 RPCDataCollector = RPCCollector
