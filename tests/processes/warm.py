@@ -40,6 +40,8 @@ START, DOOR = FOLDER / "python", FOLDER / "door"
 PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 CLIENT = f"""#!{sys.executable} -IS
 import json, os, signal, socket, sys
+if sys.argv[1:3] == ["-m", "submitit.local._local"]:  # imports little, and is known by its number
+    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 door = socket.socket(socket.AF_UNIX)
 door.connect({str(DOOR)!r})
 fds = [int(fd) for fd in os.listdir("/proc/self/fd")]
