@@ -16,6 +16,7 @@ import pytest
 import rig
 import torch
 import torchrl.data
+import warm
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
@@ -46,7 +47,7 @@ several = pytest.mark.parametrize("kind", MULTI)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _warm():
+def _warm(python):
     """Have the zygote up: it stays for the life of the process."""
     MultiSyncCollector([rig.counting()], frames_per_batch=4).shutdown()
     rb = torchrl.data.ReplayBuffer(storage=torchrl.data.LazyTensorStorage(10))
@@ -202,9 +203,9 @@ def test_what_may_be_called_when(make, kind):
     with pytest.raises(RuntimeError, match="it is not running"):
         collector.pause()
     collector.start()
-    thread = collector._background
+    thread = collector._background.thread
     collector.start()
-    assert collector._background is thread
+    assert collector._background.thread is thread
     for use in (collector.next, collector.rollout, lambda: next(collector.iterator())):
         with pytest.raises(RuntimeError, match="collects in the background"):
             use()
@@ -407,7 +408,7 @@ def test_a_collector_that_is_forgotten_ends(kind):
         [rig.counting(n) for n in range(2)], frames_per_batch=16, replay_buffer=rb
     )
     collector.start()
-    thread = collector._background._thread
+    thread = collector._background.thread._thread
     rig.until(lambda: rb.write_count > 0)
     del collector
     gc.collect()
@@ -453,7 +454,7 @@ def scripts(kinds, how):
     """Start one for each kind, side by side: most of their time is that of imports."""
     started = {
         kind: subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SCRIPT), KINDS[kind].__name__, how],
+            [str(warm.START), "-c", textwrap.dedent(SCRIPT), KINDS[kind].__name__, how],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
