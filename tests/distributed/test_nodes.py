@@ -378,7 +378,7 @@ def test_collection_goes_on_without_a_lost_node():
         on_failure="continue",
     )
     delivered = []
-    lost = "goes on without it.*killed by signal 9"
+    lost = "continues without it.*killed by signal 9"
     with collector, pytest.warns(UserWarning, match=lost):  # noqa: PT031
         for batch in collector:
             delivered += rows(batch)

@@ -14,10 +14,10 @@ from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
 from gleanrl.engine.pipeline import Pipeline
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.storages import LazyTensorStorage
 from gleanrl.memory.replay.writers import RoundRobinWriter
-from gleanrl.memory.window import RolloutWindow
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class WindowRef:
     arena: int = 0
     """Which of the learner's arenas it is of; a worker writes into one."""
     alone: bool = False
-    """Whether nobody else has a part of the same slab: what lies between its blocks is free."""
+    """Whether the slab is this worker's alone: what lies between its blocks is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class Ready:
 class Begun:
     """The worker turns to a command other than `Collect`; the reply proper follows.
 
-    Until then it may be in the middle of a rollout, of which nobody knows how long it takes.
+    Until then it may be in the middle of a rollout, which may take any time.
     """
 
     worker: int

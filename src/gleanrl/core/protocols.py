@@ -270,7 +270,7 @@ class Backend(Protocol):
         """Return the next reply of any worker, or raise `CollectorTimeout` / `WorkerDied`."""
 
     def sound(self) -> bool:
-        """Whether `receive` has no worker's end to tell of; ``False`` where that takes a look.
+        """Whether no worker has ended, as far as that is known; ``False`` if `receive` must look.
 
         Reads nothing, and costs less than `receive` would.
         """

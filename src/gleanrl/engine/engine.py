@@ -20,7 +20,7 @@ from gleanrl.engine.batches import BatchOptions, BatchPlan
 from gleanrl.engine.budget import Budget, Tally
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.transport.waiting import Deferred, FairLock, Turn
 
 _EPISODES = 1 << 32
@@ -177,7 +177,7 @@ class Engine:
 
         Returns:
             The batch, whose memory is the caller's until its last tensor is gone (``None`` if
-            workers kept it), and the reports of those who made it.
+            workers kept it), and the reports of the workers that made it.
 
         Raises:
             ClosedError: after `close`.
@@ -196,7 +196,7 @@ class Engine:
         """Keep other threads out for the length of a ``with`` block; wait for them first.
 
         Raises:
-            ClosedError: this process was forked from the one whose workers these are.
+            ClosedError: this process is a fork of the one that started the workers.
             CollectorTimeout: another thread did not finish within ``timeout`` seconds.
         """
         if self._owner != os.getpid() and self._foreign:
@@ -270,7 +270,7 @@ class Engine:
 
         Raises:
             ClosedError: after `close`, except for reading.
-            Exception: what the first worker to fail raised; all were heard out.
+            Exception: what the first worker to fail raised, after all have replied.
         """
         with self._alone(timeout):
             reading = all(isinstance(c, m.GetState | m.Get) for c in commands.values())
@@ -286,7 +286,7 @@ class Engine:
             return values
 
     def post(self, commands: dict[int, m.Command]) -> None:
-        """Send one command per worker without waiting; a worker that fails is heard of later.
+        """Send one command per worker without waiting; an error is raised by a later call.
 
         Raises:
             ClosedError: after `close`.
@@ -298,7 +298,7 @@ class Engine:
                 self.dispatcher.post(worker, command, watch=True)
 
     def check(self) -> None:
-        """Raise what is wrong with a worker, if that can be told without waiting.
+        """Raise what is wrong with a worker, as far as that is known without waiting.
 
         Raises:
             ClosedError: after `close`.

@@ -256,7 +256,7 @@ class WholeTrajectories:
         """One line, or one for every environment; a batch takes equally many from each."""
 
     def belong_to(self, num_envs: int) -> None:
-        """Say that there are ``num_envs`` environments, which ``id % num_envs`` tells.
+        """Set the number of environments; environment ``id % num_envs`` made trajectory ``id``.
 
         To be called before any batch came. An environment makes one trajectory at a time: one that
         had not ended when it began another (a worker was lost, and replaced) never will, and is
@@ -265,7 +265,7 @@ class WholeTrajectories:
         self._num_envs = num_envs
 
     def share_out(self, num_envs: int) -> None:
-        """Take as many trajectories from each environment, which ``id % num_envs`` tells.
+        """Take equally many trajectories from each environment (see `belong_to`).
 
         To be called before any batch came. An environment's trajectories leave in the order in
         which they were made, and a batch holds them environment by environment. What environments

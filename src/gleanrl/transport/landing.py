@@ -15,9 +15,8 @@ import torch
 
 from gleanrl.core.messages import Block, WindowRef
 from gleanrl.core.protocols import Array
-from gleanrl.memory.arena import window_over
+from gleanrl.memory.arena import RolloutWindow, window_over
 from gleanrl.memory.slab import MARK, packed
-from gleanrl.memory.window import RolloutWindow
 from gleanrl.transport.process_group import Transfer
 from gleanrl.transport.worker import OpenWindow
 

@@ -21,7 +21,7 @@ from typing import Protocol
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, error_text
 from gleanrl.core.protocols import Stop
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.transport.frames import (
     BEAT,
     KEY,

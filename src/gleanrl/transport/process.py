@@ -15,8 +15,7 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.memory.available import check_memory
-from gleanrl.memory.shared import SharedMemory
+from gleanrl.memory.shared import SharedMemory, check_memory
 from gleanrl.transport.peer import ChannelBackend, ChannelPeer
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.stream import Channel

@@ -22,8 +22,8 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, WorkerDied
 from gleanrl.core.messages import WeightsRef, WindowRef
 from gleanrl.core.protocols import Array, SourceFactory
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.memory.slab import packed
-from gleanrl.memory.window import RolloutWindow
 from gleanrl.transport.frames import InOrder, reply_in
 from gleanrl.transport.landing import in_one_piece
 from gleanrl.transport.peer import Peer, RemoteBackend, RemoteFlag

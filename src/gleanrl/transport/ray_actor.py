@@ -15,7 +15,7 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.protocols import Array
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.transport.frames import CommandReader, InOrder, frame_of
 from gleanrl.transport.landing import RolloutBlock
 from gleanrl.transport.weights import LatestWeights

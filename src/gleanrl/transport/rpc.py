@@ -33,7 +33,7 @@ from torch.distributed import autograd, rpc
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError
 from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.transport.frames import WEIGHTS, CommandReader, InOrder, frame_of, head_of, key_frame
 from gleanrl.transport.handshake import Guest
 from gleanrl.transport.landing import Landings, RolloutBlock

@@ -19,9 +19,8 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.protocols import Source, SourceFactory, Stop
-from gleanrl.memory.arena import map_window
+from gleanrl.memory.arena import RolloutWindow, map_window
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.memory.window import RolloutWindow
 from gleanrl.rollout.streams import enter_life
 from gleanrl.transport.frames import CommandReader, frame_of
 from gleanrl.transport.stream import Channel

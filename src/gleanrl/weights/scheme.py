@@ -1,4 +1,4 @@
-"""How weights reach workers: what a collector is told, and what a scheme does without one.
+"""How weights reach workers: the schemes of collectors, and schemes used without a collector.
 
 Without a collector, per worker:
 
@@ -245,7 +245,7 @@ class WeightSyncScheme:
         Args:
             weights: A module, a `TensorDict` or a state dict, or one of them per worker
                 (``{0: ..., 1: ...}``). ``None``: what `init_on_sender` was given, as it is now.
-            worker_ids: Who gets them; ``None``: everybody.
+            worker_ids: Which workers get them; ``None``: all.
 
         Raises:
             RuntimeError: this is not a sender that is connected.
@@ -356,7 +356,7 @@ class WeightSyncScheme:
 class SharedMemWeightSyncScheme(WeightSyncScheme):
     """Publish weights in shared memory; workers copy them when their next rollout begins.
 
-    The default. Publishing costs one copy, whatever the number of workers, and waits for nobody.
+    The default. Publishing costs one copy, whatever the number of workers, and never waits.
     """
 
     _standalone = True
@@ -657,7 +657,7 @@ class _Worker:
         name = f"worker {self.index}"
         if self._left:
             raise ClosedError(f"{name} has called shutdown: it takes no more weights")
-        if self._pid is not None and _is_gone(self._pid):
+        if self._pid is not None and _has_ended(self._pid):
             raise WorkerDied(f"{name} (process {self._pid}) has ended: it takes no more weights")
 
     def _take(self) -> None:
@@ -681,12 +681,12 @@ class _Receiver:
     """The side that has the model. A thread of its own loads what arrives."""
 
     def __init__(self, link: _Link, model: nn.Module | None) -> None:
-        """Tell the sender that this process is there."""
+        """Tell the sender that this process has started."""
         self.model = model
         self.version = 0
         """The number of the `send` whose weights the model has; 0: those of `connect`."""
         self.lock = threading.Condition(threading.RLock())
-        """Held while weights are loaded: whoever holds it sees weights of one version."""
+        """Held while weights are loaded: under it the weights are of one version."""
         self._link = link
         self._receiver: SharedWeightReceiver | None = None
         if link.memory is not None and link.ref is not None:
@@ -734,7 +734,7 @@ class _Receiver:
 
     def _run(self) -> None:
         for message in iter(self._link.messages.get, None):
-            with suppress(Exception):  # the sender was told
+            with suppress(Exception):  # the sender got the error
                 self._load(message)
         self._reply(None)
 
@@ -767,7 +767,7 @@ class _Receiver:
         return newest.version
 
     def _reply(self, number: int | None, error: str | None = None) -> None:
-        with suppress(OSError):  # the sender is gone
+        with suppress(OSError):  # the sender has ended
             self._link.replies.send((number, os.getpid(), error))
 
     def shutdown(self) -> None:
@@ -777,12 +777,12 @@ class _Receiver:
             self._thread.join(_WAIT_S)
 
 
-def _is_gone(pid: int) -> bool:
+def _has_ended(pid: int) -> bool:
     multiprocessing.active_children()  # those that ended are no longer processes after this
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # somebody else's, and there
+    except PermissionError:  # it runs, as another user
         pass
     return False
