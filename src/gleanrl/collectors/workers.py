@@ -334,7 +334,7 @@ class WorkersCollector(EngineCollector):
         if schedule.due and self._plan.tolerant:
             self._engine.check()  # workers that were lost meanwhile need no weights
             schedule.due &= set(self._engine.dispatcher.alive)
-        if schedule.due and self._models.given is not None:
+        if schedule.due and self._models.policy is not None:
             everybody = len(schedule.due) == self.num_workers
             self.update_policy_weights_(worker_ids=None if everybody else sorted(schedule.due))
         before = [tally.rollouts for tally in self._engine.tallies]
