@@ -110,11 +110,13 @@ def _parse(suite: Suite, arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:
-    """Return the names that fit a pattern (all without any), or else contain one."""
+    """Return the names that each pattern fits, or that contain it if it fits none."""
     if patterns is None:
         return list(names)
-    fits = [name for name in names if any(fnmatch.fnmatch(name, text) for text in patterns)]
-    return fits or [name for name in names if any(text in name for text in patterns)]
+    found: set[str] = set()
+    for text in patterns:
+        found.update(fnmatch.filter(names, text) or [name for name in names if text in name])
+    return [name for name in names if name in found]
 
 
 def _quiet() -> None:
