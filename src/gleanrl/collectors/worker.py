@@ -16,17 +16,17 @@ from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
 from gleanrl.engine.pipeline import Pipeline
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.storages import LazyTensorStorage
 from gleanrl.memory.replay.writers import RoundRobinWriter
 from gleanrl.memory.trees import tensordict_over
-from gleanrl.memory.arena import RolloutWindow
 from gleanrl.weights.snapshot import Shapes, cloned, weights_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRole:
-    """What a worker's collector is told of the collector around it."""
+    """What a worker's collector knows of the collector around it."""
 
     frames_per_batch: int
     """Frames that the worker is asked for at a time."""
@@ -178,7 +178,7 @@ class WorkerCollector(BaseCollector):
         )
 
     def __len__(self) -> int:
-        """Refuse: it goes on for as long as it is asked.
+        """Refuse: a worker's collector is endless.
 
         Raises:
             TypeError: always.

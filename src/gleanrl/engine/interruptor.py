@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn
 
 from gleanrl.core.errors import ConfigError
@@ -25,19 +24,15 @@ class Interruptor:
         self._attached: list[Callable[[], Stop | None]] = []
         """References to the bytes of collectors, which keep none of these alive."""
 
-    @property
-    def byte(self) -> Stop:
-        """The flag itself: one byte, nonzero once stopped."""
-        return self._byte
-
     def attach(self, byte: Stop) -> None:
         """Have ``byte``, which workers look at, follow the flag for as long as it exists."""
         byte[0] = self._byte[0]
         try:
             reference: Callable[[], Stop | None] = weakref.ref(byte)
         except TypeError:  # a plain bytearray, which keeps nothing else alive
-            reference = partial(_itself, byte)
-        self._attached = [each for each in self._attached if each() is not None] + [reference]
+            reference = lambda: byte
+        alive = [attached for attached in self._attached if attached() is not None]
+        self._attached = [*alive, reference]
 
     def start_collection(self) -> None:
         """Let rollouts run to their full length."""
@@ -63,10 +58,6 @@ class Interruptor:
             "an Interruptor cannot be sent to another process: call stop_collection() in the "
             "process of its collector, which reaches the workers"
         )
-
-
-def _itself(byte: Stop) -> Stop:
-    return byte
 
 
 class _Byte(bytearray):
