@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from gleanrl.core.errors import ConfigError
@@ -30,7 +31,7 @@ class Interruptor:
         try:
             reference: Callable[[], Stop | None] = weakref.ref(byte)
         except TypeError:  # a plain bytearray, which keeps nothing else alive
-            reference = lambda: byte
+            reference = partial(_itself, byte)
         alive = [attached for attached in self._attached if attached() is not None]
         self._attached = [*alive, reference]
 
@@ -58,6 +59,10 @@ class Interruptor:
             "an Interruptor cannot be sent to another process: call stop_collection() in the "
             "process of its collector, which reaches the workers"
         )
+
+
+def _itself(byte: Stop) -> Stop:
+    return byte
 
 
 class _Byte(bytearray):
