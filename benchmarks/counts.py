@@ -173,7 +173,7 @@ def _source(factories: Sequence[Callable[[], Any]], policy: Any) -> tuple[Any, A
 
 
 def _window(fields: Any, envs: int, steps: int, counted: bool) -> Any:
-    from gleanrl.memory.window import RolloutWindow
+    from gleanrl.memory.arena import RolloutWindow
 
     class CountingWindow(RolloutWindow):
         """Hands out arrays that add what is written through them to ``written``."""

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("tidy_nodes")
 # -- without them ----------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:collection goes on without it")
+@pytest.mark.filterwarnings("ignore:collection continues without it")
 def test_everything_can_be_asked_of_the_nodes_that_are_left():
     policy = encoded(10)
     with nodes(rig.counting(0), rig.counting(1), policy=policy, on_failure="continue") as collector:
@@ -58,7 +58,7 @@ def test_everything_can_be_asked_of_the_nodes_that_are_left():
         assert seen == {1}
 
 
-@pytest.mark.filterwarnings("ignore:collection goes on without it")
+@pytest.mark.filterwarnings("ignore:collection continues without it")
 def test_batches_of_a_lost_node_may_be_kept():
     held = []
     with nodes(rig.counting(0), rig.counting(1), on_failure="continue") as collector:
@@ -77,7 +77,7 @@ def random_steps(batch):
     return batch["action"].flatten().tolist()
 
 
-@pytest.mark.filterwarnings("ignore:collection goes on without it")
+@pytest.mark.filterwarnings("ignore:collection continues without it")
 def test_a_state_after_a_loss_loads_into_whole_collectors():
     def make():
         torch.manual_seed(0)
@@ -113,7 +113,7 @@ def test_a_state_after_a_loss_loads_into_whole_collectors():
 # -- with those that take their place --------------------------------------------------------------
 
 
-LOST = "goes on without it until replacement 1 of 3 has joined: worker 1 .*killed by signal 9"
+LOST = "continues without it until replacement 1 of 3 has joined: worker 1 .*killed by signal 9"
 
 
 def test_a_replacement_takes_part_with_the_newest_weights_and_ids_of_its_own():
@@ -259,9 +259,9 @@ def test_replacements_that_fail_are_given_up(tmp_path, where):
                 assert number_in(collector.next()) in (0, 1)
         told = [str(each.message) for each in caught]
         assert [text.partition(":")[0] for text in told] == [
-            "collection goes on without it until replacement 1 of 2 has joined",
-            "collection goes on without it until replacement 2 of 2 has joined",
-            "collection goes on without it, for good (max_relaunches=2)",
+            "collection continues without it until replacement 1 of 2 has joined",
+            "collection continues without it until replacement 2 of 2 has joined",
+            "collection continues without it, for good (max_relaunches=2)",
         ]
         assert "worker 1" in told[-1]
         assert ("in the simulator" if where == "raise" else "signal 9") in told[-1]
@@ -276,7 +276,7 @@ def test_the_only_node_is_waited_for_also_in_the_background(tmp_path):
         collector.start()
         kill(collector, 0)
         with rig.in_time(4 * rig.LIMIT):
-            collector._background.join(4 * rig.LIMIT)
+            collector._background.thread.join(4 * rig.LIMIT)
         assert len(buffer) == 8 * 60
     with relaunching(rig.counting(0), max_relaunches=1) as collector:
         collector.next()
@@ -314,7 +314,7 @@ def test_a_node_with_workers_of_its_own_is_replaced():
     ) as collector:
         for _ in range(6):
             ids |= ids_in(collector.next())
-        pid = collector._engine.backend._launcher._pids[1]
+        pid = collector._engine.backend.launcher._pids[1]
         os.kill(pid, signal.SIGKILL)
         lives = collector._engine.lives[1]
         while collector._engine.lives[1] == lives:

@@ -150,9 +150,9 @@ def test_a_node_that_fails_before_it_joins_is_named_with_its_reason(tmp_path):
     launcher = SubmititLauncher({**HERE, "folder": tmp_path})
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    launcher.launch([Invitation("127.0.0.1", port, 0, new_secret(), patience=0.1)])
-    assert launcher.fate(0, 0.0) is None
-    fate = launcher.fate(0, 60.0)
+    launcher.launch([Invitation("127.0.0.1", port, 0, new_secret(), timeout_s=0.1)])
+    assert launcher.exit_reason(0, 0.0) is None
+    fate = launcher.exit_reason(0, 60.0)
     launcher.stop(SOON)
     assert re.search(r"\(local job \d+, log .*\) failed: ConnectionRefusedError", fate)
 
@@ -409,8 +409,8 @@ def test_a_rank_that_fails_leaves_its_reason(as_rank):
             serve_as_rank(0.2)
     as_rank(0, 2)
     launcher = make_launcher("torchrun", None)
-    assert "(rank 1) failed: ConnectionRefusedError" in launcher.fate(0, 0.0)
-    assert launcher.fate(1, 0.0) is None
+    assert "(rank 1) failed: ConnectionRefusedError" in launcher.exit_reason(0, 0.0)
+    assert launcher.exit_reason(1, 0.0) is None
 
 
 def test_a_rank_that_is_terminated_leaves_its_reason_in_the_store_as_well(as_rank, tmp_path):
@@ -429,7 +429,7 @@ def test_a_rank_that_is_terminated_leaves_its_reason_in_the_store_as_well(as_ran
                 pass
     assert node.wait(20) == 128 + signal.SIGTERM
     launcher = make_launcher("torchrun", None)
-    assert "(rank 1) was told to end by SIGTERM" in launcher.fate(0, SOON)
+    assert "(rank 1) was told to end by SIGTERM" in launcher.exit_reason(0, SOON)
 
 
 def test_torchrun_without_torchrun_is_an_error_that_says_so(monkeypatch):

@@ -137,7 +137,7 @@ def test_a_replay_buffer_of_the_learner_is_filled_in_the_background():
     ) as collector:
         collector.start()
         with rig.in_time():
-            collector._background.join(5.0)
+            collector._background.thread.join(5.0)
         assert len(buffer) == 400
         assert buffer.sample()["next", "observation"].shape == (16, 2)
 
@@ -378,7 +378,7 @@ def test_collection_goes_on_without_a_lost_node():
         on_failure="continue",
     )
     delivered = []
-    lost = "goes on without it.*killed by signal 9"
+    lost = "continues without it.*killed by signal 9"
     with collector, pytest.warns(UserWarning, match=lost):  # noqa: PT031
         for batch in collector:
             delivered += rows(batch)
@@ -501,9 +501,9 @@ def test_updates_that_nobody_takes_cost_no_memory_and_the_last_one_counts():
         for number in range(1, 101):
             policy.module.set(float(number))
             collector.update_policy_weights_()
-        (board,) = collector._engine.backend._boards
-        assert sum(map(len, board._moving.values())) <= 2
-        assert len(board._free) <= 2
+        publisher = collector._engine.backend._publisher
+        assert sum(publisher._in_flight.values()) <= 2
+        assert len(publisher._free) <= 2
         assert collector.state_dict()["worker1"]["worker"]["policy_version"] == 100
         batch = collector.next()
         assert set(batch["seen"].flatten().tolist()) == {100.0}

@@ -303,7 +303,7 @@ def test_asynchronous_rollouts_have_the_weights_of_their_version_and_none_is_los
         found[int(batch["observation"][0, 0])].append(int(batch["policy_version"][0]))
     assert all(version == 80 for versions in found.values() for version in versions[2:])
     ray.kill(collector.remote_collectors[1])
-    with pytest.warns(UserWarning, match=r"goes on without it: worker 1 .*ray\.kill"):
+    with pytest.warns(UserWarning, match=r"continues without it: worker 1 .*ray\.kill"):
         collect(collector, 20)
     assert collector.stats()["workers_alive"] == 1
     policy.module.set(81)

@@ -391,7 +391,7 @@ def test_collection_goes_on_without_a_lost_node(make):
         on_failure="continue",
     )
     last = defaultdict(int)
-    with pytest.warns(UserWarning, match="goes on without it.*killed by signal 9"):  # noqa: PT031
+    with pytest.warns(UserWarning, match="continues without it.*killed by signal 9"):  # noqa: PT031
         for batch in collector:
             number, steps = int(batch["observation"][0, 0]), batch["next", "observation"][:, 1]
             assert steps.tolist() == list(range(last[number] + 1, last[number] + 9))

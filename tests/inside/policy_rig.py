@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from gleanrl.core.keys import as_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import PolicyOptions
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.policies import ExplorationType, make_policy, set_exploration_type
 
 OBS = ("observation",)

@@ -11,7 +11,7 @@ from torch import nn
 
 from gleanrl import MultiAsyncCollector, WeightsError
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.weights.board import Board, Boards, plan_board
+from gleanrl.weights.shared import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
 from gleanrl.weights.snapshot import TrackedModule
 
 WEIGHTS = {
@@ -30,8 +30,8 @@ class Both:
 
     def __init__(self) -> None:
         memory = SharedMemory()
-        self.board = Board(memory, plan_board(memory, WEIGHTS))
-        self.boards = Boards(memory)
+        self.board = SharedWeightPublisher(memory, reserve_shared(memory, WEIGHTS))
+        self.boards = SharedWeightReceiver(memory)
         self.boards.bind("policy", self.board.ref)
         self.version = 0
 
@@ -83,8 +83,8 @@ def test_tensors_that_are_not_plain_memory_arrive_as_their_values(
 def test_weights_beyond_the_small_arrive_too() -> None:
     memory = SharedMemory()
     weights = {"large": torch.arange(400_000.0), "little": torch.ones(3)}
-    board = Board(memory, plan_board(memory, weights))
-    boards = Boards(memory)
+    board = SharedWeightPublisher(memory, reserve_shared(memory, weights))
+    boards = SharedWeightReceiver(memory)
     boards.bind("policy", board.ref)
     board.publish(list(weights.values()), 1, 1)
     snapshot = boards.newest()
@@ -147,13 +147,16 @@ def test_marks_stand_on_the_right_side_of_what_they_announce(monkeypatch) -> Non
     """Where stores and loads may change places, fences keep these apart."""
     memory = SharedMemory()
     weights = {"w": torch.zeros(4)}
-    board, boards = Board(memory, plan_board(memory, weights)), Boards(memory)
+    board, boards = (
+        SharedWeightPublisher(memory, reserve_shared(memory, weights)),
+        SharedWeightReceiver(memory),
+    )
     boards.bind("policy", board.ref)
     words = np.frombuffer(memory.map(), np.int64, 16, board.ref.offset)
     first = np.frombuffer(memory.map(), np.float32, 4, board.ref.offset + 128 + board.ref.nbytes)
     seen: list[tuple[int, int, bool]] = []
     monkeypatch.setattr(
-        "gleanrl.weights.board.fence",
+        "gleanrl.weights.shared.fence",
         lambda: seen.append((int(words[0]), int(words[2]), bool(first.any()))),
     )
     board.publish([torch.ones(4)], 1, 1)
@@ -167,7 +170,7 @@ class Stress(rig.Count):
 
     def read(self, path, ref, times):
         with open(path, "r+b", buffering=0) as file:
-            boards = Boards(SharedMemory(file.fileno()))
+            boards = SharedWeightReceiver(SharedMemory(file.fileno()))
             boards.bind("policy", ref)
             reads, last = 0, 0
             while reads < times:
@@ -189,7 +192,7 @@ class Stress(rig.Count):
 def test_no_torn_read_under_a_tight_publisher(sizes):
     memory, done = SharedMemory(), threading.Event()
     weights = {str(size): torch.zeros(size, dtype=torch.int64) for size in sizes}
-    board = Board(memory, plan_board(memory, weights))
+    board = SharedWeightPublisher(memory, reserve_shared(memory, weights))
 
     def publish():
         version = 0

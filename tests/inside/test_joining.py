@@ -36,12 +36,12 @@ class Interrupted(LocalLauncher):
         super().__init__()
         self.times = 0
 
-    def fate(self, node, timeout):
+    def exit_reason(self, node, timeout):
         if timeout:
             self.times += 1
             if self.times == 1:
                 raise KeyboardInterrupt
-        return super().fate(node, timeout)
+        return super().exit_reason(node, timeout)
 
 
 @pytest.mark.filterwarnings("ignore:.*without it")
@@ -112,8 +112,8 @@ class Stuck:
         self.stuck.append(subprocess.Popen(["sleep", "100"]))
         self.begun.set()
 
-    def fate(self, node, timeout):
-        return None if self.stuck and node == 1 else self.inner.fate(node, timeout)
+    def exit_reason(self, node, timeout):
+        return None if self.stuck and node == 1 else self.inner.exit_reason(node, timeout)
 
     def stop(self, timeout):
         self.inner.stop(timeout)
@@ -225,7 +225,7 @@ def test_a_replacement_that_does_not_join_in_time_is_lost_too():
     with relaunching(
         rig.counting(0), rig.counting(1), launcher=launcher, start_timeout=10.0, max_relaunches=1
     ) as collector:
-        collector._engine.backend._joining._timeout = 0.2
+        collector._engine.backend._admitter._timeout_s = 0.2
         collector.next()
         kill(collector, 1)
         told = []

@@ -17,7 +17,7 @@ from gleanrl.core.layout import Field
 from gleanrl.core.options import RolloutOptions
 from gleanrl.envs.gymnasium import GymOptions
 from gleanrl.envs.vector import NextStepPool, make_vector
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.rollout.dense import DenseRollout, check_can_cut
 from gleanrl.rollout.next_step_loop import NextStepRollout
 

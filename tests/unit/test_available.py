@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from gleanrl import ConfigError, LazyTensorStorage, ReplayBuffer
 from gleanrl.memory import fence as fences
-from gleanrl.memory.available import available_memory, check_memory
+from gleanrl.memory.shared import available_memory, check_memory
 
 GB = 1 << 30
 

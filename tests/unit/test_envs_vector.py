@@ -24,7 +24,7 @@ from gleanrl import ConfigError, EnvError
 from gleanrl.core.keys import next_key
 from gleanrl.envs.gymnasium import GymOptions
 from gleanrl.envs.vector import is_vector_env, make_vector
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 
 MODES = ["SameStep", "Disabled", "NextStep"]
 DENSE = ["SameStep", "Disabled"]

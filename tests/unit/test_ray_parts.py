@@ -20,9 +20,16 @@ from gleanrl.memory.slab import Order, Slab
 from gleanrl.testing import StampedSource
 from gleanrl.transport.frames import CommandWriter, read_reply
 from gleanrl.transport.peer import RemoteFlag
-from gleanrl.transport.ray import RayBoard, RayLanding, Session, ZeroCopyPolicy, check_options
-from gleanrl.transport.ray_actor import COLLECTED, ActorBoot, Arrivals, Blocks, RayWorker
-from gleanrl.weights.flat import plan_flat
+from gleanrl.transport.ray import (
+    RayLanding,
+    RayWeightPublisher,
+    Session,
+    ZeroCopyPolicy,
+    check_options,
+)
+from gleanrl.transport.ray_actor import COLLECTED, Arrivals, Blocks, RayWorker
+from gleanrl.transport.weights import plan_flat
+from gleanrl.transport.worker import Boot
 
 FIELDS = (
     Field(("observation",), (3,), torch.float32),
@@ -149,13 +156,13 @@ def test_a_byte_tells_only_changes():
 def test_a_publication_is_one_object():
     stored, told = [], []
     weights = {"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.int64)}
-    board = RayBoard(
-        plan_flat(7, weights),
+    board = RayWeightPublisher(
+        plan_flat(weights),
         lambda array: stored.append(array.copy()) or len(stored),
-        lambda number, reference: told.append((number, reference)),
+        told.append,
     )
     board.publish(list(weights.values()), 5, 6)
-    assert told == [(7, 1)]
+    assert told == [1]
     assert len(stored) == 1
     assert stored[0][:16].view("int64").tolist() == [5, 6]
     with pytest.raises(WeightsError, match="'a' has shape"):
@@ -187,7 +194,7 @@ def test_the_scheme_has_its_name():
 
 
 def serving(factory, index=1):
-    actor = RayWorker(ActorBoot(index, torch.get_num_threads(), (), cloudpickle.dumps(factory)))
+    actor = RayWorker(Boot(index, cloudpickle.dumps(factory), torch.get_num_threads()))
     return actor, actor.serve()
 
 

@@ -2,7 +2,7 @@
 
 * GleanError
   * ConfigError            (ValueError)    arguments that are wrong or contradict each other
-    * UnknownEnvError      (KeyError)      an environment id nobody registered
+    * UnknownEnvError      (KeyError)      an environment id that is not registered
   * EnvError               (RuntimeError)  an environment broke its own declaration
   * PolicyError            (RuntimeError)  a policy that does not fit the environment
     * PolicyTypeError      (TypeError)     a policy that cannot be called at all

@@ -67,7 +67,7 @@ def format_key(key: Key) -> str:
 
 
 def outermost(keys: Iterable[Key]) -> tuple[Key, ...]:
-    """Return those of ``keys`` beneath whose prefix no other stands further out.
+    """Return those of ``keys`` of which no other key stands at an outer level of their prefix.
 
     Of end flags these are the ones that end something: where the root has flags, those of nested
     groups (single agents, say) end nothing.

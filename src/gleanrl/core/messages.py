@@ -38,7 +38,7 @@ class WindowRef:
     arena: int = 0
     """Which of the learner's arenas it is of; a worker writes into one."""
     alone: bool = False
-    """Whether nobody else has a part of the same slab: what lies between its blocks is free."""
+    """Whether the slab is this worker's alone: what lies between its blocks is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class BoardRef:
-    """Where a board of weights lies in shared memory, and what one of its buffers holds."""
+class WeightsRef:
+    """Where published weights lie, and what one buffer of them holds."""
 
     offset: int
     nbytes: int
@@ -88,10 +88,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """Take the weights of ``model_id`` from a board from now on."""
+    """Take the weights of ``model_id`` as they are published from now on."""
 
     model_id: str
-    board: BoardRef
+    ref: WeightsRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class Ready:
 class Begun:
     """The worker turns to a command other than `Collect`; the reply proper follows.
 
-    Until then it may be in the middle of a rollout, of which nobody knows how long it takes.
+    Until then it may be in the middle of a rollout, which may take any time.
     """
 
     worker: int

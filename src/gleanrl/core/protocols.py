@@ -12,7 +12,7 @@ import torch
 
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import EnvLayout, Field, Layout
-from gleanrl.core.messages import BoardRef, Command, Payload, Reply, Report, Snapshot
+from gleanrl.core.messages import Command, Payload, Reply, Report, Snapshot, WeightsRef
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -228,17 +228,17 @@ class SharedMemory(Protocol):
         """Return a mapping of all there is now."""
 
 
-class Board(Protocol):
+class WeightPublisher(Protocol):
     """Where the weights of one model are published for all workers at once."""
 
-    ref: BoardRef
+    ref: WeightsRef
     """What a worker has to know to read it (`core.messages.Bind`)."""
 
     def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
         """Copy ``tensors``, in the order of ``ref``, and make them the newest.
 
         Raises:
-            WeightsError: a shape that is not the board's; nothing is published.
+            WeightsError: a shape that is not the plan's; nothing is published.
         """
 
 
@@ -257,8 +257,8 @@ class Backend(Protocol):
     def stop_byte(self) -> Stop:
         """The byte that running rollouts look at."""
 
-    def board(self, weights: Mapping[str, torch.Tensor]) -> Board | None:
-        """Set up a board for tensors like ``weights``; ``None`` if weights travel as messages."""
+    def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> WeightPublisher | None:
+        """Prepare to publish tensors like ``weights``; ``None`` if weights travel as messages."""
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
         """Start one worker per factory; each answers with `Ready`."""
@@ -270,7 +270,7 @@ class Backend(Protocol):
         """Return the next reply of any worker, or raise `CollectorTimeout` / `WorkerDied`."""
 
     def sound(self) -> bool:
-        """Whether `receive` has no worker's end to tell of; ``False`` where that takes a look.
+        """Whether no worker has ended, as far as that is known; ``False`` if `receive` must look.
 
         Reads nothing, and costs less than `receive` would.
         """

@@ -15,7 +15,7 @@ from gleanrl.core.keys import TIME, format_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.protocols import Array, Backend
 from gleanrl.memory.arena import Arena, Views
-from gleanrl.memory.available import check_memory
+from gleanrl.memory.shared import check_memory
 from gleanrl.memory.slab import Order, Slab
 from gleanrl.memory.trees import tensordict_over, time_named
 
@@ -40,7 +40,7 @@ class BatchOptions:
     trim: bool = False
     """Leave out what stopped rollouts never reached, unless rollouts are stacked."""
     single: bool = False
-    """A batch is one worker's rollout, whoever is first."""
+    """A batch is the rollout of one worker, the first to finish."""
 
 
 class BatchPlan:
@@ -281,7 +281,7 @@ class SlabSlots(Slots):
         self._prepared, self._elsewhere = None, block is not None
         if block is None:
             self.copies += 1
-        views = self._arena.copy(slot) if block is None else self._arena.elsewhere(block)
+        views = self._arena.copy(slot) if block is None else self._arena.views_over(block)
         batch = self._batch(self._parts(views), reports)
         self._arena.release(slot)
         return batch

@@ -11,7 +11,7 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.engine import Engine
-from gleanrl.envs.meta import EnvMetaData
+from gleanrl.envs.tensordict import EnvMetaData
 from gleanrl.rollout.env_worker import EnvWorkerBuilder
 from gleanrl.transport.process import ProcessBackend
 

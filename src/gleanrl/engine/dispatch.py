@@ -13,9 +13,9 @@ from gleanrl.core.errors import CollectorTimeout, GleanError, WorkerDied
 from gleanrl.core.protocols import Backend
 
 _NOTICE = 60.0
-"""Seconds without a reply of a worker after which the user is told that it is waited for."""
+"""Seconds without a reply of a worker after which the user is warned of it."""
 _LOOKS = 12
-"""How often that is looked at meanwhile."""
+"""How often replies are checked meanwhile."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +57,7 @@ class Dispatcher:
         """Speak for ``workers`` workers; tickets count from 1 (0 is a worker's start)."""
         self._backend = backend
         self.tolerant = False
-        """Whether collection goes on with the others when workers are lost."""
+        """Whether collection continues with the others when workers are lost."""
         self.replacing: Replacing | None = None
         """Has lost workers replaced, if they are."""
         self.joining: set[int] = set()
@@ -72,7 +72,7 @@ class Dispatcher:
         self._number = 0
         self._arrivals = 0
         self._lost: dict[int, WorkerDied | CollectorTimeout] = {}
-        self.heard = [time.monotonic()] * workers
+        self.last_reply = [time.monotonic()] * workers
         """When each worker last replied."""
         self._next_look = 0.0
         self._warned: dict[int, float] = {}
@@ -138,7 +138,7 @@ class Dispatcher:
             if self.intact and err.worker is not None:
                 return None
             raise lost from None
-        self.heard[reply.worker] = time.monotonic()
+        self.last_reply[reply.worker] = time.monotonic()
         if isinstance(reply, m.Begun):
             self._occupied[reply.worker] = reply.ticket
             return None
@@ -282,7 +282,7 @@ class Dispatcher:
         worker = ticket.worker
         if timeout is None or (worker not in self._occupied and self._may_collect(worker)):
             return None
-        return max(ticket.posted, self.heard[worker]) + timeout - time.monotonic()
+        return max(ticket.posted, self.last_reply[worker]) + timeout - time.monotonic()
 
     def _may_collect(self, worker: int) -> bool:
         return any(
@@ -338,7 +338,7 @@ class Dispatcher:
         return sorted(
             worker
             for worker, posted in since.items()
-            if now - max(posted, self.heard[worker], self._warned.get(worker, 0.0)) >= _NOTICE
+            if now - max(posted, self.last_reply[worker], self._warned.get(worker, 0.0)) >= _NOTICE
         )
 
     def forget(self, ticket: Ticket) -> None:
@@ -364,7 +364,9 @@ class Dispatcher:
             new = worker not in self._lost or worker in self.joining
             if new:
                 self._lost[worker] = error
-                self.heard[worker] = time.monotonic()  # from then on a replacement is waited for
+                self.last_reply[worker] = (
+                    time.monotonic()
+                )  # from then on a replacement is waited for
             self.joining.discard(worker)
             self._occupied.pop(worker, None)
             for ticket in [t for t in self._open.values() if t.worker == worker]:
@@ -374,7 +376,7 @@ class Dispatcher:
             if new and self.intact:
                 _let_frames_go(error)
                 warnings.warn(
-                    f"collection goes on without it{more}: {error}", UserWarning, stacklevel=2
+                    f"collection continues without it{more}: {error}", UserWarning, stacklevel=2
                 )
         return error
 

@@ -20,7 +20,7 @@ from gleanrl.engine.batches import BatchOptions, BatchPlan
 from gleanrl.engine.budget import Budget, Tally
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.transport.waiting import Deferred, FairLock, Turn
 
 _EPISODES = 1 << 32
@@ -130,18 +130,21 @@ class Engine:
         Raises:
             ConfigError: rollouts that cannot be put together so, or more memory than there is.
         """
-        workers = list(zip(frames, self.layouts, self.envs, strict=True))
+        layouts = self.layouts
+        rows = [
+            envs if layout is None else layout.num_envs
+            for layout, envs in zip(layouts, self.envs, strict=True)
+        ]
         self.steps = tuple(
-            -(-asked // envs) if layout is None else layout.steps_for(asked)
-            for asked, layout, envs in workers
+            -(-asked // count) if layout is None or layout.steps is None else layout.steps
+            for asked, layout, count in zip(frames, layouts, rows, strict=True)
         )
         """Per worker, the steps of its rollouts."""
-        rows = [envs if layout is None else layout.num_envs for _, layout, envs in workers]
         self.sizes = [steps * count for steps, count in zip(self.steps, rows, strict=True)]
         """Per worker, the frames of its rollouts."""
         size = max(self.sizes) if options.single else sum(self.sizes)
         budget = Budget(limits.rounded(size, self.num_envs))
-        self.batches = plan = BatchPlan(self.backend, self.layouts, self.steps, options)
+        self.batches = plan = BatchPlan(self.backend, layouts, self.steps, options)
         if options.single:
             self._gather = AsyncGather(self.dispatcher, plan.worker_slots, self.sizes)
         else:
@@ -177,7 +180,7 @@ class Engine:
 
         Returns:
             The batch, whose memory is the caller's until its last tensor is gone (``None`` if
-            workers kept it), and the reports of those who made it.
+            workers kept it), and the reports of the workers that made it.
 
         Raises:
             ClosedError: after `close`.
@@ -196,7 +199,7 @@ class Engine:
         """Keep other threads out for the length of a ``with`` block; wait for them first.
 
         Raises:
-            ClosedError: this process was forked from the one whose workers these are.
+            ClosedError: this process is a fork of the one that started the workers.
             CollectorTimeout: another thread did not finish within ``timeout`` seconds.
         """
         if self._owner != os.getpid() and self._foreign:
@@ -270,7 +273,7 @@ class Engine:
 
         Raises:
             ClosedError: after `close`, except for reading.
-            Exception: what the first worker to fail raised; all were heard out.
+            Exception: what the first worker to fail raised, after all have replied.
         """
         with self._alone(timeout):
             reading = all(isinstance(c, m.GetState | m.Get) for c in commands.values())
@@ -286,7 +289,7 @@ class Engine:
             return values
 
     def post(self, commands: dict[int, m.Command]) -> None:
-        """Send one command per worker without waiting; a worker that fails is heard of later.
+        """Send one command per worker without waiting; an error is raised by a later call.
 
         Raises:
             ClosedError: after `close`.
@@ -298,7 +301,7 @@ class Engine:
                 self.dispatcher.post(worker, command, watch=True)
 
     def check(self) -> None:
-        """Raise what is wrong with a worker, if that can be told without waiting.
+        """Raise what is wrong with a worker, as far as that is known without waiting.
 
         Raises:
             ClosedError: after `close`.

@@ -42,7 +42,7 @@ class Gather(abc.ABC):
     def batch(
         self, budget: Budget, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
-        """Return the next batch and who made it; ``None`` for one that workers kept.
+        """Return the next batch and the reports of its workers; ``None`` if workers kept it.
 
         With ``feed=False`` nothing is begun that `ready` has not found under way.
 
@@ -54,7 +54,7 @@ class Gather(abc.ABC):
 
     @abc.abstractmethod
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
-        """Tell whether `batch` would return or raise now; begin rollouts only if told to ``feed``.
+        """Tell whether `batch` would return or raise now; begin rollouts only with ``feed``.
 
         Takes in what has come, without waiting for more.
         """
@@ -196,8 +196,8 @@ class SyncGather(Gather):
     def _finish(self, begun: _Round, timeout: float | None) -> list[m.Report]:
         """Wait for all replies.
 
-        After a failure the others are stopped and heard out: a worker that still writes would
-        write into memory that is used again.
+        After a failure the rollouts of the others are stopped and waited for: a worker that still
+        writes would write into memory that is used again.
         """
         tickets, errors, deadline = begun.tickets, begun.errors, begun.deadline
         hurried = False
@@ -416,9 +416,9 @@ class AsyncGather(Gather):
         """Take in what came while the learner was busy, and note which workers are late."""
         self._dispatcher.take_in()
         if timeout is not None:
-            now, heard = time.monotonic(), self._dispatcher.heard
+            now, last = time.monotonic(), self._dispatcher.last_reply
             waiting = [ticket for ticket in self._heads() if ticket.reply is None]
-            late = [t.worker for t in waiting if now - max(t.posted, heard[t.worker]) >= timeout]
+            late = [t.worker for t in waiting if now - max(t.posted, last[t.worker]) >= timeout]
             self._lose(late, timeout)
 
     def _lose(self, late: list[int], timeout: float) -> None:

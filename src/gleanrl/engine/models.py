@@ -13,7 +13,7 @@ from torch import nn
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, PolicyTypeError, UnknownModelError
-from gleanrl.core.protocols import Board
+from gleanrl.core.protocols import WeightPublisher
 from gleanrl.engine.engine import Engine
 from gleanrl.weights.scheme import SharedMemWeightSyncScheme, WeightSyncScheme
 from gleanrl.weights.snapshot import (
@@ -139,12 +139,12 @@ class Models:
 
 
 class WeightSync(Models):
-    """Publishes weights to workers: through a board for all of them, or by message to some.
+    """Publishes weights to workers: through one publisher for all of them, or by message to some.
 
     Everything is checked here, before anything is sent: weights that do not fit are the caller's
-    error. A board holds one model for all workers. What concerns several models at once, some of
-    the workers, or extra state goes by message, which is atomic over models. A serial number tells
-    workers which of the two is newer.
+    error. A publisher holds one model for all workers. What concerns several models at once, some
+    of the workers, or extra state goes by message, which is atomic over models. A serial number
+    tells workers which of the two is newer.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class WeightSync(Models):
         devices: Sequence[torch.device | None],
         keep: bool = False,
     ) -> None:
-        """Remember the learner's policy, and set up its board.
+        """Remember the learner's policy, and set up its publisher.
 
         Args:
             engine: Whose workers run the models.
@@ -177,7 +177,7 @@ class WeightSync(Models):
         """Per worker, the weights that were last sent to it by message, if they are kept."""
         self._shapes: dict[str, Shapes] = {}
         self._dtypes: dict[str, dict[str, torch.dtype]] = {}
-        self._boards: dict[str, Board] = {}
+        self._publishers: dict[str, WeightPublisher] = {}
         self._fitting: list[torch.Tensor] | None = None
         self._tracked = TrackedModule(policy) if isinstance(policy, nn.Module) else None
         if self._tracked is not None:
@@ -212,11 +212,11 @@ class WeightSync(Models):
         scheme = self._scheme(name)
         if not weights or not (scheme.shared and scheme.applies):
             return
-        board = self._engine.backend.board(weights)
-        if board is not None:
+        publisher = self._engine.backend.weight_publisher(weights)
+        if publisher is not None:
             workers = range(self._engine.workers)
-            self._engine.request_each(dict.fromkeys(workers, m.Bind(name, board.ref)))
-            self._boards[name] = board
+            self._engine.request_each(dict.fromkeys(workers, m.Bind(name, publisher.ref)))
+            self._publishers[name] = publisher
 
     # -- publishing ------------------------------------------------------------------------------
 
@@ -273,16 +273,16 @@ class WeightSync(Models):
     def catch_up(self, worker: int) -> list[m.Command]:
         """Return what gives a worker that takes the place of ``worker`` the newest weights."""
         kept = self._kept[worker]
-        bound = [m.Bind(name, board.ref) for name, board in self._boards.items()]
+        bound = [m.Bind(name, publisher.ref) for name, publisher in self._publishers.items()]
         return [*bound, m.Load(kept)] if kept.serial else [*bound]
 
     def _published(self, given: Mapping[str, Any], number: int) -> bool:
-        """Publish through a board if that can be done."""
+        """Publish to all workers at once if that can be done."""
         if len(given) != 1:
             return False
         ((name, source),) = given.items()
-        board = self._boards.get(name)
-        if board is None:
+        publisher = self._publishers.get(name)
+        if publisher is None:
             return False
         if source is None or source is self.given:
             tracked = self._learners()
@@ -290,28 +290,30 @@ class WeightSync(Models):
                 return False
             tensors = tracked.tensors()
             # The list that fitted before fits still: only values can have changed.
-            if tensors is not self._fitting and not self._fits(board, tracked, tensors):
+            if tensors is not self._fitting and not self._fits(publisher, tracked, tensors):
                 return False
         else:
             if _by_worker(source):
                 return False
             weights = weights_of(source)
             self._check(name, weights)
-            names = [entry[0] for entry in board.ref.entries]
+            names = [entry[0] for entry in publisher.ref.entries]
             if set(weights) != set(names):
-                return False  # buffers may be left out; a board takes all or nothing
+                return False  # buffers may be left out; a publisher takes all or nothing
             tensors = [torch.as_tensor(weights[entry]) for entry in names]
         self._serial += 1
-        board.publish(tensors, number, self._serial)
-        for worker, kept in self._kept.items():  # what the board has is newer
+        publisher.publish(tensors, number, self._serial)
+        for worker, kept in self._kept.items():  # what was published is newer
             if name in kept.models:
                 models = {n: w for n, w in kept.models.items() if n != name}
                 self._kept[worker] = replace(kept, models=models)
         return True
 
-    def _fits(self, board: Board, tracked: TrackedModule, tensors: list[torch.Tensor]) -> bool:
-        """Tell whether the learner's policy has the board's entries, in values it can hold."""
-        entries = board.ref.entries
+    def _fits(
+        self, publisher: WeightPublisher, tracked: TrackedModule, tensors: list[torch.Tensor]
+    ) -> bool:
+        """Tell whether the learner's policy has the published entries, in values it can hold."""
+        entries = publisher.ref.entries
         if tracked.names != [entry[0] for entry in entries]:
             return False
         if [tensor.dtype for tensor in tensors] == [entry[2] for entry in entries]:

@@ -104,7 +104,7 @@ class ParallelEnv(OwnBatch):
     # -- start and end ---------------------------------------------------------------------------
 
     @property
-    def _specs(self) -> EnvSpecs:
+    def _env_specs(self) -> EnvSpecs:
         self.start()
         assert self._declared is not None
         return self._declared
@@ -215,7 +215,7 @@ class ParallelEnv(OwnBatch):
         after, root = self._advance(tensordict, Todo.STEP_AND_RESET)
         finished = self._finish(tensordict, self._complete(after))
         following = self.step_mdp(finished)
-        if self._specs.ends.any(following):
+        if self._env_specs.ends.any(following):
             following.update(self._complete(root()))
         return finished, following
 
@@ -263,7 +263,7 @@ class ParallelEnv(OwnBatch):
         return self._mixed(exchange.root, left, 1) if left else self._copy(exchange.root)
 
     def _given_masks(self, data: TensorDictBase) -> list[Key]:
-        return [key for key in self._specs.ends.reset_keys if data.get(key, None) is not None]
+        return [key for key in self._env_specs.ends.reset_keys if data.get(key, None) is not None]
 
     def _reset_some(
         self, data: TensorDictBase, keys: Sequence[Key], options: Mapping[str, Any]

@@ -19,7 +19,7 @@ from gleanrl.core.options import TrajectoryOptions
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
 
 _MOST_FRUITLESS = 100
-"""Batches without a whole trajectory after which the user is told that none will come."""
+"""Batches without a whole trajectory after which the user is warned that none will come."""
 PostProc: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 Hook: TypeAlias = Callable[[Any], None]
 Sink: TypeAlias = Callable[[TensorDictBase], int]
@@ -70,7 +70,7 @@ class Pipeline:
             )
 
     def share_out(self, num_envs: int) -> None:
-        """Tell of the environments, and give them their quota of each set of trajectories."""
+        """Set the number of environments, and with equal quotas the share of each."""
         if self._whole is None:
             return
         self._whole.belong_to(num_envs)

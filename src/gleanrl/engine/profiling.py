@@ -68,7 +68,7 @@ class RolloutProfiler:
     def __init__(
         self, config: ProfileConfig, worker_idx: int, inner: Callable[[Any], None] | None
     ) -> None:
-        """Start recording; ``inner`` is the user's own hook, which goes on being called."""
+        """Start recording; ``inner`` is the user's own hook, which is still called."""
         self._inner = inner
         self._config = config
         self._worker_idx = worker_idx

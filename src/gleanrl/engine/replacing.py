@@ -86,7 +86,7 @@ class Replacements:
             )
         engine.lives[worker] += 1
         engine.renew(worker)
-        # What binds boards comes first: with any other command it looks at them.
+        # `Bind` comes first: with any other command the worker looks at published weights.
         commands = [
             *self._models.catch_up(worker),
             engine.place(worker),

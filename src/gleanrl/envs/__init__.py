@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from gleanrl.core.lazy import lazy_exports
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.gym_env import GymEnv, GymWrapper, set_gym_backend
-from gleanrl.envs.meta import EnvMetaData
 from gleanrl.envs.serial import SerialEnv
+from gleanrl.envs.tensordict import EnvMetaData
 
 if TYPE_CHECKING:
     from gleanrl.engine.creator import EnvCreator

@@ -25,7 +25,7 @@ def _spec(group: str, doc: str, single: bool = False) -> Any:
     """Return a property: the specs of one group, or the only one in it if ``single``."""
 
     def read(env: EnvBase) -> Any:
-        tree: Composite = getattr(env._specs, group)
+        tree: Composite = getattr(env._env_specs, group)
         leaves = list(tree.leaves().values()) if single else ()
         return leaves[0] if len(leaves) == 1 else tree
 
@@ -39,7 +39,7 @@ def _keys(group: str, doc: str) -> Any:
     """Return a property: the keys of one group."""
 
     def read(env: EnvBase) -> list[NestedKey]:
-        return _spelled(getattr(env._specs, group).leaves())
+        return _spelled(getattr(env._env_specs, group).leaves())
 
     return property(read, doc=doc)
 
@@ -154,7 +154,7 @@ class EnvBase(nn.Module, abc.ABC):
         return "_assigned" in vars(self)
 
     @property
-    def _specs(self) -> EnvSpecs:
+    def _env_specs(self) -> EnvSpecs:
         """What is declared; a subclass that has to find out first overrides this."""
         declared: EnvSpecs | None = vars(self).get("_declared")
         if declared is None:
@@ -202,12 +202,12 @@ class EnvBase(nn.Module, abc.ABC):
     @property
     def batch_size(self) -> torch.Size:
         """``()`` for a single environment."""
-        return self._specs.batch_size
+        return self._env_specs.batch_size
 
     @property
     def device(self) -> torch.device | None:
         """Where data are returned; ``None`` if nothing was said."""
-        return self._specs.device
+        return self._env_specs.device
 
     full_observation_spec = _spec("observation", "Specs of everything shown, at both places.")
     observation_spec = _spec("observation", "Specs of everything shown, at both places.")
@@ -236,7 +236,7 @@ class EnvBase(nn.Module, abc.ABC):
         return self._grouped("observation", "reward", "done")
 
     def _grouped(self, *groups: str) -> Composite:
-        specs = {f"full_{group}_spec": getattr(self._specs, group) for group in groups}
+        specs = {f"full_{group}_spec": getattr(self._env_specs, group) for group in groups}
         return Composite(specs, shape=self.batch_size)
 
     @property
@@ -260,11 +260,11 @@ class EnvBase(nn.Module, abc.ABC):
     @property
     def reset_keys(self) -> list[NestedKey]:
         """Keys of the masks that say what to reset."""
-        return _spelled(self._specs.ends.reset_keys)
+        return _spelled(self._env_specs.ends.reset_keys)
 
     def fake_tensordict(self) -> TensorDictBase:
         """Return one step filled with zeros: right keys, shapes and dtypes, nothing stepped."""
-        specs = self._specs
+        specs = self._env_specs
         fake = TensorDict({}, batch_size=self.batch_size, device=self.device)
         for tree in (specs.observation, specs.state, specs.action, specs.done):
             fake.update(tree.zero())
@@ -275,7 +275,7 @@ class EnvBase(nn.Module, abc.ABC):
 
     def to(self: Self, device: torch.device | str) -> Self:  # type: ignore[override]
         """Return data on ``device`` from now on. Changes and returns this environment."""
-        self._specs.to(device)
+        self._env_specs.to(device)
         return self
 
     def add_truncated_keys(self: Self) -> Self:
@@ -283,7 +283,7 @@ class EnvBase(nn.Module, abc.ABC):
 
         Changes and returns this environment.
         """
-        self._specs.add_truncated()
+        self._env_specs.add_truncated()
         return self
 
     # -- stepping --------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class EnvBase(nn.Module, abc.ABC):
         Raises:
             EnvError: `_reset` returned no TensorDict, or episodes that are over.
         """
-        known = self._specs
+        known = self._env_specs
         root = self._checked(self._reset(tensordict, **options), "_reset")
         masks = {} if tensordict is None else _given(tensordict, known.ends.reset_keys)
         if not self._returns_all:
@@ -346,7 +346,7 @@ class EnvBase(nn.Module, abc.ABC):
         masks: Mapping[Key, torch.Tensor],
     ) -> None:
         """Add end flags to what a reset returned, and what environments not reset had before."""
-        _complete_flags(self._specs, root)
+        _complete_flags(self._env_specs, root)
         for prefix in {key[:-1] for key in masks}:
             mask = masks[(*prefix, "_reset")]
             old = None if before is None else before.get(prefix, None) if prefix else before
@@ -354,8 +354,8 @@ class EnvBase(nn.Module, abc.ABC):
             if old is not None and not mask.all():
                 inner = {key[len(prefix)] for key in masks if len(key) > len(prefix) + 1}
                 _keep(new, old, mask, inner if not prefix else set())
-        if not self._may_begin_done and self._specs.ends.any(root):
-            for group in self._specs.ends.groups:
+        if not self._may_begin_done and self._env_specs.ends.any(root):
+            for group in self._env_specs.ends.groups:
                 part = masks.get((*group.prefix, "_reset"))
                 done = root.get((*group.prefix, "done"))
                 if bool((done if part is None else done[part]).any()):
@@ -367,9 +367,9 @@ class EnvBase(nn.Module, abc.ABC):
 
     def _complete_step(self, after: TensorDictBase) -> None:
         """Add flags that follow from others, and give rewards their declared shape."""
-        _complete_flags(self._specs, after)
+        _complete_flags(self._env_specs, after)
         lead = after.batch_size[: after.ndim - len(self.batch_size)]
-        for key, spec in self._specs.reward.leaves().items():
+        for key, spec in self._env_specs.reward.leaves().items():
             reward = after.get(key, None)
             if reward is None:
                 raise EnvError(
@@ -380,7 +380,7 @@ class EnvBase(nn.Module, abc.ABC):
             if tuple(reward.shape) != shape and reward.numel() == math.prod(shape):
                 after.set(key, reward.reshape(shape))
         if self.run_type_checks:
-            for tree in (self._specs.observation, self._specs.reward):
+            for tree in (self._env_specs.observation, self._env_specs.reward):
                 for key, spec in tree.leaves().items():
                     spec.type_check(after.get(key), key)
 
@@ -398,15 +398,15 @@ class EnvBase(nn.Module, abc.ABC):
         """
         # `copy`, because `exclude` alone would share the branches of nested data with the step.
         root, after = tensordict.exclude(NEXT).copy(), tensordict.get(NEXT)
-        specs = self._specs
+        specs = self._env_specs
         known = {*specs.observation.keys(), *specs.state.keys(), *specs.done.keys(), *root.keys()}
         return root.update(after.exclude(*specs.reward.leaves(), *(after.keys() - known)))
 
     def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reset where the root end flags are set; return the root data."""
-        if not self._specs.ends.any(tensordict):
+        if not self._env_specs.ends.any(tensordict):
             return tensordict
-        for group in self._specs.ends.groups:
+        for group in self._env_specs.ends.groups:
             flags = [tensordict.get(key) for key in group.keys()]
             tensordict.set((*group.prefix, "_reset"), torch.stack(flags).any(0))
         return self.reset(tensordict)
@@ -423,7 +423,7 @@ class EnvBase(nn.Module, abc.ABC):
         ahead: Sequence[int] = ()
         if tensordict is not None and not self.batch_locked:
             ahead = tensordict.batch_size[: tensordict.ndim - len(self.batch_size)]
-        drawn = self._specs.action.rand(ahead)
+        drawn = self._env_specs.action.rand(ahead)
         return drawn if tensordict is None else tensordict.update(drawn)
 
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -520,7 +520,7 @@ class EnvBase(nn.Module, abc.ABC):
                 callback(self, finished)
             steps.append(finished)
             root = self.step_mdp(finished)
-            if any_done and self._specs.ends.any(root):
+            if any_done and self._env_specs.ends.any(root):
                 break
             root = self.maybe_reset(root)
         return steps
@@ -544,7 +544,7 @@ class EnvBase(nn.Module, abc.ABC):
                 callback(self, finished)
             steps.append(finished)
             ended = torch.zeros(finished.batch_size.numel(), dtype=torch.bool)
-            ended[self._specs.ends.ended(finished.get(NEXT))] = True
+            ended[self._env_specs.ends.ended(finished.get(NEXT))] = True
             now = ended.reshape(finished.batch_size)
             over = now if over is None else over | now
             if bool(over.all()):
@@ -559,14 +559,14 @@ class EnvBase(nn.Module, abc.ABC):
 
     def _truncate(self, finished: TensorDictBase) -> None:
         after = finished.get(NEXT)
-        for group in self._specs.ends.groups:
+        for group in self._env_specs.ends.groups:
             done, late = (*group.prefix, "done"), (*group.prefix, "truncated")
             if group.truncated:
                 after.set(late, after.get(late) | ~after.get(done))
                 after.set(done, torch.ones_like(after.get(done)))
 
     def _complete(self, data: TensorDictBase) -> TensorDictBase:
-        known = self._specs
+        known = self._env_specs
         for key in known.silent:
             data.set(
                 key,

@@ -22,7 +22,7 @@ from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_gym, m
 from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymOptions, GymSource
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 
 F = TypeVar("F", bound=Callable[..., Any])
 

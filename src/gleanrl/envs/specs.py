@@ -38,11 +38,66 @@ class Choices:
     n: int
 
 
+_one_hot = torch.nn.functional.one_hot
+
+
 def _size(shape: Size) -> torch.Size:
     return torch.Size((shape,) if isinstance(shape, int) else shape)
 
 
-class TensorSpec:
+class _Spec:
+    """What leaf specs and groups of specs share: TorchRL's further names for one thing."""
+
+    shape: torch.Size
+
+    rand: Callable[..., Any]
+    zero: Callable[..., Any]
+    one: Callable[..., Any]
+    is_in: Callable[..., bool]
+    to: Callable[..., Any]
+
+    def sample(self, shape: Size = ()) -> Any:
+        """Draw values, as `rand`."""
+        return self.rand(shape)
+
+    def zeros(self, shape: Size = ()) -> Any:
+        """Return zeros, as `zero`."""
+        return self.zero(shape)
+
+    def ones(self, shape: Size = ()) -> Any:
+        """Return ones, as `one`."""
+        return self.one(shape)
+
+    def contains(self, value: Any) -> bool:
+        """Tell whether ``value`` belongs to the set, as `is_in`."""
+        return self.is_in(value)
+
+    def assert_is_in(self, value: Any) -> None:
+        """Raise an `AssertionError` unless ``value`` belongs to the set."""
+        if not self.is_in(value):
+            raise AssertionError(f"{value} is not in {self}")
+
+    def cpu(self) -> Any:
+        """Return the same spec on the CPU."""
+        return self.to("cpu")
+
+    def cuda(self, device: int | None = None) -> Any:
+        """Return the same spec on a GPU."""
+        return self.to("cuda" if device is None else f"cuda:{device}")
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions there are; of a group, how many leading ones."""
+        return len(self.shape)
+
+    def ndimension(self) -> int:
+        """Return `ndim`."""
+        return self.ndim
+
+    __hash__ = None  # type: ignore[assignment]  # specs are compared by value and hold tensors
+
+
+class TensorSpec(_Spec):
     """Base of the leaf specs: any tensor of one shape and dtype."""
 
     stepwise = False
@@ -64,25 +119,13 @@ class TensorSpec:
         """Draw ``[*shape, *self.shape]`` values: standard normal, cast to the dtype."""
         return torch.randn((*_size(shape), *self.shape), device=self.device).to(self.dtype)
 
-    def sample(self, shape: Size = ()) -> Any:
-        """Draw values, as `rand`."""
-        return self.rand(shape)
-
     def zero(self, shape: Size = ()) -> Any:
         """Return zeros ``[*shape, *self.shape]`` (in range or not)."""
         return torch.zeros((*_size(shape), *self.shape), dtype=self.dtype, device=self.device)
 
-    def zeros(self, shape: Size = ()) -> Any:
-        """Return zeros, as `zero`."""
-        return self.zero(shape)
-
     def one(self, shape: Size = ()) -> Any:
         """Return ones ``[*shape, *self.shape]`` (in range or not)."""
         return torch.ones((*_size(shape), *self.shape), dtype=self.dtype, device=self.device)
-
-    def ones(self, shape: Size = ()) -> Any:
-        """Return ones, as `one`."""
-        return self.one(shape)
 
     def is_in(self, value: Any) -> bool:
         """Tell whether ``value`` (with any leading dimensions) belongs to the set."""
@@ -90,15 +133,6 @@ class TensorSpec:
             return False
         trailing = value.shape[value.ndim - len(self.shape) :]
         return value.dtype == self.dtype and trailing == self.shape
-
-    def contains(self, value: Any) -> bool:
-        """Tell whether ``value`` belongs to the set, as `is_in`."""
-        return self.is_in(value)
-
-    def assert_is_in(self, value: Any) -> None:
-        """Raise an `AssertionError` unless ``value`` belongs to the set."""
-        if not self.is_in(value):
-            raise AssertionError(f"{value} is not in {self}")
 
     def project(self, value: torch.Tensor) -> torch.Tensor:
         """Return ``value``, moved into the set if it is not there."""
@@ -170,14 +204,6 @@ class TensorSpec:
             moved.device = torch.device("cpu" if dest is None else dest)
         return moved
 
-    def cpu(self) -> Any:
-        """Return the same spec on the CPU."""
-        return self.to("cpu")
-
-    def cuda(self, device: int | None = None) -> Any:
-        """Return the same spec on a GPU."""
-        return self.to("cuda" if device is None else f"cuda:{device}")
-
     def expand(self, *shape: Any) -> Any:
         """Return the same spec with leading dimensions added; ``shape`` is the new whole shape."""
         wide = _size(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
@@ -225,15 +251,6 @@ class TensorSpec:
         other.shape = shape
         return other
 
-    @property
-    def ndim(self) -> int:
-        """How many dimensions there are."""
-        return len(self.shape)
-
-    def ndimension(self) -> int:
-        """Return how many dimensions there are."""
-        return len(self.shape)
-
     def _details(self) -> str:
         return ""
 
@@ -254,7 +271,7 @@ class TensorSpec:
             for k in mine
         )
 
-    __hash__ = None  # type: ignore[assignment]  # specs are compared by value and hold tensors
+    __hash__ = None
 
 
 class Unbounded(TensorSpec):
@@ -382,10 +399,55 @@ class Bounded(TensorSpec):
         return f"low={self.low.flatten()[:3].tolist()}, high={self.high.flatten()[:3].tolist()}, "
 
 
-class Categorical(TensorSpec):
-    """Indices ``0 .. n - 1``."""
+class _Choice(TensorSpec):
+    """One of ``n`` values per element, as an index or as a one-hot vector."""
 
     stepwise = True
+
+    def __init__(
+        self, n: int, shape: Size, device: Device, dtype: torch.dtype, mask: torch.Tensor | None
+    ) -> None:
+        super().__init__(shape, device, dtype)
+        self.n = int(n)
+        self.update_mask(mask)
+
+    def update_mask(self, mask: torch.Tensor | None) -> None:
+        """Set which values are allowed now, ``[..., n]``; ``None`` for all."""
+        self.mask = None if mask is None else mask.bool()
+
+    @property
+    def space(self) -> Choices:
+        """How many values there are."""
+        return Choices(self.n)
+
+    @property
+    def _index_shape(self) -> torch.Size:
+        return self.shape[: self.ndim - self._last]
+
+    def cardinality(self) -> int:
+        """Return how many different values there are."""
+        return int(self.n ** math.prod(self._index_shape))
+
+    def _draw(self, shape: Size) -> torch.Tensor:
+        """Draw indices uniformly among those that are allowed."""
+        size = torch.Size((*_size(shape), *self._index_shape))
+        if self.mask is None:
+            return torch.randint(self.n, size, device=self.device)
+        weights = self.mask.expand(*size, self.n).reshape(-1, self.n).float()
+        return torch.multinomial(weights, 1).reshape(size).to(self.device)
+
+    def _allows(self, index: torch.Tensor) -> bool:
+        if self.mask is None:
+            return True
+        wide = self.mask.expand(*index.shape, self.n).to(index.device)
+        return bool(wide.gather(-1, index.long().unsqueeze(-1)).all())
+
+    def _details(self) -> str:
+        return f"n={self.n}, "
+
+
+class Categorical(_Choice):
+    """Indices ``0 .. n - 1``."""
 
     def __init__(
         self,
@@ -404,37 +466,19 @@ class Categorical(TensorSpec):
             dtype: Of the tensors.
             mask: Which of the ``n`` values are allowed now.
         """
-        super().__init__(() if shape is None else shape, device, dtype)
-        self.n = int(n)
-        self.update_mask(mask)
-
-    def update_mask(self, mask: torch.Tensor | None) -> None:
-        """Say which values are allowed now, ``[..., n]``; ``None`` for all."""
-        self.mask = None if mask is None else mask.bool()
-
-    @property
-    def space(self) -> Choices:
-        """How many values there are."""
-        return Choices(self.n)
+        super().__init__(n, () if shape is None else shape, device, dtype, mask)
 
     def rand(self, shape: Size = ()) -> torch.Tensor:
         """Draw uniformly among the indices that are allowed."""
-        size = torch.Size((*_size(shape), *self.shape))
-        if self.mask is not None:
-            return _masked(self.mask, self.n, size).to(self.device, self.dtype)
-        return torch.randint(self.n, size, device=self.device).to(self.dtype)
+        return self._draw(shape).to(self.dtype)
 
     def is_in(self, value: Any) -> bool:
         """Tell whether every index is in range and allowed."""
         inside = super().is_in(value) and bool(((value >= 0) & (value < self.n)).all())
-        return inside and (self.mask is None or _allowed(self.mask, self.n, value))
+        return inside and self._allows(value)
 
     def _project(self, value: torch.Tensor) -> torch.Tensor:
         return value.round().clamp(0, self.n - 1).to(self.dtype)
-
-    def cardinality(self) -> int:
-        """Return how many different values there are."""
-        return int(self.n ** math.prod(self.shape))
 
     def enumerate(self, use_mask: bool = False) -> torch.Tensor:
         """Return all values along a new first dimension."""
@@ -445,20 +489,16 @@ class Categorical(TensorSpec):
         """Return indices as one-hot vectors."""
         if safe:
             self.assert_is_in(value)
-        return torch.nn.functional.one_hot(value.long(), self.n).bool()
+        return _one_hot(value.long(), self.n).bool()
 
     def to_one_hot_spec(self) -> OneHot:
         """Return the spec of the same choice as one-hot vectors."""
         return OneHot(self.n, (*self.shape, self.n), self.device)
 
-    def _details(self) -> str:
-        return f"n={self.n}, "
 
-
-class OneHot(TensorSpec):
+class OneHot(_Choice):
     """One-hot vectors of ``n`` elements along the last dimension."""
 
-    stepwise = True
     _last = 1
 
     def __init__(
@@ -480,27 +520,11 @@ class OneHot(TensorSpec):
             use_register: Accepted for compatibility; without effect.
             mask: Which of the ``n`` values are allowed now.
         """
-        super().__init__((n,) if shape is None else shape, device, dtype)
-        self.n = int(n)
-        self.update_mask(mask)
-
-    def update_mask(self, mask: torch.Tensor | None) -> None:
-        """Say which values are allowed now, ``[..., n]``; ``None`` for all."""
-        self.mask = None if mask is None else mask.bool()
-
-    @property
-    def space(self) -> Choices:
-        """How many values there are."""
-        return Choices(self.n)
+        super().__init__(n, (n,) if shape is None else shape, device, dtype, mask)
 
     def rand(self, shape: Size = ()) -> torch.Tensor:
         """Draw uniformly among the vectors that are allowed."""
-        size = torch.Size((*_size(shape), *self.shape[:-1]))
-        if self.mask is not None:
-            index = _masked(self.mask, self.n, size).to(self.device)
-        else:
-            index = torch.randint(self.n, size, device=self.device)
-        return torch.nn.functional.one_hot(index, self.n).to(self.dtype)
+        return _one_hot(self._draw(shape), self.n).to(self.dtype)
 
     def is_in(self, value: Any) -> bool:
         """Tell whether ``value`` is one-hot, and allowed."""
@@ -508,23 +532,21 @@ class OneHot(TensorSpec):
             return False
         binary = ((value == 0) | (value == 1)).all()
         one = bool(binary & (value.sum(-1) == 1).all())
-        return one and (self.mask is None or _allowed(self.mask, self.n, value.long().argmax(-1)))
+        return one and self._allows(value.long().argmax(-1))
 
     def _project(self, value: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(value.float().argmax(-1), self.n).to(self.dtype)
+        return _one_hot(value.float().argmax(-1), self.n).to(self.dtype)
 
     def encode(self, value: Any, *, ignore_device: bool = False) -> torch.Tensor:
         """Return an index, or a one-hot vector, as a one-hot vector."""
-        found = torch.as_tensor(value, device=None if ignore_device else self.device)
-        if found.shape[found.ndim - len(self.shape) :] == self.shape and found.ndim:
-            return found.to(self.dtype)
-        return torch.nn.functional.one_hot(found.long(), self.n).to(self.dtype)
+        tensor = torch.as_tensor(value, device=None if ignore_device else self.device)
+        if tensor.shape[tensor.ndim - len(self.shape) :] == self.shape and tensor.ndim:
+            return tensor.to(self.dtype)
+        return _one_hot(tensor.long(), self.n).to(self.dtype)
 
     def to_numpy(self, value: torch.Tensor, safe: bool | None = None) -> Any:
         """Return the indices of one-hot vectors as a numpy array."""
-        if safe:
-            self.assert_is_in(value)
-        return value.long().argmax(-1).cpu().numpy()
+        return self.to_categorical(value, safe).cpu().numpy()
 
     def to_categorical(self, value: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
         """Return one-hot vectors as indices."""
@@ -534,19 +556,12 @@ class OneHot(TensorSpec):
 
     def to_categorical_spec(self) -> Categorical:
         """Return the spec of the same choice as indices."""
-        return Categorical(self.n, self.shape[:-1], self.device)
-
-    def cardinality(self) -> int:
-        """Return how many different values there are."""
-        return int(self.n ** math.prod(self.shape[:-1]))
+        return Categorical(self.n, self._index_shape, self.device)
 
     def enumerate(self, use_mask: bool = False) -> torch.Tensor:
         """Return all values along a new first dimension."""
         values = torch.eye(self.n, dtype=self.dtype, device=self.device)
         return values.view(-1, *[1] * (self.ndim - 1), self.n).expand(self.n, *self.shape)
-
-    def _details(self) -> str:
-        return f"n={self.n}, "
 
 
 class MultiCategorical(TensorSpec):
@@ -630,8 +645,7 @@ class MultiOneHot(TensorSpec):
         return self._of((draw * torch.tensor(self.nvec, device=self.device)).long())
 
     def _of(self, index: torch.Tensor) -> torch.Tensor:
-        one_hot = torch.nn.functional.one_hot
-        parts = [one_hot(index[..., i], n) for i, n in enumerate(self.nvec)]
+        parts = [_one_hot(index[..., i], n) for i, n in enumerate(self.nvec)]
         return torch.cat(parts, -1).to(self.dtype)
 
     def to_categorical(self, value: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
@@ -772,24 +786,13 @@ class NonTensor(TensorSpec):
         return ""
 
 
-def _masked(mask: torch.Tensor, n: int, size: torch.Size) -> torch.Tensor:
-    """Draw indices ``[*size]`` among those that ``mask`` ``[..., n]`` allows."""
-    weights = mask.expand(*size, n).reshape(-1, n).float()
-    return torch.multinomial(weights, 1).reshape(size)
-
-
-def _allowed(mask: torch.Tensor, n: int, index: torch.Tensor) -> bool:
-    wide = mask.expand(*index.shape, n).to(index.device)
-    return bool(wide.gather(-1, index.long().unsqueeze(-1)).all())
-
-
 UnboundedContinuous = UnboundedDiscrete = Unbounded
 BoundedContinuous = BoundedDiscrete = Bounded
 
 Spec: TypeAlias = "TensorSpec | Composite"
 
 
-class Composite:
+class Composite(_Spec):
     """Named specs, in groups to any depth, with common leading dimensions per group."""
 
     def __init__(
@@ -825,15 +828,6 @@ class Composite:
     def batch_size(self) -> torch.Size:
         """What the shapes of all specs start with."""
         return self.shape
-
-    @property
-    def ndim(self) -> int:
-        """How many leading dimensions there are."""
-        return len(self.shape)
-
-    def ndimension(self) -> int:
-        """Return how many leading dimensions there are."""
-        return len(self.shape)
 
     # -- access ----------------------------------------------------------------------------------
 
@@ -970,19 +964,13 @@ class Composite:
         """Draw every leaf, in order; batch size is ``[*shape, *self.shape]``."""
         return self._fill(lambda spec: spec.rand(_size(shape)), shape)
 
-    sample = rand
-
     def zero(self, shape: Size = ()) -> TensorDict:
         """Return zeros for every leaf; batch size is ``[*shape, *self.shape]``."""
         return self._fill(lambda spec: spec.zero(_size(shape)), shape)
 
-    zeros = zero
-
     def one(self, shape: Size = ()) -> TensorDict:
         """Return ones for every leaf; batch size is ``[*shape, *self.shape]``."""
         return self._fill(lambda spec: spec.one(_size(shape)), shape)
-
-    ones = one
 
     def _fill(self, make: Callable[[Any], Any], shape: Size) -> TensorDict:
         values = {name: make(spec) for name, spec in self._specs.items() if spec is not None}
@@ -994,13 +982,6 @@ class Composite:
         return all(
             found[k] is not None and spec.is_in(found[k]) for k, spec in self.leaves().items()
         )
-
-    contains = is_in
-
-    def assert_is_in(self, value: TensorDictBase) -> None:
-        """Raise an `AssertionError` unless ``value`` belongs to the set."""
-        if not self.is_in(value):
-            raise AssertionError(f"{value} is not in {self}")
 
     def project(self, value: TensorDictBase) -> TensorDictBase:
         """Move every leaf of ``value`` into its set; changes and returns ``value``."""
@@ -1055,10 +1036,6 @@ class Composite:
         where = torch.device("cpu" if dest is None else dest)
         return self._mapped(lambda spec: spec.to(where), device=where)
 
-    def cpu(self) -> Composite:
-        """Return the same specs on the CPU."""
-        return self.to("cpu")
-
     def expand(self, *shape: Any) -> Composite:
         """Return the same specs with leading dimensions added: ``shape`` is the new shape."""
         wide = _size(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
@@ -1089,7 +1066,7 @@ class Composite:
         same = (self.shape, self._device) == (other.shape, other._device)
         return same and self._specs == other._specs
 
-    __hash__ = None  # type: ignore[assignment]  # compared by value
+    __hash__ = None
 
     def __repr__(self) -> str:
         inside = ", ".join(f"{name}: {spec!r}" for name, spec in self._specs.items())

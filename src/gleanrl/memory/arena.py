@@ -12,6 +12,7 @@ import mmap
 import sys
 import weakref
 from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,15 +20,80 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key
-from gleanrl.core.layout import numpy_dtype
+from gleanrl.core.layout import Field, numpy_dtype
 from gleanrl.core.messages import WindowRef
-from gleanrl.core.protocols import Array, SharedMemory
+from gleanrl.core.protocols import Array, SharedMemory, Window
 from gleanrl.memory.shared import use_huge_pages
 from gleanrl.memory.slab import Slab
-from gleanrl.memory.window import RolloutWindow
 
 Views: TypeAlias = dict[Key, torch.Tensor]
 _View: TypeAlias = tuple[Key, tuple[int, ...], int, int, torch.dtype, "np.dtype[Any] | None"]
+
+
+class RolloutWindow:
+    """``[P, T, ...]`` tensors by key; row views are made once and kept.
+
+    Rows are what the hot loops write through: making a view costs as much as a small copy, and a
+    window is used again for every rollout that lands in the same slot.
+    """
+
+    def __init__(self, tensors: Mapping[Key, torch.Tensor], envs: int, steps: int) -> None:
+        """Wrap ``tensors``, each ``[envs, steps, ...]``. The memory stays the caller's."""
+        self.envs = envs
+        self.steps = steps
+        self._tensors = dict(tensors)
+        self._rows: dict[Key, list[Array]] = {}
+        self._tensor_rows: dict[Key, tuple[torch.Tensor, ...]] = {}
+
+    @classmethod
+    def allocate(cls, fields: Iterable[Field], envs: int, steps: int) -> RolloutWindow:
+        """Make a window over fresh zeroed private memory."""
+        tensors = {
+            field.key: torch.zeros((envs, steps, *field.shape), dtype=field.dtype)
+            for field in fields
+        }
+        return cls(tensors, envs, steps)
+
+    def keys(self) -> Sequence[Key]:
+        """Return the fields this window has."""
+        return tuple(self._tensors)
+
+    def tensor(self, key: Key) -> torch.Tensor:
+        """Return the field as ``[P, T, ...]``."""
+        return self._tensors[key]
+
+    def array(self, key: Key) -> Array:
+        """Return the field as a numpy array over the same memory, ``[P, T, ...]``."""
+        return self._tensors[key].numpy()
+
+    def rows(self, key: Key) -> list[Array]:
+        """Return ``T`` numpy views ``[P, ...]``, one per step."""
+        rows = self._rows.get(key)
+        if rows is None:
+            rows = self._rows[key] = list(np.moveaxis(self.array(key), 1, 0))
+        return rows
+
+    def tensor_rows(self, key: Key) -> Sequence[torch.Tensor]:
+        """Return ``T`` tensor views ``[P, ...]``, one per step."""
+        rows = self._tensor_rows.get(key)
+        if rows is None:
+            rows = self._tensor_rows[key] = self._tensors[key].unbind(1)
+        return rows
+
+    def zero_from(self, step: int) -> None:
+        """Zero every field from ``step`` on (what a stopped rollout never reached)."""
+        for tensor in self._tensors.values():
+            tensor[:, step:] = 0
+
+
+def batch_rows(window: Window, key: Key, batch: tuple[int, ...]) -> Sequence[torch.Tensor]:
+    """Return one view per step of ``window`` in the shape ``batch`` of its environments."""
+    if len(batch) == 1:
+        return window.tensor_rows(key)
+    tensor = window.tensor(key)
+    if not batch:
+        return tensor[0].unbind(0)
+    return tensor.view((*batch, *tensor.shape[1:])).unbind(len(batch))
 
 
 class Arena:
@@ -115,7 +181,7 @@ class Arena:
             apart.
         """
         base = np.frombuffer(self._map(), np.uint8, self.slab.nbytes, self._start(slot))
-        return base, self._views(base)
+        return base, self.views_over(base)
 
     def lease(self, slot: int, base: Array) -> None:
         """Hand out what `view` returned; ``slot`` returns when all of the tensors are gone."""
@@ -124,13 +190,10 @@ class Arena:
     def copy(self, slot: int) -> list[Views]:
         """Copy ``slot`` into ordinary memory; the slot stays acquired."""
         base = np.frombuffer(self._map(), np.uint8, self.slab.nbytes, self._start(slot)).copy()
-        return self._views(base)
+        return self.views_over(base)
 
-    def elsewhere(self, block: Array) -> list[Views]:
-        """Return tensors over ``block``, uint8, which is laid out like one of these slabs."""
-        return self._views(block)
-
-    def _views(self, base: Array) -> list[Views]:
+    def views_over(self, base: Array) -> list[Views]:
+        """Return tensors over ``base``, uint8, which is laid out like one of these slabs."""
         # Every field gets a storage of its own: saving or copying one tensor takes only its bytes.
         # All of them keep ``base`` alive, and with it the lease.
         groups = []

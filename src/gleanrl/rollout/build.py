@@ -28,7 +28,7 @@ from gleanrl.envs.tensordict import (
     spec_leaves,
 )
 from gleanrl.envs.vector import NextStepPool
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.policies.policy import (
     Actor,
     Shown,

@@ -14,7 +14,7 @@ from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Stop, Window
 from gleanrl.core.streams import preserved
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.rollout.plan import RolloutPlan
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker

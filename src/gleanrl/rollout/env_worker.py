@@ -26,11 +26,12 @@ from gleanrl.core.protocols import Source, Stop, Window
 from gleanrl.envs.factory import EnvFactory, closed_on_error, without_call_checks
 from gleanrl.envs.gym_env import GymEnv, make_tensordict_env
 from gleanrl.envs.gymnasium import FLAGS
-from gleanrl.envs.meta import EnvMetaData, describe
 from gleanrl.envs.serial import SerialEnv, Signature, gym_source, signature
 from gleanrl.envs.specs import Composite
 from gleanrl.envs.tensordict import (
     EndFlags,
+    EnvMetaData,
+    describe,
     needs_carrier,
     spec_groups,
     spec_leaves,
@@ -38,8 +39,8 @@ from gleanrl.envs.tensordict import (
     state_leaves,
     widened,
 )
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.memory.trees import copied, nest
-from gleanrl.memory.window import RolloutWindow
 
 TODO: Key = ("_todo",)
 """What a worker is to do, in the row of each of its environments."""

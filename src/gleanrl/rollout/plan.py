@@ -26,7 +26,7 @@ from gleanrl.core.keys import (
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Array, Policy, Window
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.rollout.tracker import Tracker
 
 

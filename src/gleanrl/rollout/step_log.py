@@ -11,7 +11,7 @@ import torch
 from gleanrl.core.keys import DONE, IS_INIT, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.protocols import Array, Window
-from gleanrl.memory.window import RolloutWindow
+from gleanrl.memory.arena import RolloutWindow
 
 _PAD = 4
 """Rows whose size is a power of two would all fall into the same few sets of the cache."""

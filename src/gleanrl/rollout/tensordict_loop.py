@@ -37,8 +37,8 @@ from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Array, Stop, Window
 from gleanrl.core.streams import preserved
 from gleanrl.envs.tensordict import EndFlags, TensorDictHandle, spec_groups, spec_leaves
+from gleanrl.memory.arena import RolloutWindow, batch_rows
 from gleanrl.memory.trees import copied, groups_of, stacked, tensordict_over, time_named
-from gleanrl.memory.window import RolloutWindow, batch_rows
 from gleanrl.policies.policy import Actor
 from gleanrl.policies.probe import leaves
 from gleanrl.rollout.plan import RolloutPlan, check_options, end_groups

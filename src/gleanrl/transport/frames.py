@@ -1,8 +1,20 @@
 """How messages are written as bytes: one frame each, its first byte says what it is.
 
-What every rollout costs (`Collect` out, `Rolled` back) is packed into integers; everything else is
-pickled, after a head that tells whose answer is due even if the pickle cannot be loaded. A window
-is described in full the first time it is used, afterwards by its slot alone.
+    C numbers         collect into a window that was described before (from the learner)
+    R numbers         a rollout is done (from the worker)
+    P head pickle     any other command or reply (both ways)
+
+and, on the connection of a node only:
+
+    H                 a sign of life (from the node)
+    S byte            raise the stop flag, or take it back (from the learner)
+    K length key val  half of agreeing on a process group (both ways)
+    W                 weights are on their way (from the learner), were taken (from the node)
+    L reason          the node ends, because it was told to or cannot go on (from the node)
+
+What every rollout costs (C out, R back) is packed into integers. The head of a pickle tells whose
+answer is due even if the pickle cannot be loaded. A window is described in full the first time it
+is used, afterwards by its slot alone.
 """
 
 from __future__ import annotations
@@ -12,18 +24,14 @@ import struct
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import cloudpickle
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import (
-    GleanError,
-    WorkerDied,
-    WorkerError,
-    error_text,
-)
+from gleanrl.core.errors import GleanError, WorkerDied, WorkerError, error_text
 
+T = TypeVar("T")
 _COLLECT = struct.Struct("=cqiiq?")
 _ROLLED = struct.Struct("=cqiqqqq")
 _HEAD = struct.Struct("=cqi")
@@ -35,7 +43,6 @@ class CommandWriter:
     """The learner's side of one worker's commands."""
 
     def __init__(self) -> None:
-        """Start with no window described."""
         self._described: set[int] = set()
 
     def write(self, ticket: int, command: m.Command) -> bytes:
@@ -53,16 +60,24 @@ class CommandWriter:
 class CommandReader:
     """The worker's side."""
 
-    def __init__(self) -> None:
-        """Start with no window described."""
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
         self._windows: dict[int, m.WindowRef] = {}
 
-    def read(self, frame: bytes) -> m.Command:
-        """Return the command in ``frame``.
+    def read(self, frame: bytes) -> tuple[int, m.Command | m.Failed]:
+        """Return ticket and command; one that cannot be loaded is the reply that says so."""
+        ticket, _ = head_of(frame)
+        try:
+            return ticket, self._command(frame)
+        except Exception as err:  # whatever the user's objects do when unpickled
+            error = GleanError(
+                f"what was sent cannot be loaded in the worker's process ({type(err).__name__}: "
+                f"{error_text(err)}); send what can be unpickled there"
+            )
+            error.__cause__ = err
+            return ticket, m.Failed(self._worker, ticket, error)
 
-        Raises:
-            Exception: what the user's objects raise when they are unpickled.
-        """
+    def _command(self, frame: bytes) -> m.Command:
         if frame[:1] == _C:
             _, _, slot, _, _, random = _COLLECT.unpack(frame)
             return m.Collect(self._windows[slot], random)
@@ -109,7 +124,6 @@ def head_of(frame: bytes) -> tuple[int, int]:
 
 BEAT, STOP, KEY, WEIGHTS, LEAVE = b"H", b"S", b"K", b"W", b"L"
 _LENGTH = struct.Struct("=i")
-_BOARD = struct.Struct("=ci")
 
 
 def key_frame(key: str, value: bytes) -> bytes:
@@ -123,16 +137,6 @@ def read_key(frame: bytes) -> tuple[str, bytes]:
     (length,) = _LENGTH.unpack_from(frame, 1)
     start = 1 + _LENGTH.size
     return frame[start : start + length].decode(), frame[start + length :]
-
-
-def weights_frame(board: int) -> bytes:
-    """Return the frame that speaks of weights of ``board``."""
-    return _BOARD.pack(WEIGHTS, board)
-
-
-def read_weights(frame: bytes) -> int:
-    """Return the number of the board."""
-    return int(_BOARD.unpack(frame)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,25 +175,11 @@ def frame_of(reply: m.Reply) -> bytes:
     try:
         return write_reply(reply)
     except Exception as err:  # whatever the user's objects do when pickled
-        return frame_of(m.Failed(reply.worker, reply.ticket, unsendable(err)))
-
-
-def unsendable(err: Exception) -> GleanError:
-    """Return the error for an answer that could not be pickled."""
-    return GleanError(
-        f"the answer cannot be sent to the learner's process ({type(err).__name__}: "
-        f"{error_text(err)}); ask for an attribute that can be pickled"
-    )
-
-
-def unreadable(err: Exception) -> GleanError:
-    """Return the error for a command that could not be unpickled."""
-    found = GleanError(
-        f"what was sent cannot be loaded in the worker's process ({type(err).__name__}: "
-        f"{error_text(err)}); send what can be unpickled there"
-    )
-    found.__cause__ = err
-    return found
+        error = GleanError(
+            f"the answer cannot be sent to the learner's process ({type(err).__name__}: "
+            f"{error_text(err)}); ask for an attribute that can be pickled"
+        )
+        return frame_of(m.Failed(reply.worker, reply.ticket, error))
 
 
 def reply_in(frame: bytes) -> m.Reply:
@@ -241,3 +231,28 @@ def _both(kind: type[BaseException]) -> type[BaseException]:
 
 def _text(self: BaseException) -> str:
     return str(vars(self)["_text"])
+
+
+class InOrder(Generic[T]):
+    """Numbered items that come in any order, handed over in the order of their numbers."""
+
+    def __init__(self, hand_over: Callable[[T], object]) -> None:
+        self._hand_over = hand_over
+        self._early: dict[int, T] = {}
+        self.due = 0
+        """The next number: as many were handed over."""
+
+    def take(self, number: int, item: T) -> None:
+        """Hand over ``item`` and what follows it as soon as all before it was; once only."""
+        if number >= self.due:
+            self._early[number] = item
+        while self.due in self._early:
+            self._hand_over(self._early[self.due])
+            del self._early[self.due]
+            self.due += 1
+
+    def skip_missing(self) -> None:
+        """Hand over what has come although numbers before it are missing for good."""
+        for number in sorted(self._early):
+            self.due = number
+            self._hand_over(self._early.pop(number))

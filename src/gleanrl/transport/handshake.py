@@ -2,7 +2,7 @@
 
     learner -> node     magic, nonce
     node    -> learner  nonce, index, HMAC(secret, "node", both nonces, index)
-    learner -> node     patience, HMAC(secret, "learner", both nonces, index, patience)
+    learner -> node     timeout_s, HMAC(secret, "learner", both nonces, index, timeout_s)
 
 Sizes are fixed and nothing is unpickled: a stranger gets no further than this. Both sides derive
 keys from the secret and all that was said, and every later frame is authenticated with these (see
@@ -30,7 +30,7 @@ _NAME, _VERSION = b"gleanrl", b"2"
 _MAGIC = _NAME + _VERSION
 _NONCE = 32
 _INDEX = struct.Struct("=i")
-_PATIENCE = struct.Struct("=d")
+_SECONDS = struct.Struct("=d")
 _DIGEST = hashlib.sha256().digest_size
 SECRET = "GLEANRL_SECRET"
 """Environment variable that holds a secret of the user's own."""
@@ -50,7 +50,7 @@ class Invitation:
     node: int
     """The node's index."""
     secret: bytes = field(repr=False)
-    patience: float = 60.0
+    timeout_s: float = 60.0
     """Seconds to look for the learner."""
 
 
@@ -99,7 +99,7 @@ class Joined(NamedTuple):
 
     sock: socket.socket
     keys: Keys
-    patience: float
+    timeout_s: float
     """Seconds without a sign of life after which either side takes the other for gone."""
 
 
@@ -115,20 +115,20 @@ class Guest(NamedTuple):
 class Introduction:
     """The learner's side of letting a node in; never waits."""
 
-    def __init__(self, sock: socket.socket, secret: bytes, patience: float = 60.0) -> None:
+    def __init__(self, sock: socket.socket, secret: bytes, timeout_s: float = 60.0) -> None:
         """Say hello.
 
         Args:
             sock: The connection, which does not block from here on; it stays the caller's.
             secret: What the node has to know.
-            patience: Told to the node: seconds without a sign of life after which either side
+            timeout_s: Told to the node: seconds without a sign of life after which either side
                 takes the other for gone.
 
         Raises:
             HandshakeError: the other side is gone.
         """
         sock.setblocking(False)
-        self._sock, self._secret, self._patience = sock, secret, patience
+        self._sock, self._secret, self._timeout_s = sock, secret, timeout_s
         self._mine = secrets.token_bytes(_NONCE)
         self._answer = bytearray()
         self.keys: Keys | None = None
@@ -161,7 +161,7 @@ class Introduction:
             raise HandshakeError(
                 "a connection was refused: it does not know this collector's secret"
             )
-        told = _PATIENCE.pack(self._patience)
+        told = _SECONDS.pack(self._timeout_s)
         self.keys = Keys.of(self._secret, self._mine, theirs, index, told)
         self._say(told + _sign(self._secret, b"learner", self._mine, theirs, index, told))
         return int(_INDEX.unpack(index)[0])
@@ -206,28 +206,28 @@ def _introduce(sock: socket.socket, invitation: Invitation, deadline: float) -> 
     proof = _sign(invitation.secret, b"node", theirs, mine, index)
     _send(sock, mine + index + proof, deadline)
     try:
-        answer = _receive(sock, _PATIENCE.size + _DIGEST, deadline)
+        answer = _receive(sock, _SECONDS.size + _DIGEST, deadline)
     except HandshakeError as err:
         raise HandshakeError(
             f"the learner at {where} did not let node {invitation.node} in: the secret is not that "
             f"of its collector, or that was just shut down ({err})"
         ) from err
-    told = answer[: _PATIENCE.size]
+    told = answer[: _SECONDS.size]
     expected = _sign(invitation.secret, b"learner", theirs, mine, index, told)
-    if not hmac.compare_digest(answer[_PATIENCE.size :], expected):
+    if not hmac.compare_digest(answer[_SECONDS.size :], expected):
         raise HandshakeError(f"{where} does not know this collector's secret")
     keys = Keys.of(invitation.secret, theirs, mine, index, told)
-    return Joined(sock, keys, float(_PATIENCE.unpack(told)[0]))
+    return Joined(sock, keys, float(_SECONDS.unpack(told)[0]))
 
 
-def keep_alive(sock: socket.socket, patience: float) -> None:
-    """Have the kernel end the connection once the other host was silent for ``patience`` s."""
+def keep_alive(sock: socket.socket, timeout_s: float) -> None:
+    """Have the kernel end the connection once the other host was silent for ``timeout_s`` s."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        longest = int(min(1000 * patience, 2**31 - 1))
+        longest = int(min(1000 * timeout_s, 2**31 - 1))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, longest)
-        every = int(min(max(1.0, patience / 4), 32767))
+        every = int(min(max(1.0, timeout_s / 4), 32767))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

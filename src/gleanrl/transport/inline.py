@@ -26,14 +26,6 @@ class InlineBackend:
     def __init__(
         self, open_window: OpenWindow, stop: Stop | None = None, *, apart: bool = False
     ) -> None:
-        """Connect workers to the arena and the stop byte.
-
-        Args:
-            open_window: Maps windows.
-            stop: The byte running rollouts look at; one of its own by default.
-            apart: Give each worker its own copy of everything, made by pickling, as processes
-                would have.
-        """
         self._apart = apart
         self._open_window = open_window
         self.stop_byte: Stop = bytearray(1) if stop is None else stop
@@ -47,15 +39,10 @@ class InlineBackend:
         """The workers themselves: in process they can be looked at."""
         return self._workers
 
-    def board(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Return ``None``: weights travel as messages."""
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        """Build the workers; what a factory raises comes through unchanged.
-
-        Raises:
-            ConfigError: kept apart, but something cannot be pickled.
-        """
         if self._apart:
             blobs = [pickled(index, factory) for index, factory in enumerate(factories)]
             factories = [cloudpickle.loads(blob) for blob in blobs]
@@ -65,18 +52,12 @@ class InlineBackend:
             self._replies.append(worker.ready())
 
     def send(self, worker: int, ticket: int, command: m.Command) -> None:
-        """Queue ``command``; it runs when a reply is received."""
         if worker >= len(self._workers):  # it was never built
             raise ClosedError("the collector was shut down")
         queue = self._collects if isinstance(command, m.Collect) else self._others
         queue.append((worker, ticket, command))
 
     def receive(self, timeout: float | None) -> m.Reply:
-        """Carry out a command and return its reply.
-
-        Raises:
-            CollectorTimeout: ``timeout`` is 0 (is there anything?) and there is nothing.
-        """
         if self._replies:
             return self._replies.popleft()
         queue = self._others or self._collects
@@ -93,18 +74,15 @@ class InlineBackend:
             raise
 
     def sound(self) -> bool:
-        """Return True: workers that live here do not end by themselves."""
         return True
 
     def wait(self, timeout: float) -> None:
         """Nothing happens between calls: there is nothing to wait for."""
 
     def open(self, payload: m.Payload) -> Any:
-        """Return the rollout itself."""
         return payload.handle
 
     def stop(self, timeout: float) -> None:
-        """Forget what was under way. Idempotent. Workers can still be read."""
         self._collects.clear()
         self._others.clear()
         self._replies.clear()

@@ -1,9 +1,10 @@
-"""Where nodes knock: one port, and whoever shows that it knows the secret is let in."""
+"""How nodes join: they connect to one port, authenticate, and are brought up."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import select
 import socket
@@ -13,11 +14,11 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from gleanrl.core.errors import ConfigError, WorkerDied
 from gleanrl.transport.handshake import Guest, HandshakeError, Introduction, Invitation
 from gleanrl.transport.launchers import Launcher
-from gleanrl.transport.peer import RemoteNode
 
 LOOK = 0.5
 """Seconds between two looks at what became of nodes that have not joined yet."""
@@ -69,18 +70,12 @@ class Admission:
     For one thread; `interrupt` is for others.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, patience: float) -> None:
-        """Take over ``listener``.
-
-        Args:
-            listener: Listens.
-            secret: What nodes have to know.
-            patience: Told to nodes; see `Introduction`.
-        """
+    def __init__(self, listener: socket.socket, secret: bytes, timeout_s: float) -> None:
         listener.setblocking(False)
-        self._listener, self._secret, self._patience = listener, secret, patience
+        self._listener, self._secret, self._timeout_s = listener, secret, timeout_s
         self._strangers: dict[int, _Stranger] = {}
         """By descriptor, longest there first."""
+        self._ringing = threading.Lock()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.poll()
         self._poller.register(self._bell, select.POLLIN)
@@ -119,7 +114,7 @@ class Admission:
                     time.sleep(_NAP)  # they go on knocking until there is a descriptor for them
                 break
             try:
-                introduction = Introduction(sock, self._secret, self._patience)
+                introduction = Introduction(sock, self._secret, self._timeout_s)
             except HandshakeError:
                 sock.close()
                 continue
@@ -154,83 +149,105 @@ class Admission:
             self._drop(fd).close()
 
     def interrupt(self) -> None:
-        """Have `wait` return now, or the next one at once; safe in any thread until `close`."""
-        os.eventfd_write(self._bell, 1)
+        """Have `wait` return now, or the next one at once; safe in any thread."""
+        with self._ringing:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
         """Let nobody in any more. Idempotent."""
         for fd in list(self._strangers):
             self._drop(fd).close()
         self._listener.close()
-        if self._bell >= 0:
-            os.close(self._bell)
-        self._bell = -1
+        with self._ringing:
+            bell, self._bell = self._bell, -1
+        if bell >= 0:
+            os.close(bell)
 
 
-Greet = Callable[[RemoteNode, int], None]
-"""Tells a node that was let in, of the given life, what to be; makes its process group."""
+N = TypeVar("N", bound="JoiningNode")
+
+
+class JoiningNode(Protocol):
+    """A node that has authenticated, seen from the learner."""
+
+    index: int
+
+    def greet(self, life: int) -> None:
+        """Tell it what to be; returns once data can pass. Raises whatever goes wrong."""
+
+    def await_start(self) -> None:
+        """Wait until it has said that it is up, or why it is not."""
+
+    def exit_reason(self, reason: str) -> str:
+        """Return why it is gone; ``reason`` if neither it nor its launcher has said more."""
+
+    def hang_up(self) -> None:
+        """End its connection, so that whoever waits for it is told; safe in any thread."""
+
+    def close(self) -> None:
+        """Let go of it."""
 
 
 @dataclass(eq=False, slots=True)
-class _Wanted:
-    """A node that has to be replaced."""
+class _Wanted(Generic[N]):
+    """A node that has to join."""
 
     life: int
     deadline: float | None = None
     """Until then it has to have joined, or once it has, to be up; ``None`` before it is started."""
-    node: RemoteNode | None = None
+    node: N | None = None
     """Its connection, once it was let in."""
 
 
-class NodeAdmitter:
-    """Has nodes started again, lets them in and waits until they are up, in threads of its own.
+class NodeAdmitter(Generic[N]):
+    """Lets nodes in: those that are there first, and later those that take the place of lost ones.
 
-    The learner is told through `bell`, which is readable while `pop` has something for it.
+    At the start the learner itself calls `step`. Later a thread of its own launches nodes and lets
+    them in. Each node that was let in is brought up by a thread of its own. The learner is told
+    through `bell`, which is readable while `pop` has something for it.
     """
 
     def __init__(
         self,
         launcher: Launcher,
         admission: Admission,
-        take: Callable[[Guest], RemoteNode],
-        greet: Greet,
+        take: Callable[[Guest], N],
         invitation: Callable[[int], Invitation],
-        timeout: float,
+        timeout_s: float,
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            launcher: Starts nodes.
-            admission: Lets them in; used by nobody else from now on.
-            take: Makes a node of a connection.
-            greet: See `Greet`.
-            invitation: Invites a node.
-            timeout: Seconds a node may take to join, and again until it is up.
-        """
         self._launcher, self._admission = launcher, admission
-        self._take, self._greet, self._invitation = take, greet, invitation
-        self._timeout = timeout
+        self._take, self._invitation = take, invitation
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._wanted: dict[int, _Wanted] = {}
+        self._wanted: dict[int, _Wanted[N]] = {}
         self._threads: set[threading.Thread] = set()
-        self._minded = False
+        self._admitting = False
         """Whether a thread lets nodes in."""
         self._closing = False
-        self._done: deque[RemoteNode | WorkerDied] = deque()
+        self._done: deque[N | WorkerDied] = deque()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
 
     # -- for the learner -------------------------------------------------------------------------
 
+    def launch_first(self, count: int) -> None:
+        """Have nodes 0 to ``count - 1`` started, all at once; raises what their launcher raises.
+
+        They have no deadline of their own: whoever calls `step` has one.
+        """
+        self._wanted = {index: _Wanted(0, math.inf) for index in range(count)}
+        self._launcher.launch([self._invitation(index) for index in range(count)])
+
     def want(self, index: int, life: int) -> None:
-        """Have node ``index`` started again."""
+        """Have node ``index``, which was lost ``life`` times, started again."""
         with self._lock:
             self._wanted[index] = _Wanted(life)
-            if not self._minded:
-                self._start(self._mind)
+            if not self._admitting:
+                self._start(self._admit_loop)
         self._admission.interrupt()
 
-    def pop(self) -> RemoteNode | WorkerDied | None:
-        """Return a node that is up, or why one is not; ``None`` if there is no news."""
+    def pop(self) -> N | WorkerDied | None:
+        """Return a node that has joined, or why one has not; ``None`` if there is no news."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)
             return self._done.popleft()
@@ -245,73 +262,76 @@ class NodeAdmitter:
             if self._closing:
                 return
             self._closing = True
-            wanted = list(self._wanted.values())
+            nodes = [wanted.node for wanted in self._wanted.values()]
             threads = list(self._threads)
         self._admission.interrupt()
-        for each in wanted:
-            if each.node is not None:
-                each.node.channel.hang_up()
+        for node in nodes:
+            if node is not None:
+                node.hang_up()
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         for result in self._done:
-            if isinstance(result, RemoteNode):
+            if not isinstance(result, WorkerDied):
                 result.close()
         self._done.clear()
         os.close(self.bell)  # nobody rings any more
 
-    # -- the porter ------------------------------------------------------------------------------
+    # -- letting nodes in ------------------------------------------------------------------------
 
-    def _start(self, target: Callable[..., None], *args: object) -> threading.Thread:
+    def _start(self, target: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=target, args=args, name="gleanrl joining", daemon=True)
         self._threads = {each for each in self._threads if each.is_alive() or not each.ident}
         self._threads.add(thread)
         thread.start()
-        return thread
 
-    def _mind(self) -> None:
-        """Start who is wanted and let them in, until nobody is wanted any more."""
+    def _admit_loop(self) -> None:
+        """Start nodes that are wanted and let them in, until none is wanted any more."""
         with self._lock:
-            if self._minded:  # whoever started that thread was interrupted
+            if self._admitting:  # whoever started that thread was interrupted
                 return
-            self._minded = True
+            self._admitting = True
         while True:
             with self._lock:
                 if self._closing or not self._wanted:
-                    self._minded = False
+                    self._admitting = False
                     return
-                wanted = list(self._wanted.items())
-            for index, each in wanted:
-                try:
-                    if each.deadline is None:
-                        self._launch(index, each)
-                    else:
-                        self._look_after(index, each)
-                except Exception as err:  # whatever a scheduler says
-                    self._fail(index, each, f"could not be started ({err})")
-            try:
-                for guest in [] if self._closing else self._admission.wait(LOOK):
-                    self._let_in(guest)
-            except Exception as err:  # nobody can be let in any more: no thread, no descriptor
-                for index, each in wanted:
-                    self._fail(index, each, f"could not be let in ({err})")
+            self.step(LOOK)
 
-    def _launch(self, index: int, wanted: _Wanted) -> None:
-        wanted.deadline = time.monotonic() + self._timeout
+    def step(self, timeout: float) -> None:
+        """Start who is wanted, see what became of them and let them in; waits for ``timeout``."""
+        with self._lock:
+            wanted = list(self._wanted.items())
+        for index, each in wanted:
+            try:
+                if each.deadline is None:
+                    self._launch(index, each)
+                else:
+                    self._look_after(index, each, each.deadline)
+            except Exception as err:  # whatever a scheduler says
+                self._fail(index, each, f"could not be started ({err})")
+        try:
+            for guest in [] if self._closing else self._admission.wait(timeout):
+                self._let_in(guest)
+        except Exception as err:  # nobody can be let in any more: no thread, no descriptor
+            for index, each in wanted:
+                self._fail(index, each, f"could not be let in ({err})")
+
+    def _launch(self, index: int, wanted: _Wanted[N]) -> None:
+        wanted.deadline = time.monotonic() + self._timeout_s
         try:
             self._launcher.launch([self._invitation(index)])
         finally:
             if self._closing:  # it may have been started after everybody else was ended
                 self._launcher.stop(0.0)
 
-    def _look_after(self, index: int, wanted: _Wanted) -> None:
-        assert wanted.deadline is not None
-        fate = self._launcher.fate(index, 0.0) if wanted.node is None else None
-        if fate is not None:
-            self._fail(index, wanted, f"{fate} before it joined; what it printed last tells why")
-        elif time.monotonic() > wanted.deadline:
+    def _look_after(self, index: int, wanted: _Wanted[N], deadline: float) -> None:
+        reason = self._launcher.exit_reason(index, 0.0) if wanted.node is None else None
+        if reason is not None:
+            self._fail(index, wanted, f"{reason} before it joined; what it printed last tells why")
+        elif time.monotonic() > deadline:
             done = "joined" if wanted.node is None else "built its environments"
-            self._fail(index, wanted, f"had not {done} within {self._timeout} s")
+            self._fail(index, wanted, f"had not {done} within {self._timeout_s} s")
 
     def _let_in(self, guest: Guest) -> None:
         index = guest.node
@@ -322,20 +342,22 @@ class NodeAdmitter:
                 return
             try:
                 node = wanted.node = self._take(guest)
-            except WorkerDied:  # gone already; there may be another
+            except OSError:  # gone already; there may be another
+                guest.sock.close()
                 return
-            wanted.deadline = time.monotonic() + self._timeout
+            if wanted.life:
+                wanted.deadline = time.monotonic() + self._timeout_s
             self._start(self._bring_up, index, wanted, node)
 
     # -- one thread per node that was let in -----------------------------------------------------
 
-    def _bring_up(self, index: int, wanted: _Wanted, node: RemoteNode) -> None:
+    def _bring_up(self, index: int, wanted: _Wanted[N], node: N) -> None:
         try:
-            self._greet(node, wanted.life)
-            node.await_start()
+            node.greet(wanted.life)
+            if wanted.life:  # the learner goes on with the others meanwhile
+                node.await_start()
         except Exception as err:
-            how = f"was lost while it joined ({err})"
-            self._fail(index, wanted, node.fate(self._launcher, how))
+            self._fail(index, wanted, node.exit_reason(f"was lost while it joined ({err})"))
             node.close()
             return
         with self._lock:
@@ -345,17 +367,19 @@ class NodeAdmitter:
                 return
         node.close()
 
-    def _fail(self, index: int, wanted: _Wanted, how: str) -> None:
+    def _fail(self, index: int, wanted: _Wanted[N], reason: str) -> None:
         with self._lock:
             if self._wanted.get(index) is not wanted or self._closing:
                 return
             del self._wanted[index]
             if wanted.node is not None:
-                wanted.node.channel.hang_up()
-            error = WorkerDied(f"the replacement of worker {index} {how}")
+                wanted.node.hang_up()
+            what = "the replacement of worker" if wanted.life else "worker"
+            error = WorkerDied(f"{what} {index} {reason}")
             error.worker = index
             self._tell(error)
 
-    def _tell(self, result: RemoteNode | WorkerDied) -> None:
+    def _tell(self, result: N | WorkerDied) -> None:
         self._done.append(result)
         os.eventfd_write(self.bell, 1)
+        self._admission.interrupt()  # the learner may be the one that waits for guests

@@ -1,4 +1,4 @@
-"""Rollouts that arrive as bytes, and where they belong in the learner's memory.
+"""Rollouts on their way: as bytes of a worker's own, and where they belong in the learner's memory.
 
 A rollout travels as the block that `packed` lays out, in as few pieces as allow the bulk of it to
 be received where it belongs. Both sides work the pieces out from the window's reference. The mark
@@ -7,7 +7,7 @@ ends the last piece: where pieces arrive in order, a rollout is whole when its m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -15,10 +15,10 @@ import torch
 
 from gleanrl.core.messages import Block, WindowRef
 from gleanrl.core.protocols import Array
-from gleanrl.memory.arena import window_over
+from gleanrl.memory.arena import RolloutWindow, window_over
 from gleanrl.memory.slab import MARK, packed
-from gleanrl.memory.window import RolloutWindow
 from gleanrl.transport.process_group import Transfer
+from gleanrl.transport.worker import OpenWindow
 
 _LARGE = 1 << 18
 """Bytes of a field from which on a transfer of its own is cheaper than a copy."""
@@ -34,58 +34,6 @@ def pieces_of(reference: WindowRef) -> list[tuple[int, int]]:
         if _direct(reference, block):
             cuts |= {place.offset, place.offset + _extent(reference, block)}
     return list(pairwise(sorted(cuts)))
-
-
-class Landing:
-    """Where the pieces of a rollout are received, and what is to be copied then."""
-
-    def __init__(self, window: RolloutWindow, reference: WindowRef) -> None:
-        """Prepare for rollouts into ``window``, which ``reference`` describes."""
-        plan, nbytes = packed(reference)
-        memory = _memory_of(window, reference)
-        self._window = window
-        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.pieces: Sequence[torch.Tensor]
-        """Per piece, uint8 memory to receive it into."""
-        if in_one_piece(reference, plan):
-            start = reference.blocks[0].offset
-            whole = memory[start : start + nbytes]
-            self.pieces, self._mark = [whole], mark_of(whole)
-            return
-        aside = torch.empty(nbytes, dtype=torch.uint8)
-        apart = window_over(aside, plan)
-        direct: dict[int, torch.Tensor] = {}
-        for block, place in zip(reference.blocks, plan.blocks, strict=True):
-            key = block.field.key
-            if _direct(reference, block):
-                end = block.offset + _extent(reference, block)
-                direct[place.offset] = memory[block.offset : end]
-            else:
-                self._copied.append((window.tensor(key), apart.tensor(key)))
-        self.pieces = [direct.get(a, aside[a:b]) for a, b in pieces_of(reference)]
-        self._mark = mark_of(aside)
-
-    @property
-    def mark(self) -> int:
-        """The mark of the rollout that has arrived last."""
-        return int(self._mark[0])
-
-    def settle(self) -> None:
-        """Put what was not received there where it belongs."""
-        for target, source in self._copied:
-            target.copy_(source)
-
-
-def mark_of(block: torch.Tensor) -> Array:
-    """Return the mark at the end of a packed block, int64 ``[1]``."""
-    mark: Array = block[-MARK:][:8].numpy().view(np.int64)
-    return mark
-
-
-def _memory_of(window: RolloutWindow, reference: WindowRef) -> torch.Tensor:
-    """Return all the memory that ``window`` is a part of."""
-    storage = window.tensor(reference.blocks[0].field.key).untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def in_one_piece(reference: WindowRef, plan: WindowRef) -> bool:
@@ -110,8 +58,81 @@ def _direct(reference: WindowRef, block: Block) -> bool:
     return dense and _extent(reference, block) >= _LARGE
 
 
+def _mark_of(block: torch.Tensor) -> Array:
+    mark: Array = block[-MARK:][:8].numpy().view(np.int64)
+    return mark
+
+
+class RolloutBlock:
+    """A worker's memory for rollouts like one, laid out as they travel."""
+
+    def __init__(self, reference: WindowRef) -> None:
+        plan, nbytes = packed(reference)
+        self.bytes = torch.zeros(nbytes, dtype=torch.uint8)
+        self.window = window_over(self.bytes, plan)
+        self.pieces = [self.bytes[start:end] for start, end in pieces_of(reference)]
+        """In which it is sent."""
+        self.mark = _mark_of(self.bytes)
+        """int64 ``[1]``; ends the last piece and says which rollout it is."""
+
+
+class Landing:
+    """Where the pieces of a rollout are received, and what is to be copied then."""
+
+    def __init__(self, window: RolloutWindow, reference: WindowRef) -> None:
+        plan, nbytes = packed(reference)
+        storage = window.tensor(reference.blocks[0].field.key).untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.pieces: Sequence[torch.Tensor]
+        """Per piece, uint8 memory to receive it into."""
+        if in_one_piece(reference, plan):
+            start = reference.blocks[0].offset
+            whole = memory[start : start + nbytes]
+            self.pieces, self._mark = [whole], _mark_of(whole)
+            return
+        aside = torch.empty(nbytes, dtype=torch.uint8)
+        beside = window_over(aside, plan)
+        direct: dict[int, torch.Tensor] = {}
+        for block, place in zip(reference.blocks, plan.blocks, strict=True):
+            key = block.field.key
+            if _direct(reference, block):
+                end = block.offset + _extent(reference, block)
+                direct[place.offset] = memory[block.offset : end]
+            else:
+                self._copied.append((window.tensor(key), beside.tensor(key)))
+        self.pieces = [direct.get(a, aside[a:b]) for a, b in pieces_of(reference)]
+        self._mark = _mark_of(aside)
+
+    @property
+    def mark(self) -> int:
+        """The mark of the rollout that has arrived last."""
+        return int(self._mark[0])
+
+    def settle(self) -> None:
+        """Put what was not received there where it belongs."""
+        for target, source in self._copied:
+            target.copy_(source)
+
+
+class Landings:
+    """The landings of one worker's rollouts, one per slot."""
+
+    def __init__(self, open_window: OpenWindow) -> None:
+        self._open_window = open_window
+        self._by_slot: dict[int, Landing] = {}
+
+    def of(self, reference: WindowRef) -> Landing:
+        """Return where a rollout into ``reference`` lands."""
+        landing = self._by_slot.get(reference.slot)
+        if landing is None:
+            landing = Landing(self._open_window(reference), reference)
+            self._by_slot[reference.slot] = landing
+        return landing
+
+
 class Arrival:
-    """A rollout that is due.
+    """A rollout that is due by transfers.
 
     The end of a transfer can only be waited for, without regard to deadlines and interrupts, and
     for long if the other side is gone in the middle of it. So nobody does before the mark is there,
@@ -119,40 +140,26 @@ class Arrival:
     """
 
     def __init__(
-        self,
-        ticket: int,
-        landing: Landing | None = None,
-        transfers: Sequence[Transfer] = (),
-        error: RuntimeError | None = None,
+        self, ticket: int, landing: Landing, receive: Callable[[torch.Tensor], Transfer]
     ) -> None:
-        """Expect a rollout.
-
-        Args:
-            ticket: What it is the answer to, and its mark.
-            landing: Where it arrives; it travels with its reply if there is none.
-            transfers: By which it arrives there.
-            error: Why it cannot come, raised if its reply does.
-        """
-        self._ticket, self._landing, self._transfers = ticket, landing, transfers
-        self._error = error
+        self._ticket, self._landing = ticket, landing
+        self._transfers: list[Transfer] = []
+        self._error: RuntimeError | None = None
+        try:
+            self._transfers += [receive(piece) for piece in landing.pieces]
+        except RuntimeError as err:
+            self._error = err
 
     @property
     def here(self) -> bool:
         """Whether `finish` would not have to wait."""
-        if self._landing is None or self._landing.mark == self._ticket:
+        if self._error is not None or self._landing.mark == self._ticket:
             return True
         return all(transfer.over for transfer in self._transfers)
 
     def finish(self) -> None:
-        """See to it that it is in its window.
-
-        Raises:
-            RuntimeError: it cannot come any more.
-        """
         if self._error is not None:
             raise self._error
-        if self._landing is None:
-            return
         for transfer in self._transfers:
             transfer.finish()
         if self._landing.mark != self._ticket:

@@ -4,100 +4,330 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import pickle
 import select
-import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
-from gleanrl.core.protocols import SourceFactory
-from gleanrl.transport.frames import BEAT, LEAVE, STOP, WEIGHTS, head_of, read_weights, reply_in
+from gleanrl.core.errors import CollectorTimeout, WorkerDied
+from gleanrl.core.protocols import SourceFactory, Stop
+from gleanrl.transport.frames import BEAT, KEY, LEAVE, STOP, WEIGHTS, head_of, key_frame, read_key
 from gleanrl.transport.handshake import Guest, Invitation, keep_alive, new_secret
 from gleanrl.transport.joining import LOOK, Admission, NodeAdmitter, listen
+from gleanrl.transport.landing import Arrival, Landings
 from gleanrl.transport.launchers import Launcher
-from gleanrl.transport.node import Boot, NodeBoot
-from gleanrl.transport.peer import NEWS, RemoteFlag, RemoteNode
+from gleanrl.transport.node import ROLLOUT_TAG, WEIGHTS_TAG, PairEndpoint
+from gleanrl.transport.peer import ChannelBackend, ChannelPeer, RemoteFlag
 from gleanrl.transport.pickling import pickled
-from gleanrl.transport.process_group import check_kind
-from gleanrl.transport.stream import ForgedFrameError
+from gleanrl.transport.process_group import (
+    LEARNER_RANK,
+    ConnectionStore,
+    ProcessGroupPair,
+    Transfer,
+    check_kind,
+)
+from gleanrl.transport.stream import ForgedFrameError, SealedChannel
 from gleanrl.transport.waiting import interruptible
-from gleanrl.transport.weights import NetworkBoard
-from gleanrl.transport.worker import OpenWindow
-from gleanrl.weights.flat import plan_flat
+from gleanrl.transport.weights import FlatWeightPublisher, plan_flat
+from gleanrl.transport.worker import Boot, OpenWindow
 
 _GRACE = 1.0
 """Seconds within which a node that was told to end has to be gone."""
+_NEWS = 2.0
+"""Seconds within which a launcher has heard how a process ended that is gone."""
 _IN_FLIGHT = 1.0
 """Seconds that what a node had sent may take to arrive once its connection has ended."""
 _NAPS = 50e-6, 1e-3
 """Seconds between two looks at whether an announced rollout is here: at first, in the end."""
 
 
-class NetworkBackend:
+class RemoteNode(ChannelPeer):
+    """A node, seen from the learner: its connection, and what has come on it."""
+
+    def __init__(self, guest: Guest, backend: NodeBackend[Any]) -> None:
+        sock, keys = guest.sock, guest.keys
+        super().__init__(guest.node, SealedChannel(sock, keys.learner, keys.node))
+        self.backend = backend
+        self.address = str(sock.getpeername()[0])
+        self.here = str(sock.getsockname()[0])
+        """This side's address on the network between the two."""
+        self.heard = time.monotonic()
+        """When it last gave a sign of life."""
+        self.leaving: str | None = None
+        """Why it ends, if it has said so or this side ends it."""
+        self.announced: deque[bytes] = deque()
+        """Replies that have come, of which not all that belongs to them may be here."""
+        self._ended: float | None = None
+        """When its connection was seen to have ended."""
+        self._sending = threading.Lock()
+        self._keys: dict[str, bytes] = {}
+
+    # -- joining ---------------------------------------------------------------------------------
+
+    def greet(self, life: int) -> None:
+        """Tell it what to be."""
+        self.channel.send(pickle.dumps(self.backend.boot(self.index, life)))
+
+    def key(self, key: str, deadline: float) -> bytes:
+        """Return what the node tells of ``key``; what else comes meanwhile is kept for later.
+
+        Raises:
+            CollectorTimeout: it did not in time.
+            EOFError: it is gone.
+        """
+        self._read_until(lambda: key in self._keys, deadline)
+        return self._keys[key]
+
+    def await_start(self) -> None:
+        """Wait until the node has said that it is up, or why it is not.
+
+        It has no deadline of its own: whoever gives the node up hangs up on it.
+
+        Raises:
+            EOFError: it is gone.
+        """
+        self._read_until(lambda: any(head_of(frame)[0] == 0 for frame in self.announced))
+
+    def _read_until(self, there: Callable[[], bool], deadline: float | None = None) -> None:
+        readable = select.poll()
+        readable.register(self.channel, select.POLLIN)
+        while not there():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise CollectorTimeout(f"node {self.index} did not answer in time")
+            readable.poll(None if left is None else 1000 * left)
+            self.read()
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Take in what has come.
+
+        Raises:
+            EOFError: the connection has ended.
+            ForgedFrameError: it is not the node's alone.
+        """
+        for frame in self.channel.read():
+            kind = frame[:1]
+            if kind == KEY:
+                name, value = read_key(frame)
+                self._keys[name] = value
+            elif kind == LEAVE:
+                self.leaving = frame[1:].decode()
+            elif kind == WEIGHTS:
+                self.weights_taken()
+            elif kind != BEAT:
+                self.announced.append(frame)
+        self.heard = time.monotonic()
+
+    def put(self, frame: bytes) -> None:
+        """Send ``frame`` as far as the connection takes it; any thread may."""
+        with self._sending, contextlib.suppress(OSError):  # whoever reads next is told
+            self.channel.post(frame)
+
+    def flush(self) -> None:
+        """Send what waits, as far as it is taken."""
+        with self._sending:
+            super().flush()
+
+    def hang_up(self) -> None:
+        """End the connection for both sides."""
+        self.channel.hang_up()
+
+    def in_flight(self) -> bool:
+        """Whether what it sent before its connection ended may still be on its way."""
+        now = time.monotonic()
+        self._ended = self._ended or now
+        return bool(self.announced) and now - self._ended < _IN_FLIGHT
+
+    def exit_reason(self, reason: str, timeout: float = _NEWS) -> str:
+        """Return why it is gone: its own word, its launcher's within a while, or ``reason``."""
+        return self.leaving or self.backend.launcher.exit_reason(self.index, timeout) or reason
+
+    def listen(self) -> None:
+        """Look whether the node has said that it ends, in what nobody has read yet."""
+        with contextlib.suppress(EOFError, OSError):
+            while frames := self.channel.read():
+                for frame in frames:
+                    if frame[:1] == LEAVE:
+                        self.leaving = frame[1:].decode()
+
+    # -- data ------------------------------------------------------------------------------------
+
+    def post(self, ticket: int, command: m.Command) -> None:
+        """Send ``command`` as far as the connection takes it, and expect its rollout."""
+        raise NotImplementedError
+
+    def is_here(self, ticket: int) -> bool:
+        """Whether `land` would not have to wait."""
+        return True
+
+    def land(self, ticket: int) -> None:
+        """If ``ticket`` is that of a rollout, see to it that it is in its window.
+
+        Raises:
+            RuntimeError: the node was lost meanwhile.
+        """
+
+    def weights_taken(self) -> None:
+        """Note that the node has taken over the oldest weights that were sent to it."""
+
+    def close(self, *, drop: bool = True) -> None:
+        """Close the connection, by which a node that is still there ends.
+
+        Args:
+            drop: Let go of what carries data as well, which a forked child cannot do.
+        """
+        self.channel.close()
+
+
+class PairNode(RemoteNode):
+    """A node whose rollouts and weights travel through a process group of two."""
+
+    def __init__(self, guest: Guest, backend: NetworkBackend) -> None:
+        super().__init__(guest, backend)
+        self._kind, self._timeout_s = backend.kind, backend.timeout_s
+        self._group: ProcessGroupPair | None = None
+        self._landings = Landings(backend.open_window)
+        self._arriving: dict[int, Arrival] = {}
+        """Rollouts that are due, by ticket."""
+        self._weights: deque[tuple[Transfer, Callable[[], None]]] = deque()
+        """Those on their way, oldest first, and whom to tell that they were taken."""
+
+    def greet(self, life: int) -> None:
+        super().greet(life)
+        deadline = time.monotonic() + self._timeout_s
+
+        def tell(key: str, value: bytes) -> None:
+            self.channel.send(key_frame(key, value))
+
+        store = ConnectionStore(tell, lambda key: self.key(key, deadline))
+        self._group = ProcessGroupPair(self._kind, store, LEARNER_RANK, self.here, self._timeout_s)
+
+    def post(self, ticket: int, command: m.Command) -> None:
+        frame = self.writer.write(ticket, command)  # it raises what the user's objects raise
+        try:
+            if isinstance(command, m.Collect) and command.window.blocks:
+                assert self._group is not None
+                receive = functools.partial(self._group.receive, tag=ROLLOUT_TAG)
+                landing = self._landings.of(command.window)
+                self._arriving[ticket] = Arrival(ticket, landing, receive)
+            self.put(frame)
+        except BaseException:  # an interrupt: the two sides may expect different rollouts now
+            self.channel.hang_up()
+            raise
+
+    def is_here(self, ticket: int) -> bool:
+        arrival = self._arriving.get(ticket)
+        return arrival is None or arrival.here
+
+    def land(self, ticket: int) -> None:
+        arrival = self._arriving.get(ticket)
+        if arrival is not None:
+            arrival.finish()
+            del self._arriving[ticket]
+
+    def send_weights(self, buffer: torch.Tensor, taken: Callable[[], None]) -> bool:
+        """Send ``buffer``, which must not change before ``taken`` is called."""
+        assert self._group is not None
+        try:
+            transfer = self._group.send(buffer, WEIGHTS_TAG)
+        except RuntimeError:  # whoever waits for a rollout is told
+            return False
+        self._weights.append((transfer, taken))
+        self.put(WEIGHTS)
+        return True
+
+    def weights_taken(self) -> None:
+        transfer, taken = self._weights.popleft()
+        transfer.finish()
+        taken()
+
+    def close(self, *, drop: bool = True) -> None:
+        super().close()
+        if drop:
+            self._group = None
+            self._arriving.clear()
+            self._weights.clear()
+
+
+N = TypeVar("N", bound=RemoteNode)
+
+
+class NodeBackend(ChannelBackend[N]):
     """One node per worker, wherever a launcher starts them.
 
-    Nodes connect here and show that they know the secret. Commands, replies and signs of life
-    travel on that connection, so that it tells at once when a node's process or host is gone;
-    rollouts and weights travel as flat tensors through a process group of two.
+    Nodes connect here and authenticate. Signs of life travel on that connection, so that it tells
+    at once when a node's process or host is gone. How data travel is a subclass's to say.
     """
 
-    inline = False
-    memory = None
-    _node_class = RemoteNode
+    _looks_first = True
 
     def __init__(
         self,
         open_window: OpenWindow,
         launcher: Launcher,
         *,
-        kind: str = "gloo",
         host: str | None = None,
         ports: Sequence[int] = (0,),
         threads: int = 1,
-        patience: float = 60.0,
+        timeout_s: float = 60.0,
         start_timeout: float = 120.0,
+        replaces: bool = False,
     ) -> None:
         """Listen for nodes.
 
         Args:
             open_window: Maps windows of the learner's arenas.
             launcher: Starts the nodes.
-            kind: Of process group.
             host: Address to listen on, and that nodes are told; the launcher's choice by default.
             ports: To listen on the first of these that is free; any by default.
             threads: torch threads of each node.
-            patience: Seconds without a sign of life after which a node counts as dead.
+            timeout_s: Seconds without a sign of life after which a node counts as dead.
             start_timeout: Seconds all nodes together may take to join.
+            replaces: Whether `replace` will be called: the port stays open for that.
 
         Raises:
-            ConfigError: the process group is not available, or the port cannot be listened on.
+            ConfigError: the port cannot be listened on.
         """
-        check_kind(kind)
-        self._open_window, self._launcher = open_window, launcher
-        self._kind, self._threads = kind, threads
-        self._patience, self._start_timeout = patience, start_timeout
-        self._owner = os.getpid()
+        super().__init__()
+        self.open_window, self.launcher, self.timeout_s = open_window, launcher, timeout_s
+        self._threads, self._start_timeout, self._replaces = threads, start_timeout, replaces
         self._secret = new_secret()
-        self._nodes: list[RemoteNode] = []
-        self._by_fd: dict[int, RemoteNode] = {}
-        self._frames: deque[tuple[RemoteNode, bytes]] = deque()
-        self._boards: list[NetworkBoard] = []
+        self._factories: list[bytes] = []
+        self._publisher: FlatWeightPublisher[N] | None = None
         self._closed = False
-        self.stop_byte = RemoteFlag(self._tell_stop)
+        self.stop_byte: Stop = RemoteFlag(self._send_stop)
+        self._nap = _NAPS[0]
         self._host = host or launcher.address()
         listener = listen(self._host, ports)
         host, port = listener.getsockname()[:2]
         self.address = str(host), int(port)
         """Where nodes connect to."""
-        self._admission = Admission(listener, self._secret, patience)
-        self._poller = select.epoll()
+        self._admission = Admission(listener, self._secret, timeout_s)
+        self._admitter: NodeAdmitter[N] = NodeAdmitter(
+            launcher, self._admission, self._take_over, self._invitation, start_timeout
+        )
+
+    def _node(self, guest: Guest) -> N:
+        """Make a node of a connection; raises `OSError` if that has ended."""
+        raise NotImplementedError
+
+    def boot(self, index: int, life: int) -> Boot:
+        """Return what node ``index`` is told to be, which was lost ``life`` times."""
+        raise NotImplementedError
+
+    def _send_weights(self, peer: N, buffer: torch.Tensor, taken: Callable[[], None]) -> bool:
+        """Send ``buffer``; see `FlatWeightPublisher`."""
+        raise NotImplementedError
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -109,311 +339,48 @@ class NetworkBackend:
             WorkerDied: a node ended before it joined.
             CollectorTimeout: not all had joined in time.
         """
-        blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
-        self._launcher.launch([self._invitation(node) for node in range(len(blobs))])
-        joined: dict[int, RemoteNode] = {}
+        self._factories = [pickled(worker, factory) for worker, factory in enumerate(factories)]
+        self._admitter.launch_first(len(factories))
+        joined: dict[int, N] = {}
         deadline = time.monotonic() + self._start_timeout
-        while missing := [worker for worker in range(len(blobs)) if worker not in joined]:
+        while missing := [worker for worker in range(len(factories)) if worker not in joined]:
             left = deadline - time.monotonic()
             if left <= 0:
                 host, port = self.address
                 raise CollectorTimeout(
                     f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
                 )
-            self._check_started(missing)
-            for guest in self._admission.wait(min(left, LOOK)):
-                if guest.node in missing and guest.node not in joined:
-                    node = self._welcome(self._remote(guest), blobs[guest.node])
-                    joined[guest.node] = node
-                else:
-                    guest.sock.close()
-        self._nodes.extend(joined[worker] for worker in range(len(blobs)))
-        self._all_in(blobs)
+            for fd, events in self._poller.poll(0):  # of nodes that have joined: still there?
+                self._turn_to(fd, events)
+            self._admitter.step(min(left, LOOK))
+            while (node := self._next_joined()) is not None:
+                joined[node.index] = node
+        self._peers = [joined[worker] for worker in range(len(factories))]
+        if self._replaces:
+            self._poller.register(self._admitter.bell, select.EPOLLIN)
+        else:
+            self._admission.close()
 
     def _invitation(self, node: int) -> Invitation:
         return Invitation(*self.address, node, self._secret, self._start_timeout)
 
-    def _all_in(self, factories: Sequence[bytes]) -> None:
-        """Do what can be done once all nodes have joined."""
-        self._admission.close()
+    def _take_over(self, guest: Guest) -> N:
+        keep_alive(guest.sock, self.timeout_s)
+        return self._node(guest)
 
-    def _check_started(self, missing: Sequence[int]) -> None:
-        for fd, events in self._poller.poll(0):  # of nodes that have joined: are they still there?
-            self._serve(self._by_fd[fd], events)
-        for worker in missing:
-            fate = self._launcher.fate(worker, 0.0)
-            if fate is not None:
-                error = WorkerDied(
-                    f"worker {worker} {fate} before it joined; what it printed last tells why"
-                )
-                error.worker = worker
-                raise error
+    def _next_joined(self) -> N | None:
+        """Return a node that has joined, ``None`` if there is none.
 
-    def _remote(self, guest: Guest) -> RemoteNode:
-        """Take over the connection of a node that was let in."""
-        try:
-            keep_alive(guest.sock, self._patience)
-            return self._node_class(guest, self._open_window)
-        except OSError as err:
-            guest.sock.close()
-            error = WorkerDied(f"worker {guest.node} was gone as soon as it had joined ({err})")
-            error.worker = guest.node
-            raise error from None
-
-    def _welcome(self, node: RemoteNode, factory: bytes) -> RemoteNode:
-        self._by_fd[node.channel.fileno()] = node
-        self._poller.register(node.channel.fileno(), select.EPOLLIN)
-        try:
-            self._greet(node, factory)
-        except (EOFError, OSError, RuntimeError) as err:
-            raise self._died(node, str(err)) from None
-        self._frames.extend((node, frame) for frame in node.early)
+        Raises:
+            WorkerDied: one is lost before it has joined.
+        """
+        node = self._admitter.pop()
+        if isinstance(node, WorkerDied):
+            raise node
+        if node is not None:
+            node.heard = time.monotonic()
+            self._add(node)
         return node
-
-    def _greet(self, node: RemoteNode, factory: bytes, life: int = 0) -> None:
-        node.channel.send(pickle.dumps(self._boot(node.index, factory, life)))
-        node.connect(self._kind, self._patience)
-
-    def _boot(self, index: int, factory: bytes, life: int) -> Boot:
-        """Return what node ``index`` is told to be, which was lost ``life`` times."""
-        return NodeBoot(self._threads, self._kind, tuple(sys.path), factory, life)
-
-    def board(self, weights: Mapping[str, torch.Tensor]) -> NetworkBoard:
-        """Prepare to send weights like these to all nodes."""
-        board = NetworkBoard(plan_flat(len(self._boards), weights), self._nodes)
-        self._boards.append(board)
-        return board
-
-    # -- messages --------------------------------------------------------------------------------
-
-    def send(self, worker: int, ticket: int, command: m.Command) -> None:
-        """Post ``command``; if the node is gone, `receive` says so, after what it had sent.
-
-        Raises:
-            ClosedError: after `stop`.
-            WorkerDied: `receive` has said already that the node is gone.
-        """
-        if not self._nodes:
-            raise ClosedError("the collector was shut down")
-        node = self._nodes[worker]
-        if node.channel.fileno() < 0:
-            raise self._died(node, "is gone")
-        if not isinstance(command, m.Load | m.Bind | m.Close):
-            for board in self._boards:
-                board.catch_up(node)
-        node.post(ticket, command)
-        self._watch(node)
-
-    def _tell_stop(self, value: int) -> None:
-        for node in self._nodes:
-            if node.channel.fileno() >= 0:
-                node.put(STOP + bytes([value]))
-
-    def _watch(self, node: RemoteNode) -> None:
-        pending = select.EPOLLOUT if node.channel.pending else 0
-        self._poller.modify(node.channel.fileno(), select.EPOLLIN | pending)
-
-    def receive(self, timeout: float | None) -> m.Reply:
-        """Return the next reply of any node; a rollout is in its window by then.
-
-        Raises:
-            CollectorTimeout: none came within ``timeout`` seconds.
-            WorkerDied: a node's process ended, or it showed no sign of life for too long.
-        """
-        place = self._whole()
-        if place is None:
-            place = self._await(timeout)
-        node, frame = self._frames[place]
-        reply = reply_in(frame)
-        try:
-            node.land(reply.ticket)
-        except RuntimeError as err:
-            del self._frames[place]
-            raise self._died(node, f"was lost in the middle of a rollout ({err})") from None
-        del self._frames[place]  # now: an interrupt while it was being read must not lose it
-        return reply
-
-    def _whole(self) -> int | None:
-        """Return the place of the first reply that is here with all that belongs to it."""
-        waiting: set[RemoteNode] = set()  # whose next reply is not: what follows has to wait, too
-        for place in range(len(self._frames)):
-            node, frame = self._frames[place]
-            if node not in waiting:
-                if node.is_here(head_of(frame)[0]):
-                    return place
-                waiting.add(node)
-        return None
-
-    def _owed(self, node: RemoteNode) -> bool:
-        """Whether something ``node`` has announced is still to be handed over."""
-        return any(each is node for each, _ in self._frames)
-
-    def sound(self) -> bool:
-        """Return False: `receive` also has to see how long nodes have been silent."""
-        return False
-
-    def wait(self, timeout: float) -> None:
-        """Wait until there may be a reply; safe while another thread uses the backend."""
-        with contextlib.suppress(ValueError):  # closed meanwhile
-            self._poller.poll(timeout)
-
-    def _await(self, timeout: float | None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        left: float | None = 0.0  # first what is there: the learner may have been away for long
-        nap, longest = _NAPS
-        while True:
-            for fd, events in interruptible(self._poller.poll, left):
-                self._turn_to(fd, events)
-            place = self._whole()
-            if place is not None:
-                return place
-            now = time.monotonic()
-            if deadline is not None and now >= deadline:
-                raise CollectorTimeout(f"no node replied within {timeout} s")
-            limit = self._next_silence(now)
-            left = limit if deadline is None else min(limit, deadline - now)
-            if self._frames:  # announced but not here, and nobody tells when it is
-                interruptible(time.sleep, nap)
-                nap, left = min(2 * nap, longest), 0.0
-
-    def _next_silence(self, now: float) -> float:
-        """Return the seconds until some node has been silent for too long.
-
-        Raises:
-            WorkerDied: one has.
-        """
-        left = self._patience
-        for node in list(self._by_fd.values()):
-            if node.leaving is not None and not self._owed(node):
-                raise self._died(node, node.leaving)
-            quiet = now - node.heard
-            if quiet >= self._patience:
-                raise self._died(
-                    node,
-                    f"showed no sign of life for {quiet:.0f} s: its host or the network is down, "
-                    "or its process stands still",
-                    patience=0.0,
-                )
-            left = min(left, self._patience - quiet)
-        return left
-
-    def _turn_to(self, fd: int, events: int) -> None:
-        self._serve(self._by_fd[fd], events)
-
-    def _serve(self, node: RemoteNode, events: int) -> None:
-        # Read first: what a node sent before it ended is whole, and so is what it is about.
-        if events & ~select.EPOLLOUT:
-            self._hear(node)
-        if events & select.EPOLLOUT:
-            node.flush()
-        if node.channel.fileno() >= 0:
-            self._watch(node)
-
-    def _hear(self, node: RemoteNode) -> None:
-        """Take in what ``node`` has sent.
-
-        Raises:
-            WorkerDied: its connection has ended, or is not its alone.
-        """
-        try:
-            frames = node.channel.read()
-        except ForgedFrameError as err:
-            node.leaving = f"was let go of: {err}"
-            raise self._died(node, node.leaving) from None
-        except (EOFError, OSError) as err:
-            if self._owed(node) and node.in_flight(_IN_FLIGHT):
-                return  # what it had sent comes first; this is told again till then
-            raise self._died(node, f"closed its connection ({err})") from None
-        node.heard = time.monotonic()
-        for frame in frames:
-            if frame[:1] == WEIGHTS:
-                self._boards[read_weights(frame)].taken(node)
-            elif frame[:1] == LEAVE:
-                node.leaving = frame[1:].decode()
-            elif frame[:1] != BEAT:
-                self._frames.append((node, frame))
-
-    def _died(self, node: RemoteNode, how: str, patience: float = NEWS) -> WorkerDied:
-        """Take leave of ``node``; its launcher may know more within ``patience`` seconds."""
-        if node.channel.fileno() < 0:
-            patience = 0.0
-        else:
-            node.listen()
-        # Before it is dropped: an interrupt meanwhile must not lose the news.
-        fate = interruptible(node.fate, self._launcher, how, patience)
-        self._drop(node)
-        error = WorkerDied(f"worker {node.index} on node {node.address} {fate}")
-        error.worker = node.index
-        return error
-
-    def _drop(self, node: RemoteNode) -> None:
-        """Hang up on ``node`` and forget what it has to do with. Idempotent."""
-        if node.channel.fileno() >= 0:
-            self._poller.unregister(node.channel.fileno())
-            self._by_fd.pop(node.channel.fileno(), None)
-            node.close()
-            # Rollouts it had announced cannot be fetched any more.
-            for _ in range(len(self._frames)):  # one by one: others may be put there meanwhile
-                each = self._frames.popleft()
-                if each[0] is not node:
-                    self._frames.append(each)
-        for board in self._boards:
-            board.forget(node)
-
-    def open(self, payload: m.Payload) -> Any:
-        """Return the rollout, which travelled with the reply."""
-        return payload.handle
-
-    def stop(self, timeout: float) -> None:
-        """End all nodes: let those that were asked go, kill the rest. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        nodes = {*self._nodes, *self._by_fd.values()}
-        self._nodes.clear()
-        self._frames.clear()
-        self._by_fd.clear()
-        foreign = self._owner != os.getpid()
-        if foreign:
-            _keep_for_ever((self, nodes))
-        for node in nodes:
-            node.close(drop=not foreign)
-        self._admission.close()
-        self._launcher.stop(min(timeout, _GRACE))
-        self._poller.close()
-
-
-def _keep_for_ever(held: object) -> None:
-    """Never let ``held`` be destroyed: the threads of its process groups are another process's."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
-
-
-_JOINING_GRACE = 1.0
-"""Seconds that threads which let nodes in get to end."""
-
-
-class ReplacingBackend(NetworkBackend):
-    """A `NetworkBackend` that can have single nodes started anew; its port stays open for them.
-
-    That happens in threads of its own, which hand over a node once it is up: everything else of
-    the backend is the learner's, as before.
-    """
-
-    _joining: NodeAdmitter | None = None
-
-    def _all_in(self, factories: Sequence[bytes]) -> None:
-        def greet(node: RemoteNode, life: int) -> None:
-            self._greet(node, factories[node.index], life)
-
-        self._joining = NodeAdmitter(
-            self._launcher,
-            self._admission,
-            self._remote,
-            greet,
-            self._invitation,
-            self._start_timeout,
-        )
-        self._poller.register(self._joining.bell, select.EPOLLIN)
 
     def replace(self, worker: int, life: int) -> None:
         """Let go of ``worker`` and have another node started in its place, without waiting.
@@ -425,49 +392,180 @@ class ReplacingBackend(NetworkBackend):
             worker: The node's index.
             life: How many were lost before the new one.
         """
-        assert self._joining is not None
-        self._drop(self._nodes[worker])
-        self._joining.want(worker, life)
+        self._drop(self._peers[worker])
+        self._admitter.want(worker, life)
 
-    def send(self, worker: int, ticket: int, command: m.Command) -> None:
-        """Post ``command``; a node that takes the place of another gets the newest with `Bind`.
+    def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> FlatWeightPublisher[N]:
+        """Prepare to send weights like these to all nodes that are told of it by `Bind`."""
+        self._publisher = FlatWeightPublisher(plan_flat(weights), self._send_weights)
+        return self._publisher
 
-        Raises:
-            ClosedError: after `stop`.
-            WorkerDied: `receive` has said already that the node is gone.
-        """
-        super().send(worker, ticket, command)
-        if isinstance(command, m.Bind):
-            self._boards[command.board.offset].include(self._nodes[worker])
-            self._watch(self._nodes[worker])
+    # -- messages --------------------------------------------------------------------------------
+
+    def _post(self, peer: N, ticket: int, command: m.Command) -> None:
+        if peer.gone:
+            raise self._died(peer, "is gone")
+        publisher = self._publisher
+        if publisher is not None and not isinstance(command, m.Load | m.Bind | m.Close):
+            publisher.catch_up(peer)
+        peer.post(ticket, command)
+        if publisher is not None and isinstance(command, m.Bind):
+            publisher.include(peer)
+        self._watch(peer)
+
+    def _send_stop(self, value: int) -> None:
+        for node in self._peers:
+            if not node.gone:
+                node.put(STOP + bytes([value]))
+
+    def _poll(self, timeout: float | None) -> float | None:
+        waiting = [node for node in self._by_fd.values() if node.announced]
+        if waiting and timeout:  # announced but not here, and nobody tells when it is
+            interruptible(time.sleep, min(self._nap, timeout))
+            self._nap, timeout = min(2 * self._nap, _NAPS[1]), 0.0
+        for fd, events in interruptible(self._poller.poll, timeout):
+            self._turn_to(fd, events)
+        for node in list(self._by_fd.values()):
+            self._deliver(node)
+        if self._arrived:
+            self._nap = _NAPS[0]
+            return None
+        silent_in = self._next_silence(time.monotonic())
+        if any(node.announced for node in self._by_fd.values()):
+            return self._nap
+        return silent_in
 
     def _turn_to(self, fd: int, events: int) -> None:
-        if self._joining is not None and fd == self._joining.bell:
-            self._take_over(self._joining)
-        else:
-            super()._turn_to(fd, events)
+        if fd == self._admitter.bell:
+            self._replace()
+            return
+        node = self._by_fd[fd]
+        # Read first: what a node sent before it ended is whole, and so is what it is about.
+        if events & ~select.EPOLLOUT:
+            self._hear(node)
+        if events & select.EPOLLOUT:
+            node.flush()
+        if not node.gone:
+            self._watch(node)
 
-    def _take_over(self, joining: NodeAdmitter) -> None:
-        """Take in what has become of a node that is to replace another.
+    def _replace(self) -> None:
+        node = self._next_joined()
+        if node is not None:
+            self._peers[node.index] = node
+            if self.stop_byte[0]:
+                node.put(STOP + bytes([self.stop_byte[0]]))
+
+    def _deliver(self, node: N) -> None:
+        """Hand over the replies of ``node`` that are here with all that belongs to them."""
+        while node.announced:
+            ticket, _ = head_of(node.announced[0])
+            if not node.is_here(ticket):
+                return
+            try:
+                node.land(ticket)
+            except RuntimeError as err:
+                node.announced.clear()
+                raise self._died(node, f"was lost in the middle of a rollout ({err})") from None
+            self._arrived.append(node.announced[0])
+            node.announced.popleft()
+
+    def _next_silence(self, now: float) -> float:
+        """Return the seconds until some node has been silent for too long.
 
         Raises:
-            WorkerDied: it is lost, too.
+            WorkerDied: one has.
         """
-        node = joining.pop()
-        if isinstance(node, WorkerDied):
-            raise node
-        if node is None:
-            return
-        node.heard = time.monotonic()
-        self._nodes[node.index] = self._by_fd[node.channel.fileno()] = node
-        self._poller.register(node.channel.fileno(), select.EPOLLIN)
-        if self.stop_byte[0]:
-            node.put(STOP + bytes([self.stop_byte[0]]))
-        self._frames.extend((node, frame) for frame in node.early)
+        left = self.timeout_s
+        for node in list(self._by_fd.values()):
+            if node.leaving is not None and not node.announced:
+                raise self._died(node, node.leaving)
+            silent_for_s = now - node.heard
+            if silent_for_s >= self.timeout_s:
+                raise self._died(
+                    node,
+                    f"showed no sign of life for {silent_for_s:.0f} s: its host or the network is "
+                    "down, or its process stands still",
+                )
+            left = min(left, self.timeout_s - silent_for_s)
+        return left
+
+    def _hear(self, peer: N) -> None:
+        try:
+            peer.read()
+        except ForgedFrameError as err:
+            peer.leaving = f"was let go of: {err}"
+            raise self._died(peer, peer.leaving) from None
+        except (EOFError, OSError) as err:
+            if not peer.in_flight():  # else what it had sent comes first; this is told again
+                raise self._died(peer, f"closed its connection ({err})") from None
+
+    def _exit_reason(self, peer: N, reason: str) -> str:
+        silent = time.monotonic() - peer.heard >= self.timeout_s
+        if not peer.gone:
+            peer.listen()
+        wait = 0.0 if silent or peer.gone else _NEWS
+        return f"on node {peer.address} {peer.exit_reason(reason, wait)}"
+
+    def _drop(self, peer: N) -> None:
+        """Hang up on ``peer`` and forget what it has to do with. Idempotent."""
+        super()._drop(peer)
+        peer.close()
+        peer.announced.clear()  # rollouts it had announced cannot be fetched any more
+        for _ in range(len(self._arrived)):  # one by one: others may be put there meanwhile
+            frame = self._arrived.popleft()
+            if head_of(frame)[1] != peer.index:
+                self._arrived.append(frame)
+        if self._publisher is not None:
+            self._publisher.forget(peer)
 
     def stop(self, timeout: float) -> None:
         """End all nodes, also those that are just joining. Idempotent."""
-        # In a forked child the threads do not exist, and nodes are somebody else's.
-        if not self._closed and self._joining is not None and self._owner == os.getpid():
-            self._joining.stop(min(timeout, _JOINING_GRACE))
-        super().stop(timeout)
+        if self._closed:
+            return
+        self._closed = True
+        mine = self._owner == os.getpid()
+        if mine:  # in a forked child the threads do not exist, and nodes are somebody else's
+            self._admitter.stop(min(timeout, _GRACE))
+        nodes = self._let_go()
+        if not mine:
+            _keep_for_ever((self, nodes))
+        for node in nodes:
+            node.close(drop=mine)
+            if self._publisher is not None:
+                self._publisher.forget(node)
+        self._admission.close()
+        self.launcher.stop(min(timeout, _GRACE))
+        self._poller.close()
+
+
+class NetworkBackend(NodeBackend[PairNode]):
+    """Nodes to which commands and replies travel on their connection, data by torch.distributed."""
+
+    def __init__(
+        self, open_window: OpenWindow, launcher: Launcher, *, kind: str = "gloo", **options: object
+    ) -> None:
+        """Listen for nodes.
+
+        Raises:
+            ConfigError: the process group is not available, or the port cannot be listened on.
+        """
+        check_kind(kind)
+        self.kind = kind
+        super().__init__(open_window, launcher, **options)  # type: ignore[arg-type]
+
+    def _node(self, guest: Guest) -> PairNode:
+        return PairNode(guest, self)
+
+    def boot(self, index: int, life: int) -> Boot:
+        connect = functools.partial(PairEndpoint, kind=self.kind)
+        return Boot(index, self._factories[index], self._threads, life, connect)
+
+    def _send_weights(
+        self, peer: PairNode, buffer: torch.Tensor, taken: Callable[[], None]
+    ) -> bool:
+        return peer.send_weights(buffer, taken)
+
+
+def _keep_for_ever(held: object) -> None:
+    """Never let ``held`` be destroyed: the threads of its process groups are another process's."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

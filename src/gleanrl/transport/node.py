@@ -1,13 +1,4 @@
-"""What travels on the connection between a node and its learner besides commands and replies.
-
-One byte says what a frame is. Commands and replies are those of `transport.frames`; the others are
-
-    H                 a sign of life (from the node)
-    S byte            raise the stop byte, or take it back (from the learner)
-    K length key val  half of agreeing on a process group (both ways)
-    W board           weights are on their way (from the learner), were taken (from the node)
-    L reason          the node ends, because it was told to or cannot go on (from the node)
-"""
+"""What a node runs: it finds its learner, authenticates, then serves like any other worker."""
 
 from __future__ import annotations
 
@@ -23,20 +14,14 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-import cloudpickle
-import torch
-
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, error_text
-from gleanrl.core.protocols import Array
-from gleanrl.memory.arena import window_over
-from gleanrl.memory.slab import packed
-from gleanrl.memory.window import RolloutWindow
-from gleanrl.rollout.streams import enter_life
+from gleanrl.core.protocols import Stop
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.transport.frames import (
     BEAT,
     KEY,
@@ -45,19 +30,15 @@ from gleanrl.transport.frames import (
     WEIGHTS,
     CommandReader,
     frame_of,
-    head_of,
     key_frame,
     read_key,
-    read_weights,
-    unreadable,
-    weights_frame,
 )
 from gleanrl.transport.handshake import HandshakeError, Invitation, join, keep_alive
-from gleanrl.transport.landing import mark_of, pieces_of
+from gleanrl.transport.landing import RolloutBlock
 from gleanrl.transport.process_group import NODE_RANK, ConnectionStore, ProcessGroupPair, Transfer
 from gleanrl.transport.stream import Channel, ForgedFrameError, SealedChannel
-from gleanrl.transport.worker import Addressed, Inbox, Surroundings, Worker, settle, work
-from gleanrl.weights.flat import FlatReader
+from gleanrl.transport.weights import FlatBuffer
+from gleanrl.transport.worker import Boot, Endpoint, Inbox, Surroundings, WeightReceiver, serve
 
 _LAST = 5.0
 """Seconds a node that was asked to end may take to do so once the learner is gone."""
@@ -69,20 +50,14 @@ class NodeConnection:
     Commands go to ``inbox``; whoever carries them out answers through `send`.
     """
 
-    def __init__(self, channel: Channel, worker: int, patience: float) -> None:
-        """Take over ``channel``.
-
-        Args:
-            channel: The connection.
-            worker: This node's index.
-            patience: Seconds after which the learner gives a silent node up.
-        """
-        self._channel, self._worker, self._patience = channel, worker, patience
-        self._reader = CommandReader()
+    def __init__(self, channel: Channel, worker: int, timeout_s: float) -> None:
+        self._channel, self._worker, self._timeout_s = channel, worker, timeout_s
+        self._reader = CommandReader(worker)
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._keys: dict[str, bytes] = {}
-        self._boards: deque[int] = deque()
+        self.weights_due: deque[bytes] = deque()
+        """Announcements of weights that are on their way."""
         self._over = threading.Event()
         self._closing = False
         self.leaving = False
@@ -94,7 +69,7 @@ class NodeConnection:
         """Begin to read, after ``frames``, which have come already."""
         for frame in frames:
             self._take(frame)
-        threading.Thread(target=self._run, name="gleanrl link", daemon=True).start()
+        threading.Thread(target=self._run, name="gleanrl connection", daemon=True).start()
 
     def finish(self) -> None:
         """From now on the learner may go away."""
@@ -111,7 +86,7 @@ class NodeConnection:
             return
         if isinstance(reply, m.Rolled) and reply.report.payload is not None:
             # It may be more than the connection holds, and the learner may be away for long.
-            self._channel.be_patient()
+            self._channel.wait_for_ever()
         self.send(frame_of(reply))
 
     def leave(self, reason: str) -> None:
@@ -129,13 +104,9 @@ class NodeConnection:
             GleanError: it did not in time.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: key in self._keys, self._patience):
-                raise GleanError(f"the learner did not answer for {self._patience} s")
+            if not self._changed.wait_for(lambda: key in self._keys, self._timeout_s):
+                raise GleanError(f"the learner did not answer for {self._timeout_s} s")
             return self._keys[key]
-
-    def pop_board(self) -> int | None:
-        """Return the number of a board that weights are on their way for, ``None`` if none are."""
-        return self._boards.popleft() if self._boards else None
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -171,7 +142,7 @@ class NodeConnection:
     def _read(self) -> None:
         readable = select.poll()
         readable.register(self._channel, select.POLLIN)
-        pause = self._patience / 6
+        pause = self._timeout_s / 6
         due = time.monotonic()
         while True:
             left = due - time.monotonic()
@@ -187,7 +158,7 @@ class NodeConnection:
         if kind == STOP:
             self.stop[0] = frame[1]
         elif kind == WEIGHTS:
-            self._boards.append(read_weights(frame))
+            self.weights_due.append(frame)
         elif kind == KEY:
             key, value = read_key(frame)
             with self._changed:
@@ -197,11 +168,9 @@ class NodeConnection:
             self._command(frame)
 
     def _command(self, frame: bytes) -> None:
-        ticket, _ = head_of(frame)
-        try:
-            command = self._reader.read(frame)
-        except Exception as err:  # whatever the user's objects do when unpickled
-            self.answer(m.Failed(self._worker, ticket, unreadable(err)))
+        ticket, command = self._reader.read(frame)
+        if isinstance(command, m.Failed):
+            self.answer(command)
             return
         self._closing = isinstance(command, m.Close)
         self.inbox.put(ticket, command)
@@ -212,7 +181,7 @@ _GRACE = 5.0
 
 
 class SignalShutdown:
-    """While entered, signals make the node of a link leave. For the main thread.
+    """While entered, signals make a node leave. For the main thread.
 
     Python runs handlers in the main thread between two of its instructions, and a step of an
     environment may take long. So the handlers here do nothing: the number of the signal arrives
@@ -221,25 +190,16 @@ class SignalShutdown:
 
     def __init__(
         self,
-        link: NodeConnection,
+        connection: NodeConnection,
         signals: Sequence[signal.Signals],
         label: str,
         note: Callable[[str], object],
     ) -> None:
-        """Prepare.
-
-        Args:
-            link: The node's end of its connection.
-            signals: That make it leave.
-            label: Of what this process belongs to, for the learner: ``"Slurm job 12"``.
-            note: Also told why it leaves.
-        """
-        self._link, self._signals, self._label, self._note = link, signals, label, note
+        self._connection, self._signals, self._label, self._note = connection, signals, label, note
         self._before: dict[signal.Signals, signal._HANDLER] = {}
         self._got: int | None = None
 
     def __enter__(self) -> SignalShutdown:
-        """Take over the signals."""
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -263,11 +223,6 @@ class SignalShutdown:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        """Give the signals back.
-
-        Raises:
-            SystemExit: the node was told to leave, and has.
-        """
         signal.set_wakeup_fd(self._wakeup)
         for number, before in self._before.items():
             signal.signal(number, before)
@@ -292,7 +247,7 @@ class SignalShutdown:
         end.start()
         self._got = number
         reason = f"was told to end by {number.name} ({self._label}) and left"
-        self._link.leave(reason)
+        self._connection.leave(reason)
         with contextlib.suppress(Exception):  # the connection has told it already
             self._note(reason)
 
@@ -317,10 +272,10 @@ def _call(method: Callable[[], Callable[[], None] | None]) -> None:
 
 
 _FOR_EVER = 1e8
-"""Seconds a rollout may wait for the learner to take it: as long as there is one, which the link
-sees to."""
-ROLLOUT_TAG, BOARD_TAG = 1, 2
-"""Tags of transfers: rollouts; and from here on, weights of board 0, 1, ..."""
+"""Seconds a rollout may wait for the learner to take it: as long as there is one, which the
+connection sees to."""
+ROLLOUT_TAG, WEIGHTS_TAG = 1, 2
+"""Of transfers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,57 +285,6 @@ class NodeSpec:
     invitation: Invitation
     surroundings: Surroundings | None = None
     """Those of the process that started it, where it was forked earlier."""
-
-
-class Boot(Protocol):
-    """What the learner tells a node that it has let in: what to be."""
-
-    @property
-    def threads(self) -> int:
-        """Return the number of torch threads of the node."""
-        ...
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        """Return where the learner imports from."""
-        ...
-
-    def serve(self, connection: NodeConnection, node: int, address: str) -> None:
-        """Serve the learner until it says `Close`.
-
-        Args:
-            connection: To the learner.
-            node: This node's index.
-            address: This node's address on the network between the two.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class NodeBoot:
-    """What a node whose data travel through a process group of two is told."""
-
-    threads: int
-    kind: str
-    """Of process group."""
-    path: tuple[str, ...]
-    """Where the learner imports from."""
-    factory: bytes
-    """A pickled `SourceFactory`."""
-    life: int = 0
-    """How often this worker was lost before."""
-
-    def serve(self, connection: NodeConnection, node: int, address: str) -> None:
-        """Serve the learner until it says `Close`."""
-
-        def tell(key: str, value: bytes) -> None:
-            connection.send(key_frame(key, value))
-
-        enter_life(self.life)
-        pair = ProcessGroupPair(
-            self.kind, ConnectionStore(tell, connection.key), NODE_RANK, address, _FOR_EVER
-        )
-        _Node(connection, pair, node, self.factory).run()
 
 
 def main(fd: int) -> None:
@@ -412,8 +316,8 @@ def run_node(
         OSError: nobody answers.
         SystemExit: one of ``signals`` came.
     """
-    sock, keys, patience = join(invitation, invitation.patience)
-    keep_alive(sock, patience)
+    sock, keys, timeout_s = join(invitation, invitation.timeout_s)
+    keep_alive(sock, timeout_s)
     address = str(sock.getsockname()[0])
     channel = SealedChannel(sock, sends=keys.node, receives=keys.learner)
     try:
@@ -425,127 +329,117 @@ def run_node(
         ) from None
     # The learner has authenticated, and so is all that comes: its pickles are loaded.
     boot: Boot = pickle.loads(first)
-    sys.path.extend(entry for entry in boot.path if entry not in sys.path)
-    settle(boot.threads)
-    link = NodeConnection(channel, invitation.node, patience)
-    link.start(others)
-    with SignalShutdown(link, signals, label, note) if signals else contextlib.nullcontext():
-        boot.serve(link, invitation.node, address)
-    link.finish()
+    boot.prepare()
+    connection = NodeConnection(channel, invitation.node, timeout_s)
+    connection.start(others)
+    shutdown = SignalShutdown(connection, signals, label, note)
+    with shutdown if signals else contextlib.nullcontext():
+        assert boot.connect is not None
+        endpoint: NodeEndpoint = boot.connect(connection, boot, address)
+        serve(boot, endpoint)
+        endpoint.finish()
+    connection.finish()
     channel.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Outgoing:
-    """Memory of a rollout that is to be sent."""
+class NodeEndpoint(Endpoint, Protocol):
+    """An `Endpoint` of a node."""
 
-    window: RolloutWindow
-    pieces: Sequence[torch.Tensor]
-    """In which it is sent."""
-    mark: Array
-    """Ends the last one; says which rollout it is."""
+    def finish(self) -> None:
+        """Take leave of the learner, after `Close` was answered."""
 
 
-class _Node:
-    """The worker of one node."""
+class PairEndpoint:
+    """A `NodeEndpoint` whose rollouts and weights travel through a process group of two."""
 
-    def __init__(
-        self, link: NodeConnection, pair: ProcessGroupPair, index: int, factory: bytes
-    ) -> None:
-        self._link, self._pair, self._index, self._factory = link, pair, index, factory
-        self._blocks: dict[int, _Outgoing] = {}
+    def __init__(self, connection: NodeConnection, boot: Boot, address: str, *, kind: str) -> None:
+
+        def tell(key: str, value: bytes) -> None:
+            connection.send(key_frame(key, value))
+
+        store = ConnectionStore(tell, connection.key)
+        self._connection = connection
+        self._group = ProcessGroupPair(kind, store, NODE_RANK, address, _FOR_EVER)
+        self.stop: Stop = connection.stop
+        self.weights: WeightReceiver | None = PairWeights(connection, self._group)
+        self._blocks: dict[int, RolloutBlock] = {}
         """Per slot of the learner's."""
         self._sending: dict[int, list[Transfer]] = {}
         self._due: m.WindowRef | None = None
         """Of the rollout that is being carried out."""
         self._closing = False
 
-    def run(self) -> None:
-        work(self._index, self._build, self._following, self._answer)
-
-    def _build(self) -> Worker:
-        factory = cloudpickle.loads(self._factory)
-        mailbox = NodeWeights(self._link, self._pair)
-        return Worker(self._index, factory, self._open, self._link.stop, mailbox)
-
-    def _following(self) -> Addressed:
-        ticket, command = self._link.inbox.next()
+    def next(self) -> tuple[int, m.Command]:
+        ticket, command = self._connection.inbox.next()
         if isinstance(command, m.Collect) and command.window.blocks:
             self._due = command.window
         self._closing = isinstance(command, m.Close)
         return ticket, command
 
-    def _open(self, reference: m.WindowRef) -> RolloutWindow:
-        """Return memory of this node's own for a rollout; what was in it has to be gone first."""
-        if not reference.blocks:  # of a source whose rollouts lie elsewhere
-            return RolloutWindow({}, reference.envs, reference.steps)
-        self._finish(reference.slot)
+    def window(self, reference: m.WindowRef) -> RolloutWindow:
+        self._await_taken(reference.slot)
         return self._block(reference).window
 
-    def _block(self, reference: m.WindowRef) -> _Outgoing:
-        found = self._blocks.get(reference.slot)
-        if found is None:
-            plan, nbytes = packed(reference)
-            block = torch.zeros(nbytes, dtype=torch.uint8)
-            pieces = [block[start:end] for start, end in pieces_of(reference)]
-            found = _Outgoing(window_over(block, plan), pieces, mark_of(block))
-            self._blocks[reference.slot] = found
-        return found
+    def _block(self, reference: m.WindowRef) -> RolloutBlock:
+        block = self._blocks.get(reference.slot)
+        if block is None:
+            block = self._blocks[reference.slot] = RolloutBlock(reference)
+        return block
 
-    def _finish(self, slot: int) -> None:
+    def _await_taken(self, slot: int) -> None:
         """Wait until the learner has taken what was in ``slot``."""
         for transfer in self._sending.pop(slot, ()):
             transfer.finish()
 
-    def _answer(self, reply: m.Reply) -> None:
-        if self._link.leaving:
+    def answer(self, reply: m.Reply) -> None:
+        connection = self._connection
+        if connection.leaving:
             return
         if self._closing and not isinstance(reply, m.Begun):
             for slot in list(self._sending):  # what was announced is delivered
-                self._finish(slot)
-            self._link.finish()  # the learner goes away when it has this answer
+                self._await_taken(slot)
+            connection.finish()  # the learner goes away when it has this answer
         due, self._due = self._due, None
         if due is not None:
             # Also after a failure: the learner has been expecting the rollout since it asked.
-            outgoing = self._block(due)
-            self._finish(due.slot)
-            outgoing.mark[0] = reply.ticket
-            self._sending[due.slot] = [
-                self._pair.send(piece, ROLLOUT_TAG) for piece in outgoing.pieces
-            ]
-            if not self._link.inbox:  # nothing else to do: announce it when it is on the way
-                self._finish(due.slot)
-        self._link.answer(reply)
+            block = self._block(due)
+            self._await_taken(due.slot)
+            block.mark[0] = reply.ticket
+            sending = [self._group.send(piece, ROLLOUT_TAG) for piece in block.pieces]
+            self._sending[due.slot] = sending
+            if not connection.inbox:  # nothing else to do: announce it when it is on the way
+                self._await_taken(due.slot)
+        connection.answer(reply)
+
+    def finish(self) -> None:
+        """Do nothing: the process group ends with this process."""
 
 
-class NodeWeights:
-    """The weights that the learner publishes; a `Mailbox`."""
+class PairWeights:
+    """A `WeightReceiver`: weights come through a process group, announced on the connection."""
 
-    def __init__(self, link: NodeConnection, pair: ProcessGroupPair) -> None:
-        """Take weights from ``pair`` when ``link`` says that some are on their way."""
-        self._link, self._pair = link, pair
-        self._readers: dict[int, FlatReader] = {}
-        self._coming: dict[int, Transfer] = {}
+    def __init__(self, connection: NodeConnection, group: ProcessGroupPair) -> None:
+        self._connection, self._group = connection, group
+        self._model_id = ""
+        self._buffers: list[FlatBuffer] = []
+        """The first is the one that weights arrive in while the other is read."""
+        self._coming: Transfer | None = None
 
-    def bind(self, model_id: str, board: m.BoardRef) -> None:
-        """Expect weights of ``model_id`` from now on."""
-        number = board.offset
-        self._readers[number] = FlatReader(model_id, board)
-        self._expect(number)
+    def bind(self, model_id: str, ref: m.WeightsRef) -> None:
+        self._model_id, self._buffers = model_id, [FlatBuffer(ref), FlatBuffer(ref)]
+        self._expect()
 
-    def _expect(self, number: int) -> None:
+    def _expect(self) -> None:
         """Have the next weights arrive whatever this node does meanwhile."""
-        target = self._readers[number].next_buffer()
-        self._coming[number] = self._pair.receive(target, BOARD_TAG + number)
+        self._buffers.reverse()
+        self._coming = self._group.receive(self._buffers[0].bytes, WEIGHTS_TAG)
 
     def newest(self) -> m.Snapshot | None:
-        """Return the newest weights that are here or on their way, if there are new ones."""
-        snapshot: m.Snapshot | None = None
-        while (number := self._link.pop_board()) is not None:
-            self._coming[number].finish()
-            read = self._readers[number].read()
-            models = {**(snapshot.models if snapshot else {}), **read.models}
-            snapshot = replace(read, models=models)
-            self._expect(number)
-            self._link.send(weights_frame(number))
+        snapshot = None
+        while self._connection.weights_due and self._coming is not None:
+            self._connection.weights_due.popleft()
+            self._coming.finish()
+            snapshot = self._buffers[0].snapshot(self._model_id)
+            self._expect()
+            self._connection.send(WEIGHTS)
         return snapshot

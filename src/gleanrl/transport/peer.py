@@ -1,56 +1,36 @@
-"""The stop byte of workers that share no memory with the learner."""
+"""A worker seen from the learner, and what all backends with workers elsewhere have in common."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import threading
 import time
-from collections.abc import Callable
-
-import torch
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import CollectorTimeout
-from gleanrl.transport.frames import (
-    BEAT,
-    KEY,
-    LEAVE,
-    CommandWriter,
-    head_of,
-    key_frame,
-    read_key,
-    weights_frame,
-)
-from gleanrl.transport.handshake import Guest
-from gleanrl.transport.landing import Arrival, Landing
-from gleanrl.transport.launchers import Launcher
-from gleanrl.transport.node import BOARD_TAG, ROLLOUT_TAG
-from gleanrl.transport.process_group import (
-    LEARNER_RANK,
-    ConnectionStore,
-    ProcessGroupPair,
-    Transfer,
-)
-from gleanrl.transport.stream import SealedChannel
-from gleanrl.transport.worker import OpenWindow
+from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
+from gleanrl.transport.frames import CommandWriter, reply_in
+from gleanrl.transport.stream import Channel
+from gleanrl.transport.waiting import interruptible
 
 
 class RemoteFlag:
-    """A byte that tells somebody when it is raised or taken back; any thread may set it."""
+    """A stop byte of workers that share no memory with the learner; any thread may set it."""
 
     def __init__(self, tell: Callable[[int], None]) -> None:
-        """Begin with zero; ``tell`` is called with 1 or 0 whenever that changes."""
         self._value = 0
         self._tell = tell
         self._lock = threading.Lock()
 
     def __getitem__(self, index: int, /) -> int:
-        """Return the byte."""
         return self._value
 
     def __setitem__(self, index: int, value: int, /) -> None:
-        """Set the byte: anything but zero raises it."""
         raised = int(bool(value))
         with self._lock:
             if raised != self._value:
@@ -58,194 +38,174 @@ class RemoteFlag:
                 self._tell(raised)
 
 
-NEWS = 2.0
-"""Seconds within which a launcher has heard how a process ended that is gone."""
+class Peer:
+    """A worker seen from the learner."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.writer = CommandWriter()
+
+    @property
+    def gone(self) -> bool:
+        raise NotImplementedError
 
 
-class RemoteNode:
-    """A connection to a node, its process group, and what it has been asked for."""
+P = TypeVar("P", bound=Peer)
+C = TypeVar("C", bound="ChannelPeer")
 
-    def __init__(self, guest: Guest, open_window: OpenWindow) -> None:
-        """Take over the connection on which the node was let in."""
-        sock, keys = guest.sock, guest.keys
-        self.index = guest.node
-        self.address = str(sock.getpeername()[0])
-        self._here = str(sock.getsockname()[0])
-        self.channel = SealedChannel(sock, sends=keys.learner, receives=keys.node)
-        self.heard = time.monotonic()
-        """When it last gave a sign of life."""
-        self.leaving: str | None = None
-        """Why it ends, if it has said so or this side ends it."""
-        self._ended: float | None = None
-        """When its connection was seen to have ended."""
-        self._sending = threading.Lock()
-        self._writer = CommandWriter()
-        self._open_window = open_window
-        self._keys: dict[str, bytes] = {}
-        self.early: list[bytes] = []
-        """Replies that came while it joined."""
-        self._pair: ProcessGroupPair | None = None
-        self._landings: dict[int, Landing] = {}
-        self._arriving: dict[int, Arrival] = {}
-        """Rollouts that are due, by ticket."""
 
-    # -- joining ---------------------------------------------------------------------------------
+class RemoteBackend(ABC, Generic[P]):
+    """A `Backend` whose workers are not in the calling thread.
 
-    def connect(self, kind: str, patience: float) -> None:
-        """Make the process group, which the node does at the same time.
+    A kind of worker says how a command is sent (`_post`), how replies come in (`_poll` puts their
+    frames into `_arrived`), and what became of a worker that is gone (`_exit_reason`).
+    """
 
-        Raises:
-            EOFError: the node is gone.
-            RuntimeError: it cannot be reached.
-        """
-        deadline = time.monotonic() + patience
+    inline = False
+    memory: Any = None
+    _looks_first = False
+    """Whether `receive` looks at what is there before it waits: silence counts from then on."""
 
-        def tell(key: str, value: bytes) -> None:
-            self.channel.send(key_frame(key, value))
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._peers: list[P] = []
+        """In worker order; empty before `start` and after `stop`."""
+        self._arrived: deque[Any] = deque()
+        """Frames of replies that are here with all that belongs to them."""
 
-        def wait_for(key: str) -> bytes:
-            return self._key(key, deadline)
+    @abstractmethod
+    def _post(self, peer: P, ticket: int, command: m.Command) -> None:
+        """Send ``command``, without waiting; raises `_died` if ``peer`` is known to be gone."""
 
-        store = ConnectionStore(tell, wait_for)
-        self._pair = ProcessGroupPair(kind, store, LEARNER_RANK, self._here, patience)
+    @abstractmethod
+    def _poll(self, timeout: float | None) -> float | None:
+        """Wait at most ``timeout`` seconds for something to come, and take it in.
 
-    def _key(self, key: str, deadline: float) -> bytes:
-        """Read until the node has told ``key``; what else comes is kept for later."""
-        readable = select.poll()
-        readable.register(self.channel, select.POLLIN)
-        while key not in self._keys:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise CollectorTimeout(f"node {self.index} did not answer in time")
-            readable.poll(1000 * left)
-            self._hear_early()
-        return self._keys[key]
-
-    def await_start(self) -> None:
-        """Wait until the node has said that it is up, or why it is not; keep what it said.
-
-        It has no deadline of its own: whoever gives the node up hangs up on it.
+        Returns:
+            Seconds until it has to be called again though nothing comes; ``None`` for never.
 
         Raises:
-            EOFError: it is gone.
+            WorkerDied: a worker is gone, after everything that it had sent.
         """
-        readable = select.poll()
-        readable.register(self.channel, select.POLLIN)
-        while not any(head_of(frame)[0] == 0 for frame in self.early):
-            readable.poll()
-            self._hear_early()
 
-    def _hear_early(self) -> None:
-        """Read what has come while the node joins."""
-        for frame in self.channel.read():
-            if frame[:1] == KEY:
-                name, value = read_key(frame)
-                self._keys[name] = value
-            elif frame[:1] == LEAVE:
-                self.leaving = frame[1:].decode()
-            elif frame[:1] != BEAT:
-                self.early.append(frame)
+    @abstractmethod
+    def _exit_reason(self, peer: P, reason: str) -> str:
+        """Return what became of ``peer``; ``reason`` is what the connection to it showed."""
 
-    # -- messages --------------------------------------------------------------------------------
+    @abstractmethod
+    def _drop(self, peer: P) -> None:
+        """Let go of ``peer``, which is gone. Idempotent."""
 
-    def post(self, ticket: int, command: m.Command) -> None:
-        """Send ``command`` as far as the connection takes it."""
-        frame = self._writer.write(ticket, command)  # it raises what the user's objects raise
-        try:
-            if isinstance(command, m.Collect):
-                self._arriving[ticket] = self._expect(ticket, command.window)
-            self.put(frame)
-        except BaseException:  # an interrupt: the two sides may expect different rollouts now
-            self.channel.hang_up()
-            raise
+    def send(self, worker: int, ticket: int, command: m.Command) -> None:
+        """Post ``command``; if the worker is gone, `receive` says so, after what it had sent.
 
-    def put(self, frame: bytes) -> None:
-        """Send ``frame`` as far as the connection takes it; any thread may."""
-        with self._sending, contextlib.suppress(OSError):  # whoever reads next is told
-            self.channel.post(frame)
+        Raises:
+            ClosedError: after `stop`.
+            WorkerDied: `receive` has said already that the worker is gone.
+        """
+        if not self._peers:
+            raise ClosedError("the collector was shut down")
+        self._post(self._peers[worker], ticket, command)
+
+    def receive(self, timeout: float | None) -> m.Reply:
+        """Return the next reply of any worker; a rollout is in its window by then.
+
+        Raises:
+            CollectorTimeout: none came within ``timeout`` seconds.
+            WorkerDied: a worker is gone.
+        """
+        if not self._arrived:
+            self._await(timeout)
+        reply = reply_in(self._arrived[0])
+        self._arrived.popleft()  # now: an interrupt while it was being read must not lose it
+        return reply
+
+    def _await(self, timeout: float | None) -> None:
+        """Wait until something is in `_arrived`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        left = 0.0 if self._looks_first else timeout
+        while True:
+            soon = self._poll(left)
+            if self._arrived:
+                return
+            now = time.monotonic()
+            if deadline is not None:
+                if now >= deadline:
+                    raise CollectorTimeout(f"no worker replied within {timeout} s")
+                soon = deadline - now if soon is None else min(soon, deadline - now)
+            left = soon
+
+    def _died(self, peer: P, reason: str) -> WorkerDied:
+        """Let go of ``peer``, which is gone; return the error that says so."""
+        # First: an interrupt meanwhile must not lose the news.
+        text = interruptible(self._exit_reason, peer, reason)
+        self._drop(peer)
+        error = WorkerDied(f"worker {peer.index} {text}")
+        error.worker = peer.index
+        return error
+
+    def sound(self) -> bool:
+        """Return False: only `receive` can tell."""
+        return False
+
+    def open(self, payload: m.Payload) -> Any:
+        """Return the rollout, which travelled with the reply."""
+        return payload.handle
+
+
+class ChannelPeer(Peer):
+    """A worker on the other end of a `Channel`."""
+
+    def __init__(self, index: int, channel: Channel) -> None:
+        super().__init__(index)
+        self.channel = channel
+        self.watched_for = select.EPOLLIN
+        """Events of the channel that the backend waits for."""
+
+    @property
+    def gone(self) -> bool:
+        return self.channel.fileno() < 0
 
     def flush(self) -> None:
-        """Send what waits, as far as it is taken."""
-        with self._sending, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
             self.channel.flush()
 
-    def in_flight(self, seconds: float) -> bool:
-        """Note that the connection has ended; tell whether that is less than ``seconds`` ago."""
-        now = time.monotonic()
-        self._ended = self._ended or now
-        return now - self._ended < seconds
 
-    def fate(self, launcher: Launcher, how: str, patience: float = NEWS) -> str:
-        """Return what became of the node, which is lost.
+class ChannelBackend(RemoteBackend[C]):
+    """A `RemoteBackend` that has a connection of its own to each worker."""
 
-        Args:
-            launcher: Its launcher, which may know.
-            how: What is said if neither the node nor the launcher has said more.
-            patience: Seconds the launcher may take to hear of it.
-        """
-        return self.leaving or launcher.fate(self.index, patience) or how
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_fd: dict[int, C] = {}
+        self._poller = select.epoll()
 
-    def listen(self) -> None:
-        """Look whether the node has said that it ends, in what nobody has read yet."""
-        with contextlib.suppress(EOFError, OSError):
-            while frames := self.channel.read():
-                for frame in frames:
-                    if frame[:1] == LEAVE:
-                        self.leaving = frame[1:].decode()
+    def _add(self, peer: C) -> None:
+        """Wait for what ``peer`` sends from now on."""
+        self._by_fd[peer.channel.fileno()] = peer
+        self._poller.register(peer.channel.fileno(), select.EPOLLIN)
 
-    # -- data ------------------------------------------------------------------------------------
+    def _watch(self, peer: C) -> None:
+        """Wait until ``peer`` takes what is still to be sent, if there is anything."""
+        wanted = select.EPOLLIN | (select.EPOLLOUT if peer.channel.pending else 0)
+        if wanted != peer.watched_for:
+            self._poller.modify(peer.channel.fileno(), wanted)
+            peer.watched_for = wanted
 
-    def _expect(self, ticket: int, reference: m.WindowRef) -> Arrival:
-        """Have a rollout arrive, whatever this process does meanwhile."""
-        if not reference.blocks:  # it will travel with the reply
-            return Arrival(ticket)
-        landing = self._landings.get(reference.slot)
-        if landing is None:
-            landing = Landing(self._open_window(reference), reference)
-            self._landings[reference.slot] = landing
-        assert self._pair is not None
-        try:
-            transfers = [self._pair.receive(piece, ROLLOUT_TAG) for piece in landing.pieces]
-        except RuntimeError as err:
-            return Arrival(ticket, error=err)
-        return Arrival(ticket, landing, transfers)
+    def wait(self, timeout: float) -> None:
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            self._poller.poll(timeout)
 
-    def is_here(self, ticket: int) -> bool:
-        """Whether `land` would not have to wait."""
-        arrival = self._arriving.get(ticket)
-        return arrival is None or arrival.here
+    def _drop(self, peer: C) -> None:
+        fd = peer.channel.fileno()
+        if fd >= 0:
+            self._poller.unregister(fd)
+            self._by_fd.pop(fd, None)
+            peer.channel.close()
 
-    def land(self, ticket: int) -> None:
-        """If ``ticket`` is that of a rollout, see to it that it is in its window.
-
-        Raises:
-            RuntimeError: the node was lost meanwhile.
-        """
-        arrival = self._arriving.get(ticket)
-        if arrival is not None:
-            arrival.finish()
-            del self._arriving[ticket]
-
-    def send_weights(self, board: int, buffer: torch.Tensor) -> Transfer | None:
-        """Send ``buffer``, which must not change until the node says that it has taken it.
-
-        ``None`` if the node is gone.
-        """
-        assert self._pair is not None
-        try:
-            transfer = self._pair.send(buffer, BOARD_TAG + board)
-        except RuntimeError:  # whoever waits for a rollout is told
-            return None
-        self.put(weights_frame(board))
-        return transfer
-
-    def close(self, *, drop: bool = True) -> None:
-        """Close the connection, by which a node that is still there ends.
-
-        Args:
-            drop: Let go of the process group as well, which a forked child cannot do.
-        """
-        self.channel.close()
-        if drop:
-            self._pair = None
-            self._arriving.clear()
+    def _let_go(self) -> Sequence[C]:
+        """Forget all workers, as the beginning of `stop`; return them."""
+        peers = {*self._peers, *self._by_fd.values()}
+        self._peers = []
+        self._arrived.clear()
+        self._by_fd.clear()
+        return sorted(peers, key=lambda peer: peer.index)

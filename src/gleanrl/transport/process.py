@@ -8,31 +8,21 @@ import pickle
 import select
 import socket
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import (
-    ClosedError,
-    CollectorTimeout,
-    WorkerDied,
-)
 from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.memory.available import check_memory
-from gleanrl.memory.shared import SharedMemory
-from gleanrl.transport.frames import CommandWriter, reply_in
+from gleanrl.memory.shared import SharedMemory, check_memory
+from gleanrl.transport.peer import ChannelBackend, ChannelPeer
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.stream import Channel
 from gleanrl.transport.waiting import interruptible
-from gleanrl.transport.worker import ProcessBoot, Surroundings
-from gleanrl.transport.zygote import Zygote
-from gleanrl.weights.board import Board, plan_board
+from gleanrl.transport.worker import Boot, Surroundings
+from gleanrl.transport.zygote import Zygote, exit_text
+from gleanrl.weights.shared import SharedWeightPublisher, reserve_shared
 
 _FORK_TIMEOUT = 60.0
 _GRACE = 1.0
@@ -72,32 +62,30 @@ def zygote() -> Zygote:
         return _zygote
 
 
-class ProcessBackend:
+class _Process(ChannelPeer):
+    """One worker, seen from here."""
+
+    def __init__(self, index: int, channel: Channel, pid: int) -> None:
+        super().__init__(index, channel)
+        self.pid = pid
+
+
+class ProcessBackend(ChannelBackend[_Process]):
     """One process per worker. Rollouts lie in memory both sides map; only messages travel."""
 
-    inline = False
-
     def __init__(self, threads: int = 1) -> None:
-        """Reserve what workers and learner share.
-
-        Args:
-            threads: torch threads of each worker.
-        """
+        super().__init__()
         self._threads = threads
-        self._owner = os.getpid()
-        self._workers: list[_Process] = []
-        self._by_fd: dict[int, _Process] = {}
-        self._frames: deque[bytes] = deque()
         with contextlib.ExitStack() as undo:
+            undo.callback(self._poller.close)
             self._zygote = zygote()
             self.memory = SharedMemory()
             """The arena's memory."""
             undo.callback(self.memory.close)
-            self._control = SharedMemory()  # the stop byte, and boards of weights after it
+            self._control = SharedMemory()  # the stop byte, and weights after it
             undo.callback(self._control.close)
             self._control.reserve(1)
             self._stop_byte: Stop = memoryview(self._control.map())
-            self._poller = select.epoll()
             self._ends = select.poll()  # of connections; replies do not show in it
             undo.pop_all()
 
@@ -106,22 +94,12 @@ class ProcessBackend:
         """The byte that running rollouts look at; a forked child of the learner gets another."""
         return self._stop_byte if self._owner == os.getpid() else bytearray(1)
 
-    def board(self, weights: Mapping[str, torch.Tensor]) -> Board:
-        """Reserve a board in the memory that learner and workers share.
-
-        Raises:
-            ConfigError: there is not that much memory.
-        """
+    def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> SharedWeightPublisher:
         nbytes = 3 * sum(tensor.nbytes for tensor in weights.values())
         check_memory(nbytes, "three copies of a model's weights", "use a smaller model")
-        return Board(self._control, plan_board(self._control, weights))
+        return SharedWeightPublisher(self._control, reserve_shared(self._control, weights))
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        """Fork one worker per factory; all of them build their source at the same time.
-
-        Raises:
-            ConfigError: something that cannot be sent to another process.
-        """
         blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
         for worker, blob in enumerate(blobs):
             self._fork(worker, blob)
@@ -135,137 +113,63 @@ class ProcessBackend:
         except BaseException:
             ours.close()
             raise
-        process = _Process(worker, pid, Channel(ours), CommandWriter())
-        self._workers.append(process)
-        self._by_fd[process.channel.fileno()] = process
-        self._poller.register(process.channel.fileno(), select.EPOLLIN)
+        process = _Process(worker, Channel(ours), pid)
+        self._peers.append(process)
+        self._add(process)
         self._ends.register(process.channel.fileno(), 0)
-        boot = ProcessBoot(
-            worker=worker,
-            surroundings=Surroundings.here(),
-            threads=self._threads,
-            factory=factory,
-        )
-        self._post(process, pickle.dumps(boot))
+        boot = Boot(worker, factory, self._threads, surroundings=Surroundings.here())
+        with contextlib.suppress(ConnectionError):
+            process.channel.post(pickle.dumps(boot))
+        self._watch(process)
 
     @property
     def pids(self) -> list[int]:
         """Process ids in worker order."""
-        return [process.pid for process in self._workers]
+        return [process.pid for process in self._peers]
 
-    def send(self, worker: int, ticket: int, command: m.Command) -> None:
-        """Post ``command``; if the worker is gone, `receive` says so, after what it had sent.
-
-        Raises:
-            ClosedError: after `stop`.
-            WorkerDied: `receive` has said already that the worker's process ended.
-        """
-        if not self._workers:
-            raise ClosedError("the collector was shut down")
-        process = self._workers[worker]
-        self._post(process, process.writer.write(ticket, command))
-
-    def _post(self, process: _Process, frame: bytes) -> None:
-        if process.channel.fileno() < 0:
-            raise self._died(process)
+    def _post(self, peer: _Process, ticket: int, command: m.Command) -> None:
+        channel = peer.channel
+        if channel.fileno() < 0:
+            raise self._died(peer, "is gone")
+        frame = peer.writer.write(ticket, command)
         with contextlib.suppress(ConnectionError):
-            process.channel.post(frame)
-        if process.channel.pending:
-            self._poller.modify(process.channel.fileno(), select.EPOLLIN | select.EPOLLOUT)
+            channel.post(frame)
+        if channel.pending:
+            self._watch(peer)
 
-    def receive(self, timeout: float | None) -> m.Reply:
-        """Return the next reply of any worker; replies that came earlier come first.
-
-        Raises:
-            CollectorTimeout: none came within ``timeout`` seconds.
-            WorkerDied: a worker's process ended.
-        """
-        if not self._frames:
-            self._await(timeout)
-        reply = reply_in(self._frames[0])
-        self._frames.popleft()  # now: an interrupt while it was being read must not lose it
-        return reply
+    def _poll(self, timeout: float | None) -> None:
+        for fd, events in interruptible(self._poller.poll, timeout):
+            peer = self._by_fd[fd]
+            # Read first: what a worker sent before it ended is whole, and so is what it is about.
+            if events & ~select.EPOLLOUT:
+                try:
+                    self._arrived.extend(peer.channel.read())
+                except EOFError:
+                    raise self._died(peer, "closed its connection") from None
+            if events & select.EPOLLOUT:
+                peer.flush()
+                self._watch(peer)
 
     def sound(self) -> bool:
-        """Whether no worker's end of its connection is closed."""
         return not self._ends.poll(0)
 
-    def wait(self, timeout: float) -> None:
-        """Wait until there may be a reply; safe while another thread uses the backend."""
-        with contextlib.suppress(ValueError):  # closed meanwhile
-            self._poller.poll(timeout)
+    def _exit_reason(self, peer: _Process, reason: str) -> str:
+        status = self._zygote.exit_status(peer.pid, 2.0)
+        reason = reason if status is None else exit_text(status)
+        return f"(process {peer.pid}) {reason}; what it printed last is above"
 
-    def _await(self, timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._frames:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = interruptible(self._poller.poll, left)
-            if not ready and (left is not None and left <= 0.0):
-                raise CollectorTimeout(f"no worker replied within {timeout} s")
-            for fd, events in ready:
-                self._serve(self._by_fd[fd], events)
-
-    def _serve(self, process: _Process, events: int) -> None:
-        channel = process.channel
-        # Read first: what a worker sent before it ended is whole, and so is what it is about.
-        if events & ~select.EPOLLOUT:
-            try:
-                self._frames.extend(channel.read())
-            except EOFError:
-                raise self._died(process) from None
-        if events & select.EPOLLOUT:
-            with contextlib.suppress(ConnectionError):
-                channel.flush()
-            if not channel.pending:
-                self._poller.modify(channel.fileno(), select.EPOLLIN)
-
-    def _died(self, process: _Process) -> WorkerDied:
-        # First: an interrupt meanwhile must not lose the news.
-        status = interruptible(self._zygote.exit_status, process.pid, 2.0)
-        if process.channel.fileno() >= 0:
-            self._poller.unregister(process.channel.fileno())
-            self._ends.unregister(process.channel.fileno())
-            self._by_fd.pop(process.channel.fileno())
-            process.channel.close()
-        if status is None:
-            how = "closed its connection"
-        elif status < 0:
-            how = f"was killed by signal {-status}"
-        else:
-            how = f"exited with code {status}"
-        error = WorkerDied(
-            f"worker {process.worker} (process {process.pid}) {how}; what it printed last is above"
-        )
-        error.worker = process.worker
-        return error
-
-    def open(self, payload: m.Payload) -> Any:
-        """Return the rollout, which travelled with the reply."""
-        return payload.handle
+    def _drop(self, peer: _Process) -> None:
+        if not peer.gone:
+            self._ends.unregister(peer.channel.fileno())
+        super()._drop(peer)
 
     def stop(self, timeout: float) -> None:
-        """End all workers: let those that were asked go, kill the rest. Idempotent."""
-        processes, self._workers = self._workers, []
-        self._frames.clear()
-        self._by_fd.clear()
+        processes = self._let_go()
         for process in processes:
             process.channel.close()
-        deadline = time.monotonic() + min(timeout, _GRACE)
         # In a forked child of the learner they are somebody else's workers.
-        for process in processes if self._owner == os.getpid() else ():
-            left = max(0.0, deadline - time.monotonic())
-            if self._zygote.exit_status(process.pid, left) is None:
-                self._zygote.kill(process.pid)
+        if self._owner == os.getpid():
+            self._zygote.end([each.pid for each in processes], min(timeout, _GRACE))
         self._poller.close()
         self.memory.close()
         self._control.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Process:
-    """One worker, seen from here."""
-
-    worker: int
-    pid: int
-    channel: Channel
-    writer: CommandWriter

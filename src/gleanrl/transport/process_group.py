@@ -56,27 +56,18 @@ class ConnectionStore(dist.Store):  # type: ignore[misc, name-defined]  # not in
     def __init__(
         self, tell: Callable[[str, bytes], None], wait_for: Callable[[str], bytes]
     ) -> None:
-        """Use the connection.
-
-        Args:
-            tell: Sends a key and its value to the other side.
-            wait_for: Returns what the other side has told of a key; bounds the wait.
-        """
         super().__init__()
         self._tell, self._wait_for = tell, wait_for
         self._own: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        """Keep ``value`` and tell the other side."""
         self._own[key] = bytes(value)
         self._tell(key, bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Return what either side has set."""
         return self._own[key] if key in self._own else self._wait_for(key)
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
-        """Wait until all ``keys`` are set."""
         for key in keys:
             self.get(key)
 
@@ -85,7 +76,7 @@ class ProcessGroupPair:
     """A process group of learner and node."""
 
     def __init__(
-        self, kind: str, store: ConnectionStore, rank: int, address: str, patience: float
+        self, kind: str, store: ConnectionStore, rank: int, address: str, timeout_s: float
     ) -> None:
         """Connect; the other side does so at the same time.
 
@@ -94,11 +85,11 @@ class ProcessGroupPair:
             store: Shared with the other side.
             rank: `LEARNER_RANK` or `NODE_RANK`.
             address: This side's address on the network between the two.
-            patience: Seconds a transfer may take once somebody waits for it.
+            timeout_s: Seconds a transfer may take once somebody waits for it.
         """
         self._peer = 1 - rank
         self._device = torch.device("cuda" if kind == "nccl" else "cpu")
-        self._group = _make(kind, store, rank, address, timedelta(seconds=patience))
+        self._group = _make(kind, store, rank, address, timedelta(seconds=timeout_s))
 
     def send(self, tensor: torch.Tensor, tag: int) -> Transfer:
         """Begin to send ``tensor``, which must not change until the transfer is finished."""
@@ -117,7 +108,6 @@ class Transfer:
     """One tensor on its way."""
 
     def __init__(self, work: Any, moving: torch.Tensor, wanted: torch.Tensor | None) -> None:
-        """Note where it goes; ``moving`` is kept alive meanwhile."""
         self._work, self._moving, self._wanted = work, moving, wanted
 
     @property

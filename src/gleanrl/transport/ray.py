@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import os
-import sys
 import threading
-import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +19,20 @@ import numpy as np
 import torch
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied
-from gleanrl.core.messages import BoardRef, WindowRef
+from gleanrl.core.errors import ClosedError, ConfigError, WorkerDied
+from gleanrl.core.messages import WeightsRef, WindowRef
 from gleanrl.core.protocols import Array, SourceFactory
+from gleanrl.memory.arena import RolloutWindow
 from gleanrl.memory.slab import packed
-from gleanrl.memory.window import RolloutWindow
-from gleanrl.transport.frames import CommandWriter, reply_in
+from gleanrl.transport.frames import InOrder, reply_in
 from gleanrl.transport.landing import in_one_piece
-from gleanrl.transport.peer import RemoteFlag
+from gleanrl.transport.peer import Peer, RemoteBackend, RemoteFlag
 from gleanrl.transport.pickling import pickled
-from gleanrl.transport.ray_actor import COLLECTED, GROUPS, ActorBoot, Answer, RayWorker
+from gleanrl.transport.ray_actor import COLLECTED, GROUPS, Answer, RayWorker
 from gleanrl.transport.waiting import interruptible
-from gleanrl.transport.worker import OpenWindow
-from gleanrl.weights.flat import FlatBuffer, check_fit, plan_flat
+from gleanrl.transport.weights import FlatBuffer, plan_flat
+from gleanrl.transport.worker import Boot, OpenWindow
+from gleanrl.weights.shared import check_fit
 
 _OURS = ("concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries")
 """Options of an actor that a worker depends on."""
@@ -58,7 +57,6 @@ class Session:
     """Who uses the Ray that was started for collectors, so that the last one ends it."""
 
     def __init__(self) -> None:
-        """Start without users."""
         self._lock = threading.Lock()
         self._users: set[int] = set()
         self._node: str | None = None
@@ -156,7 +154,6 @@ class StoreView:
     """
 
     def __init__(self, block: Array) -> None:
-        """Keep ``block`` where it is for as long as this or an array made of it exists."""
         self._block = block
         self.nbytes = block.nbytes
         """Of the store."""
@@ -248,7 +245,6 @@ class RayLanding:
     """Where in the learner's memory the bytes of one window's rollouts belong."""
 
     def __init__(self, window: RolloutWindow, reference: WindowRef) -> None:
-        """Prepare for rollouts into ``window``, which ``reference`` describes."""
         plan, _ = packed(reference)
         self._parts: list[tuple[Array, slice]] = []
         for block in plan.blocks:
@@ -263,16 +259,12 @@ class RayLanding:
             np.copyto(rows, block[part].reshape(rows.shape))
 
 
-class RayBoard:
+class RayWeightPublisher:
     """The weights of one model, published to all actors."""
 
     def __init__(
-        self,
-        ref: BoardRef,
-        put: Callable[[Array], Any],
-        tell: Callable[[int, Any], None],
+        self, ref: WeightsRef, put: Callable[[Array], Any], tell: Callable[[Any], None]
     ) -> None:
-        """Publish what ``put`` has stored by means of ``tell``, under the number in ``ref``."""
         self.ref = ref
         self._put = put
         self._tell = tell
@@ -283,40 +275,44 @@ class RayBoard:
         """Copy ``tensors``, in the order of ``ref``, into one object and tell all actors of it.
 
         Raises:
-            WeightsError: a shape that is not the board's; nothing is published.
+            WeightsError: a shape that is not the plan's; nothing is published.
         """
         check_fit(self.ref, tensors)
         self._buffer.fill(tensors, version, serial)
         self._newest = self._put(self._buffer.bytes.numpy())
-        self._tell(self.ref.offset, self._newest)
+        self._tell(self._newest)
 
 
-@dataclass(eq=False, slots=True)
-class _Actor:
+class _Actor(Peer):
     """One worker, seen from here."""
 
-    worker: int
-    handle: Any
-    writer: CommandWriter = field(default_factory=CommandWriter)
-    turns: int = 0
-    """Calls made whose order matters."""
-    heeded: int = 0
-    """How many of those the actor has taken in, as far as is known."""
-    usual: bool = False
-    """Whether it was told what most rollouts are like: those that are not random."""
-    collects: dict[int, int] = field(default_factory=dict)
-    """By number: tickets of the rollouts under way."""
-    asked: int = 0
-    """Rollouts asked for."""
-    done: tuple[int, int] = (0, 0)
-    """Replies taken in, and the number of the next rollout: one, so that they change at once."""
-    early: dict[int, Answer] = field(default_factory=dict)
-    """Replies that came before others which were made earlier, by place."""
-    beginnings: dict[int, Any] = field(default_factory=dict)
-    """By ticket: what is resolved when the worker turns to that command."""
-    windows: dict[int, m.WindowRef] = field(default_factory=dict)
-    """By ticket: where rollouts under way are to lie."""
-    died: WorkerDied | None = None
+    def __init__(self, index: int, handle: Any) -> None:
+        super().__init__(index)
+        self.handle = handle
+        self.turns = 0
+        """Calls made whose order matters."""
+        self.heeded = 0
+        """How many of those the actor has taken in, as far as is known."""
+        self.usual = False
+        """Whether it was told what most rollouts are like: those that are not random."""
+        self.collects: dict[int, int] = {}
+        """By number: tickets of the rollouts under way."""
+        self.asked = 0
+        """Rollouts asked for."""
+        self.next_collect = 0
+        """The number of the rollout that is done next."""
+        self.beginnings: dict[int, Any] = {}
+        """By ticket: what is resolved when the worker turns to that command."""
+        self.windows: dict[int, m.WindowRef] = {}
+        """By ticket: where rollouts under way are to lie."""
+        self.replies: InOrder[Answer]
+        """Replies, which may come before others that were made earlier."""
+        self.death = ""
+        """Why it died."""
+
+    @property
+    def gone(self) -> bool:
+        return bool(self.death)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,15 +326,12 @@ class _Expected:
     """Of a beginning."""
 
 
-class RayBackend:
+class RayBackend(RemoteBackend[_Actor]):
     """One actor per worker. Rollouts are single objects, handed out where they are or copied once.
 
     Commands and replies are frames, as between processes. Replies are the objects that actor calls
     return: waiting for them is `ray.wait`, and an actor that dies fails the ones that are missing.
     """
-
-    memory = None
-    inline = False
 
     def __init__(
         self,
@@ -359,18 +352,15 @@ class RayBackend:
         Raises:
             ImportError: Ray is not installed.
         """
+        super().__init__()
         self._open_window = open_window
         self._options = options
         self._threads = threads
-        self._owner = os.getpid()
         self._lock = threading.RLock()
-        self._actors: list[_Actor] = []
         self._expected: dict[Any, _Expected] = {}
-        self._replies: deque[m.Reply | WorkerDied] = deque()
         self._landings: dict[tuple[int, int, int], RayLanding] = {}
         self._lender = ZeroCopyPolicy(store_capacity)
-        self._boards = 0
-        self.stop_byte = RemoteFlag(self._tell_stop)
+        self.stop_byte = RemoteFlag(self._send_stop)
         """The byte that running rollouts look at; actors are told when it changes."""
         self.ends_ray = True
         """Whether `stop` ends Ray if it was started for collectors and no other uses it."""
@@ -380,11 +370,6 @@ class RayBackend:
     # -- commands --------------------------------------------------------------------------------
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        """Create one actor per factory; all of them build their source at the same time.
-
-        Raises:
-            ConfigError: something that cannot be sent to another process.
-        """
         blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
         check_room(self._options)
         for name, group in GROUPS.items():
@@ -392,29 +377,26 @@ class RayBackend:
         groups = dict.fromkeys(GROUPS.values(), 1)
         actor_class = self._ray.remote(concurrency_groups=groups)(RayWorker)
         for worker, blob in enumerate(blobs):
-            boot = ActorBoot(worker, self._threads, tuple(sys.path), blob)
+            boot = Boot(worker, blob, self._threads)
             chosen = dict(self._options[worker]) if self._options else {}
             actor = _Actor(worker, actor_class.options(**chosen).remote(boot))
-            self._actors.append(actor)
+            actor.replies = InOrder(functools.partial(self._deliver, actor))
+            self._peers.append(actor)
             self._expected[actor.handle.ended.remote()] = _Expected(actor, "end")
             self._expected[actor.handle.serve.remote()] = _Expected(actor, "reply")
 
     @property
     def handles(self) -> list[Any]:
         """The actors, in worker order; empty after `stop`."""
-        return [actor.handle for actor in self._actors]
+        return [actor.handle for actor in self._peers]
 
     def send(self, worker: int, ticket: int, command: m.Command) -> None:
-        """Post ``command``; if the actor is gone, `receive` says so, after what it had sent.
-
-        Raises:
-            ClosedError: after `stop`, or Ray was shut down.
-            WorkerDied: `receive` has said already that the actor died.
-        """
         self._check()
-        actor = self._actors[worker]
-        if actor.died is not None:
-            raise actor.died
+        super().send(worker, ticket, command)
+
+    def _post(self, actor: _Actor, ticket: int, command: m.Command) -> None:
+        if actor.gone:
+            raise self._died(actor, "")
         if isinstance(command, m.Collect):
             reply = self._ask(actor, ticket, command)
         else:
@@ -442,28 +424,26 @@ class RayBackend:
             actor.turns += 1
         return reply
 
-    def _tell_stop(self, value: int) -> None:
+    def _send_stop(self, value: int) -> None:
         self._tell_all(lambda handle: handle.stop, value)
 
     def _tell_all(self, method: Callable[[Any], Any], *args: Any) -> None:
         if self._owner != os.getpid() or not self._ray.is_initialized():
             return
-        for actor in list(self._actors):
-            if actor.died is None:
+        for actor in list(self._peers):
+            if not actor.gone:
                 self._call(actor, method(actor.handle), *args)
 
-    def board(self, weights: Mapping[str, torch.Tensor]) -> RayBoard:
-        """Set up a board: one object per publication, whatever the number of actors."""
-        self._boards += 1
-        return RayBoard(plan_flat(self._boards, weights), self._ray.put, self._publish)
+    def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> RayWeightPublisher:
+        return RayWeightPublisher(plan_flat(weights), self._ray.put, self._publish)
 
-    def _publish(self, number: int, reference: Any) -> None:
+    def _publish(self, reference: Any) -> None:
         self._check()
         # In a list, so that Ray does not fetch it for an actor that will get a newer one.
-        self._tell_all(lambda handle: handle.publish, number, [reference])
+        self._tell_all(lambda handle: handle.publish, [reference])
 
     def _check(self) -> None:
-        if not self._actors:
+        if not self._peers:
             raise ClosedError("the collector was shut down")
         if not self._ray.is_initialized():
             raise ClosedError("Ray was shut down, and this collector's actors with it")
@@ -471,35 +451,21 @@ class RayBackend:
     # -- replies ---------------------------------------------------------------------------------
 
     def receive(self, timeout: float | None) -> m.Reply:
-        """Return the next reply of any worker; replies that came earlier come first.
-
-        Raises:
-            CollectorTimeout: none came within ``timeout`` seconds.
-            WorkerDied: an actor died.
-            ClosedError: after `stop`, or Ray was shut down.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._replies:
-            self._check()
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = self._ready(left)
-            if not ready and left is not None and left <= 0.0:
-                raise CollectorTimeout(f"no worker replied within {timeout} s")
-            for reference in ready:
-                self._take(reference)
-        reply = self._replies.popleft()
+        if not self._arrived:
+            self._await(timeout)
+        reply: m.Reply | WorkerDied = self._arrived.popleft()
         if isinstance(reply, WorkerDied):
             raise reply
         return reply
 
-    def sound(self) -> bool:
-        """Return False: only `receive` can tell."""
-        return False
+    def _poll(self, timeout: float | None) -> None:
+        self._check()
+        for reference in self._ready(timeout):
+            self._take(reference)
 
     def wait(self, timeout: float) -> None:
-        """Wait until there may be a reply; safe while another thread uses the backend."""
         with contextlib.suppress(Exception):  # stopped meanwhile
-            if not self._replies and self._ray.is_initialized():
+            if not self._arrived and self._ray.is_initialized():
                 self._ready(timeout)
 
     def _ready(self, timeout: float | None) -> list[Any]:
@@ -528,7 +494,7 @@ class RayBackend:
         if expected.kind == "end":
             self._mourn(expected.actor, value)
         elif expected.kind == "begun":
-            self._replies.append(m.Begun(expected.actor.worker, expected.ticket))
+            self._arrived.append(m.Begun(expected.actor.index, expected.ticket))
             self._forget_beginning(expected.actor, expected.ticket)
         else:
             self._take_reply(expected.actor, value)
@@ -542,24 +508,19 @@ class RayBackend:
             return
         place, heeded, _, _ = answer
         actor.heeded = max(actor.heeded, heeded)
-        if place < actor.done[0]:
-            return
-        actor.early[place] = answer
-        while actor.done[0] in actor.early:
-            self._deliver(actor, actor.done[0])
+        actor.replies.take(place, answer)
 
-    def _deliver(self, actor: _Actor, place: int) -> None:
-        _, _, frame, block = actor.early[place]
-        reply, number = reply_in(frame), actor.done[1]
+    def _deliver(self, actor: _Actor, answer: Answer) -> None:
+        _, _, frame, block = answer
+        reply = reply_in(frame)
         if reply.ticket == COLLECTED:
             assert isinstance(reply, m.Rolled | m.Failed)
-            collect = min(each for each in actor.collects if each >= number)
-            reply, number = replace(reply, ticket=actor.collects[collect]), collect + 1
+            number = min(each for each in actor.collects if each >= actor.next_collect)
+            reply = replace(reply, ticket=actor.collects[number])
             if isinstance(reply, m.Rolled) and block is not None:
                 reply = self._landed(actor.windows[reply.ticket], reply, block)
-        self._replies.append(reply)
-        actor.done = place + 1, number
-        del actor.early[place]
+            actor.next_collect = number + 1
+        self._arrived.append(reply)
         if actor.windows.pop(reply.ticket, None) is not None:
             actor.collects = {n: t for n, t in actor.collects.items() if t != reply.ticket}
         self._forget_beginning(actor, reply.ticket)
@@ -584,10 +545,9 @@ class RayBackend:
 
     def _mourn(self, actor: _Actor, why: str) -> None:
         """Note that ``actor`` died, after everything that it had answered before."""
-        if actor.died is not None:
+        if actor.gone:
             return
-        actor.died = WorkerDied(f"worker {actor.worker} (a Ray actor) died: {why}")
-        actor.died.worker = actor.worker
+        actor.death = f"(a Ray actor) died: {why}"
         own = [ref for ref, expected in self._expected.items() if expected.actor is actor]
         with contextlib.suppress(self._ray.exceptions.RayError, OSError):
             for reference in self._ray.wait(own, num_returns=len(own), timeout=0)[0]:
@@ -595,30 +555,25 @@ class RayBackend:
                     self._take_reply(actor, self._ray.get(reference))
         for reference in own:
             self._expected.pop(reference, None)
-        for place in sorted(place for place in actor.early if place >= actor.done[0]):
-            self._deliver(actor, place)
-        actor.early.clear()
-        actor.beginnings.clear()
-        actor.windows.clear()
-        self._replies.append(actor.died)
+        actor.replies.skip_missing()
+        self._arrived.append(self._died(actor, why))
 
-    def open(self, payload: m.Payload) -> Any:
-        """Return the rollout, which travelled with the reply."""
-        return payload.handle
+    def _exit_reason(self, peer: _Actor, reason: str) -> str:
+        return peer.death
+
+    def _drop(self, peer: _Actor) -> None:
+        peer.beginnings.clear()
+        peer.windows.clear()
 
     # -- the end ---------------------------------------------------------------------------------
 
     def stop(self, timeout: float) -> None:
-        """Kill all actors and wait until they are gone. Idempotent.
-
-        Ends Ray, too, if it was started for collectors and this was the last one (`ends_ray`).
-        """
         if self._owner != os.getpid():  # in a forked child they are somebody else's
-            self._actors = []
+            self._peers = []
             return
         with self._lock:
-            actors, self._actors = self._actors, []
-        self._replies.clear()
+            actors, self._peers = self._peers, []
+        self._arrived.clear()
         with contextlib.suppress(Exception):  # whatever Ray raises when it is ending itself
             if self._ray.is_initialized():
                 self._kill(actors, timeout)

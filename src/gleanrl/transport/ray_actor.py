@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import threading
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import cloudpickle
 import numpy as np
 import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.protocols import Array
-from gleanrl.memory.arena import window_over
-from gleanrl.memory.slab import packed
-from gleanrl.memory.window import RolloutWindow
-from gleanrl.transport.frames import CommandReader, frame_of, head_of, unreadable
-from gleanrl.transport.worker import CommandQueue, Worker, settle
-from gleanrl.weights.flat import FlatBuffer
+from gleanrl.memory.arena import RolloutWindow
+from gleanrl.transport.frames import CommandReader, InOrder, frame_of
+from gleanrl.transport.landing import RolloutBlock
+from gleanrl.transport.weights import LatestWeights
+from gleanrl.transport.worker import Boot, CommandQueue, WeightReceiver, Worker
 
 Answer: TypeAlias = "tuple[int, int, bytes, Array | None]"
 """The reply's place among all of this worker's, the turns taken in when it was made, its frame, and
@@ -32,18 +28,6 @@ COLLECTED = -1
 """The ticket of whatever answers a `Collect`: which one is told by the order of the replies."""
 _STEP_WAIT_S = 0.05
 """Seconds a step waits for a command that other calls were overtaken by."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActorBoot:
-    """What an actor has to know before anything of the user's is unpickled in it."""
-
-    worker: int
-    threads: int
-    path: tuple[str, ...]
-    """Where the learner imports from."""
-    factory: bytes
-    """A pickled `SourceFactory`."""
 
 
 GROUPS: Mapping[str, str] = {
@@ -70,15 +54,14 @@ class RayWorker:
     asked for without, by `again`.
     """
 
-    def __init__(self, boot: ActorBoot) -> None:
-        """Remember what to do; nothing is built before `serve`."""
+    def __init__(self, boot: Boot) -> None:
         self._boot = boot
         self._inbox = Arrivals()
         self._stop = bytearray(1)
-        self._weights = RayWeights()
+        self._weights = LatestWeights(_fetch)
         self._begun = EventSet()
         self._over = EventSet()
-        self._desk: ActorLoop | None = None
+        self._loop: ActorLoop | None = None
         self._why = ""
 
     def serve(self) -> Answer:
@@ -87,11 +70,9 @@ class RayWorker:
         return answer
 
     def _serve(self) -> Answer:
-        boot = self._boot
-        sys.path.extend(entry for entry in boot.path if entry not in sys.path)
-        settle(boot.threads)
-        self._desk = ActorLoop(boot, self._inbox, self._begun, self._stop, self._weights)
-        return self._desk.open()
+        self._boot.prepare()
+        self._loop = ActorLoop(self._boot, self._inbox, self._begun, self._stop, self._weights)
+        return self._loop.open()
 
     def step(self, turn: int, frame: bytes | None) -> Answer | None:
         """Take in ``frame``, if there is one, and carry out the next command.
@@ -101,16 +82,16 @@ class RayWorker:
         """
         if frame is not None:
             self._inbox.take(turn, lambda: self._inbox.put(frame))
-        desk = self._desk
-        assert desk is not None
-        answer: Answer | None = self._guarded(desk.step)
+        loop = self._loop
+        assert loop is not None
+        answer: Answer | None = self._guarded(loop.step)
         return answer
 
     def again(self) -> Answer | None:
         """Take in another `Collect` like the last that was not random; else the same as `step`."""
-        desk = self._desk
-        assert desk is not None
-        answer: Answer | None = self._guarded(desk.again)
+        loop = self._loop
+        assert loop is not None
+        answer: Answer | None = self._guarded(loop.again)
         return answer
 
     def post(self, turn: int, frame: bytes) -> None:
@@ -121,9 +102,9 @@ class RayWorker:
         """Set the byte that running rollouts look at."""
         self._inbox.take(turn, lambda: self._stop.__setitem__(0, value))
 
-    def publish(self, turn: int, number: int, refs: Sequence[Any]) -> None:
+    def publish(self, turn: int, refs: Sequence[Any]) -> None:
         """Have the worker take the weights behind ``refs[0]``, unless newer ones come first."""
-        self._inbox.take(turn, lambda: self._weights.put(number, refs[0]))
+        self._inbox.take(turn, lambda: self._weights.put(refs[0]))
 
     def begun(self, ticket: int) -> None:
         """Wait until the worker turns to a command other than `Collect`."""
@@ -148,20 +129,19 @@ class Arrivals:
     """What comes in, in any thread and any order, to be taken in one order by one thread."""
 
     def __init__(self) -> None:
-        """Start with turn 0."""
-        self.turn = 0
-        """The next one: as many were taken in."""
-        self._early: dict[int, Callable[[], None]] = {}
+        self._in_order: InOrder[Callable[[], None]] = InOrder(lambda act: act())
         self._frames: list[bytes] = []
         self._arrived = threading.Condition(threading.RLock())
+
+    @property
+    def turn(self) -> int:
+        """The next turn: as many were taken in."""
+        return self._in_order.due
 
     def take(self, turn: int, act: Callable[[], None]) -> None:
         """Call ``act`` as soon as everything before ``turn`` was done."""
         with self._arrived:
-            self._early[turn] = act
-            while (following := self._early.pop(self.turn, None)) is not None:
-                self.turn += 1
-                following()
+            self._in_order.take(turn, act)
 
     def put(self, frame: bytes) -> None:
         """Add a command."""
@@ -182,7 +162,6 @@ class EventSet:
     """Numbers that one thread reaches and others wait for."""
 
     def __init__(self) -> None:
-        """Start with none reached."""
         self._reached: set[int] = set()
         self._changed = threading.Condition()
 
@@ -204,20 +183,14 @@ class ActorLoop:
     """What the thread that works does: one command at a time."""
 
     def __init__(
-        self,
-        boot: ActorBoot,
-        inbox: Arrivals,
-        begun: EventSet,
-        stop: bytearray,
-        weights: RayWeights,
+        self, boot: Boot, inbox: Arrivals, begun: EventSet, stop: bytearray, weights: WeightReceiver
     ) -> None:
-        """Work off ``inbox``; ``begun`` is told the ticket of every command but rollouts."""
         self._boot = boot
         self._inbox = inbox
         self._begun = begun
         self._stop = stop
         self._weights = weights
-        self._reader = CommandReader()
+        self._reader = CommandReader(boot.worker)
         self._queued = CommandQueue()
         self._refused: deque[m.Reply] = deque()
         self._blocks = Blocks()
@@ -227,11 +200,9 @@ class ActorLoop:
         self._usual: m.Collect | None = None
 
     def open(self) -> Answer:
-        """Build the worker here."""
         index = self._boot.worker
         try:
-            factory = cloudpickle.loads(self._boot.factory)
-            self._worker = Worker(index, factory, self._open, self._stop, self._weights)
+            self._worker = self._boot.build(self._open, self._stop, self._weights)
             return self._answer(self._worker.ready())
         except Exception as err:
             return self._answer(m.Failed(index, 0, err))
@@ -257,16 +228,15 @@ class ActorLoop:
         if not isinstance(command, m.Collect):
             self._begun.reach(ticket)
         assert self._worker is not None
+        self._block = None
         return self._answer(self._worker.handle(ticket, command))
 
     def _take_in(self, wait: float) -> None:
         for frame in self._inbox.frames(wait):
-            ticket, _ = head_of(frame)
-            try:
-                command = self._reader.read(frame)
-            except Exception as err:  # whatever the user's objects do when unpickled
+            ticket, command = self._reader.read(frame)
+            if isinstance(command, m.Failed):
                 self._begun.reach(ticket)
-                self._refused.append(m.Failed(self._boot.worker, ticket, unreadable(err)))
+                self._refused.append(command)
                 continue
             if isinstance(command, m.Collect):
                 ticket = COLLECTED
@@ -274,9 +244,6 @@ class ActorLoop:
             self._queued.put(ticket, command)
 
     def _open(self, reference: m.WindowRef) -> RolloutWindow:
-        self._block = None
-        if not reference.blocks:  # of a source whose rollouts lie elsewhere
-            return RolloutWindow({}, reference.envs, reference.steps)
         window, self._block = self._blocks.take(reference)
         return window
 
@@ -296,7 +263,6 @@ class Blocks:
     """
 
     def __init__(self) -> None:
-        """Start without any."""
         self._free: dict[int, list[tuple[RolloutWindow, Array]]] = {}
         self.made = 0
         """Blocks there are."""
@@ -305,9 +271,8 @@ class Blocks:
         """Return a window like ``reference`` and its memory, uint8 ``[nbytes]``."""
         free = self._free.setdefault(reference.steps, [])
         if not free:
-            plan, nbytes = packed(reference)
-            memory = torch.zeros(nbytes, dtype=torch.uint8)
-            free.append((window_over(memory, plan), memory.numpy()))
+            block = RolloutBlock(reference)
+            free.append((block.window, block.bytes.numpy()))
             self.made += 1
         entry = free.pop()
         window, memory_array = entry
@@ -316,33 +281,6 @@ class Blocks:
         return window, array
 
 
-class RayWeights:
-    """The newest weights that the learner has put into the object store; a `Mailbox`."""
-
-    def __init__(self) -> None:
-        """Start without any."""
-        self._models: dict[int, tuple[str, FlatBuffer]] = {}
-        self._coming: dict[int, Any] = {}
-        self._lock = threading.Lock()
-
-    def put(self, number: int, ref: Any) -> None:
-        """Note where the newest weights of board ``number`` are; older ones are not fetched."""
-        with self._lock:
-            self._coming[number] = ref
-
-    def bind(self, model_id: str, board: m.BoardRef) -> None:
-        """Take what is published on ``board`` for weights of ``model_id`` from now on."""
-        self._models[board.offset] = (model_id, FlatBuffer(board))
-
-    def newest(self) -> m.Snapshot | None:
-        """Fetch the newest weights, if there are any that were not fetched before."""
-        with self._lock:
-            number = next((n for n in self._coming if n in self._models), None)
-            if number is None:
-                return None
-            ref = self._coming.pop(number)
-        model_id, buffer = self._models[number]
-        # Copied, because what Ray returns is read-only and occupies its store while we hold it.
-        np.copyto(buffer.bytes.numpy(), importlib.import_module("ray").get(ref))
-        version, serial = buffer.stamp
-        return m.Snapshot(version, {model_id: buffer.views}, serial)
+def _fetch(ref: Any, target: torch.Tensor) -> None:
+    """Copy weights, because Ray's are read-only and occupy its store while they are held."""
+    np.copyto(target.numpy(), importlib.import_module("ray").get(ref))

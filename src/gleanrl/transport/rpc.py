@@ -19,42 +19,29 @@ import sys
 import threading
 import time
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import distributed
 from torch.distributed import autograd, rpc
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError
-from gleanrl.core.messages import BoardRef
-from gleanrl.core.protocols import SourceFactory
-from gleanrl.memory.arena import window_over
-from gleanrl.memory.slab import packed
-from gleanrl.memory.window import RolloutWindow
-from gleanrl.transport.frames import (
-    WEIGHTS,
-    CommandReader,
-    frame_of,
-    head_of,
-    key_frame,
-    read_weights,
-    unreadable,
-    weights_frame,
-)
+from gleanrl.core.protocols import SourceFactory, Stop
+from gleanrl.memory.arena import RolloutWindow
+from gleanrl.transport.frames import WEIGHTS, CommandReader, InOrder, frame_of, head_of, key_frame
 from gleanrl.transport.handshake import Guest
-from gleanrl.transport.landing import Landing, pieces_of
+from gleanrl.transport.landing import Landings, RolloutBlock
 from gleanrl.transport.launchers import Launcher
-from gleanrl.transport.network import NetworkBackend
+from gleanrl.transport.network import NodeBackend, RemoteNode
 from gleanrl.transport.node import NodeConnection
-from gleanrl.transport.peer import RemoteNode
-from gleanrl.transport.worker import OpenWindow, Worker, work
-from gleanrl.weights.flat import FlatBuffer, check_fit, plan_flat
+from gleanrl.transport.weights import LatestWeights
+from gleanrl.transport.worker import Boot, OpenWindow, WeightReceiver
 
 LEARNER = 0
 _autograd: Any = autograd  # stubs leave out what we use of these
@@ -85,7 +72,7 @@ class World:
     host: str
     """Where the store listens."""
     port: int
-    patience: float
+    timeout_s: float
     """Seconds that every step of joining may take."""
     token: str
     """Told apart from other worlds by this: torch counts what members of the same names did."""
@@ -101,11 +88,11 @@ class World:
 
         Nodes wait for a learner that is busy or suspended: that it is gone, their connections tell.
         """
-        default = self.patience if rank == LEARNER else max(self.patience, _LONG)
+        default = self.timeout_s if rank == LEARNER else max(self.timeout_s, _LONG)
         return float(self.options.get("rpc_timeout", default))
 
     def enter(self, rank: int, store: Any, address: str) -> None:
-        """Become member ``rank``; waits for all others, at most ``patience`` seconds per step.
+        """Become member ``rank``; waits for all others, at most ``timeout_s`` seconds per step.
 
         Args:
             rank: Of this process.
@@ -116,7 +103,7 @@ class World:
             RuntimeError: the others did not come, or went away.
         """
         options = rpc.TensorPipeRpcBackendOptions(**self._translated(rank))
-        store.set_timeout(timedelta(seconds=self.patience))
+        store.set_timeout(timedelta(seconds=self.timeout_s))
         with _listening_on(address), warnings.catch_warnings():
             # About how torch calls itself.
             warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
@@ -144,11 +131,11 @@ class World:
 
     def connect(self) -> Any:
         """Return a node's end of the store."""
-        timeout = timedelta(seconds=self.patience)
+        timeout = timedelta(seconds=self.timeout_s)
         return _c10d.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
 
 
-def open_store(host: str, patience: float) -> Any:
+def open_store(host: str, timeout_s: float) -> Any:
     """Return the learner's end of a store that listens on ``host``, at any port."""
     sock = socket.create_server((host, 0))
     port = sock.getsockname()[1]
@@ -157,7 +144,7 @@ def open_store(host: str, patience: float) -> Any:
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=patience),
+        timeout=timedelta(seconds=timeout_s),
         master_listen_fd=sock.detach(),
     )
 
@@ -312,17 +299,14 @@ class RpcMessenger:
         self._sink, self._lost = sink, lost
         self._sending = threading.RLock()
         self._sent: dict[int, int] = defaultdict(int)
-        self._arriving: dict[int, _InOrder] = defaultdict(_InOrder)
+        self._arriving: dict[int, InOrder[tuple[bytes, Data]]] = {}
+        self._taking = threading.RLock()
         self._under_way = 0
         self._settled = threading.Condition(self._sending)
         _here = self
 
     def send(
-        self,
-        peer: int,
-        frame: bytes,
-        data: Data = (),
-        done: Callable[[], None] | None = None,
+        self, peer: int, frame: bytes, data: Data = (), done: Callable[[], None] | None = None
     ) -> None:
         """Send a message; waits for nobody.
 
@@ -333,9 +317,9 @@ class RpcMessenger:
             done: Called once the message has arrived or was lost; in any thread.
         """
         with self._sending:
+            number = self._sent[peer]
             self._sent[peer] += 1
             self._under_way += 1
-            number = self._sent[peer]
         try:
             future = rpc.rpc_async(
                 self._world.name(peer),
@@ -364,29 +348,18 @@ class RpcMessenger:
 
     def take(self, sender: int, number: int, frame: bytes, data: Data) -> None:
         """Take in a message; hand over those whose turn it is."""
-        with self._sending:
-            arriving = self._arriving[sender]
-        with arriving.lock:
-            arriving.early[number] = frame, data
-            while arriving.due in arriving.early:
-                message = arriving.early.pop(arriving.due)
-                arriving.due += 1
-                self._sink(sender, *message)
+        with self._taking:
+            arriving = self._arriving.get(sender)
+            if arriving is None:
+                arriving = InOrder(lambda message: self._sink(sender, *message))
+                self._arriving[sender] = arriving
+            arriving.take(number, (frame, data))
 
     def close(self) -> None:
         """Take no more messages."""
         global _here
         if _here is self:
             _here = None
-
-
-class _InOrder:
-    """What has come from one sender before its turn."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.due = 1
-        self.early: dict[int, tuple[bytes, Data]] = {}
 
 
 def _deliver(sender: int, number: int, frame: bytes | torch.Tensor, data: Data) -> None:
@@ -430,177 +403,72 @@ def _problem(future: Any) -> str | None:
     return None
 
 
-@dataclass(eq=False, slots=True)
-class _RpcPublication:
-    """Weights of one version, and how many messages still read from them."""
-
-    buffer: FlatBuffer
-    readers: int = 0
-
-
-class RpcBoard:
-    """The weights of one model, published to all nodes.
-
-    While weights are on their way to a node it is sent no others; when they have arrived it gets
-    those that are the newest by then. A command does not wait for that: before it, the newest are
-    sent, so that it is carried out with what had been published when it was given.
-    """
-
-    def __init__(self, ref: BoardRef, post: RpcMessenger, nodes: Sequence[RemoteNode]) -> None:
-        """Publish to ``nodes``.
-
-        Args:
-            ref: Where tensors lie; its offset is the board's number.
-            post: Carries them.
-            nodes: All of them.
-        """
-        self.ref = ref
-        self._post, self._nodes = post, nodes
-        self._lock = threading.RLock()  # messages may arrive while they are being sent
-        self._free: list[FlatBuffer] = []
-        self._newest: _RpcPublication | None = None
-        self._moving: dict[int, int] = {node.index: 0 for node in nodes}
-        """Per node, how many messages are on their way."""
-        self._behind: set[int] = set()
-
-    def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
-        """Copy ``tensors``, in the order of ``ref``, and send them; waits for nobody.
-
-        Raises:
-            WeightsError: a shape that is not the board's; nothing is published.
-        """
-        check_fit(self.ref, tensors)
-        with self._lock:
-            buffer = self._free.pop() if self._free else FlatBuffer(self.ref)
-        buffer.fill(tensors, version, serial)
-        with self._lock:
-            older, self._newest = self._newest, _RpcPublication(buffer)
-            if older is not None:
-                self._recycle(older)
-            for node in self._nodes:
-                if node.channel.fileno() < 0:
-                    continue
-                if self._moving[node.index]:
-                    self._behind.add(node.index)
-                else:
-                    self._send(node.index)
-
-    def catch_up(self, node: int) -> None:
-        """Before ``node`` is given a command: send it the newest weights if it was not."""
-        with self._lock:
-            if node in self._behind:
-                self._send(node)
-
-    def _send(self, node: int) -> None:
-        publication = self._newest
-        assert publication is not None
-        self._behind.discard(node)
-        self._moving[node] += 1
-        publication.readers += 1
-        self._post.send(
-            node + 1,
-            weights_frame(self.ref.offset),
-            cut(publication.buffer.bytes),
-            lambda: self._arrived(node, publication),
-        )
-
-    def _arrived(self, node: int, publication: _RpcPublication) -> None:
-        with self._lock:
-            self._moving[node] -= 1
-            publication.readers -= 1
-            self._recycle(publication)
-            if node in self._behind and not self._moving[node]:
-                self._send(node)
-
-    def _recycle(self, publication: _RpcPublication) -> None:
-        if not publication.readers and publication is not self._newest:
-            self._free.append(publication.buffer)
-
-
 LEFT_WORLD = "leave"
 """What the learner tells on the connection once it has left the world."""
 
 
-@dataclass(frozen=True, slots=True)
-class RpcBoot:
-    """What the learner tells a node that it has let in."""
+class RpcEndpoint:
+    """A `NodeEndpoint` whose commands, replies, rollouts and weights travel by RPC.
 
-    threads: int
-    path: tuple[str, ...]
-    """Where the learner imports from."""
-    factory: bytes
-    """A pickled `SourceFactory`."""
-    world: World
+    The connection on which the node was let in shows signs of life and raises the stop byte.
+    """
 
-    def serve(self, connection: NodeConnection, node: int, address: str) -> None:
-        """Enter the world and serve the learner until it says `Close`."""
-        member = _Member(connection, node, self)
-        self.world.enter(node + 1, self.world.connect(), address)
-        member.run()
-        connection.finish()
-        with without_farewells(), contextlib.suppress(GleanError):
-            member.settle()
-            connection.key(LEFT_WORLD)
-        leave()
-
-
-class _Member:
-    """The worker of one node."""
-
-    def __init__(self, connection: NodeConnection, index: int, boot: RpcBoot) -> None:
-        self._link, self._index, self._boot = connection, index, boot
+    def __init__(
+        self, connection: NodeConnection, boot: Boot, address: str, *, world: World
+    ) -> None:
+        self._connection, self._world = connection, world
         self._inbox = connection.inbox  # where a signal has this node end, too
-        self._reader = CommandReader()
-        self._weights = RpcWeights()
-        self._blocks: dict[int, _Block] = {}
+        self._reader = CommandReader(boot.worker)
+        self._received = LatestWeights(_paste_one)
+        self._blocks: dict[int, _Outgoing] = {}
         self._slot = 0
         self._over = False
-        timeout = boot.world.timeout(index + 1)
-        self._post = RpcMessenger(boot.world, index + 1, timeout, self._take, self._lost)
+        self._index = boot.worker
+        self.stop: Stop = connection.stop
+        self.weights: WeightReceiver | None = self._received
+        rank = boot.worker + 1
+        self._messenger = RpcMessenger(world, rank, world.timeout(rank), self._take, self._lost)
+        world.enter(rank, world.connect(), address)
 
-    def run(self) -> None:
-        """Build the source and answer commands."""
-        work(self._index, self._build, self._inbox.next, self._answer)
-
-    def settle(self) -> None:
-        """Wait until the learner has all answers, or has left."""
-        self._over = True
-        self._post.settle(self._boot.world.patience)
-
-    def _build(self) -> Worker:
-        factory = cloudpickle.loads(self._boot.factory)
-        return Worker(self._index, factory, self._open, self._link.stop, self._weights)
+    def next(self) -> tuple[int, m.Command]:
+        return self._inbox.next()
 
     def _take(self, sender: int, frame: bytes, data: Data) -> None:
-        if frame[:1] == WEIGHTS:
-            self._weights.put(read_weights(frame), data)
+        """Take in a message, in a thread of the RPC agent."""
+        if frame == WEIGHTS:
+            self._received.put(data)
             return
-        try:
-            command = self._reader.read(frame)
-        except Exception as err:  # whatever the user's objects do when unpickled
-            self._answer(m.Failed(self._index, head_of(frame)[0], unreadable(err)))
+        ticket, command = self._reader.read(frame)
+        if isinstance(command, m.Failed):
+            self.answer(command)
             return
         self._over = self._over or isinstance(command, m.Close)
-        self._inbox.put(head_of(frame)[0], command)
+        self._inbox.put(ticket, command)
 
-    def _open(self, reference: m.WindowRef) -> RolloutWindow:
-        """Return memory of this node's own for a rollout; what was in it has to be gone first."""
-        if not reference.blocks:  # of a source whose rollouts lie elsewhere
-            return RolloutWindow({}, reference.envs, reference.steps)
+    def window(self, reference: m.WindowRef) -> RolloutWindow:
         self._slot = reference.slot
-        block = self._blocks.get(reference.slot)
-        if block is None:
-            block = self._blocks[reference.slot] = _Block(reference)
-        block.free.wait()  # as long as the RPC may take, whose end sets it
-        return block.window
+        outgoing = self._blocks.get(reference.slot)
+        if outgoing is None:
+            outgoing = self._blocks[reference.slot] = _Outgoing(reference)
+        outgoing.free.wait()  # as long as the RPC may take, whose end sets it
+        return outgoing.block.window
 
-    def _answer(self, reply: m.Reply) -> None:
-        block = self._blocks.get(self._slot)
-        if isinstance(reply, m.Rolled) and reply.report.payload is None and block is not None:
-            block.free.clear()
-            self._post.send(LEARNER, frame_of(reply), block.pieces, block.free.set)
+    def answer(self, reply: m.Reply) -> None:
+        outgoing = self._blocks.get(self._slot)
+        frame, send = frame_of(reply), self._messenger.send
+        if isinstance(reply, m.Rolled) and reply.report.payload is None and outgoing is not None:
+            outgoing.free.clear()
+            send(LEARNER, frame, outgoing.pieces, outgoing.free.set)
         else:
-            self._post.send(LEARNER, frame_of(reply))
+            send(LEARNER, frame)
+
+    def finish(self) -> None:
+        self._connection.finish()
+        self._over = True
+        with without_farewells(), contextlib.suppress(GleanError):
+            self._messenger.settle(self._world.timeout_s)
+            self._connection.key(LEFT_WORLD)
+        leave()
 
     def _lost(self, peer: int, problem: str) -> None:
         if self._over:  # the learner has left, maybe before its acknowledgement
@@ -611,44 +479,19 @@ class _Member:
         os._exit(1)
 
 
-class _Block:
-    """Memory for the rollouts of one slot, as they travel."""
+class _Outgoing:
+    """The rollouts of one slot, as they travel."""
 
     def __init__(self, reference: m.WindowRef) -> None:
-        plan, nbytes = packed(reference)
-        block = torch.zeros(nbytes, dtype=torch.uint8)
-        self.window = window_over(block, plan)
-        self.pieces = [piece for a, b in pieces_of(reference) for piece in cut(block[a:b])]
+        self.block = RolloutBlock(reference)
+        self.pieces = [piece for whole in self.block.pieces for piece in cut(whole)]
         self.free = threading.Event()
         self.free.set()
 
 
-class RpcWeights:
-    """The newest weights that have arrived, of every board; a `Mailbox`."""
-
-    def __init__(self) -> None:
-        """Expect nothing yet."""
-        self._boards: dict[int, tuple[str, FlatBuffer]] = {}
-        self._new: dict[int, Data] = {}
-
-    def bind(self, model_id: str, board: m.BoardRef) -> None:
-        """Expect weights of ``model_id`` from now on."""
-        self._boards[board.offset] = model_id, FlatBuffer(board)
-
-    def put(self, number: int, data: Data) -> None:
-        """Take in weights of board ``number``; any thread may."""
-        self._new[number] = data
-
-    def newest(self) -> m.Snapshot | None:
-        """Return what is new; its tensors are valid until the next call."""
-        models, newest = {}, (0, 0)
-        for number in list(self._new):
-            model_id, buffer = self._boards[number]
-            paste(self._new.pop(number), [buffer.bytes])
-            version, serial = buffer.stamp
-            models[model_id] = buffer.views
-            newest = max(newest, (serial, version))
-        return m.Snapshot(newest[1], models, newest[0]) if models else None
+def _paste_one(data: Data, target: torch.Tensor) -> None:
+    """Copy what was cut from a tensor of the size of ``target`` into it."""
+    paste(data, [target])
 
 
 _LOOK = 0.2
@@ -656,82 +499,58 @@ _LOOK = 0.2
 
 
 class RpcNode(RemoteNode):
-    """One node, seen from the learner: messages go by RPC."""
+    """A node to which messages and data go by RPC."""
 
-    def __init__(self, guest: Guest, open_window: OpenWindow) -> None:
-        """Take over the connection on which the node was let in."""
-        super().__init__(guest, open_window)
-        self.mail: RpcMessenger | None = None
+    def __init__(self, guest: Guest, backend: RPCBackend) -> None:
+        super().__init__(guest, backend)
+        self.messenger: RpcMessenger | None = None
         """Carries messages, once the world was entered."""
-        self.arrived: dict[int, Data] = {}
-        """Rollouts that have come, by ticket."""
+        self._landings = Landings(backend.open_window)
         self._windows: dict[int, m.WindowRef] = {}
-        """Where those that are due belong."""
-
-    def connect(self, kind: str, patience: float) -> None:
-        """Do nothing: all nodes enter the world at once."""
+        """By ticket, where rollouts that are due belong."""
 
     def post(self, ticket: int, command: m.Command) -> None:
-        """Send ``command``."""
-        assert self.mail is not None
+        assert self.messenger is not None
         if isinstance(command, m.Collect):
             self._windows[ticket] = command.window
-        self.mail.send(self.index + 1, self._writer.write(ticket, command))
+        self.messenger.send(self.index + 1, self.writer.write(ticket, command))
 
-    def is_here(self, ticket: int) -> bool:
-        """Return True: rollouts travel with their reply."""
-        return True
-
-    def land(self, ticket: int) -> None:
-        """If ``ticket`` is that of a rollout, copy it into its window."""
-        data, reference = self.arrived.get(ticket), self._windows.get(ticket)
-        if data is not None and reference is not None:
-            landing = self._landings.get(reference.slot)
-            if landing is None:
-                landing = Landing(self._open_window(reference), reference)
-                self._landings[reference.slot] = landing
+    def copy_in(self, ticket: int, data: Data) -> None:
+        """Copy the rollout that answers ``ticket`` into its window."""
+        reference = self._windows.get(ticket)
+        if data and reference is not None:
+            landing = self._landings.of(reference)
             paste(data, landing.pieces)
             landing.settle()
-        # Last: an interrupt meanwhile must not lose it.
-        self.arrived.pop(ticket, None)
-        self._windows.pop(ticket, None)
+        self._windows.pop(ticket, None)  # last: an interrupt meanwhile must not lose it
 
 
-class RPCBackend(NetworkBackend):
-    """A `NetworkBackend` whose commands, replies, rollouts and weights travel by RPC.
+class RPCBackend(NodeBackend[RpcNode]):
+    """Nodes whose commands, replies, rollouts and weights travel by RPC.
 
     Nodes are let in on connections of their own, which tell who is gone; they and the learner then
     enter an RPC world. Every RPC puts one message down and returns, however many are under way.
     """
-
-    _node_class = RpcNode
 
     def __init__(
         self,
         open_window: OpenWindow,
         launcher: Launcher,
         *,
-        options: Mapping[str, Any] | None = None,
+        rpc_options: Mapping[str, Any] | None = None,
         devices: Sequence[Sequence[Any] | None] | None = None,
         host: str | None = None,
-        ports: Sequence[int] = (0,),
-        threads: int = 1,
-        patience: float = 60.0,
-        start_timeout: float = 120.0,
+        **options: Any,
     ) -> None:
         """Listen for nodes.
 
         Args:
             open_window: Maps windows of the learner's arenas.
             launcher: Starts the nodes.
-            options: For `TensorPipeRpcBackendOptions`, in every process.
+            rpc_options: For `TensorPipeRpcBackendOptions`, in every process.
             devices: Per node, the CUDA devices whose tensors its RPCs may carry.
             host: Address to listen on, and that nodes are told; the launcher's choice by default.
-            ports: To listen on the first of these that is free; any by default.
-            threads: torch threads of each node.
-            patience: Seconds without a sign of life after which a node counts as dead, and that
-                any RPC may take.
-            start_timeout: Seconds all nodes together may take to join.
+            **options: See `NodeBackend`; ``timeout_s`` also bounds every RPC.
 
         Raises:
             ConfigError: RPC is initialised in this process already, or the port is taken.
@@ -740,67 +559,51 @@ class RPCBackend(NetworkBackend):
         address = socket.gethostbyname(host or launcher.address())
         check_interface(address)
         warn_of_strangers(address)
-        super().__init__(
-            open_window,
-            launcher,
-            host=host,
-            ports=ports,
-            threads=threads,
-            patience=patience,
-            start_timeout=start_timeout,
-        )
-        self._options = dict(options or {})
+        super().__init__(open_window, launcher, host=host, **options)
+        self._rpc_options = dict(rpc_options or {})
         self._devices = devices
-        self._published: list[RpcBoard] = []
-        self._lost: list[tuple[RemoteNode, str]] = []
         self._store: Any = None
         self._entering: threading.Thread | None = None
-        self._post: RpcMessenger | None = None
+        self._messenger: RpcMessenger | None = None
+        self._coming: deque[tuple[RpcNode, bytes, Data]] = deque()
+        """Replies that threads of the RPC agent have taken in."""
+        self._lost: list[tuple[RpcNode, str]] = []
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._event, select.EPOLLIN)
+
+    def _node(self, guest: Guest) -> RpcNode:
+        return RpcNode(guest, self)
 
     # -- start -----------------------------------------------------------------------------------
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        """Have one node started per factory, let them in and enter an RPC world with them.
-
-        Raises:
-            ConfigError: something that cannot be sent to another process.
-            WorkerDied: a node ended before it joined.
-            CollectorTimeout: not all had joined in time.
-        """
-        self._store = open_store(self._host, self._patience)
+        self._store = open_store(self._host, self.timeout_s)
         self._world = World(
             size=len(factories) + 1,
             host=self._host,
             port=self._store.port,
-            patience=self._patience,
+            timeout_s=self.timeout_s,
             token=secrets.token_hex(8),
-            options=self._options,
+            options=self._rpc_options,
         )
         super().start(factories)
-
-    def _boot(self, index: int, factory: bytes, life: int) -> RpcBoot:
-        world = self._world
-        if self._devices is not None:
-            own = {**self._options, "devices": list(self._devices[index] or [])}
-            world = replace(world, options=own)
-        return RpcBoot(self._threads, tuple(sys.path), factory, world)
-
-    def _all_in(self, factories: Sequence[bytes]) -> None:
-        """Enter the world; a node that goes away meanwhile is noticed."""
-        super()._all_in(factories)
         timeout = self._world.timeout(LEARNER)
-        post = RpcMessenger(self._world, LEARNER, timeout, self._take, self._note_lost)
-        self._post = post
-        for node in self._nodes:
-            assert isinstance(node, RpcNode)
-            node.mail = post
+        self._messenger = RpcMessenger(self._world, LEARNER, timeout, self._take, self._note_lost)
+        for node in self._peers:
+            node.messenger = self._messenger
         self._enter()
 
+    def boot(self, index: int, life: int) -> Boot:
+        world = self._world
+        if self._devices is not None:
+            own = {**self._rpc_options, "devices": list(self._devices[index] or [])}
+            world = replace(world, options=own)
+        connect = partial(RpcEndpoint, world=world)
+        return Boot(index, self._factories[index], self._threads, life, connect)
+
     def _enter(self) -> None:
-        """Enter in another thread, and look after the nodes meanwhile."""
-        address, timeout = socket.gethostbyname(self._host), self._patience
+        """Enter the world in another thread, and look after the nodes meanwhile."""
+        address, timeout = socket.gethostbyname(self._host), self.timeout_s
         outcome: list[BaseException | None] = []
 
         def run() -> None:
@@ -823,40 +626,21 @@ class RPCBackend(NetworkBackend):
         if outcome[0] is not None:
             raise outcome[0]
 
-    def board(self, weights: Mapping[str, torch.Tensor]) -> RpcBoard:  # type: ignore[override]
-        """Prepare to send weights like these to all nodes."""
-        assert self._post is not None
-        board = RpcBoard(plan_flat(len(self._published), weights), self._post, self._nodes)
-        self._published.append(board)
-        return board
-
     # -- messages --------------------------------------------------------------------------------
 
-    def send(self, worker: int, ticket: int, command: m.Command) -> None:
-        """RpcMessenger ``command``; if the node is gone, `receive` says so.
-
-        Raises:
-            ClosedError: after `stop`.
-            WorkerDied: `receive` has said already that the node is gone.
-        """
-        if not isinstance(command, m.Load | m.Bind | m.Close):
-            for board in self._published:
-                board.catch_up(worker)
-        super().send(worker, ticket, command)
+    def _send_weights(self, peer: RpcNode, buffer: torch.Tensor, taken: Callable[[], None]) -> bool:
+        assert self._messenger is not None
+        self._messenger.send(peer.index + 1, WEIGHTS, cut(buffer), taken)
+        return True
 
     def _take(self, sender: int, frame: bytes, data: Data) -> None:
         """Take in a reply, in a thread of the RPC agent."""
-        node = self._nodes[sender - 1]
-        ticket, _ = head_of(frame)
-        if data:
-            assert isinstance(node, RpcNode)
-            node.arrived[ticket] = data
-        self._frames.append((node, frame))
+        self._coming.append((self._peers[sender - 1], frame, data))
         self._wake()
 
     def _note_lost(self, peer: int, problem: str) -> None:
         """Note that a message did not arrive, in a thread of the RPC agent."""
-        self._lost.append((self._nodes[peer - 1], problem))
+        self._lost.append((self._peers[peer - 1], problem))
         self._wake()
 
     def _wake(self) -> None:
@@ -864,35 +648,43 @@ class RPCBackend(NetworkBackend):
             os.eventfd_write(self._event, 1)
 
     def _turn_to(self, fd: int, events: int) -> None:
-        if self._frames:  # what a node sent before it ended comes before its end
+        if fd == self._event:
+            os.eventfd_read(fd)
+        self._land()
+        if self._arrived:  # what a node sent before it ended comes before its end
             return
         if fd != self._event:
             super()._turn_to(fd, events)
-            return
-        os.eventfd_read(fd)
-        while self._lost and not self._frames:
+        while self._lost:
             node, problem = self._lost.pop()
-            if node.channel.fileno() >= 0:
+            if not node.gone:
                 raise self._died(node, f"cannot be reached by RPC ({problem})")
+
+    def _land(self) -> None:
+        """Hand over the replies that have come, and put their rollouts where they belong."""
+        while self._coming:
+            node, frame, data = self._coming[0]
+            node.copy_in(head_of(frame)[0], data)
+            self._arrived.append(frame)
+            self._coming.popleft()
 
     # -- the end ---------------------------------------------------------------------------------
 
     def stop(self, timeout: float) -> None:
-        """End all nodes: let those that were asked go, kill the rest. Idempotent."""
         if self._closed:
             return
         mine = self._owner == os.getpid()  # in a forked child it is somebody else's world
         if mine:
             leave()
-            for node in {*self._nodes, *self._by_fd.values()}:
-                if node.channel.fileno() >= 0:
+            for node in {*self._peers, *self._by_fd.values()}:
+                if not node.gone:
                     node.put(key_frame(LEFT_WORLD, b""))
         super().stop(timeout)
         if mine:
             if self._entering is not None:  # it fails now that the nodes are gone
                 self._entering.join(_LOOK)
             leave()
-            if self._post is not None:
-                self._post.close()
+            if self._messenger is not None:
+                self._messenger.close()
             self._store = None  # a forked child has not the thread that this would wait for
         os.close(self._event)

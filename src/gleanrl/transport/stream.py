@@ -33,7 +33,6 @@ class Channel:
     """One end of a stream socket that carries length-prefixed frames. Owns the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Take over ``sock``."""
         sock.setblocking(False)
         self._socket = sock
         _open.add(self)
@@ -147,7 +146,7 @@ class Channel:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def be_patient(self) -> None:
+    def wait_for_ever(self) -> None:
         """Let the other side take its time: on TCP only its host has to show signs of life."""
         if sys.platform == "linux" and self._socket.family != socket.AF_UNIX:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
@@ -191,13 +190,6 @@ class SealedChannel(Channel):
     """A `Channel` whose frames are authenticated, for connections that leave this machine."""
 
     def __init__(self, sock: socket.socket, sends: bytes, receives: bytes) -> None:
-        """Take over ``sock``.
-
-        Args:
-            sock: The connection.
-            sends: The key of what this end sends.
-            receives: The key of what the other end sends.
-        """
         super().__init__(sock)
         self._sends, self._receives = _Seal(sends), _Seal(receives)
         self._parts: list[bytes] = []

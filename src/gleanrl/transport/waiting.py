@@ -51,7 +51,6 @@ class Deferred(contextlib.AbstractContextManager[None]):
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        """Begin."""
         self._before = None
         if _state.before is not None or threading.current_thread() is not threading.main_thread():
             return
@@ -62,7 +61,6 @@ class Deferred(contextlib.AbstractContextManager[None]):
             _state.before = self._before = before
 
     def __exit__(self, *error: object) -> None:
-        """Let what was kept come now."""
         before = self._before
         if before is None:
             return
@@ -114,7 +112,6 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        """Start with nobody holding it."""
         self._mutex = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         self._held = False
@@ -168,15 +165,9 @@ class Turn:
     __slots__ = ("_timeout", "_turns")
 
     def __init__(self, turns: FairLock, timeout: float | None) -> None:
-        """Wait ``timeout`` seconds for it, as long as it takes with ``None``."""
         self._turns, self._timeout = turns, timeout
 
     def __enter__(self) -> None:
-        """Wait for it.
-
-        Raises:
-            CollectorTimeout: another thread did not finish in time.
-        """
         if not self._turns.acquire(self._timeout):
             raise CollectorTimeout(
                 f"another thread has been using the collector for {self._timeout} s"

@@ -1,4 +1,4 @@
-"""One worker: carries out commands on its source and answers each with one reply."""
+"""What a worker runs: it builds a source, then answers commands until it is told to end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import cloudpickle
@@ -19,12 +19,12 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.protocols import Source, SourceFactory, Stop
-from gleanrl.memory.arena import map_window
+from gleanrl.memory.arena import RolloutWindow, map_window
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.memory.window import RolloutWindow
-from gleanrl.transport.frames import CommandReader, frame_of, head_of, unreadable
+from gleanrl.rollout.streams import enter_life
+from gleanrl.transport.frames import CommandReader, frame_of
 from gleanrl.transport.stream import Channel
-from gleanrl.weights.board import Boards
+from gleanrl.weights.shared import SharedWeightReceiver
 
 OpenWindow = Callable[[m.WindowRef], RolloutWindow]
 
@@ -32,13 +32,11 @@ OpenWindow = Callable[[m.WindowRef], RolloutWindow]
 class WeightReceiver(Protocol):
     """Where weights lie that nobody sent a message about."""
 
-    def bind(self, model_id: str, board: m.BoardRef) -> None:
-        """Look at ``board`` for the weights of ``model_id`` from now on."""
-        ...
+    def bind(self, model_id: str, ref: m.WeightsRef) -> None:
+        """Look at ``ref`` for the weights of ``model_id`` from now on."""
 
     def newest(self) -> m.Snapshot | None:
         """Return the newest snapshot if it was not returned before."""
-        ...
 
 
 class Worker:
@@ -52,7 +50,6 @@ class Worker:
         stop: Stop,
         mailbox: WeightReceiver | None = None,
     ) -> None:
-        """Build the source here."""
         self._index = index
         self._open_window = open_window
         self._stop = stop
@@ -83,8 +80,12 @@ class Worker:
                 self._load(snapshot)
 
     def _collect(self, command: m.Collect) -> m.Report:
-        window = self._open_window(command.window)
-        return self.source.collect(window, command.window.steps, self._stop, command.random)
+        reference = command.window
+        if reference.blocks:
+            window = self._open_window(reference)
+        else:  # of a source whose rollouts lie elsewhere
+            window = RolloutWindow({}, reference.envs, reference.steps)
+        return self.source.collect(window, reference.steps, self._stop, command.random)
 
     def _load(self, snapshot: m.Snapshot) -> None:
         """Load what is newer than what was loaded: messages and memory may overtake each other."""
@@ -100,8 +101,8 @@ class Worker:
         match command:
             case m.Load(snapshot):
                 return self._load(snapshot)
-            case m.Bind(model_id, board) if self._mailbox is not None:
-                return self._mailbox.bind(model_id, board)
+            case m.Bind(model_id, ref) if self._mailbox is not None:
+                return self._mailbox.bind(model_id, ref)
             case m.Place(base, stride):
                 return source.place(base, stride)
             case m.Seed(seed, static, stream):
@@ -120,17 +121,12 @@ class Worker:
                 return source.close()
 
 
-Addressed = tuple[int, m.Command]
-"""A command and its ticket."""
-
-
 class CommandQueue:
     """Commands in the order they are carried out: rollouts not begun yet come last."""
 
     def __init__(self) -> None:
-        """Start empty."""
-        self._collects: deque[Addressed] = deque()
-        self._others: deque[Addressed] = deque()
+        self._collects: deque[tuple[int, m.Command]] = deque()
+        self._others: deque[tuple[int, m.Command]] = deque()
 
     def __bool__(self) -> bool:
         """Return whether there is anything to do."""
@@ -141,8 +137,8 @@ class CommandQueue:
         queue = self._collects if isinstance(command, m.Collect) else self._others
         queue.append((ticket, command))
 
-    def pop(self) -> Addressed:
-        """Return the next command."""
+    def pop(self) -> tuple[int, m.Command]:
+        """Return the next command and its ticket."""
         return (self._others or self._collects).popleft()
 
 
@@ -150,55 +146,41 @@ class Inbox:
     """Commands that come in from any thread, for one thread to carry out."""
 
     def __init__(self) -> None:
-        """Start empty."""
-        self._queued = CommandQueue()
+        self._queue = CommandQueue()
         self._arrived = threading.Condition()
 
     def __bool__(self) -> bool:
         """Return whether there is anything to do."""
-        return bool(self._queued)
+        return bool(self._queue)
 
     def put(self, ticket: int, command: m.Command) -> None:
         """Queue ``command``; safe in any thread."""
         with self._arrived:
-            self._queued.put(ticket, command)
+            self._queue.put(ticket, command)
             self._arrived.notify()
 
-    def next(self) -> Addressed:
-        """Wait for a command, as long as it takes, and return it."""
+    def next(self) -> tuple[int, m.Command]:
+        """Wait for a command, as long as it takes, and return it and its ticket."""
         with self._arrived:
-            while not self._queued:
+            while not self._queue:
                 self._arrived.wait()
-            return self._queued.pop()
+            return self._queue.pop()
 
 
-def work(
-    index: int,
-    build: Callable[[], Worker],
-    following: Callable[[], Addressed],
-    answer: Callable[[m.Reply], None],
-) -> None:
-    """Build a worker and have it carry out commands until `Close`.
+class Endpoint(Protocol):
+    """A worker's end of its connection to the learner."""
 
-    Args:
-        index: The worker's.
-        build: Builds it here; what that raises is answered under ticket 0.
-        following: Waits for the next command.
-        answer: Is given every reply.
-    """
-    try:
-        worker = build()
-        answer(worker.ready())
-    except Exception as err:
-        answer(m.Failed(index, 0, err))
-        return
-    while True:
-        ticket, command = following()
-        if not isinstance(command, m.Collect):
-            answer(m.Begun(index, ticket))
-        answer(worker.handle(ticket, command))
-        if isinstance(command, m.Close):
-            return
+    stop: Stop
+    weights: WeightReceiver | None
+
+    def next(self) -> tuple[int, m.Command]:
+        """Wait for the next command; return its ticket and it."""
+
+    def window(self, reference: m.WindowRef) -> RolloutWindow:
+        """Return memory for a rollout into ``reference``; may wait until it is free."""
+
+    def answer(self, reply: m.Reply) -> None:
+        """Send a reply, and the rollout it is about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,86 +209,105 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessBoot:
-    """What a worker has to know before anything of the user's is unpickled in it."""
+class Boot:
+    """What the learner tells a worker before anything of the user's is unpickled in it."""
 
     worker: int
-    surroundings: Surroundings
-    threads: int
     factory: bytes
     """A pickled `SourceFactory`."""
+    threads: int
+    """torch threads of the worker."""
+    life: int = 0
+    """How often this worker was lost before."""
+    connect: Callable[..., Any] | None = None
+    """Makes a node's endpoint."""
+    surroundings: Surroundings | None = None
+    """Of the learner, where the worker takes them over."""
+    path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+    """Where the learner imports from."""
+
+    def prepare(self) -> None:
+        """Prepare this process for running what users wrote."""
+        if self.surroundings is not None:
+            self.surroundings.enter()
+        sys.path.extend(entry for entry in self.path if entry not in sys.path)
+        torch.set_num_threads(self.threads)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # what is printed last must not be lost
+                stream.reconfigure(line_buffering=True)
+        enter_life(self.life)
+
+    def build(self, open_window: OpenWindow, stop: Stop, weights: WeightReceiver | None) -> Worker:
+        """Build the worker here; raises what the user's code raises."""
+        factory = cloudpickle.loads(self.factory)
+        return Worker(self.worker, factory, open_window, stop, weights)
+
+
+def serve(boot: Boot, endpoint: Endpoint) -> None:
+    """Build the worker and carry out commands until `Close`; all that raises is answered."""
+    try:
+        worker = boot.build(endpoint.window, endpoint.stop, endpoint.weights)
+        endpoint.answer(worker.ready())
+    except Exception as err:
+        endpoint.answer(m.Failed(boot.worker, 0, err))
+        return
+    while True:
+        ticket, command = endpoint.next()
+        if not isinstance(command, m.Collect):
+            endpoint.answer(m.Begun(boot.worker, ticket))
+        endpoint.answer(worker.handle(ticket, command))
+        if isinstance(command, m.Close):
+            return
+
+
+# -- in a process on the learner's machine ---------------------------------------------------------
 
 
 def main(connection_fd: int, arena_fd: int, control_fd: int) -> None:
     """Serve one learner over ``connection_fd`` until it says `Close` or goes away."""
     channel = Channel(socket.socket(fileno=connection_fd))
     try:
-        boot: ProcessBoot = pickle.loads(channel.wait()[0])
-        boot.surroundings.enter()
-        settle(boot.threads)
-        _Serving(channel, boot, SharedMemory(arena_fd), SharedMemory(control_fd)).run()
+        boot: Boot = pickle.loads(channel.wait()[0])
+        boot.prepare()
+        arena, control = SharedMemory(arena_fd), SharedMemory(control_fd)
+        serve(boot, ProcessEndpoint(channel, boot.worker, arena, control))
     except (EOFError, ConnectionError):
         return  # the learner is gone: nobody is left to tell
 
 
-def settle(threads: int) -> None:
-    """Prepare this process for running what users wrote."""
-    torch.set_num_threads(threads)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what is printed last must not be lost
-            stream.reconfigure(line_buffering=True)
-
-
-class _Serving:
-    """The command loop of one worker."""
+class ProcessEndpoint:
+    """An `Endpoint`: messages over a socket, rollouts and weights in memory both sides map."""
 
     def __init__(
-        self, channel: Channel, boot: ProcessBoot, arena: SharedMemory, control: SharedMemory
+        self, channel: Channel, worker: int, arena: SharedMemory, control: SharedMemory
     ) -> None:
-        self._channel = channel
-        self._boot = boot
-        self._arena = arena
-        self._control = control
-        self._reader = CommandReader()
-        self._queued = CommandQueue()
+        self._channel, self._arena = channel, arena
+        self.stop: Stop = memoryview(control.map())
+        self.weights: WeightReceiver | None = SharedWeightReceiver(control)
+        self._reader = CommandReader(worker)
+        self._queue = CommandQueue()
         self._windows: dict[int, RolloutWindow] = {}
 
-    def run(self) -> None:
-        """Build the source and answer commands."""
-        work(self._boot.worker, self._build, self._next, self._answer)
-
-    def _build(self) -> Worker:
-        stop, boards = memoryview(self._control.map()), Boards(self._control)
-        factory = cloudpickle.loads(self._boot.factory)
-        return Worker(self._boot.worker, factory, self._open, stop, boards)
-
-    def _next(self) -> Addressed:
-        """Return the next command: rollouts not begun yet are overtaken by everything else."""
-        if self._queued:
+    def next(self) -> tuple[int, m.Command]:
+        if self._queue:
             self._take_in(self._channel.read())
-        while not self._queued:
+        while not self._queue:
             self._take_in(self._channel.wait())
-        return self._queued.pop()
+        return self._queue.pop()
 
     def _take_in(self, frames: list[bytes]) -> None:
-        """Queue the commands in ``frames``; one that cannot be loaded is answered at once."""
         for frame in frames:
-            ticket, _ = head_of(frame)
-            try:
-                command = self._reader.read(frame)
-            except Exception as err:  # whatever the user's objects do when unpickled
-                self._answer(m.Failed(self._boot.worker, ticket, unreadable(err)))
-                continue
-            self._queued.put(ticket, command)
+            ticket, command = self._reader.read(frame)
+            if isinstance(command, m.Failed):
+                self.answer(command)
+            else:
+                self._queue.put(ticket, command)
 
-    def _open(self, reference: m.WindowRef) -> RolloutWindow:
-        if not reference.blocks:  # of a source whose rollouts lie elsewhere
-            return RolloutWindow({}, reference.envs, reference.steps)
+    def window(self, reference: m.WindowRef) -> RolloutWindow:
         window = self._windows.get(reference.slot)
         if window is None:
-            window = map_window(self._arena.map(), reference)
-            self._windows[reference.slot] = window
+            window = self._windows[reference.slot] = map_window(self._arena.map(), reference)
         return window
 
-    def _answer(self, reply: m.Reply) -> None:
+    def answer(self, reply: m.Reply) -> None:
         self._channel.send(frame_of(reply))

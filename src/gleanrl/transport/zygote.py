@@ -180,6 +180,14 @@ class Zygote:
         if self.alive:
             self._ask_for(b"kill", self._numbers[pid])
 
+    def end(self, pids: Sequence[int], timeout: float) -> None:
+        """Let workers that were asked to end do so for ``timeout`` seconds, then kill the rest."""
+        deadline = time.monotonic() + timeout
+        for pid in pids:
+            if self.exit_status(pid, max(0.0, deadline - time.monotonic())) is None:
+                with contextlib.suppress(OSError):
+                    self.kill(pid)
+
     def close(self) -> None:
         """End it, and with it every worker that is left. Only its owner can."""
         owned = self.owner == os.getpid()
@@ -194,6 +202,11 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(5)
+
+
+def exit_text(status: int) -> str:
+    """Return how a process ended, by its status as `subprocess` counts."""
+    return f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"
 
 
 @contextlib.contextmanager
@@ -299,13 +312,6 @@ class _Zygote:
     def __init__(
         self, control: socket.socket, owner: int, works: Mapping[bytes, Callable[..., None]]
     ) -> None:
-        """Serve the owner.
-
-        Args:
-            control: The connection to it.
-            owner: A descriptor that tells when its process ends; -1 for none.
-            works: What can be forked.
-        """
         self._control = control
         # A process that the owner has forked may hold the connection open after its end.
         self._owner = [owner] if owner >= 0 else []
@@ -313,7 +319,7 @@ class _Zygote:
         self._pid = os.getpid()
         self._children: dict[int, int] = {}
         """Workers' process ids, and the numbers of their forks."""
-        self._quiet: set[int] = set()
+        self._unreported: set[int] = set()
         """Zygotes forked for workers: nobody here is told how they end."""
         # Any worker may write to the one end; the other is read here.
         self._asked, self._ask = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -322,7 +328,6 @@ class _Zygote:
         os.set_blocking(self._woken, False)
 
     def run(self) -> None:
-        """Fork on request until the owner is gone."""
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         try:
@@ -342,7 +347,7 @@ class _Zygote:
             return  # the owner is gone
         finally:
             if os.getpid() == self._pid:  # no child may ever end others
-                for pid in self._children.keys() | self._quiet:
+                for pid in self._children.keys() | self._unreported:
                     os.kill(pid, signal.SIGKILL)
 
     def _obey(self) -> bool:
@@ -375,7 +380,7 @@ class _Zygote:
         _, fds, _, _ = socket.recv_fds(self._asked, 64, _MAX_FDS)
         try:
             if fds:  # else this process had no descriptor left for them: the worker is told by that
-                self._quiet.add(self._fork(lambda: self._become_zygote(*fds)))
+                self._unreported.add(self._fork(lambda: self._become_zygote(*fds)))
         except OSError as err:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fds[0])) as told:
                 told.send(_REPLY.pack(b"X", 0, err.errno or 0))
@@ -423,7 +428,7 @@ class _Zygote:
             os.close(fd)
 
     def _report_ended(self) -> None:
-        while self._children or self._quiet:
+        while self._children or self._unreported:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
@@ -431,7 +436,7 @@ class _Zygote:
                 number = self._children.pop(pid)
                 code = os.waitstatus_to_exitcode(status)
                 self._control.send(_REPLY.pack(b"E", number, code))
-            self._quiet.discard(pid)
+            self._unreported.discard(pid)
 
 
 def _flush() -> None:

@@ -1,12 +1,12 @@
-"""How weights reach workers: what a collector is told, and what a scheme does without one.
+"""How weights reach workers: the schemes of collectors, and schemes used without a collector.
 
 Without a collector, per worker:
 
     sender -- (number, values) --> queue -> the receiver's thread -> model
     sender <- (number, pid, error) -- pipe
 
-Message 0 is `connect`'s, and ``None`` ends the thread. With shared memory the tensors lie on a
-board, and the message only has what is no tensor. The tensors of one message become the model's
+Message 0 is `connect`'s, and ``None`` ends the thread. With shared memory the tensors lie
+there, and the message only has what is no tensor. The tensors of one message become the model's
 under the receiver's lock.
 """
 
@@ -41,9 +41,9 @@ from gleanrl.core.errors import (
     WorkerDied,
     WorkerError,
 )
-from gleanrl.core.messages import BoardRef
+from gleanrl.core.messages import WeightsRef
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.weights.board import Board, Boards, plan_board
+from gleanrl.weights.shared import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
 from gleanrl.weights.snapshot import (
     Weights,
     check_shapes,
@@ -245,7 +245,7 @@ class WeightSyncScheme:
         Args:
             weights: A module, a `TensorDict` or a state dict, or one of them per worker
                 (``{0: ..., 1: ...}``). ``None``: what `init_on_sender` was given, as it is now.
-            worker_ids: Who gets them; ``None``: everybody.
+            worker_ids: Which workers get them; ``None``: all.
 
         Raises:
             RuntimeError: this is not a sender that is connected.
@@ -356,7 +356,7 @@ class WeightSyncScheme:
 class SharedMemWeightSyncScheme(WeightSyncScheme):
     """Publish weights in shared memory; workers copy them when their next rollout begins.
 
-    The default. Publishing costs one copy, whatever the number of workers, and waits for nobody.
+    The default. Publishing costs one copy, whatever the number of workers, and never waits.
     """
 
     _standalone = True
@@ -498,7 +498,7 @@ class _Link:
     acks: Connection
     replies: Connection
     memory: _Memory | None
-    board: BoardRef | None
+    ref: WeightsRef | None
 
 
 def _tree_of(weights: Mapping[str, Any]) -> TensorDictBase:
@@ -595,8 +595,10 @@ class _Worker:
             self._shapes = {name: (tuple(t.shape), True) for name, t in tensors.items()}
         self._dtypes = {name: t.dtype for name, t in tensors.items()}
         acks, replies = ctx.Pipe(duplex=False)
-        ref = None if memory is None else plan_board(memory, tensors)
-        self._board = None if memory is None or ref is None else Board(memory, ref)
+        ref = None if memory is None else reserve_shared(memory, tensors)
+        self._publisher = (
+            None if memory is None or ref is None else SharedWeightPublisher(memory, ref)
+        )
         self.link = _Link(ctx.Queue(), acks, replies, memory, ref)
         self.link.messages.cancel_join_thread()  # a lost worker must not keep this process
         self._sent, self._acked = _HELLO, _HELLO
@@ -620,8 +622,8 @@ class _Worker:
 
     def post(self, weights: Weights, number: int) -> None:
         """Send them without waiting."""
-        if self._board is not None:
-            self._board.publish(list(_tensors(weights).values()), number, number)
+        if self._publisher is not None:
+            self._publisher.publish(list(_tensors(weights).values()), number, number)
             values = {n: v for n, v in weights.items() if not isinstance(v, torch.Tensor)}
         else:
             values = {
@@ -655,7 +657,7 @@ class _Worker:
         name = f"worker {self.index}"
         if self._left:
             raise ClosedError(f"{name} has called shutdown: it takes no more weights")
-        if self._pid is not None and _is_gone(self._pid):
+        if self._pid is not None and _has_ended(self._pid):
             raise WorkerDied(f"{name} (process {self._pid}) has ended: it takes no more weights")
 
     def _take(self) -> None:
@@ -679,17 +681,17 @@ class _Receiver:
     """The side that has the model. A thread of its own loads what arrives."""
 
     def __init__(self, link: _Link, model: nn.Module | None) -> None:
-        """Tell the sender that this process is there."""
+        """Tell the sender that this process has started."""
         self.model = model
         self.version = 0
         """The number of the `send` whose weights the model has; 0: those of `connect`."""
         self.lock = threading.Condition(threading.RLock())
-        """Held while weights are loaded: whoever holds it sees weights of one version."""
+        """Held while weights are loaded: under it the weights are of one version."""
         self._link = link
-        self._boards: Boards | None = None
-        if link.memory is not None and link.board is not None:
-            self._boards = Boards(link.memory)
-            self._boards.bind("", link.board)
+        self._receiver: SharedWeightReceiver | None = None
+        if link.memory is not None and link.ref is not None:
+            self._receiver = SharedWeightReceiver(link.memory)
+            self._receiver.bind("", link.ref)
         self._weights: Weights = {}
         self._returned = 0
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -732,7 +734,7 @@ class _Receiver:
 
     def _run(self) -> None:
         for message in iter(self._link.messages.get, None):
-            with suppress(Exception):  # the sender was told
+            with suppress(Exception):  # the sender got the error
                 self._load(message)
         self._reply(None)
 
@@ -754,10 +756,10 @@ class _Receiver:
 
     def _look(self, number: int, values: Weights) -> int:
         """Take the newest weights; return their number."""
-        if self._boards is None:
+        if self._receiver is None:
             self._weights = values
             return number
-        newest = self._boards.newest()
+        newest = self._receiver.newest()
         if newest is None:  # a message before this one found them
             self._weights.update(values)
             return self.version
@@ -765,7 +767,7 @@ class _Receiver:
         return newest.version
 
     def _reply(self, number: int | None, error: str | None = None) -> None:
-        with suppress(OSError):  # the sender is gone
+        with suppress(OSError):  # the sender has ended
             self._link.replies.send((number, os.getpid(), error))
 
     def shutdown(self) -> None:
@@ -775,12 +777,12 @@ class _Receiver:
             self._thread.join(_WAIT_S)
 
 
-def _is_gone(pid: int) -> bool:
+def _has_ended(pid: int) -> bool:
     multiprocessing.active_children()  # those that ended are no longer processes after this
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # somebody else's, and there
+    except PermissionError:  # it runs, as another user
         pass
     return False

@@ -144,7 +144,7 @@ def check_values(kind: str, weights: Mapping[str, Any], dtypes: Mapping[str, tor
     """Raise `WeightsError` for values that could not be copied, or not without harm.
 
     Args:
-        kind: Whose weights they are, for the message.
+        kind: What the message calls the model.
         weights: By dotted name; extra state may be anything.
         dtypes: What the model holds, where that is known.
     """
@@ -176,7 +176,7 @@ def _wrong(value: Any, wanted: torch.dtype | None) -> str | None:
 
 
 class TrackedModule:
-    """The tensors of a module that goes on being trained, in the order of their names.
+    """The tensors of a module that is still trained, in the order of their names.
 
     Walking a module costs as much as copying a small one. So what was found is kept, together with
     the dictionaries it was found in; as long as those hold the same objects, it is still true.

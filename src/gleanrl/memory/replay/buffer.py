@@ -502,7 +502,8 @@ def to_user_index(storage: Storage, places: torch.Tensor, flat: bool = False) ->
         return places
     if not flat:
         places = storage.frames_of(places)
-    return torch.stack([places.div(storage.envs, rounding_mode="floor"), places % storage.envs], 1)
+    envs = storage.envs
+    return torch.stack([places.div(envs, rounding_mode="floor"), places % envs], 1)
 
 
 def to_storage_index(storage: Storage, index: Any) -> torch.Tensor:

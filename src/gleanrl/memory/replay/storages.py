@@ -18,13 +18,12 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
-from gleanrl.memory.available import check_memory
 from gleanrl.memory.fence import fence
 from gleanrl.memory.replay.dedup import SuccessorLinks, deduplicate
 from gleanrl.memory.replay.locks import Handle, ProcessLock, ThreadLock
 from gleanrl.memory.replay.ring import Reservation, RingIndex
 from gleanrl.memory.replay.rows import RowLayout, Rows, Shapes, batch_shape, describe, flatten
-from gleanrl.memory.shared import SharedMemory
+from gleanrl.memory.shared import SharedMemory, check_memory
 from gleanrl.memory.tensor_files import take_room
 
 _ALIGN = 64
@@ -35,7 +34,6 @@ _NORESERVE = 0x4000
 class Storage:
     """Rows, and the index that says which of them are complete."""
 
-    shareable = False
     lock_timeout = 60.0
     """See `ReplayBuffer`."""
     compact: bool | Sequence[NestedKey] = False
@@ -146,7 +144,6 @@ class LazyTensorStorage(Storage):
             CPU only.
     """
 
-    shareable = True
     _OWN = ("ring", "_rows", "_successors", "_memory", "_words", "_lock")
 
     def __init__(

@@ -18,7 +18,6 @@ class Launcher(Protocol):
 
     def address(self) -> str:
         """Return the address of this machine that its nodes can reach."""
-        ...
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
         """Have one node started per invitation; does not wait for them.
@@ -26,20 +25,17 @@ class Launcher(Protocol):
         Called once for all of them; and with ``on_failure="relaunch"`` again for each that takes
         the place of a lost one, in a thread of its own.
         """
-        ...
 
-    def fate(self, node: int, timeout: float) -> str | None:
+    def exit_reason(self, node: int, timeout: float) -> str | None:
         """Return how node ``node`` ended, ``None`` if it runs or nobody knows.
 
         Args:
             node: Its index.
             timeout: Seconds to wait for the news of an end that is certain.
         """
-        ...
 
     def stop(self, timeout: float) -> None:
         """End what still runs within ``timeout`` seconds. Idempotent, never raises."""
-        ...
 
 
 _LAUNCHERS: Mapping[str, Callable[[], Launcher]] = {
@@ -86,15 +82,15 @@ def check_replaces(launcher: str | Launcher) -> None:
             )
 
 
-def serve_elsewhere(name: str | Launcher, patience: float) -> None:
+def serve_elsewhere(name: str | Launcher, timeout_s: float) -> None:
     """Be a node instead, in a process that was started as one.
 
     Args:
         name: As for `make_launcher`.
-        patience: Seconds within which the learner has to say where it is.
+        timeout_s: Seconds within which the learner has to say where it is.
 
     Raises:
         SystemExit: this process was a node, and its learner has ended.
     """
     if name == "torchrun":
-        serve_as_rank(patience)
+        serve_as_rank(timeout_s)

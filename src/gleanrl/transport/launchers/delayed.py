@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import cloudpickle
 
@@ -57,7 +57,7 @@ class LearnerInfo:
     secret: str = ""
     nodes: int = 0
     """How many it waits for."""
-    patience: float = 0.0
+    timeout_s: float = 0.0
     """Seconds that it does."""
 
 
@@ -65,7 +65,6 @@ class Rendezvous:
     """The folder, for everybody."""
 
     def __init__(self, folder: Path) -> None:
-        """Use ``folder``."""
         self._folder = folder
 
     def read(self) -> LearnerInfo | None:
@@ -86,15 +85,15 @@ class Rendezvous:
                 raise
             return None
 
-    def write(self, notice: LearnerInfo) -> None:
-        """Replace the notice."""
-        self._put("learner.json", json.dumps(asdict(notice)))
+    def write(self, info: LearnerInfo) -> None:
+        """Replace what is there."""
+        self._put("learner.json", json.dumps(asdict(info)))
 
-    def note_end(self, node: int, how: str) -> None:
+    def note_end(self, node: int, reason: str) -> None:
         """Keep that node ``node`` has ended, unless somebody has said so before."""
         if self.end_of(node) is None:
             with contextlib.suppress(OSError):  # the folder is gone: nobody asks any more
-                self._put(f"ended-{node}", how)
+                self._put(f"ended-{node}", reason)
 
     def end_of(self, node: int) -> str | None:
         """Return how node ``node`` ended, ``None`` if nobody has said so."""
@@ -125,14 +124,14 @@ class Rendezvous:
         start = heard = time.monotonic()
         last: LearnerInfo | None = None
         while True:
-            notice, now = self.read(), time.monotonic()
-            if notice is not None:
-                if notice.over:
+            info, now = self.read(), time.monotonic()
+            if info is not None:
+                if info.over:
                     return None
-                if notice.serial > after and notice.host:
-                    return notice
-            if notice not in (None, last):
-                last, heard = notice, now
+                if info.serial > after and info.host:
+                    return info
+            if info not in (None, last):
+                last, heard = info, now
             elif last is not None and now - heard > _SILENCE:
                 raise GleanError(f"the main job has shown no sign of life for {_SILENCE:.0f} s")
             elif last is None and now - start > timeout:
@@ -142,26 +141,27 @@ class Rendezvous:
 
 
 class RendezvousKeeper:
-    """The main job's pen: keeps the notice, and shows that the job is alive."""
+    """In the main job: says in the folder what it is at, and that it is alive."""
 
-    def __init__(self, folder: Path) -> None:
-        """Say that the main job has started."""
-        self._meeting = Rendezvous(folder)
+    def __init__(self, folder: Path, jobs: int = 0, local: bool = False) -> None:
+        self.jobs, self.local = jobs, local
+        self._rendezvous = Rendezvous(folder)
+        self.end_of = self._rendezvous.end_of
         self._lock = threading.Lock()
-        self._notice = LearnerInfo()
+        self._info = LearnerInfo()
         self._ended = threading.Event()
         self._change()
         threading.Thread(target=self._beat, name="gleanrl keeper", daemon=True).start()
 
     def _change(self, **fields: float | str | bool) -> None:
-        """Write a changed notice; where that fails for the moment, the next sign of life does."""
+        """Write what has changed; where that fails for the moment, the next sign of life does."""
         with self._lock:
-            if self._notice.over:
+            if self._info.over:
                 return
-            changed = replace(self._notice, **fields)  # type: ignore[arg-type]
-            self._notice = replace(changed, beat=changed.beat + 1)
+            changed = replace(self._info, **fields)  # type: ignore[arg-type]
+            self._info = replace(changed, beat=changed.beat + 1)
             try:
-                self._meeting.write(self._notice)
+                self._rendezvous.write(self._info)
             except OSError as err:
                 if err.errno not in _PASSING:
                     raise
@@ -175,12 +175,12 @@ class RendezvousKeeper:
         """Say where a new learner waits for nodes."""
         first = invitations[0]
         self._change(
-            serial=self._notice.serial + 1,
+            serial=self._info.serial + 1,
             host=first.host,
             port=first.port,
             secret=first.secret.decode(),
             nodes=len(invitations),
-            patience=first.patience,
+            timeout_s=first.timeout_s,
         )
 
     def dismiss(self) -> None:
@@ -192,26 +192,14 @@ class RendezvousKeeper:
         self._ended.set()
         self._change(over=True, host="", secret="")
 
-    def end_of(self, node: int) -> str | None:
-        """Return how node ``node`` ended, ``None`` if nobody has said so."""
-        return self._meeting.end_of(node)
-
 
 R = TypeVar("R")
 _FRAMEWORKS = ("distributed", "rpc")
 _PAUSE = 0.2
 _END_GRACE = 10.0
 """Seconds nodes get to end once the main job has."""
-_here: _MainJob | None = None
-"""In a main job: itself."""
-
-
-class _MainJob:
-    """What a learner in this process needs to know of the jobs it is one of."""
-
-    def __init__(self, folder: Path, jobs: int, local: bool) -> None:
-        self.keeper = RendezvousKeeper(folder)
-        self.jobs, self.local = jobs, local
+_here: RendezvousKeeper | None = None
+"""In a main job."""
 
 
 class DelayedLauncher:
@@ -232,33 +220,25 @@ class DelayedLauncher:
         self._main = _here
 
     def address(self) -> str:
-        """Return this machine's address on the network of the nodes."""
         return LOOPBACK if self._main.local else outward()
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
-        """Call nodes.
-
-        Raises:
-            ConfigError: more than there are.
-        """
         nodes = len(invitations)
         if nodes > self._main.jobs:
             raise ConfigError(
                 f"create_env_fn has {nodes} entries, but submitit_delayed_launcher has submitted "
                 f"{self._main.jobs} nodes; num_jobs= says how many"
             )
-        self._main.keeper.call(invitations)
+        self._main.call(invitations)
 
-    def fate(self, node: int, timeout: float) -> str | None:
-        """Return how the job of ``node`` ended, as far as somebody has said."""
+    def exit_reason(self, node: int, timeout: float) -> str | None:
         deadline = time.monotonic() + timeout
-        while (how := self._main.keeper.end_of(node)) is None and time.monotonic() < deadline:
+        while (reason := self._main.end_of(node)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        return how
+        return reason
 
     def stop(self, timeout: float) -> None:
-        """Call no further nodes; those that have come end with their connections."""
-        self._main.keeper.dismiss()
+        self._main.dismiss()
 
 
 class submitit_delayed_launcher:  # the name that users know
@@ -300,73 +280,49 @@ class submitit_delayed_launcher:  # the name that users know
         self._port = str(tcpport)
         self._main = {"name": "gleanrl-main", **(submitit_main_conf or {})}
         self._nodes = dict(submitit_collection_conf or {})
-        self._patience = start_timeout
+        self._start_timeout = start_timeout
         self._jobs()
 
     def _jobs(self) -> tuple[Jobs, Jobs]:
-        return (
-            Jobs(self._main, "submitit_main_conf", inline=True),
-            Jobs(self._nodes, "submitit_collection_conf"),
-        )
+        nodes = Jobs(self._nodes, "submitit_collection_conf")
+        return Jobs(self._main, "submitit_main_conf", inline=True), nodes
 
     def __call__(self, main: Callable[[], R]) -> Callable[[], R]:
         """Return what submits ``main`` and its nodes."""
 
         @functools.wraps(main)
         def submitted() -> R:
-            run: _Run[R] = _Run(*self._jobs(), self._count)
-            return run.run(main, self._port, self._patience)
+            return self._run(main, *self._jobs())
 
         return submitted
 
-
-class _Run(Generic[R]):
-    """One call of a decorated function."""
-
-    def __init__(self, main: Jobs, nodes: Jobs, count: int) -> None:
-        self._main, self._nodes, self._count = main, nodes, count
-
-    def run(self, main: Callable[[], R], port: str, patience: float) -> R:
-        """Submit everything, wait, and leave nothing running.
-
-        Raises:
-            WorkerDied: the main job failed.
-        """
-        local = self._main.here and self._nodes.here
-        folder = self._main.open()
-        grace = 0.0
+    def _run(self, main: Callable[[], R], job: Jobs, nodes: Jobs) -> R:
+        """Submit everything, wait, and leave nothing running."""
+        count, local, grace = self._count, job.here and nodes.here, 0.0
+        folder = job.open()
+        rendezvous = Rendezvous(folder)
         # By itself, because the job has to know first where to import from.
         pickled, path = cloudpickle.dumps(main), tuple(sys.path)
+        start = functools.partial(_run_main, pickled, path, folder, count, local, self._port)
+        serve = functools.partial(_wait_to_serve, folder, self._start_timeout)
         try:
-            self._main.submit(
-                [functools.partial(_run_main, pickled, path, folder, self._count, local, port)]
-            )
-            self._nodes.submit(
-                [functools.partial(_wait_to_serve, folder, n, patience) for n in range(self._count)]
-            )
-            result = self._result(self._wait(Rendezvous(folder)))
+            job.submit([start])
+            nodes.submit([functools.partial(serve, node) for node in range(count)])
+            told: set[int] = set()
+            while (reason := job.outcome(0, _PAUSE)) is None:
+                for node in set(range(count)) - told:  # the main job is told what becomes of nodes
+                    end = nodes.outcome(node)
+                    if end is not None:
+                        rendezvous.note_end(node, end)
+                        told.add(node)
+            if not job.succeeded(0):
+                raise WorkerDied(f"the main job {reason}") from job.error(0)
             grace = _END_GRACE
         finally:
-            self._main.stop(grace)
-            self._nodes.stop(grace)
-            Rendezvous(folder).clear()
-        return result
-
-    def _wait(self, meeting: Rendezvous) -> str:
-        """Wait for the end of the main job; tell it what becomes of nodes meanwhile."""
-        told: set[int] = set()
-        while (how := self._main.outcome(0, _PAUSE)) is None:
-            for node in set(range(self._count)) - told:
-                end = self._nodes.outcome(node)
-                if end is not None:
-                    meeting.note_end(node, end)
-                    told.add(node)
-        return how
-
-    def _result(self, how: str) -> R:
-        if not self._main.succeeded(0):
-            raise WorkerDied(f"the main job {how}") from self._main.error(0)
-        result: R = self._main.result(0)
+            job.stop(grace)
+            nodes.stop(grace)
+            rendezvous.clear()
+        result: R = job.result(0)
         return result
 
 
@@ -377,27 +333,27 @@ def _run_main(
     global _here
     os.environ.setdefault("TCP_PORT", port)
     sys.path.extend(entry for entry in path if entry not in sys.path)
-    _here = _MainJob(folder, jobs, local)
+    _here = RendezvousKeeper(folder, jobs, local)
     try:
         return cloudpickle.loads(pickled)()
     finally:
-        _here.keeper.close()
+        _here.close()
         _here = None
 
 
-def _wait_to_serve(folder: Path, node: int, patience: float) -> None:
+def _wait_to_serve(folder: Path, timeout: float, node: int) -> None:
     """Be a node of one learner after another."""
-    meeting, served = Rendezvous(folder), 0
+    rendezvous, served = Rendezvous(folder), 0
     environment = importlib.import_module("submitit").JobEnvironment()
     try:
-        while (notice := meeting.next_learner(served, patience)) is not None:
-            served = notice.serial
-            if node < notice.nodes:
-                secret = notice.secret.encode()
-                serve_in_job(Invitation(notice.host, notice.port, node, secret, notice.patience))
+        while (info := rendezvous.next_learner(served, timeout)) is not None:
+            served = info.serial
+            if node < info.nodes:
+                secret = info.secret.encode()
+                serve_in_job(Invitation(info.host, info.port, node, secret, info.timeout_s))
     except Exception as err:
-        how = f"({environment.name()} job {environment.job_id})"
-        meeting.note_end(node, f"{how} failed: {type(err).__name__}: {err}")
+        job = f"({environment.name()} job {environment.job_id})"
+        rendezvous.note_end(node, f"{job} failed: {type(err).__name__}: {err}")
         raise
     end_soon()
 

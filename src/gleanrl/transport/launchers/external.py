@@ -46,11 +46,9 @@ class ManualLauncher:
         self._file: Path | None = None
 
     def address(self) -> str:
-        """Return an address of this machine that others reach it by."""
         return outward()
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
-        """Say how the nodes are started."""
         first = invitations[0]
         if SECRET in os.environ:
             before, where = "", f"with the {SECRET} of this process in its environment"
@@ -73,12 +71,10 @@ class ManualLauncher:
             f"each {where}:\n{commands}"
         )
 
-    def fate(self, node: int, timeout: float) -> str | None:
-        """Return ``None``: who started it knows."""
+    def exit_reason(self, node: int, timeout: float) -> str | None:
         return None
 
     def stop(self, timeout: float) -> None:
-        """Remove the secret; nodes end with their connections."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
@@ -86,7 +82,7 @@ class ManualLauncher:
                 file.parent.rmdir()
 
 
-_PATIENCE = 60.0
+_TIMEOUT_S = 60.0
 """Seconds the store may take to answer."""
 _LOOK = 0.05
 """Seconds between two looks into it."""
@@ -144,13 +140,13 @@ class _Job:
         """Where in the store a node says why it ended."""
         return f"gleanrl/{self.attempt}/ended/{node}"
 
-    def store(self, patience: float) -> Any:
+    def store(self, timeout_s: float) -> Any:
         """Connect to the store, as rank 0 also keep it if nobody else does."""
         told: dict[str, Any] = {}
         if not self.kept and self.rank == 0:
             listener = socket.create_server((self.host, self.port))
             told = {"is_master": True, "master_listen_fd": listener.detach()}
-        timeout = timedelta(seconds=patience)
+        timeout = timedelta(seconds=timeout_s)
         c10d: Any = distributed  # the stubs leave it out
         return c10d.TCPStore(self.host, self.port, timeout=timeout, wait_for_workers=False, **told)
 
@@ -168,15 +164,9 @@ class TorchrunLauncher:
         self._store: Any = None
 
     def address(self) -> str:
-        """Return the address that other ranks reach this one by."""
         return LOOPBACK if self._job.local else outward(self._job.host)
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
-        """Tell all other ranks where to come.
-
-        Raises:
-            ConfigError: there are more ranks than nodes and a learner, or fewer.
-        """
         nodes = len(invitations)
         if nodes != self._job.size - 1:
             raise ConfigError(
@@ -192,11 +182,10 @@ class TorchrunLauncher:
 
     def _connected(self) -> Any:
         if self._store is None:
-            self._store = self._job.store(_PATIENCE)
+            self._store = self._job.store(_TIMEOUT_S)
         return self._store
 
-    def fate(self, node: int, timeout: float) -> str | None:
-        """Return what rank ``node + 1`` said when it ended."""
+    def exit_reason(self, node: int, timeout: float) -> str | None:
         key, deadline = self._job.end_key(node), time.monotonic() + timeout
         store = self._connected()
         try:
@@ -213,11 +202,11 @@ class TorchrunLauncher:
         """Do nothing: ranks are torchrun's, and nodes end with their connections."""
 
 
-def serve_as_rank(patience: float) -> None:
+def serve_as_rank(timeout_s: float) -> None:
     """In any rank but 0, be a node until the learner ends; in rank 0 do nothing.
 
     Args:
-        patience: Seconds within which rank 0 has to say where it is.
+        timeout_s: Seconds within which rank 0 has to say where it is.
 
     Raises:
         SystemExit: in any rank but 0, when the learner has ended; its code is 0.
@@ -228,16 +217,16 @@ def serve_as_rank(patience: float) -> None:
     if job.rank == 0:
         return
     node = job.rank - 1
-    store = job.store(patience)
+    store = job.store(timeout_s)
     try:
         notice = json.loads(store.get(job.learner_key))
     except distributed.DistStoreError as err:
         raise CollectorTimeout(
-            f"rank 0 has built no collector with launcher='torchrun' within {patience:.0f} s after "
-            f"rank {job.rank} did; raise start_timeout if it needs longer"
+            f"rank 0 has built no collector with launcher='torchrun' within {timeout_s:.0f} s "
+            f"after rank {job.rank} did; raise start_timeout if it needs longer"
         ) from err
     secret = secret_from(os.environ.get(SECRET) or notice["secret"])
-    invitation = Invitation(notice["host"], notice["port"], node, secret, patience)
+    invitation = Invitation(notice["host"], notice["port"], node, secret, timeout_s)
     main = threading.current_thread() is threading.main_thread()
     try:
         run_node(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import pickle
 import socket
-import time
 from collections.abc import Sequence
 
 from gleanrl.core.errors import ConfigError
@@ -15,7 +13,7 @@ from gleanrl.transport.handshake import Invitation
 from gleanrl.transport.node import NodeSpec
 from gleanrl.transport.process import zygote
 from gleanrl.transport.worker import Surroundings
-from gleanrl.transport.zygote import NODE
+from gleanrl.transport.zygote import NODE, exit_text
 
 LOOPBACK = "127.0.0.1"
 _ELSEWHERE = ("192.0.2.1", 9)
@@ -78,17 +76,14 @@ class LocalLauncher:
     """Starts nodes here. They reach the learner through the loopback interface."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
         self._zygote = zygote()
         self._owner = os.getpid()
         self._pids: dict[int, int] = {}
 
     def address(self) -> str:
-        """Return the loopback address."""
         return "127.0.0.1"
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
-        """Fork one process per invitation."""
         for invitation in invitations:
             going = pickle.dumps(NodeSpec(invitation, Surroundings.here()))
             # A pipe would hold no more than 64 KB before somebody reads it.
@@ -101,23 +96,13 @@ class LocalLauncher:
                 self._zygote.kill(before)
             self._pids[invitation.node] = pid
 
-    def fate(self, node: int, timeout: float) -> str | None:
-        """Return how the process of ``node`` ended."""
+    def exit_reason(self, node: int, timeout: float) -> str | None:
         pid = self._pids.get(node)
         status = None if pid is None else self._zygote.exit_status(pid, timeout)
-        if status is None:
-            return None
-        if status < 0:
-            return f"(process {pid}) was killed by signal {-status}"
-        return f"(process {pid}) exited with code {status}"
+        return None if status is None else f"(process {pid}) {exit_text(status)}"
 
     def stop(self, timeout: float) -> None:
-        """Let those that were asked to end do so, kill the rest."""
         pids, self._pids = self._pids, {}
-        deadline = time.monotonic() + timeout
         # In a forked child of the learner they are somebody else's nodes.
-        for pid in pids.values() if self._owner == os.getpid() else ():
-            left = max(0.0, deadline - time.monotonic())
-            if self._zygote.exit_status(pid, left) is None:
-                with contextlib.suppress(OSError):
-                    self._zygote.kill(pid)
+        if self._owner == os.getpid():
+            self._zygote.end(list(pids.values()), timeout)

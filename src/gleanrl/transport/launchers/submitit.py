@@ -292,21 +292,17 @@ class SubmititLauncher:
         """The job of each node; those before it were of nodes that are lost."""
 
     def address(self) -> str:
-        """Return this machine's address on the network of the nodes."""
         return LOOPBACK if self._jobs.here else outward()
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
-        """Submit one job per invitation."""
         first = self._jobs.submit([functools.partial(_serve, each) for each in invitations])
         self._latest.update({each.node: first + n for n, each in enumerate(invitations)})
 
-    def fate(self, node: int, timeout: float) -> str | None:
-        """Return what became of the job of ``node``: its id, its state, where its log is."""
+    def exit_reason(self, node: int, timeout: float) -> str | None:
         job = self._latest.get(node)
         return None if job is None else self._jobs.outcome(job, timeout)
 
     def stop(self, timeout: float) -> None:
-        """Let jobs end that were asked to, cancel the rest."""
         self._jobs.stop(timeout)
 
 

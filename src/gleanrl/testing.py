@@ -1,4 +1,4 @@
-"""A backend whose workers are late, fail and die as scripted, on a virtual clock."""
+"""For tests: scripted workers, self-checking data, a learner that keeps everything."""
 
 from __future__ import annotations
 
@@ -7,10 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from tensordict import TensorDictBase
+
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
-from gleanrl.core.protocols import SourceFactory
+from gleanrl.core.layout import Field, Layout
+from gleanrl.core.protocols import SourceFactory, Stop, Window
 from gleanrl.transport.worker import OpenWindow, Worker
+
+__all__ = [
+    "Act",
+    "Die",
+    "Fail",
+    "KeepingLearner",
+    "ScriptedBackend",
+    "StampedSource",
+    "check_stamps",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +72,7 @@ class ScriptedBackend:
         self.now = 0.0
         """Virtual seconds since the start."""
 
-    def board(self, weights: Mapping[str, Any]) -> None:
+    def weight_publisher(self, weights: Mapping[str, Any]) -> None:
         """Return ``None``: weights travel as messages."""
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
@@ -102,7 +116,7 @@ class ScriptedBackend:
         return what
 
     def sound(self) -> bool:
-        """Return False: whether somebody died is a matter of the script."""
+        """Return False: deaths are scripted."""
         return False
 
     def wait(self, timeout: float) -> None:
@@ -116,3 +130,99 @@ class ScriptedBackend:
         """Let go of the workers."""
         self._workers = []
         self._due = []
+
+
+_STAMP = ("stamp",)
+_WIDE = ("next", "wide")
+
+
+class StampedSource:
+    """Writes ``worker * 10**6 + rollout`` into every element of its rollout, wide rows included."""
+
+    def __init__(self, worker: int, envs: int = 2, width: int = 64) -> None:
+        """Serve ``envs`` environments with rows of ``width`` elements."""
+        self._worker = worker
+        self._layout = Layout(
+            (envs,), (Field(_STAMP, (), torch.int64), Field(_WIDE, (width,), torch.int32))
+        )
+        self._rollouts = 0
+        self.num_envs = envs
+
+    def layout(self) -> Layout:
+        """Describe one step."""
+        return self._layout
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> m.Report:
+        """Stamp every element of the rollout."""
+        stamp = self._worker * 10**6 + self._rollouts
+        self._rollouts += 1
+        for step in range(steps):
+            window.tensor(_STAMP)[:, step] = stamp
+            window.tensor(_WIDE)[:, step] = stamp
+        return m.Report(steps, steps * window.envs, 0)
+
+    def place(self, base: int, stride: int) -> None:
+        """Nothing is numbered."""
+
+    def load(self, snapshot: m.Snapshot) -> None:
+        """Nothing to load."""
+
+    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
+        """Nothing is random."""
+        return seed
+
+    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        """Nothing to reset."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the rollout counter."""
+        return {"rollouts": self._rollouts}
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Continue from a saved counter."""
+        self._rollouts = int(state["rollouts"])
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Return an attribute."""
+        return getattr(self, path)
+
+    def get(self, path: str) -> Any:
+        """Return an attribute."""
+        return getattr(self, path)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def check_stamps(batch: TensorDictBase) -> list[int]:
+    """Check that every rollout in a stacked batch is whole; return one stamp per worker.
+
+    Raises:
+        AssertionError: a rollout holds elements of another one.
+    """
+    stamps = []
+    for rollout in batch.unbind(0):
+        values = set(rollout["stamp"].unique().tolist())
+        values |= set(rollout["next", "wide"].unique().tolist())
+        assert len(values) == 1, f"a torn rollout holds {sorted(values)}"
+        stamps.append(values.pop())
+    return stamps
+
+
+class KeepingLearner:
+    """Keeps every batch and a copy of it, to tell whether one ever changed in its hands."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self.batches: list[TensorDictBase] = []
+        self._copies: list[TensorDictBase] = []
+
+    def take(self, batch: TensorDictBase) -> None:
+        """Keep ``batch`` for good."""
+        self.batches.append(batch)
+        self._copies.append(batch.clone())
+
+    def check_unchanged(self) -> None:
+        """Raise `AssertionError` if any batch changed since it was taken."""
+        for number, (batch, copy) in enumerate(zip(self.batches, self._copies, strict=True)):
+            assert bool((batch == copy).all()), f"batch {number} changed after it was handed over"

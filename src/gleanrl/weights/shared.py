@@ -1,6 +1,6 @@
 """Weights in shared memory: one publisher, any number of readers, nobody waits for anybody.
 
-A board has three buffers. Each publication goes into the next one and ends with a counter; a
+There are three buffers. Each publication goes into the next one and ends with a counter; a
 reader copies the newest buffer and looks afterwards whether it was being written meanwhile. With
 three buffers that takes three publications during one copy, so a retry is rare.
 
@@ -14,12 +14,13 @@ words apart from what they announce.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from gleanrl.core.errors import GleanError, WeightsError
-from gleanrl.core.messages import BoardRef, Snapshot
+from gleanrl.core.messages import Snapshot, WeightsRef
 from gleanrl.core.protocols import Array, SharedMemory
 from gleanrl.memory.fence import fence
 
@@ -33,39 +34,66 @@ _SMALL = 1 << 20
 time as plain bytes, and far less where nothing of torch's is in the caches."""
 
 
-def plan_board(memory: SharedMemory, weights: Mapping[str, torch.Tensor]) -> BoardRef:
-    """Reserve a board for tensors like those in ``weights``."""
-    entries, size = [], 0
+def planned(weights: Mapping[str, torch.Tensor], start: int = 0) -> WeightsRef:
+    """Return where tensors like ``weights`` lie in a buffer, from byte ``start`` on."""
+    entries, size = [], start
     for name, tensor in weights.items():
         entries.append((name, tuple(tensor.shape), tensor.dtype, size))
         size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-    offset = memory.reserve(_HEADER + _BUFFERS * max(size, _ALIGN))
-    return BoardRef(offset, max(size, _ALIGN), tuple(entries))
+    return WeightsRef(0, max(size, _ALIGN), tuple(entries))
 
 
-class Board:
+def views_of(buffer: torch.Tensor, ref: WeightsRef) -> dict[str, torch.Tensor]:
+    """Return the tensors in ``buffer``, which is uint8, by name."""
+    return {
+        name: buffer[offset : offset + torch.Size(shape).numel() * dtype.itemsize]
+        .view(dtype)
+        .view(shape)
+        for name, shape, dtype, offset in ref.entries
+    }
+
+
+def check_fit(ref: WeightsRef, tensors: Sequence[torch.Tensor]) -> None:
+    """Check shapes against the plan.
+
+    Raises:
+        WeightsError: one that is not the plan's.
+    """
+    if len(tensors) != len(ref.entries):
+        raise WeightsError(f"{len(tensors)} tensors for {len(ref.entries)} entries")
+    for tensor, (name, shape, _, _) in zip(tensors, ref.entries, strict=True):
+        if tuple(tensor.shape) != shape:
+            raise WeightsError(f"{name!r} has shape {tuple(tensor.shape)}, the workers' is {shape}")
+
+
+def reserve_shared(memory: SharedMemory, weights: Mapping[str, torch.Tensor]) -> WeightsRef:
+    """Reserve what a `SharedWeightPublisher` of tensors like ``weights`` needs."""
+    ref = planned(weights)
+    return replace(ref, offset=memory.reserve(_HEADER + _BUFFERS * ref.nbytes))
+
+
+class SharedWeightPublisher:
     """The publisher's side."""
 
-    def __init__(self, memory: SharedMemory, ref: BoardRef) -> None:
-        """Map the board; nothing is published yet."""
+    def __init__(self, memory: SharedMemory, ref: WeightsRef) -> None:
+        """Map what `reserve_shared` has reserved; nothing is published yet."""
         whole = np.frombuffer(memory.map(), np.uint8)
         self.ref = ref
         self._words = _words(whole, ref).data  # numpy scalars cost twice as much
-        buffers = [_buffer(whole, ref, number) for number in range(_BUFFERS)]
-        self._views = [_views(buffer, ref) for buffer in buffers]
+        buffers = [torch.from_numpy(_buffer(whole, ref, number)) for number in range(_BUFFERS)]
+        self._views = [list(views_of(buffer, ref).values()) for buffer in buffers]
         self._bytes = [[_bytes_of(view) for view in views] for views in self._views]
-        self._shapes = [shape for _, shape, _, _ in ref.entries]
         self._known: Sequence[torch.Tensor] = ()
         self._sources: list[memoryview] | None = None
 
     def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
-        """Copy ``tensors``, in the order of the board's entries, and make them the newest.
+        """Copy ``tensors``, in the order of the plan, and make them the newest.
 
         A sequence that is given again, the same object, must have the same tensors over the same
         memory as before: only their values are read anew.
 
         Raises:
-            WeightsError: a shape that is not the board's; nothing is published.
+            WeightsError: a shape that is not the plan's; nothing is published.
         """
         if tensors is not self._known:
             self._look_at(tensors)
@@ -87,8 +115,7 @@ class Board:
         words[0] = number
 
     def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        if [tuple(tensor.shape) for tensor in tensors] != self._shapes:
-            raise WeightsError(self._misfit(tensors))
+        check_fit(self.ref, tensors)
         plain = self.ref.nbytes <= _SMALL and all(
             _is_plain(tensor) and tensor.dtype == dtype
             for tensor, (_, _, dtype, _) in zip(tensors, self.ref.entries, strict=True)
@@ -96,54 +123,38 @@ class Board:
         self._known = tensors
         self._sources = [_bytes_of(tensor) for tensor in tensors] if plain else None
 
-    def _misfit(self, tensors: Sequence[torch.Tensor]) -> str:
-        for tensor, (name, shape, _, _) in zip(tensors, self.ref.entries, strict=True):
-            if tuple(tensor.shape) != shape:
-                return f"{name!r} has shape {tuple(tensor.shape)}, the workers' is {shape}"
-        return f"{len(tensors)} tensors for {len(self._shapes)} entries"
 
-
-class Boards:
-    """A reader's side: the boards of all models it was told of."""
+class SharedWeightReceiver:
+    """A reader's side."""
 
     def __init__(self, memory: SharedMemory) -> None:
-        """Read boards that lie in ``memory``."""
+        """Read what is published in ``memory``; nothing before `bind`."""
         self._memory = memory
-        self._readers: dict[str, _Reader] = {}
+        self._seen = 0
+        self._words: Array | None = None
 
-    def bind(self, model_id: str, board: BoardRef) -> None:
-        """Look at ``board`` for the weights of ``model_id`` from now on."""
-        self._readers[model_id] = _Reader(np.frombuffer(self._memory.map(), np.uint8), board)
+    def bind(self, model_id: str, ref: WeightsRef) -> None:
+        """Take what is published at ``ref`` for weights of ``model_id`` from now on."""
+        whole = np.frombuffer(self._memory.map(), np.uint8)
+        self._model_id, self._seen = model_id, 0
+        self._words = _words(whole, ref)
+        self._buffers = [_buffer(whole, ref, number) for number in range(_BUFFERS)]
+        self._own = np.zeros(ref.nbytes, np.uint8)
+        self._tensors = views_of(torch.from_numpy(self._own), ref)
 
     def newest(self) -> Snapshot | None:
         """Return a snapshot that was not returned before, ``None`` if there is none.
 
         Its tensors are this reader's own and valid until the next call.
         """
-        for model_id, reader in self._readers.items():
-            if reader.has_newer():
-                version, serial = reader.read()
-                return Snapshot(version, {model_id: reader.tensors}, serial)
-        return None
-
-
-class _Reader:
-    """Reads one board into memory of its own."""
-
-    def __init__(self, whole: Array, ref: BoardRef) -> None:
-        self._words = _words(whole, ref)
-        self._buffers = [_buffer(whole, ref, number) for number in range(_BUFFERS)]
-        self._own = np.zeros(ref.nbytes, np.uint8)
-        names = [name for name, _, _, _ in ref.entries]
-        self.tensors = dict(zip(names, _views(self._own, ref), strict=True))
-        self._seen = 0
-
-    def has_newer(self) -> bool:
-        return bool(self._words[0] != self._seen)
-
-    def read(self) -> tuple[int, int]:
-        """Copy the newest publication; return its version and serial."""
         words = self._words
+        if words is None or words[0] == self._seen:
+            return None
+        version, serial = self._read(words)
+        return Snapshot(version, {self._model_id: self._tensors}, serial)
+
+    def _read(self, words: Array) -> tuple[int, int]:
+        """Copy the newest publication; return its version and serial."""
         for _ in range(_MOST_TRIES):
             number = int(words[0])
             buffer = number % _BUFFERS
@@ -162,11 +173,11 @@ class _Reader:
         )
 
 
-def _words(whole: Array, ref: BoardRef) -> Array:
+def _words(whole: Array, ref: WeightsRef) -> Array:
     return whole[ref.offset : ref.offset + _HEADER].view(np.int64)
 
 
-def _buffer(whole: Array, ref: BoardRef, number: int) -> Array:
+def _buffer(whole: Array, ref: WeightsRef, number: int) -> Array:
     start = ref.offset + _HEADER + number * ref.nbytes
     return whole[start : start + ref.nbytes]
 
@@ -181,13 +192,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _views(buffer: Array, ref: BoardRef) -> list[torch.Tensor]:
-    memory = torch.from_numpy(buffer)
-    views = []
-    for _, shape, dtype, offset in ref.entries:
-        count = int(np.prod(shape, dtype=np.int64))
-        part = memory[offset : offset + count * dtype.itemsize]
-        views.append(part.view(dtype).view(shape))
-    return views
