@@ -419,12 +419,12 @@ class EngineCollector(BaseCollector):
     @property
     def learner_policy(self) -> Any:
         """The policy the collector was given, ``None`` if workers made theirs or act at random."""
-        return self._models.given
+        return self._models.policy
 
     @property
     def policy_weights(self) -> TensorDictBase:
         """The weights of the learner's policy; empty if it has none."""
-        policy = self._models.given
+        policy = self._models.policy
         if not isinstance(policy, nn.Module):
             return TensorDict()
         weights: TensorDictBase = TensorDict.from_module(policy).data

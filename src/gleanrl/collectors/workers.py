@@ -41,8 +41,9 @@ from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.models import WeightSync
-from gleanrl.engine.replacing import Replacements, Starts, reseeded
+from gleanrl.engine.replacing import Replacements, reseeded
 from gleanrl.rollout.build import Initialised, SourceBuilder
+from gleanrl.transport.network import NodeBackend
 
 _OF_A_WORKER = frozenset(
     {
@@ -312,7 +313,7 @@ class WorkersCollector(EngineCollector):
             keep=plan.relaunches is not None,
         )
         if plan.relaunches is not None:
-            backend = cast("Starts", engine.backend)
+            backend = cast("NodeBackend[Any]", engine.backend)
             self._replacements = Replacements(engine, backend, self._models, plan.relaunches)
 
     # -- batches ---------------------------------------------------------------------------------
@@ -333,7 +334,7 @@ class WorkersCollector(EngineCollector):
         if schedule.due and self._plan.tolerant:
             self._engine.check()  # workers that were lost meanwhile need no weights
             schedule.due &= set(self._engine.dispatcher.alive)
-        if schedule.due and self._models.given is not None:
+        if schedule.due and self._models.policy is not None:
             everybody = len(schedule.due) == self.num_workers
             self.update_policy_weights_(worker_ids=None if everybody else sorted(schedule.due))
         before = [tally.rollouts for tally in self._engine.tallies]
