@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorStack
 
-from gleanrl import ConfigError
+from gleanrl import Collector, ConfigError
 from gleanrl.collectors.utils import split_trajectories
 from gleanrl.engine.trajectories import WholeTrajectories, end_flags
 
@@ -201,8 +201,14 @@ def test_entries_that_are_not_tensors_and_ragged_frames_pass_through():
 
 def test_wrong_use_is_named():
     with pytest.raises(ConfigError, match=r"trajs_per_batch \(0\)"):
-        WholeTrajectories(0)
+        Collector("CartPole-v1", frames_per_batch=8, total_frames=8, trajs_per_batch=0)
     with pytest.raises(ConfigError, match="traj_format \\('flat'\\)"):
-        WholeTrajectories(1, "flat")
+        Collector(
+            "CartPole-v1",
+            frames_per_batch=8,
+            total_frames=8,
+            trajs_per_batch=1,
+            traj_format="flat",
+        )
     with pytest.raises(ConfigError, match=r"need \('collector', 'traj_ids'\)"):
         WholeTrajectories(1).push(make_batch([0]).exclude("collector"))

@@ -147,8 +147,10 @@ def test_the_buffer_that_workers_share_answers_by_path(kind):
         list(collector)
         assert collector.map_fn("replay_buffer.__len__") == [64, 64]
         assert collector.getattr_rb("write_count") == 64
-    with make(kind, replay_buffer=ReplayBuffer(storage=ListStorage(1000))) as collector:
+    rb = ReplayBuffer(storage=ListStorage(1000))
+    with make(kind, replay_buffer=rb) as collector:
         list(collector)
+        assert all((row == rb[0]).all() for row in collector.get_distant_attr("replay_buffer[0]"))
         assert collector.getattr_rb("__len__")() == 64
         assert collector.map_fn("replay_buffer.__len__") == [64, 64]
         assert collector.cascade_execute("replay_buffer.sample", 5)[1].shape == (5,)

@@ -1,6 +1,7 @@
 """Arguments, life, weights and state of the in-process collector."""
 
 import gc
+import time
 import warnings
 
 import gymnasium as gym
@@ -18,10 +19,12 @@ from gleanrl import (
     ConfigError,
     DataCollectorBase,
     EnvError,
+    LazyTensorStorage,
     PolicyError,
     PolicyTypeError,
     PolicyVersion,
     RandomPolicy,
+    ReplayBuffer,
     SyncDataCollector,
     UnknownEnvError,
     WeightsError,
@@ -298,6 +301,24 @@ def test_background_collection_needs_a_buffer_and_pausing_needs_it_running():
             collector.pause()
 
 
+def test_hooks_run_once_for_each_batch_in_their_order():
+    calls = []
+    rb = ReplayBuffer(storage=LazyTensorStorage(1000))
+    collector = Collector(
+        "CartPole-v1",
+        frames_per_batch=16,
+        total_frames=64,
+        replay_buffer=rb,
+        pre_collect_hook=lambda: calls.append(rb.write_count),
+    )
+    collector.start()
+    while collector.is_running():
+        time.sleep(0.01)
+    assert calls == [0, 16, 32, 48]
+    assert rb.write_count == 64
+    collector.shutdown()
+
+
 def test_stats_are_flat_scalars():
     with cartpole(num_envs=2, total_frames=16) as collector:
         list(collector)
@@ -309,7 +330,7 @@ def test_stats_are_flat_scalars():
 
 
 def test_every_retired_spelling_warns_and_works():
-    with pytest.warns(DeprecationWarning, match="exploration_mode is retired"):
+    with pytest.warns(DeprecationWarning, match="exploration_mode= is retired"):
         collector = cartpole(exploration_mode="mean")
     assert collector.exploration_type == InteractionType.MEAN
     with (

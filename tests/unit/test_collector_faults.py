@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 import gleanrl
-from gleanrl import ClosedError, Collector, ConfigError, GleanError, Interruptor
+from gleanrl import ClosedError, Collector, ConfigError, GleanError, Interruptor, WorkerError
 
 
 class Count(gym.Env):
@@ -384,3 +384,22 @@ def test_shutting_down_at_the_last_batch_ends_the_loop():
     for number, _ in enumerate(collector):
         if number == 1:
             collector.shutdown()
+
+
+def test_a_stop_iteration_of_user_code_says_whose_it_is():
+    class Runs(torch.nn.Module):
+        left = 2
+
+        def forward(self, observation):
+            self.left -= 1
+            if self.left < 0:
+                raise StopIteration("out of actions")
+            return torch.zeros((), dtype=torch.int64)
+
+    empty = Runs()
+    empty.left = 0
+    with pytest.raises(StopIteration, match="out of actions"):
+        Collector("CartPole-v1", empty, frames_per_batch=8, fast=False)
+    with pytest.raises(WorkerError, match="StopIteration: out of actions") as raised:
+        list(Collector("CartPole-v1", Runs(), frames_per_batch=8, fast=False))
+    assert isinstance(raised.value.__cause__, StopIteration)

@@ -1,7 +1,15 @@
 """The collectors users construct: names and arguments, no behaviour of their own."""
 
-from gleanrl.collectors.absent import refuse
 from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.collector import Collector
+from gleanrl.collectors.compat import (
+    MultiProcessedWeightUpdater,
+    RayWeightUpdater,
+    RemoteModuleWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+    refuse,
+)
 from gleanrl.collectors.distributed import (
     DistributedCollector,
     DistributedDataCollector,
@@ -11,20 +19,12 @@ from gleanrl.collectors.distributed import (
     RPCCollector,
     RPCDataCollector,
 )
-from gleanrl.collectors.legacy import (
-    MultiProcessedWeightUpdater,
-    RayWeightUpdater,
-    RemoteModuleWeightUpdater,
-    VanillaWeightUpdater,
-    WeightUpdaterBase,
-)
 from gleanrl.collectors.multi import (
     AsyncCollector,
     MultiAsyncCollector,
     MultiCollector,
     MultiSyncCollector,
 )
-from gleanrl.collectors.single import Collector
 from gleanrl.collectors.utils import split_trajectories
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.profiling import ProfileConfig

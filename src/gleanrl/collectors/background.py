@@ -1,124 +1,251 @@
-"""Collecting in the background into a replay buffer."""
+"""Collecting in the background: a thread, the rate limit of its buffer, and what a step does."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.flow import Flow
 from gleanrl.core.errors import ClosedError, CollectorTimeout
-from gleanrl.engine.background import Background
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
+from gleanrl.memory.replay.buffer import ReplayBuffer
 
-_NAP = 0.002
+_POLL_INTERVAL_S = 0.002
 """Seconds after which a collector that waits for the learner looks again."""
 
+Step = Callable[[bool], bool]
+"""Collects a little, without beginning anything new if told ``False``; returns whether there is
+anything more to do."""
 
-class BackgroundCollector(BaseCollector):
-    """A collector that can be started: it goes on by itself in a thread of its own."""
 
-    _hooks_here = True
-    """Whether hooks run in this process, not in workers."""
+class Background:
+    """Takes step after step in a thread, can be paused, and keeps what went wrong."""
 
-    _engine: Engine
-    _budget: Budget
-    _timeout: float | None
-    _background: Background | None = None
-    _ending = False
-    _announced = False
-    _flow: Flow = Flow(None)
-    replay_buffer: Any
+    def __init__(self, step: Step, active: Callable[[bool], object] = bool) -> None:
+        """Start the thread.
 
-    def _collect(self, feed: bool = True) -> deque[Any]:
-        """Collect a batch; return what is to be delivered for it."""
-        raise NotImplementedError
+        Args:
+            step: Collects a little.
+            active: Is told ``True`` when collection begins or goes on, ``False`` when it ends or
+                rests.
+        """
+        self._step = step
+        self._active = active
+        self._state = threading.Condition()
+        self._paused = 0
+        self._resting = False
+        self._stopping = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="gleanrl-collect", daemon=True)
+        self._thread.start()
 
-    def _announce(self) -> None:
-        """Call the hook that runs before a batch is collected, once for each."""
-        if self._hooks_here and self.pre_collect_hook is not None and not self._announced:
-            self.pre_collect_hook()
-        self._announced = True
+    @property
+    def running(self) -> bool:
+        """Whether it still collects, or will when no longer paused."""
+        return self._thread.is_alive() and not self._stopping
 
-    def start(self) -> None:
-        """Collect into the replay buffer in the background, until told to stop.
+    def _run(self) -> None:
+        try:
+            self._active(True)
+            while not self._stopping:
+                feed = not self._paused
+                more = self._step(feed)
+                if not more and feed:
+                    return
+                if not more:
+                    self._rest()
+            while self._step(False):  # what is under way is stored, and counted
+                pass
+        except BaseException as err:
+            self._error = err
+        finally:
+            self._active(False)
+            with self._state:
+                self._resting = True
+                self._state.notify_all()
 
-        Weights can be updated and everything can be asked meanwhile. What goes wrong is raised by
-        the next call of anything, and shows in ``stats()["failed"]``.
+    def join(self, timeout: float) -> bool:
+        """Wait for the end of the thread, unless this is it; tell whether that came."""
+        if self.inside:
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float) -> None:
+        """Let the thread wait; a pause or the end wakes it."""
+        with self._state:
+            self._state.wait_for(lambda: self._paused or self._stopping, seconds)
+
+    @property
+    def inside(self) -> bool:
+        """Whether the calling thread is the one that collects."""
+        return threading.current_thread() is self._thread
+
+    def _rest(self) -> None:
+        self._active(False)
+        with self._state:
+            self._resting = True
+            self._state.notify_all()
+            self._state.wait_for(lambda: not self._paused or self._stopping)
+            self._resting = False
+        self._active(True)
+
+    @contextmanager
+    def pause(self, timeout: float) -> Iterator[None]:
+        """Suspend collection for the length of a block; it goes on even if the body raises.
+
+        What was under way when the block is entered has been collected and stored.
 
         Raises:
-            RuntimeError: there is no replay buffer.
-            ClosedError: after `shutdown`.
+            CollectorTimeout: what was under way took longer than ``timeout`` seconds.
         """
-        if self.replay_buffer is None:
-            raise RuntimeError("start() collects into a replay buffer: give replay_buffer=")
-        with self._engine.turn(None):
-            self._engine.check()
-            if not self.is_running():
-                self._prepare_background()
-                flow = Flow.of(self.replay_buffer)
-                flow.begin()
-                self._flow = flow
-                # The thread must not keep the collector alive.
-                step = partial(_background_step, weakref.ref(self))
-                self._background = Background(step, flow.running)
+        with self._state:
+            self._paused += 1
+            self._state.notify_all()
+        try:
+            with self._state:
+                if not self._state.wait_for(lambda: self._resting, timeout):
+                    raise CollectorTimeout(
+                        f"what was being collected did not come to an end within {timeout} s"
+                    )
+            if self._error is not None:
+                raise self._error
+            yield
+        finally:
+            with self._state:
+                self._paused -= 1
+                self._state.notify_all()
 
-    def is_running(self) -> bool:
-        """Tell whether the collector collects in the background (also while paused)."""
-        return self._background is not None and self._background.running
+    def stop(self, timeout: float) -> None:
+        """End the thread after the step it is in. Idempotent.
+
+        Raises:
+            CollectorTimeout: it takes longer than ``timeout`` seconds.
+        """
+        with self._state:
+            self._stopping = True
+            self._state.notify_all()
+        if not self.join(timeout):
+            raise CollectorTimeout(f"background collection did not end within {timeout} s")
+
+
+class RateLimit:
+    """The rate limiter of a collector's replay buffer, if there is one."""
+
+    def __init__(self, buffer: Any) -> None:
+        """Look for a limiter; buffers of other libraries have none."""
+        ours = isinstance(buffer, ReplayBuffer)
+        self._storage = buffer.storage if ours else None
+        self._limiter = buffer.limiter if ours else None
+        self._holding = False
+
+    def begin(self) -> None:
+        """Note that collection was started."""
+        if self._limiter is not None and self._storage is not None:
+            self._limiter.begin(self._storage)
+
+    def running(self, now: bool) -> None:
+        """Note that collection continues, or that it ended or rests."""
+        if self._limiter is not None and self._storage is not None:
+            self._limiter.running(self._storage, now)
+
+    def holds(self, budget: Budget) -> bool:
+        """Tell whether the collector has to wait for the learner."""
+        if self._limiter is None or self._storage is None:
+            return False
+        self._holding = self._limiter.holds(self._storage, budget.under_way)
+        return self._holding
+
+    def stats(self, running: bool) -> dict[str, float | bool]:
+        """Return what ``stats()`` shows of it."""
+        if self._limiter is None or self._storage is None:
+            return {}
+        return {
+            "samples_per_insert": self._limiter.ratio(self._storage),
+            "waiting_for_learner": self._holding and running,
+        }
+
+
+class Collects(Protocol):
+    """What the background needs of a collector."""
+
+    def _announce(self) -> None: ...
+
+    def _collect(self, feed: bool = True) -> deque[Any]: ...
+
+
+class BackgroundFilling:
+    """What a collector does between `start` and `shutdown`: fill its replay buffer in a thread."""
+
+    def __init__(self, engine: Engine, budget: Budget, timeout: float | None) -> None:
+        """Prepare to collect with ``engine``; nothing runs before `start`."""
+        self._engine, self._budget, self._timeout = engine, budget, timeout
+        self._limit = RateLimit(None)
+        self._ending = False
+        self.thread: Background | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it collects, or will when no longer paused."""
+        return self.thread is not None and self.thread.running
+
+    def start(self, collector: Collects, buffer: Any) -> None:
+        """Have ``collector``, which is not kept alive, fill ``buffer`` from now on."""
+        self._limit = RateLimit(buffer)
+        self._limit.begin()
+        self.thread = Background(partial(self._step, weakref.ref(collector)), self._limit.running)
 
     def pause(self) -> AbstractContextManager[None]:
-        """Suspend background collection for the length of a ``with`` block.
-
-        Inside, everything that was collected is in the buffer and nothing is under way. Collection
-        goes on afterwards, also if the body raises. Where ``total_frames`` were reached there is
-        nothing to suspend, and nothing happens.
+        """Suspend collection for the length of a ``with`` block.
 
         Raises:
-            RuntimeError: the collector was not started, or a hook or an environment of its own
-                asks for this.
+            RuntimeError: nothing was started, or the collection itself asks for this.
         """
         if self._engine.failure is not None:
             raise self._engine.failure
-        if self._background is None or self._engine.closed:
+        if self.thread is None or self._engine.closed:
             raise RuntimeError("pause() suspends what start() began; it is not running")
-        if self._background.inside:
+        if self.thread.inside:
             raise RuntimeError("pause() was called from inside the collection it would wait for")
-        return self._background.pause(60.0 if self._timeout is None else 2 * self._timeout)
+        return self.thread.pause(60.0 if self._timeout is None else 2 * self._timeout)
 
-    def _settle(self) -> None:
-        """Take in what workers have in hand: it is in the buffer, or will be."""
-        while not self._engine.idle:
-            self._collect(feed=False)
+    def stats(self) -> dict[str, float | bool]:
+        """Return what ``stats()`` shows of the rate limit."""
+        return self._limit.stats(self.running)
 
-    def _prepare_background(self) -> None:
-        """Take care that the learner's policy is not the one that acts in the background."""
+    def stop(self, timeout: float) -> BaseException | None:
+        """End the thread; return what went wrong in it."""
+        if self.thread is not None and not self._engine.closed:
+            self._ending = True
+            self._engine.backend.stop_byte[0] = 1  # a rollout under way ends after its step
+            try:
+                self.thread.stop(timeout)
+            except CollectorTimeout as err:
+                self._engine.failure = self._engine.failure or err
+        return None if self._engine.closed else self._engine.failure
 
-    def _check_not_started(self) -> None:
-        if self.is_running():
-            raise RuntimeError(
-                "this collector collects in the background (start()): there is nothing to iterate "
-                "over; sample from its replay buffer"
-            )
-
-    def _step_in_background(self, feed: bool) -> bool:
+    def _step(self, reference: Callable[[], Collects | None], feed: bool) -> bool:
         """Collect what has come; return whether there is anything more to do."""
+        collector = reference()
+        if collector is None:
+            return False
         held = False
         try:
             with self._engine.turn(None):
-                held = feed and not self._budget.exhausted and self._flow.holds(self._budget)
+                held = feed and not self._budget.exhausted and self._limit.holds(self._budget)
                 feed = feed and not held
                 if feed and self._budget.wants_more:
-                    self._announce()
+                    collector._announce()
                 ready = self._engine.ready(self._budget, feed, self._timeout)
                 if self._ending:  # gathering may have allowed workers to go on
                     self._engine.backend.stop_byte[0] = 1
                 if ready:
-                    self._collect(feed)
+                    collector._collect(feed)
                     return True
                 more = feed and self._budget.wants_more  # all who were asked may have been lost
                 if self._engine.idle and not (held or more):
@@ -128,27 +255,12 @@ class BackgroundCollector(BaseCollector):
                 return not self._engine.closed
             self._engine.failure = err
             raise
-        if not held:
-            self._engine.backend.wait(0.1 if self._ending else 1.0)
-        elif self._background is not None:
-            self._background.nap(_NAP)
+        self._wait(held)
         return True
 
-    def _flow_stats(self) -> dict[str, float | bool]:
-        return self._flow.stats(self.is_running())
-
-    def _stop_background(self, timeout: float) -> BaseException | None:
-        """End the thread; return what went wrong in it."""
-        if self._background is not None and not self._engine.closed:
-            self._ending = True
-            self._engine.backend.stop_byte[0] = 1  # a rollout under way ends after its step
-            try:
-                self._background.stop(timeout)
-            except CollectorTimeout as err:
-                self._engine.failure = self._engine.failure or err
-        return None if self._engine.closed else self._engine.failure
-
-
-def _background_step(collector: weakref.ref[BackgroundCollector], feed: bool) -> bool:
-    found = collector()
-    return False if found is None else found._step_in_background(feed)
+    def _wait(self, held: bool) -> None:
+        """Wait for workers, or, if the rate limit ``held`` them, for the learner."""
+        if not held:
+            self._engine.backend.wait(0.1 if self._ending else 1.0)
+        elif self.thread is not None:
+            self.thread.wait(_POLL_INTERVAL_S)

@@ -12,7 +12,6 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from gleanrl.collectors.legacy import WeightUpdaterBase
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.profiling import ProfileConfig, RolloutProfiler
@@ -237,24 +236,17 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
             warnings.warn(
                 "policy_weights= is retired; pass weights=", DeprecationWarning, stacklevel=2
             )
-        given = [x for x in (policy_or_weights, weights, policy, policy_weights) if x is not None]
-        if len(given) > 1:
-            raise ConfigError("give weights once: positionally, as weights= or as policy=")
-        if self._updater is not None and (model_id is not None or weights_dict is not None):
+        source = one_of(policy_or_weights, weights, policy, policy_weights)
+        if self.weight_updater is not None and (model_id is not None or weights_dict is not None):
             raise ConfigError(
                 "model_id and weights_dict need weight sync schemes; a weight updater knows the "
                 "policy only"
             )
-        if weights_dict is not None:
-            if given or model_id is not None or not weights_dict:
-                raise ConfigError(
-                    "weights_dict excludes model_id and others, and must not be empty"
-                )
-            self._update_weights(dict(weights_dict), worker_ids, kwargs)
-            return
-        self._update_weights(
-            {model_id or "policy": given[0] if given else None}, worker_ids, kwargs
-        )
+        further = source is not None or model_id is not None
+        if weights_dict is not None and (further or not weights_dict):
+            raise ConfigError("weights_dict excludes model_id and others, and must not be empty")
+        models = {model_id or "policy": source} if weights_dict is None else dict(weights_dict)
+        self._update_weights(models, worker_ids, kwargs)
 
     @abc.abstractmethod
     def _update_weights(
@@ -374,6 +366,17 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         self._worker_idx = value
 
     _worker_idx: int | None = None
-    _pre_hook: PreHook | None = None
-    _post_hook: PostHook | None = None
-    _updater: WeightUpdaterBase | None = None
+    weight_updater: Any = None
+    """The legacy weight updater, if there is one."""
+
+
+def one_of(*given: Any) -> Any:
+    """Return the weights among ``given``; ``None`` if there are none.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    found = [value for value in given if value is not None]
+    if len(found) > 1:
+        raise ConfigError("give weights once: positionally, as weights= or as policy=")
+    return found[0] if found else None

@@ -2,35 +2,6 @@
 
 from tensordict.nn import InteractionType
 
-from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.multi import (
-    AsyncCollector,
-    MultiAsyncCollector,
-    MultiCollector,
-    MultiSyncCollector,
-)
-from gleanrl.collectors.single import Collector
-from gleanrl.engine.interruptor import Interruptor
+from gleanrl.collectors import *  # noqa: F403
 
 DEFAULT_EXPLORATION_TYPE = InteractionType.RANDOM
-DataCollectorBase = BaseCollector
-SyncDataCollector = Collector
-MultiSyncDataCollector = MultiSyncCollector
-MultiaSyncDataCollector = MultiAsyncCollector
-aSyncDataCollector = AsyncCollector
-
-__all__ = [
-    "DEFAULT_EXPLORATION_TYPE",
-    "AsyncCollector",
-    "BaseCollector",
-    "Collector",
-    "DataCollectorBase",
-    "Interruptor",
-    "MultiAsyncCollector",
-    "MultiCollector",
-    "MultiSyncCollector",
-    "MultiSyncDataCollector",
-    "MultiaSyncDataCollector",
-    "SyncDataCollector",
-    "aSyncDataCollector",
-]

@@ -5,19 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_leaf_nontensor
 
+from gleanrl.collectors.arguments import MultiArguments, defaults
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.handing_on import takes_versions, valid_frames, write_batch
-from gleanrl.collectors.running import RunningCollector
-from gleanrl.collectors.updating import UpdatingCollector
+from gleanrl.collectors.engine_collector import EngineCollector
 from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
-from gleanrl.core.keys import TRAJ_IDS
+from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Payload, Report, Snapshot
 from gleanrl.core.protocols import Stop, Window
@@ -50,93 +48,95 @@ class NestedFactory:
         return NestedSource(collector, streams)
 
 
-def nested_factory(given: SimpleNamespace, builder: SourceBuilder, frames: int) -> NestedFactory:
+def nested_factory(
+    arguments: Mapping[str, Any], kind: Any, builder: SourceBuilder, frames: int, workers: int
+) -> NestedFactory:
     """Return the factory of one worker's collector, built from the same arguments.
 
     Args:
-        given: The arguments of the outer collector.
+        arguments: The arguments of the outer collector.
+        kind: The class of the collector in the worker.
         builder: The worker's `SourceBuilder`.
         frames: What the worker is asked for.
+        workers: How many workers there are.
+
+    Raises:
+        ConfigError: arguments that the worker's collector needs and does not take.
     """
-    if not callable(given.collector_class):
-        raise ConfigError(f"collector_class ({given.collector_class!r}) must be callable")
+    if not callable(kind):
+        raise ConfigError(f"collector_class ({kind!r}) must be callable")
     kwargs: dict[str, Any] = {
         "frames_per_batch": frames,
         "total_frames": -1,
         "create_env_kwargs": dict(builder.env.create_env_kwargs),
         "policy_device": builder.policy.device,
         "env_device": builder.env.device,
-        "max_frames_per_traj": given.max_frames_per_traj,
-        "reset_at_each_iter": given.reset_at_each_iter,
+        "max_frames_per_traj": arguments["max_frames_per_traj"],
+        "reset_at_each_iter": arguments["reset_at_each_iter"],
         "exploration_type": builder.rollout.exploration,
-        "set_truncated": given.set_truncated,
-        "track_policy_version": given.track_policy_version,
+        "set_truncated": arguments["set_truncated"],
+        "track_policy_version": arguments["track_policy_version"],
+        "policy_factory": builder.policy.policy_factory,
     }
-    if builder.policy.policy_factory is not None:
-        kwargs["policy_factory"] = builder.policy.policy_factory
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
-    kwargs.update(_passed_on(given))
+    said = {name: arguments[name] for name in _PASSED_ON if _unusual(name, arguments[name])}
+    _check_taken(kind, said, [name for name in _KEPT_OUT if _unusual(name, arguments[name])])
+    if "init_random_frames" in said:  # over all workers
+        said["init_random_frames"] = -(-int(said["init_random_frames"]) // workers)
     return NestedFactory(
-        given.collector_class,
+        kind,
         builder.env.create_env_fn,
         builder.policy.policy,
-        kwargs,
+        {**kwargs, **said},
         builder.rollout.stream,
     )
 
 
-_PASSED_ON: Mapping[str, Any] = {
-    "num_envs": None,
-    "track_traj_ids": True,
-    "init_random_frames": None,
-    "categorical_action_encoding": True,
-    "observation_dtype": None,
-    "info_keys": (),
-    "check_finite": False,
-    "fast": True,
-    "compact_obs": False,
-    "trust_policy": None,
-    "compile_policy": None,
-    "cudagraph_policy": None,
-    "auto_register_policy_transforms": None,
-    "pre_collect_hook": None,
-    "post_collect_hook": None,
-}
-"""What concerns the collector in the worker, and its default, which need not be said."""
-_KEPT_OUT: Mapping[str, Any] = {"interruptor": None, "preemptive_threshold": None}
-"""What would have to stop a rollout, which nobody can do to a collector from outside."""
+_PASSED_ON = (
+    "num_envs",
+    "track_traj_ids",
+    "init_random_frames",
+    "categorical_action_encoding",
+    "observation_dtype",
+    "info_keys",
+    "check_finite",
+    "fast",
+    "compact_obs",
+    "trust_policy",
+    "compile_policy",
+    "cudagraph_policy",
+    "auto_register_policy_transforms",
+    "pre_collect_hook",
+    "post_collect_hook",
+)
+"""What concerns the collector in the worker, and need not be said if it is the default."""
+_KEPT_OUT = ("interruptor", "preemptive_threshold")
+"""What would have to stop a rollout, which cannot be done to a collector from outside."""
+_USUAL = defaults(MultiArguments)
 
 
-def _passed_on(given: SimpleNamespace) -> dict[str, Any]:
-    """Return the arguments that the user gave and that a worker's collector has to have.
+def _unusual(name: str, value: Any) -> bool:
+    usual = _USUAL[name]
+    return value is not usual and not (usual == () and len(value) == 0)
+
+
+def _check_taken(kind: Any, said: Mapping[str, Any], refused: list[str]) -> None:
+    """Refuse arguments that a collector in a worker cannot have.
 
     Raises:
-        ConfigError: it cannot have them.
+        ConfigError: some are ``refused``, or ``kind`` does not take one that was ``said``.
     """
-    told = vars(given)
-    said = {n: told[n] for n, default in _PASSED_ON.items() if not _same(told[n], default)}
-    refused = [n for n, default in _KEPT_OUT.items() if not _same(told[n], default)]
     try:
-        parameters = inspect.signature(given.collector_class).parameters
+        parameters = inspect.signature(kind).parameters
     except (TypeError, ValueError):  # written in C, or hidden: it will say so itself
         parameters = None
     if parameters is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        refused += [name for name in said if name not in parameters]
+        refused = refused + [name for name in said if name not in parameters]
     if refused:
         raise ConfigError(
-            f"{', '.join(refused)} cannot be passed on to the collector_class "
-            f"({given.collector_class!r:.100}): drop them, or set them there"
+            f"{', '.join(refused)} cannot be passed on to the collector_class ({kind!r:.100}): "
+            "drop them, or set them there"
         )
-    if "init_random_frames" in said:  # over all workers
-        workers = given.worker_count
-        said["init_random_frames"] = -(-int(said["init_random_frames"]) // workers)
-    return said
-
-
-def _same(value: Any, default: Any) -> bool:
-    if default == ():
-        return isinstance(value, Sequence) and len(value) == 0
-    return value is default
 
 
 class NestedSource:
@@ -154,7 +154,7 @@ class NestedSource:
         self._base, self._stride = 0, 1
         self._version = 0
         self._layout: Layout | None = None
-        if isinstance(collector, RunningCollector):
+        if isinstance(collector, EngineCollector):
             self._layout = collector.batch_layout()
 
     @property
@@ -194,7 +194,7 @@ class NestedSource:
             if ids is not None:
                 batch.set(TRAJ_IDS, self._numbered(ids))
             return Report(steps, frames, version, payload=Payload(batch))
-        taken = write_batch(batch, self._layout, window)
+        taken = _write_batch(batch, self._layout, window)
         if TRAJ_IDS in window.keys():
             ids = window.tensor(TRAJ_IDS)
             ids.copy_(self._numbered(ids))
@@ -203,10 +203,10 @@ class NestedSource:
     def _counted(self, batch: TensorDictBase | None) -> tuple[int, int]:
         """Return the valid frames of ``batch``, and the version that it was made with."""
         collector = self.collector
-        if isinstance(collector, RunningCollector) and takes_versions(collector):
+        if isinstance(collector, EngineCollector) and _takes_versions(collector):
             frames, version = collector.gathered()
-            return (frames if batch is None else valid_frames(batch)), version
-        return (0 if batch is None else valid_frames(batch)), self._version
+            return (frames if batch is None else _valid_frames(batch)), version
+        return (0 if batch is None else _valid_frames(batch)), self._version
 
     def _next(self) -> TensorDictBase | None:
         if self._batches is None:
@@ -220,7 +220,7 @@ class NestedSource:
 
     def _why_over(self) -> str:
         name = f"the {type(self.collector).__name__} in this worker"
-        if isinstance(self.collector, RunningCollector) and self.collector.closed:
+        if isinstance(self.collector, EngineCollector) and self.collector.closed:
             return f"{name} was shut down, by an earlier failure or by somebody else"
         return (
             f"{name} has delivered its total_frames; leave them to the collector around it, or "
@@ -240,8 +240,8 @@ class NestedSource:
             name: {key: _copied(value) for key, value in weights.items()}
             for name, weights in snapshot.models.items()
         }
-        if isinstance(self.collector, UpdatingCollector):
-            if takes_versions(self.collector):
+        if isinstance(self.collector, EngineCollector):
+            if _takes_versions(self.collector):
                 self.collector.receive_models(copies, snapshot.version)
             elif copies:
                 self.collector.receive_models(copies)
@@ -286,7 +286,7 @@ class NestedSource:
 
     def describe_weights(self, model_id: str) -> Shapes:
         """Return the shapes of a model of the collector."""
-        if isinstance(self.collector, UpdatingCollector):
+        if isinstance(self.collector, EngineCollector):
             return self.collector.describe_weights(model_id)
         return shapes_of(self.collector.get_model(model_id))
 
@@ -310,3 +310,65 @@ _OWN = ("num_envs", "describe_weights", "policy_state")
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _takes_versions(collector: EngineCollector) -> bool:
+    """Whether it takes a parent's versions; one that receives in a way of its own may not."""
+    return type(collector).receive_models is EngineCollector.receive_models
+
+
+def _write_batch(batch: TensorDictBase, layout: Layout, window: Window) -> int:
+    """Copy ``batch`` into ``window``; return its steps, beyond which the window holds nothing.
+
+    Args:
+        batch: ``[*layout.batch_shape, t]``, with the fields of ``layout``.
+        layout: What was said of it.
+        window: Of at least ``t`` steps.
+
+    Raises:
+        ConfigError: it has another shape, or other fields.
+    """
+    taken = int(batch.shape[-1])
+    if tuple(batch.shape[:-1]) != layout.batch_shape or taken > window.steps:
+        raise _misfit("it", tuple(batch.shape), (*layout.batch_shape, window.steps))
+    found = {
+        as_key(key): value
+        for key, value in batch.items(True, leaves_only=True, is_leaf=is_leaf_nontensor)
+    }
+    for field in layout.fields:
+        value = found.pop(field.key, None)
+        shape = (*layout.batch_shape, taken, *field.shape)
+        if not isinstance(value, torch.Tensor):
+            raise _misfit(format_key(field.key), type(value).__name__, f"{field.dtype} {shape}")
+        if tuple(value.shape) != shape or value.dtype != field.dtype:
+            raise _misfit(
+                format_key(field.key),
+                f"{value.dtype} {tuple(value.shape)}",
+                f"{field.dtype} {shape}",
+            )
+        rows = value.reshape(window.envs, taken, *field.shape)
+        window.tensor(field.key)[:, :taken].copy_(rows)
+    if found:
+        raise _misfit(format_key(next(iter(found))), "there", "not there")
+    if taken < window.steps:
+        window.zero_from(taken)
+        if TRAJ_IDS in window.keys():
+            window.tensor(TRAJ_IDS)[:, taken:] = -1
+    return taken
+
+
+def _misfit(what: str, now: Any, before: Any) -> ConfigError:
+    return ConfigError(
+        f"a batch of the collector in this worker is not like those it announced: {what} is {now}, "
+        f"not {before}; what changes batches has to be there when the collector is built (postproc="
+        " or post_collect_hook=)"
+    )
+
+
+def _valid_frames(batch: TensorDictBase) -> int:
+    """Return the number of frames of ``batch`` that were collected, not padded."""
+    mask = batch.get(MASK, None)
+    if isinstance(mask, torch.Tensor) and mask.shape == batch.shape:
+        return int(mask.sum())
+    frames: int = batch.numel()
+    return frames

@@ -1,6 +1,6 @@
 """The path under which TorchRL has weight updaters. Re-exports only."""
 
-from gleanrl.collectors.legacy import (
+from gleanrl.collectors.compat import (
     MultiProcessedWeightUpdater,
     RayWeightUpdater,
     RemoteModuleWeightUpdater,

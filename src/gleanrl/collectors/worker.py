@@ -1,4 +1,4 @@
-"""The collector inside a worker: its hooks, and what paths of `map_fn` and others start at."""
+"""The collector inside a worker, its hooks, and workers that fill a replay buffer themselves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from gleanrl.collectors import checks
+from gleanrl.collectors.arguments import read_index, read_seed
 from gleanrl.collectors.base import BaseCollector, PostHook, PreHook
 from gleanrl.core.keys import MASK, TIME
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
+from gleanrl.engine.pipeline import Pipeline
+from gleanrl.memory.arena import RolloutWindow
+from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.memory.replay.storages import LazyTensorStorage
+from gleanrl.memory.replay.writers import RoundRobinWriter
 from gleanrl.memory.trees import tensordict_over
 from gleanrl.weights.snapshot import Shapes, cloned, weights_of
 
@@ -122,9 +127,11 @@ class WorkerCollector(BaseCollector):
     def _update_weights(
         self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        checks.check_update(worker_ids, kwargs)
-        given = {name: cloned(weights_of(w)) for name, w in models.items() if w is not None}
-        self._source.load(Snapshot(self.policy_version + 1, given))
+        if worker_ids is not None or kwargs:
+            unknown = sorted({*kwargs, "worker_ids"} if worker_ids is not None else kwargs)
+            raise TypeError(f"unexpected arguments {unknown}: this is the collector of one worker")
+        newest = {name: cloned(weights_of(w)) for name, w in models.items() if w is not None}
+        self._source.load(Snapshot(self.policy_version + 1, newest))
 
     def get_model(self, model_id: str) -> Any:
         """Return the model that runs under ``model_id``."""
@@ -142,11 +149,11 @@ class WorkerCollector(BaseCollector):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed this worker's environments and random streams, and reset its environments."""
-        return self._source.seed(checks.read_seed(seed), static_seed)
+        return self._source.seed(read_seed(seed), static_seed)
 
     def reset(self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Reset environments of this worker; all by default."""
-        chosen = None if index is None else checks.read_index(index, self.num_envs)
+        chosen = None if index is None else read_index(index, self.num_envs)
         self._source.reset(chosen, kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,65 +205,15 @@ class WorkerFactory:
         return WorkerSource(source, WorkerCollector(source, worker, self.role))
 
 
-class SourceAround:
-    """A source around another one, which does what is not done here."""
-
-    def __init__(self, source: Source) -> None:
-        """Pass everything on to ``source``."""
-        self._source = source
-
-    def layout(self) -> Layout | None:
-        """Describe one step."""
-        return self._source.layout()
-
-    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Collect a rollout."""
-        return self._source.collect(window, steps, stop, random)
-
-    def place(self, base: int, stride: int) -> None:
-        """Number the environments among those of all workers."""
-        self._source.place(base, stride)
-
-    def load(self, snapshot: Snapshot) -> None:
-        """Load weights; the next rollout is made with them."""
-        self._source.load(snapshot)
-
-    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
-        """Seed everything and reset."""
-        return self._source.seed(seed, static, stream)
-
-    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
-        """Reset environments."""
-        self._source.reset(envs, options)
-
-    def state(self) -> dict[str, Any]:
-        """Return the source's state."""
-        return self._source.state()
-
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore the source's state."""
-        self._source.load_state(state, strict)
-
-    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what ``path`` names."""
-        return self._source.call(path, *args, **kwargs)
-
-    def get(self, path: str) -> Any:
-        """Return what ``path`` names."""
-        return self._source.get(path)
-
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()
-
-
-class WorkerSource(SourceAround):
+class WorkerSource:
     """A source with a worker's collector: its hooks see rollouts, paths start at it."""
 
     def __init__(self, source: Source, collector: WorkerCollector) -> None:
         """Serve ``source`` as ``collector``."""
-        super().__init__(source)
-        self.collector = collector
+        self._source, self.collector = source, collector
+        self.layout, self.place, self.load = source.layout, source.place, source.load
+        self.seed, self.reset, self.close = source.seed, source.reset, source.close
+        self.state, self.load_state = source.state, source.load_state
         self._layout = source.layout()
         self._shows = True
 
@@ -304,3 +261,102 @@ def batch_over(window: Window, layout: Layout) -> TensorDictBase:
     }
     names = [None] * (len(shape) - 1) + [TIME]
     return tensordict_over(views, shape, names, layout.groups)
+
+
+# -- workers that fill a buffer --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FillingFactory:
+    """Builds a source whose rollouts go into a buffer where they are made."""
+
+    factory: SourceFactory
+    pipeline: Pipeline
+    """What rollouts go through there; its sink is the buffer."""
+
+    def __call__(self, worker: int) -> FillingSource:
+        """Build the source and connect it to the buffer."""
+        return FillingSource(self.factory(worker), self.pipeline)
+
+
+class FillingSource:
+    """A source that delivers into a buffer: what it reports are counts."""
+
+    def __init__(self, source: Source, pipeline: Pipeline) -> None:
+        """Serve ``source``; its rollouts are written into memory of this worker's own first."""
+        self._source = source
+        self.place, self.load, self.state = source.place, source.load, source.state
+        self.call, self.get, self.close = source.call, source.get, source.close
+        self._pipeline = pipeline
+        # A collector of the user's class calls its hooks itself.
+        self._hook = source.hand_over_hook() if isinstance(source, WorkerSource) else _no_hook
+        self._layout = source.layout()
+        self._window: RolloutWindow | None = None
+        self._batch: TensorDictBase | None = None
+        self._dropped = 0
+
+    def layout(self) -> Layout | None:
+        """Return ``None``: nothing travels to the learner."""
+        return None
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
+        """Collect a rollout and store what became of it."""
+        if self._layout is None:
+            report = self._source.collect(window, steps, stop, random)
+            assert report.payload is not None
+            batch: TensorDictBase = report.payload.handle
+        else:
+            steps = self._layout.steps or steps
+            own, batch = self._memory(self._layout, steps)
+            report = self._source.collect(own, steps, stop, random)
+            if report.payload is not None:  # it did not fit the layout
+                batch = report.payload.handle
+        if report.steps < steps and MASK not in batch.keys(True):
+            batch = batch[..., : report.steps]
+        self._pipeline(batch, self._hook())
+        dropped, self._dropped = self._pipeline.discarded - self._dropped, self._pipeline.discarded
+        discarded = report.discarded + dropped
+        return Report(report.steps, report.frames, report.policy_version, discarded)
+
+    def _memory(self, layout: Layout, steps: int) -> tuple[RolloutWindow, TensorDictBase]:
+        if self._window is None or self._batch is None or self._window.steps != steps:
+            self._window = RolloutWindow.allocate(layout.fields, layout.num_envs, steps)
+            self._batch = batch_over(self._window, layout)
+        return self._window, self._batch
+
+    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
+        """Seed everything; trajectories in the making are dropped."""
+        self._pipeline.forget()
+        return self._source.seed(seed, static, stream)
+
+    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        """Reset environments; trajectories in the making are dropped."""
+        self._pipeline.forget()
+        self._source.reset(envs, options)
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore the source's state."""
+        self._pipeline.forget()
+        self._source.load_state(state, strict)
+
+
+def _no_hook() -> None:
+    return None
+
+
+def shared_with_workers(buffer: Any) -> bool:
+    """Tell whether workers can write into ``buffer`` themselves; it is shared then.
+
+    Rows of several workers go where there is room, so it has to be a buffer of rows, not one of
+    ``[env, time]`` or one that keeps the best, on the CPU, and one of ours: others are extended
+    by the learner.
+    """
+    if not isinstance(buffer, ReplayBuffer):
+        return False
+    storage = buffer.storage
+    if not isinstance(storage, LazyTensorStorage) or storage.ndim != 1:
+        return False
+    if not isinstance(buffer.writer, RoundRobinWriter) or storage.device.type != "cpu":
+        return False
+    buffer.share()
+    return True

@@ -1,168 +1,670 @@
-"""Arguments that concern several workers: read, checked and dealt out."""
+"""What collectors with workers share: what each worker runs, batches, state across workers."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
+import numpy as np
 import torch
+from tensordict import TensorDictBase
 
+from gleanrl.collectors import per_worker
+from gleanrl.collectors.arguments import (
+    Arguments,
+    Options,
+    Shown,
+    WorkersArguments,
+    check_callables,
+    read_seed,
+    source,
+)
+from gleanrl.collectors.base import PostHook, PreHook
+from gleanrl.collectors.collector import Collector
+from gleanrl.collectors.engine_collector import CLOSE_TIMEOUT_S, EngineCollector
+from gleanrl.collectors.nested import nested_factory
+from gleanrl.collectors.questions import WorkerQuestions
+from gleanrl.collectors.worker import (
+    FillingFactory,
+    WorkerFactory,
+    WorkerRole,
+    shared_with_workers,
+)
+from gleanrl.core import messages as m
+from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import DevicePlan, check_int
+from gleanrl.core.options import FrameBudget, seconds
+from gleanrl.core.protocols import SourceFactory
+from gleanrl.engine.batches import BatchOptions
+from gleanrl.engine.engine import Engine, MakeBackend
+from gleanrl.engine.models import WeightSync
+from gleanrl.engine.replacing import Replacements, Starts, reseeded
+from gleanrl.rollout.build import Initialised, SourceBuilder
+
+_OF_A_WORKER = frozenset(
+    {
+        "auto_register_policy_transforms",
+        "categorical_action_encoding",
+        "check_finite",
+        "compact_obs",
+        "compile_policy",
+        "create_env_kwargs",
+        "cudagraph_policy",
+        "fast",
+        "init_fn",
+        "info_keys",
+        "max_frames_per_traj",
+        "num_envs",
+        "observation_dtype",
+        "reset_at_each_iter",
+        "set_truncated",
+        "track_traj_ids",
+        "trust_policy",
+    }
+)
+"""Arguments that a worker can have for itself without serving a whole collector."""
 
 
-def env_functions(create_env_fn: Any, num_workers: int | None) -> list[Any]:
-    """Return what each worker collects from.
+class WeightSchedule:
+    """When the policy's weights are sent to which workers without being asked for."""
 
-    Raises:
-        TypeError: one environment and no number of workers.
-        ConfigError: no workers.
-    """
-    if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
-        if not create_env_fn:
-            raise ConfigError("create_env_fn is empty: give one environment per worker")
-        if num_workers is not None and num_workers != len(create_env_fn):
-            warnings.warn(
-                f"num_workers ({num_workers!r}) is ignored: create_env_fn has an entry for each of "
-                f"{len(create_env_fn)} workers",
-                UserWarning,
-                stacklevel=4,
+    def __init__(self, workers: int, interval: int | None, after_each: bool) -> None:
+        """Send to a worker every ``interval`` batches, or ``after_each`` that it delivered."""
+        self._waiting = dict.fromkeys(range(workers), 0)
+        self._interval, self._after_each = interval, after_each
+        self.due: set[int] = set()
+        """Workers that get weights before the next batch."""
+
+    def count(self, delivered: Sequence[int]) -> None:
+        """Note a batch, which is made of rollouts of the workers ``delivered``."""
+        for worker in self._waiting:
+            self._waiting[worker] += 1
+            if self._interval is not None and self._waiting[worker] >= self._interval:
+                self.due.add(worker)
+        if self._after_each:
+            self.due.update(delivered)
+
+    def sent(self, workers: Sequence[int]) -> None:
+        """Note that ``workers`` were sent weights, for whatever reason."""
+        for worker in workers:
+            self._waiting[worker] = 0
+            self.due.discard(worker)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """What the workers of a collector are, and how their rollouts become batches."""
+
+    create_env_fn: Any
+    """What workers collect from, as it was given."""
+    functions: Sequence[Any]
+    """What each worker collects from."""
+    policy: Any
+    sync: bool
+    """Whether a batch holds a rollout of every worker."""
+    collector_class: Any = Collector
+    """What runs in each worker; `Collector` stands for a `WorkerCollector`."""
+    remote: bool = False
+    """Whether workers share no memory with this process."""
+    kwargs: Sequence[Mapping[str, Any]] = ()
+    """Remote workers: further arguments of each worker's collector."""
+    workers_each: int = 1
+    """Remote workers: the workers of each worker's collector, if it has any."""
+    schedule: WeightSchedule | None = None
+    """Remote workers: when weights are sent by themselves."""
+    tolerant: bool = False
+    """Whether collection continues without workers that were lost."""
+    relaunches: int | None = None
+    """How often a lost worker is replaced; ``None`` if none is."""
+    update_each: bool = False
+    """Whether weights are sent with every batch."""
+    enough: int | None = None
+    """How many workers have to finish before the others are stopped; ``None`` for all."""
+    interruptor: Any = None
+    num_threads: int | None = None
+    """torch threads of this process while workers run."""
+
+
+class WorkersCollector(EngineCollector):
+    """A collector whose environments and policies are in workers."""
+
+    cat_results = Shown()
+    collector_class = Shown()
+    create_env_fn = Shown(doc="What each worker collects from.")
+    create_env_kwargs = Shown()
+    num_sub_threads = Shown()
+    preemptive_threshold = Shown(lambda share: 1.0 if share is None else float(share))
+    update_at_each_batch = Shown(bool)
+
+    _hooks_here = False
+    _models: WeightSync
+    _replacements: Replacements | None = None
+    num_workers: int
+
+    # -- construction ----------------------------------------------------------------------------
+
+    def _launch(self, arguments: WorkersArguments, plan: WorkerPlan, make: MakeBackend) -> None:
+        """Check the arguments, start the workers and set up everything around them.
+
+        Args:
+            arguments: The arguments, as `read` has completed them.
+            plan: What workers are.
+            make: Builds the backend that starts and reaches them.
+        """
+        shared = cast("Arguments", arguments)
+        self._plan, self.num_workers = plan, len(plan.functions)
+        _check(arguments, plan)
+        options = Options.of(shared)
+        self._devices = per_worker.Devices.read(
+            self.num_workers,
+            device=arguments["device"],
+            storing_device=arguments["storing_device"],
+            policy_device=arguments["policy_device"],
+            env_device=arguments["env_device"],
+        )
+        self._asked = asked = per_worker.frames_per_worker(
+            arguments["frames_per_batch"], self.num_workers, plan.sync
+        )
+        limits = FrameBudget.from_arguments(
+            sum(asked) if plan.sync else max(asked),
+            arguments["total_frames"],
+            arguments["init_random_frames"],
+        )
+        cat = per_worker.read_cat(arguments["cat_results"], plan.sync)
+        stacked = plan.sync and cat is None
+        buffer = arguments["replay_buffer"]
+        fills = options.extend and not plan.remote and shared_with_workers(buffer)
+        self._take(shared, options, self._devices.storing(), fills=fills, stacked=stacked)
+        self._settings["create_env_fn"] = plan.create_env_fn
+        self.policy_device = self._devices.policies()
+        self.env_device = [device.env for device in self._devices.plans]
+        self.interruptor = plan.interruptor
+        batches = BatchOptions(
+            stacked=stacked,
+            cat=-1 if cat is None else cat,
+            device=self.storing_device,
+            trim=plan.sync and (plan.enough is not None or plan.interruptor is not None),
+            single=not plan.sync,
+        )
+        threads = per_worker.Threads(plan.num_threads, self.num_workers)
+        self._threads = weakref.finalize(self, threads.restore)
+        with self._threads_back():
+            factories = self._factories(arguments, options)
+            self._engine = Engine(make, factories, start_timeout=arguments["start_timeout"])
+            with self._starting(options):
+                self._set_up(arguments, limits, batches)
+
+    @contextmanager
+    def _threads_back(self) -> Iterator[None]:
+        """Restore the number of torch threads if the body fails."""
+        try:
+            yield
+        except BaseException:
+            self._threads()
+            raise
+
+    def _factories(self, arguments: WorkersArguments, options: Options) -> list[SourceFactory]:
+        """Return what builds each worker's source, there."""
+        count = self.num_workers
+        kwargs = per_worker.env_kwargs(arguments["create_env_kwargs"], count)
+        makers = per_worker.deal("policy_factory", arguments["policy_factory"], count)
+        # Drawn from torch's generator: a seeded script has seeded workers.
+        self._stream = int(torch.randint(1 << 62, ()))
+        factories: list[SourceFactory] = []
+        for worker in range(count):
+            own = self._plan.kwargs[worker] if self._plan.kwargs else {}
+            told = cast("WorkersArguments", {**arguments, **own})
+            base = source(cast("Arguments", told)) if own else options.source
+            more = per_worker.env_kwargs(own.get("create_env_kwargs"), 1)[0]
+            builder = self._builder(base, worker, {**kwargs[worker], **more}, makers[worker])
+            factories.append(self._factory(told, own, worker, builder))
+        return factories
+
+    def _builder(
+        self,
+        base: SourceBuilder,
+        worker: int,
+        env_kwargs: Mapping[str, Any],
+        policy_factory: Callable[[], Any] | None,
+    ) -> SourceBuilder:
+        """Return what builds the environments and the policy of one worker."""
+        plan, devices = self._plan, self._devices.plans[worker]
+        return SourceBuilder(
+            env=replace(
+                base.env,
+                create_env_fn=plan.functions[worker],
+                create_env_kwargs=env_kwargs,
+                device=devices.env,
+            ),
+            policy=replace(
+                base.policy,
+                policy=plan.policy if policy_factory is None else None,
+                policy_factory=policy_factory,
+                device=devices.policy,
+            ),
+            rollout=replace(
+                base.rollout,
+                mask=plan.interruptor is not None or plan.enough is not None,
+                stream=self._stream + worker,
+            ),
+        )
+
+    def _factory(
+        self,
+        arguments: WorkersArguments,
+        own: Mapping[str, Any],
+        worker: int,
+        builder: SourceBuilder,
+    ) -> SourceFactory:
+        """Return what builds the source of one worker, whose own arguments are ``own``."""
+        plan, kind, init_fn = self._plan, self._plan.collector_class, arguments["init_fn"]
+        more = {name: own[name] for name in own if name not in _OF_A_WORKER}
+        factory: SourceFactory
+        if kind is Collector and not more:
+            role = WorkerRole(
+                frames_per_batch=self._asked[worker],
+                pre_collect_hook=arguments["pre_collect_hook"],
+                post_collect_hook=arguments["post_collect_hook"],
+                replay_buffer=self.replay_buffer if self._fills else None,
+                learner_extends=self.replay_buffer is not None and not self._fills,
             )
-        return list(create_env_fn)
-    if num_workers is None:
+            factory = WorkerFactory(builder, role)
+        else:
+            nested = nested_factory(arguments, kind, builder, self._asked[worker], self.num_workers)
+            if plan.remote:
+                functions: Any = builder.env.create_env_fn
+                several = isinstance(kind, type) and issubclass(kind, WorkersCollector)
+                if plan.workers_each > 1 or several:
+                    functions = [functions] * plan.workers_each
+                if init_fn is not None:  # it runs where the environments are
+                    more["init_fn"], init_fn = init_fn, None
+                nested = replace(nested, create_env_fn=functions, kwargs={**nested.kwargs, **more})
+            factory = nested
+        if self._fills:
+            factory = FillingFactory(factory, self._pipeline)
+        return factory if init_fn is None else Initialised(init_fn, factory)
+
+    def _set_up(
+        self, arguments: WorkersArguments, limits: FrameBudget, batches: BatchOptions
+    ) -> None:
+        """Set up memory, weights and counters, now that the workers are up."""
+        engine, plan = self._engine, self._plan
+        self._questions = WorkerQuestions(engine, self.num_workers)
+        stopped: Callable[[], bool] = bool
+        if plan.interruptor is not None:
+            plan.interruptor.attach(engine.backend.stop_byte)
+            stopped = plan.interruptor.collection_stopped
+        engine.dispatcher.tolerant = plan.tolerant
+        self._budget = engine.plan(
+            limits, self._asked, batches, enough=plan.enough, stopped=stopped
+        )
+        self._pipeline.share_out(engine.num_envs)
+        self._models = WeightSync(
+            engine,
+            plan.policy,
+            made_by_factory=arguments["policy_factory"] is not None,
+            schemes=arguments["weight_sync_schemes"],
+            version=self._version,
+            devices=self.policy_device,
+            keep=plan.relaunches is not None,
+        )
+        if plan.relaunches is not None:
+            backend = cast("Starts", engine.backend)
+            self._replacements = Replacements(engine, backend, self._models, plan.relaunches)
+
+    # -- batches ---------------------------------------------------------------------------------
+
+    def _gather(self, feed: bool = True) -> TensorDictBase | None:
+        plan = self._plan
+        if plan.schedule is not None:
+            return self._gather_on_schedule(plan.schedule, feed)
+        if plan.update_each and plan.sync:
+            self.update_policy_weights_()
+        batch = super()._gather(feed)
+        if plan.update_each and not plan.sync:
+            self.update_policy_weights_()
+        return batch
+
+    def _gather_on_schedule(self, schedule: WeightSchedule, feed: bool) -> TensorDictBase | None:
+        """Send the weights that are due, which has the learner's newest; then collect."""
+        if schedule.due and self._plan.tolerant:
+            self._engine.check()  # workers that were lost meanwhile need no weights
+            schedule.due &= set(self._engine.dispatcher.alive)
+        if schedule.due and self._models.given is not None:
+            everybody = len(schedule.due) == self.num_workers
+            self.update_policy_weights_(worker_ids=None if everybody else sorted(schedule.due))
+        before = [tally.rollouts for tally in self._engine.tallies]
+        batch = super()._gather(feed)
+        after = [tally.rollouts for tally in self._engine.tallies]
+        schedule.count([w for w, (a, b) in enumerate(zip(before, after, strict=True)) if a != b])
+        return batch
+
+    def frames_per_batch_worker(self, worker_idx: int = 0) -> int:
+        """Return the frames of one rollout of a worker."""
+        return int(self._engine.sizes[worker_idx])
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def _publish(
+        self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
+    ) -> None:
+        self._touched = True
+        with self._engine.turn(None):
+            self._models.update(models, version, worker_ids)
+        if self._plan.schedule is not None:
+            self._plan.schedule.sent(self._models.chosen(worker_ids))
+
+    def _check_workers(self, worker_ids: Any) -> None:
+        self._models.chosen(worker_ids)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed environments, action spaces and random streams, and reset all environments.
+
+        See `BaseCollector.set_seed`. Workers that take the place of lost ones get seeds that follow
+        from these, which no worker before had.
+        """
+        with self._engine.turn(None):
+            if self._replacements is not None:
+                self._replacements.seeds = self._seeds(read_seed(seed), static_seed)
+            return super().set_seed(seed, static_seed)
+
+    def reset(self, reset_idx: Sequence[bool] | torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Reset all environments of workers; they start new trajectories.
+
+        Rollouts under way are thrown away and counted as discarded.
+
+        Args:
+            reset_idx: One bool per worker; all by default.
+            **kwargs: Options for `gymnasium.Env.reset`.
+
+        Raises:
+            ConfigError: anything but one bool per worker.
+        """
+        chosen = [True] * self.num_workers
+        if reset_idx is not None:
+            chosen = _read_flags("reset_idx", reset_idx)
+        if len(chosen) != self.num_workers:
+            raise ConfigError(f"reset_idx has {len(chosen)} entries for {self.num_workers} workers")
+        self._restart({w: m.Reset(None, kwargs) for w, reset in enumerate(chosen) if reset})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``worker0``, ``worker1``, …, each with its policy and environment, and counters.
+
+        Waits for rollouts that are under way; they are delivered as if nothing had been asked.
+        Where losses are tolerated, the entry of a lost worker says so (``"lost"``) and holds the
+        policy of the worker that has the newest: whoever loads it starts there with fresh
+        environments, random streams and trajectory ids.
+        """
+        engine = self._engine
+        with engine.turn(None):
+            states = engine.request_all(m.GetState())
+            policies = engine.request_all(m.Call("policy_state"))
+            lives = list(engine.lives)
+        asked = zip(states, policies, lives, strict=True)
+        found: dict[int, dict[str, Any]] = {}
+        for worker, (state, policy, life) in enumerate(asked):
+            if state is not None and policy is not None:
+                found[worker] = {
+                    "policy_state_dict": policy,
+                    "env_state_dict": state.pop("env"),
+                    "policy_version": state["policy_version"],
+                    "worker": state,
+                    "life": life,
+                }
+        if not found:
+            raise engine.dispatcher.lost[0]
+        newest = max(found.values(), key=lambda entry: entry["worker"]["policy_version"])
+        for worker, life in enumerate(lives):
+            found.setdefault(worker, _of_lost(newest, life + 1))
+        entries = {f"worker{worker}": found[worker] for worker in range(self.num_workers)}
+        return {**entries, "frames": self._budget.delivered, "iter": self._batches}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what `state_dict` returned; environments restart on fresh resets.
+
+        The learner's own policy is not touched: what it loads is for your script to say.
+
+        Raises:
+            ConfigError: the state of another number of workers.
+            KeyError: ``strict`` and an entry is missing.
+            WeightsError: the policy's weights do not fit; nothing was loaded.
+        """
+        names = [f"worker{worker}" for worker in range(self.num_workers)]
+        saved = sum(str(name).startswith("worker") for name in state_dict)
+        if saved != self.num_workers:
+            raise ConfigError(f"the state is that of {saved} workers, here are {self.num_workers}")
+        missing = [name for name in (*names, "frames", "iter") if name not in state_dict]
+        if strict and missing:
+            raise KeyError(f"state_dict lacks {missing}; load with strict=False to do without")
+        policies: dict[int, tuple[Mapping[str, Any], int]] = {}
+        states: dict[int, m.Command] = {}
+        for worker, name in enumerate(names):
+            entry = state_dict[name]
+            version = int(entry["worker"]["policy_version"])
+            policies[worker] = (entry.get("policy_state_dict") or {}, version)
+            states[worker] = self._restored(worker, entry, strict)
+        with self._engine.turn(None):
+            frames = int(state_dict.get("frames", self._budget.delivered))
+            batches = int(state_dict.get("iter", self._batches))
+            self._models.check_restore(state for state, _ in policies.values())
+            self._number_lives([state_dict[name] for name in names])
+            self._restart(states)
+            self._models.restore(policies)
+            self._models.continue_from(max(version for _, version in policies.values()))
+            self._budget.continue_from(frames)
+            self._batches = batches
+            if self._replacements is not None:  # streams are those of the state now
+                self._replacements.seeds = {}
+
+    def _restored(self, worker: int, entry: Mapping[str, Any], strict: bool) -> m.Command:
+        """Return what has ``worker`` go on from ``entry``, or begin afresh if that is lost."""
+        if entry.get("lost"):
+            life = max(int(entry["life"]), self._engine.lives[worker])
+            return reseeded(m.Seed(self._stream + worker), life)
+        return m.SetState({**entry["worker"], "env": entry.get("env_state_dict", {})}, strict)
+
+    def _number_lives(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Go on counting lives from a state, and with them trajectory ids."""
+        engine = self._engine
+        alive = engine.dispatcher.alive
+        for worker, entry in enumerate(entries):
+            life = int(entry.get("life", 0))
+            if entry.get("lost"):  # it begins a life, which must not be one that is over
+                life = max(life - (worker not in alive), engine.lives[worker])
+            engine.lives[worker] = life
+        engine.request_each({worker: engine.place(worker) for worker in alive})
+
+    def stats(
+        self, workers: str = "aggregate", *, timeout: float | None = None
+    ) -> dict[str, int | float | bool]:
+        """Return a flat dictionary of scalars; costs no round trip.
+
+        Args:
+            workers: ``"aggregate"``, ``"per_worker"`` (entries ``worker_0/frames``, …) or
+                ``"both"``. ``"workers"`` and ``"workers_alive"`` are always there.
+            timeout: Accepted for compatibility: no worker is asked.
+
+        Raises:
+            ConfigError: another word.
+        """
+        if workers not in ("aggregate", "per_worker", "both"):
+            raise ConfigError(
+                f"workers must be one of 'aggregate', 'per_worker' and 'both', not {workers!r}"
+            )
+        alive, tallies = self._engine.dispatcher.alive, self._engine.tallies
+        found: dict[str, int | float | bool] = {}
+        if workers != "per_worker":
+            found = super().stats()
+            found["worker_frames"] = sum(tally.frames for tally in tallies)
+        found["workers"], found["workers_alive"] = self.num_workers, len(alive)
+        if workers != "aggregate":
+            for worker, tally in enumerate(tallies):
+                found[f"worker_{worker}/frames"] = tally.frames
+                found[f"worker_{worker}/batches"] = tally.rollouts
+                found[f"worker_{worker}/requested_frames_per_batch"] = self._engine.sizes[worker]
+                found[f"worker_{worker}/policy_version"] = tally.policy_version
+                found[f"worker_{worker}/alive"] = worker in alive
+        return found
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Resolve a path such as ``"env.transform[0]"`` and call it in every worker.
+
+        Returns:
+            One result per worker, ``None`` for one that was lost (where that is tolerated).
+        """
+        count = self.num_workers
+        return self.map_fn(attr_path, [args] * count, [kwargs] * count)
+
+    def get_distant_attr(self, attr: str) -> list[Any]:
+        """Return what a path names, one entry per worker (``None`` if it was lost).
+
+        Of a replay buffer that the learner writes into, every worker has the learner's.
+        """
+        return self._questions.attribute(attr, self._learners_buffer)
+
+    @property
+    def _learners_buffer(self) -> Any:
+        """The replay buffer, if this process alone writes into it."""
+        return None if self._fills else self.replay_buffer
+
+    def getattr_policy(self, attr: str) -> Any:
+        """Return an attribute of the policy of the first worker that is there."""
+        return self._engine.ask(m.Get(f"policy.{attr}"))
+
+    def getattr_env(self, attr: str) -> Any:
+        """Return an attribute of the environment of the first worker that is there."""
+        return self._engine.ask(m.Get(f"env.{attr}"))
+
+    def getattr_rb(self, attr: str) -> Any:
+        """Return an attribute of the replay buffer, which is asked here."""
+        return paths.resolve(self, f"replay_buffer.{attr}")
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call a method once in every worker, each with its own arguments.
+
+        One that was lost (where that is tolerated) answers ``None``.
+
+        Args:
+            method_name: A path that begins at the worker's collector, such as ``"env.set_attr"``.
+            list_of_args: One entry per worker.
+            list_of_kwargs: One entry per worker.
+
+        Raises:
+            ConfigError: a list with another number of entries.
+            AttributeError: the method does not exist.
+        """
+        count = self.num_workers
+        args = [()] * count if list_of_args is None else list(list_of_args)
+        kwargs: list[Any] = [{}] * count if list_of_kwargs is None else list(list_of_kwargs)
+        for what, entries in (("argument", args), ("keyword-argument", kwargs)):
+            if len(entries) != count:
+                raise ConfigError(
+                    f"Expected {count} {what} entries, one per worker, got {len(entries)}"
+                )
+        return self._questions.call_each(method_name, args, kwargs, self._learners_buffer)
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def set_pre_collect_hook(self, hook: PreHook | None) -> None:
+        """Set `pre_collect_hook`, in every worker."""
+        super().set_pre_collect_hook(hook)
+        self._tell("set_pre_collect_hook", hook)
+
+    def set_post_collect_hook(self, hook: PostHook | None) -> None:
+        """Set `post_collect_hook`, in every worker."""
+        super().set_post_collect_hook(hook)
+        self._tell("set_post_collect_hook", hook)
+
+    def _begin_profile(self, config: Mapping[str, Any]) -> None:
+        self._engine.request_all(m.Call("enable_profile", (), config))
+
+    def _end_profile(self) -> None:
+        if not self._engine.closed:
+            self._engine.request_all(m.Call("disable_profile"))
+
+    def _tell(self, method: str, *args: Any) -> None:
+        """Call a method of every worker's collector, and of those that will replace lost ones."""
+        if not self._engine.closed:
+            self._engine.standing[method] = m.Call(method, args)
+            self._engine.request_all(self._engine.standing[method])
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def shutdown(
+        self,
+        timeout: float | None = None,
+        close_env: bool = True,
+        raise_on_error: bool = True,
+    ) -> None:
+        """End the workers. Idempotent; batches that were handed out stay valid.
+
+        Args:
+            timeout: Seconds until workers that do not end by themselves are killed; 10 by default.
+            close_env: Only ``True``: environments end with their process.
+            raise_on_error: Raise what closing an environment raised.
+        """
+        if not close_env:
+            raise RuntimeError(
+                "close_env=False: the environments of workers cannot outlive their process"
+            )
+        super().shutdown(10.0 if timeout is None else timeout, True, raise_on_error)
+        self._threads()
+
+    def _abandon(self) -> None:
+        # Whoever interrupted, or waits for the error, does not wait for a worker that hangs.
+        self.shutdown(CLOSE_TIMEOUT_S, raise_on_error=False)
+
+
+def _of_lost(newest: Mapping[str, Any], life: int) -> dict[str, Any]:
+    """Return the entry of a worker that was lost: the policy of another, and its next life."""
+    return {
+        "policy_state_dict": newest["policy_state_dict"],
+        "env_state_dict": {},
+        "policy_version": newest["policy_version"],
+        "worker": {"policy_version": newest["worker"]["policy_version"]},
+        "life": life,
+        "lost": True,
+    }
+
+
+def _check(arguments: WorkersArguments, plan: WorkerPlan) -> None:
+    """Find contradictions that only collectors with workers can have."""
+    factories = arguments["policy_factory"]
+    both = plan.policy is not None and factories is not None
+    if both and arguments["weight_updater"] is not None:
         raise TypeError(
-            "one create_env_fn for several workers needs num_workers=; or pass a list with one "
-            "entry per worker"
+            "policy and policy_factory exclude each other with a weight_updater; drop it, and "
+            "weights are taken from policy"
         )
-    return [create_env_fn] * check_int("num_workers", num_workers, least=1)
+    if isinstance(factories, Sequence):
+        check_callables(**{f"policy_factory[{i}]": f for i, f in enumerate(factories)})
+    else:
+        check_callables(policy_factory=factories)
+    check_callables(init_fn=arguments["init_fn"])
+    seconds("start_timeout", arguments["start_timeout"])
 
 
-def per_worker(name: str, value: Any, workers: int) -> list[Any]:
-    """Deal ``value`` out: one for all, or a list with one entry per worker.
-
-    Raises:
-        ConfigError: a list of another length.
-    """
-    if isinstance(value, list | tuple):
-        if len(value) != workers:
-            raise ConfigError(f"{name} has {len(value)} entries for {workers} workers")
-        return list(value)
-    return [value] * workers
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """What each worker does where."""
-
-    plans: tuple[DevicePlan, ...]
-
-    @classmethod
-    def read(cls, workers: int, **given: Any) -> Devices:
-        """Read device arguments, each one for all workers or a list."""
-        lists = [per_worker(name, value, workers) for name, value in given.items()]
-        plans = [DevicePlan.from_arguments(*column) for column in zip(*lists, strict=True)]
-        return cls(tuple(plans))
-
-    def storing(self) -> torch.device | None:
-        """Where batches of all workers are delivered: the CPU if workers differ."""
-        found = {plan.storing for plan in self.plans}
-        return found.pop() if len(found) == 1 else torch.device("cpu")
-
-    def policies(self) -> list[torch.device | None]:
-        """Where each worker's policy is."""
-        return [plan.policy for plan in self.plans]
-
-
-def frames_per_worker(frames_per_batch: Any, workers: int, sync: bool) -> list[int]:
-    """Return what each worker is asked for per batch, in frames.
-
-    Synchronous workers share a number out (rounded up); asynchronous ones collect all of it each.
-    A sequence gives each its own.
-
-    Raises:
-        ConfigError: a sequence of another length, or numbers that are not positive.
-    """
-    if isinstance(frames_per_batch, Sequence) and not isinstance(frames_per_batch, str):
-        given = per_worker("frames_per_batch", list(frames_per_batch), workers)
-        return [check_int("frames_per_batch", frames, least=1) for frames in given]
-    frames = check_int("frames_per_batch", frames_per_batch, least=1)
-    return [-(-frames // workers) if sync else frames] * workers
-
-
-def read_cat(cat_results: str | int | None) -> int | None:
-    """Return the dimension to concatenate along, ``None`` to stack.
-
-    Raises:
-        ConfigError: another string.
-    """
-    if cat_results is None or cat_results == "stack":
-        return None
-    if isinstance(cat_results, str):
-        raise ConfigError(f"cat_results ({cat_results!r}) must be 'stack' or a dimension")
-    return check_int("cat_results", cat_results)
-
-
-def read_threshold(threshold: float | None, workers: int) -> int | None:
-    """Return how many workers have to finish before the others are stopped, ``None`` for all.
-
-    Raises:
-        ConfigError: outside [0, 1].
-    """
-    if threshold is None:
-        return None
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
-        raise ConfigError(f"preemptive_threshold ({threshold!r}) must be a number in [0, 1]")
-    if not 0 <= threshold <= 1:
-        raise ConfigError(f"preemptive_threshold ({threshold}) must lie in [0, 1]")
-    return None if threshold == 1 else int(workers * threshold)
-
-
-def env_kwargs(given: Any, workers: int) -> list[Mapping[str, Any]]:
-    """Return each worker's ``create_env_kwargs``."""
-    dealt = per_worker("create_env_kwargs", given, workers)
-    for kwargs in dealt:
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise ConfigError(f"create_env_kwargs ({kwargs!r:.100}) must be a mapping")
-    return [dict(kwargs or {}) for kwargs in dealt]
-
-
-class Threads:
-    """The learner's torch threads: fewer while workers run, as before afterwards."""
-
-    def __init__(self, wanted: int | None, workers: int) -> None:
-        """Leave the cores of ``workers`` workers alone, unless a number is ``wanted``."""
-        self._before = torch.get_num_threads()
-        default = max(1, self._before - workers)
-        self._set = default if wanted is None else check_int("num_threads", wanted, least=1)
-        torch.set_num_threads(self._set)
-
-    def restore(self) -> None:
-        """Put the number back, unless somebody has changed it since. Idempotent."""
-        if torch.get_num_threads() == self._set:
-            torch.set_num_threads(self._before)
-        self._set = self._before
-
-
-def make_backend_of(
-    name: str | None, processes: Callable[[], Any], inline: Callable[[Any], Any]
-) -> Callable[[Any], Any]:
-    """Return what builds the backend called ``name``.
-
-    Raises:
-        ConfigError: an unknown backend.
-        NotImplementedError: one that this version does not have.
-    """
-    if name in (None, "process", "multiprocessing"):
-        return lambda windows: processes()
-    if name in ("inline", "direct"):
-        return inline
-    if name in ("distributed", "submitit", "rpc", "ray"):
+def _read_flags(name: str, value: Any) -> list[bool]:
+    """Return a list or a tensor of bools as a list."""
+    try:
+        flags = list(value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value)
+    except TypeError:
+        raise ConfigError(f"{name} ({value!r:.100}) must be a list of bools") from None
+    flags = [f.item() if isinstance(f, torch.Tensor | np.generic) else f for f in flags]
+    if not all(isinstance(flag, bool) for flag in flags):
         raise ConfigError(
-            f"backend={name!r} is no matter of processes here: use DistributedCollector, "
-            "RPCCollector or RayCollector, or Collector(backend=...)"
+            f"{name} ({value!r:.100}) must hold one bool per worker, no indices: [True, False, ...]"
         )
-    if name == "thread":
-        raise NotImplementedError(f"backend={name!r} is not available in this version")
-    raise ConfigError(f"backend ({name!r}) must be 'process' or 'inline'")
+    return flags

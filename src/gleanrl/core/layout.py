@@ -131,7 +131,3 @@ class Layout:
     def all_envs(self) -> int:
         """Environments there are, for seeds and trajectory ids."""
         return self.num_envs if self.environments is None else self.environments
-
-    def steps_for(self, frames: int) -> int:
-        """Return the steps of a rollout that is to hold ``frames`` frames, or more."""
-        return -(-frames // self.num_envs) if self.steps is None else self.steps

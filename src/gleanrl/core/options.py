@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -115,7 +116,15 @@ class FrameBudget:
                 f"{extra} additional frames will be collected"
             )
         if notes and os.environ.get("RL_WARNINGS", "1") != "0":
-            warnings.warn("; ".join(notes), UserWarning, stacklevel=5)
+            warnings.warn("; ".join(notes), UserWarning, stacklevel=users_stacklevel())
+
+
+def users_stacklevel() -> int:
+    """Return the ``stacklevel`` with which the calling function warns the user's code."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gleanrl."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def check_int(name: str, value: Any, least: int | None = None) -> int:
@@ -151,8 +160,8 @@ def _as_int(value: Any) -> int | None:
     except TypeError:
         pass
     # Floats: budgets of frames are often written in scientific notation.
-    whole_float = isinstance(value, (float, np.floating)) and float(value).is_integer()
-    return int(value) if whole_float else None
+    integral = isinstance(value, (float, np.floating)) and float(value).is_integer()
+    return int(value) if integral else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,18 +130,21 @@ class Engine:
         Raises:
             ConfigError: rollouts that cannot be put together so, or more memory than there is.
         """
-        workers = list(zip(frames, self.layouts, self.envs, strict=True))
+        layouts = self.layouts
+        rows = [
+            envs if layout is None else layout.num_envs
+            for layout, envs in zip(layouts, self.envs, strict=True)
+        ]
         self.steps = tuple(
-            -(-asked // envs) if layout is None else layout.steps_for(asked)
-            for asked, layout, envs in workers
+            -(-asked // count) if layout is None or layout.steps is None else layout.steps
+            for asked, layout, count in zip(frames, layouts, rows, strict=True)
         )
         """Per worker, the steps of its rollouts."""
-        rows = [envs if layout is None else layout.num_envs for _, layout, envs in workers]
         self.sizes = [steps * count for steps, count in zip(self.steps, rows, strict=True)]
         """Per worker, the frames of its rollouts."""
         size = max(self.sizes) if options.single else sum(self.sizes)
         budget = Budget(limits.rounded(size, self.num_envs))
-        self.batches = plan = BatchPlan(self.backend, self.layouts, self.steps, options)
+        self.batches = plan = BatchPlan(self.backend, layouts, self.steps, options)
         if options.single:
             self._gather = AsyncGather(self.dispatcher, plan.worker_slots, self.sizes)
         else:

@@ -222,28 +222,12 @@ class WholeTrajectories:
     before them.
     """
 
-    def __init__(
-        self,
-        num_trajectories: int,
-        traj_format: str = "padded",
-        *,
-        ids_key: NestedKey = TRAJ_IDS,
-        mask_key: NestedKey = MASK,
-    ) -> None:
-        """Give ``num_trajectories`` at a time, as ``"padded"`` rows or end to end (``"cat"``).
-
-        Raises:
-            ConfigError: a number below 1 or an unknown format.
-        """
-        if num_trajectories < 1:
-            raise ConfigError(f"trajs_per_batch ({num_trajectories}) must be at least 1")
-        if traj_format not in ("padded", "cat"):
-            raise ConfigError(f"traj_format ({traj_format!r}) must be 'padded' or 'cat'")
+    def __init__(self, num_trajectories: int, traj_format: str = "padded") -> None:
+        """Give ``num_trajectories`` at a time, as ``"padded"`` rows or end to end (``"cat"``)."""
         self.num_trajectories = num_trajectories
         self.frames_discarded = 0
         """Frames dropped by `flush` and `reset` so far, and of trajectories that were left."""
         self._padded = traj_format == "padded"
-        self._ids_key, self._mask_key = as_key(ids_key), as_key(mask_key)
         self._chunks: dict[int, TensorDictBase] = {}
         self._live: dict[int, int] = {}
         """Frames of each chunk that still belong to a trajectory held."""
@@ -287,15 +271,15 @@ class WholeTrajectories:
         Raises:
             ConfigError: the batch has no trajectory ids or no end flags.
         """
-        ids = td.get(self._ids_key, None)
+        ids = td.get(TRAJ_IDS, None)
         if ids is None:
             raise ConfigError(
-                f"whole trajectories need {format_key(self._ids_key)} in every batch; leave "
+                f"whole trajectories need {format_key(TRAJ_IDS)} in every batch; leave "
                 "track_traj_ids on"
             )
         ids = ids.reshape(-1)
         valid = ids != _INVALID
-        mask = td.get(self._mask_key, None)
+        mask = td.get(MASK, None)
         if mask is not None:
             valid = valid & mask.reshape(-1)
         kept = valid.nonzero().squeeze(-1)
@@ -375,7 +359,7 @@ class WholeTrajectories:
         lengths = torch.tensor([_length(pieces) for pieces in chosen], device=frames.device)
         padding = _Padding(lengths, frames.shape[0])
         out = padding.batch(_dense(frames))
-        out.set(self._mask_key, padding.mask())
+        out.set(MASK, padding.mask())
         out.names = [None, TIME]
         return out
 

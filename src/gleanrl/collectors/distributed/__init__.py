@@ -1,11 +1,10 @@
 """Collectors whose workers are nodes: other machines, or processes reached like them."""
 
-from gleanrl.collectors.absent import refuse
+from gleanrl.collectors.compat import DistributedWeightUpdater, RPCWeightUpdater, refuse
 from gleanrl.collectors.distributed.default_configs import DEFAULT_SLURM_CONF
-from gleanrl.collectors.distributed.groups import DistributedCollector, DistributedSyncCollector
+from gleanrl.collectors.distributed.generic import DistributedCollector, DistributedSyncCollector
 from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.distributed.rpc import RPCCollector
-from gleanrl.collectors.legacy import DistributedWeightUpdater, RPCWeightUpdater
 from gleanrl.transport.launchers.delayed import submitit_delayed_launcher
 
 DistributedDataCollector = DistributedCollector

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from gleanrl.collectors import workers
-from gleanrl.collectors.distributed.groups import DistributedCollector
-from gleanrl.collectors.legacy import RPCWeightUpdater
+from gleanrl.collectors import per_worker
+from gleanrl.collectors.arguments import DistributedArguments, RPCArguments, shows
+from gleanrl.collectors.compat import RPCWeightUpdater
+from gleanrl.collectors.distributed.generic import DistributedCollector
 from gleanrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,59 +43,48 @@ class RPCCollector(DistributedCollector):
         [(2, 32), (2, 32)]
     """
 
+    ARGUMENTS = RPCArguments
     _can_replace = False
 
+    @shows(RPCArguments)
     def __init__(
-        self,
-        create_env_fn: Any,
-        policy: Any = None,
-        *,
-        visible_devices: Sequence[Any] | None = None,
-        tensorpipe_options: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[RPCArguments]
     ) -> None:
         """Have the nodes started; each builds its environments and resets them once.
 
         Args:
             create_env_fn: See `DistributedCollector`.
             policy: See `DistributedCollector`.
-            visible_devices: Per node, the CUDA device, or a list of them, that its RPC agent
-                synchronises with. Rollouts cross as CPU memory.
-            tensorpipe_options: Arguments of `torch.distributed.rpc.TensorPipeRpcBackendOptions`, in
-                every process: ``num_worker_threads``, ``rpc_timeout`` (seconds any single message
-                may take; by default ``heartbeat`` towards nodes and an hour towards a learner that
-                may be busy), ``device_maps``, ``devices``. This process is ``"TRAINER_NODE"``
-                there, nodes are ``"COLLECTOR_NODE_1"``, ….
-            **kwargs: Further arguments of `DistributedCollector`. ``backend`` is accepted for
-                compatibility: there is no process group.
+            **kwargs: See `gleanrl.collectors.arguments.RPCArguments`.
 
         Raises:
             ConfigError: torch.distributed.rpc is initialised in this process already; or see
                 `DistributedCollector`.
         """
-        self._tensorpipe = _checked(tensorpipe_options)
-        self._visible = visible_devices
-        super().__init__(create_env_fn, policy, **kwargs)
+        self._tensorpipe = _read_options(kwargs.get("tensorpipe_options"))
+        self._visible = kwargs.get("visible_devices")
+        super().__init__(create_env_fn, policy, **cast("DistributedArguments", kwargs))
 
-    def _read_nodes(self, given: Any) -> list[Any]:
-        functions = super()._read_nodes(given)
-        if self._visible is not None:
-            dealt = workers.per_worker("visible_devices", list(self._visible), self.num_workers)
-            self._visible = [list(d) if isinstance(d, list | tuple) else [d] for d in dealt]
-        return functions
-
-    def _make_backend(self, *args: Any, **kwargs: Any) -> RPCBackend:
+    def _make_backend(
+        self, windows: Any, launcher: Any, replaces: bool, **options: Any
+    ) -> RPCBackend:
         # Only here: torch.distributed.rpc takes a while to import, and not every build has it.
         from gleanrl.transport.rpc import RPCBackend
 
-        kwargs.pop("kind")
-        return RPCBackend(*args, rpc_options=self._tensorpipe, devices=self._visible, **kwargs)
+        options.pop("kind")
+        devices = None
+        if self._visible is not None:
+            dealt = per_worker.deal("visible_devices", list(self._visible), self.num_workers)
+            devices = [list(d) if isinstance(d, list | tuple) else [d] for d in dealt]
+        return RPCBackend(
+            windows, launcher, rpc_options=self._tensorpipe, devices=devices, **options
+        )
 
 
 RPCDataCollector = RPCCollector
 
 
-def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
+def _read_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Check ``tensorpipe_options``."""
     found = dict(options or {})
     if "init_method" in found:

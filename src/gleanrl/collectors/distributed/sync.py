@@ -1,7 +1,7 @@
 """A path under which TorchRL has `DistributedSyncCollector`. Re-exports only."""
 
 from gleanrl.collectors.distributed.default_configs import DEFAULT_SLURM_CONF, TCP_PORT
-from gleanrl.collectors.distributed.groups import DistributedSyncCollector
+from gleanrl.collectors.distributed.generic import DistributedSyncCollector
 
 DistributedSyncDataCollector = DistributedSyncCollector
 

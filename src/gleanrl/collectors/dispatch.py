@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from gleanrl.collectors import per_worker
+from gleanrl.collectors.arguments import CollectorArguments, defaults, definitions, instead
 from gleanrl.core.errors import ConfigError
 
 _PROCESSES = ("process", "multiprocessing")
@@ -24,7 +26,7 @@ _RESERVED = ("backend", "backend_options", "num_collectors", "num_workers", "syn
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def shows(shown: Callable[..., Any]) -> Callable[[Function], Function]:
+def like(shown: Callable[..., Any]) -> Callable[[Function], Function]:
     """Return a decorator: what it decorates has the signature of ``shown`` for `inspect`."""
 
     def decorate(function: Function) -> Function:
@@ -93,12 +95,11 @@ def check_subclass(kind: type, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def several(direct: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the collector over processes that arguments of `Collector` mean.
 
     Args:
-        direct: `Collector.__init__`, whose defaults say what was not really asked for.
-        args: Its positional arguments.
+        args: The positional arguments of `Collector`.
         kwargs: Its other arguments.
 
     Raises:
@@ -125,15 +126,14 @@ def several(direct: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         )
     given.update(zip(("create_env_fn", "policy"), args, strict=False))
     options = _options(kwargs.get("backend_options"), given)
-    given = _wanted(given, direct, kind)
-    function, count = _functions(given.get("create_env_fn"), _count(kwargs.get("num_collectors")))
+    given = _wanted(given, kind.ARGUMENTS)
+    count = _count(kwargs.get("num_collectors"))
+    functions = per_worker.env_functions_of(given.get("create_env_fn"), count)
     if not nodes:
-        return kind(**{**given, "create_env_fn": function, "num_workers": count}, **options)
+        return kind(**{**given, "num_workers": len(functions)}, **options)
     if "process_group_backend" in options:
         options["backend"] = options.pop("process_group_backend")
-    several_functions = isinstance(function, Sequence) and not isinstance(function, str)
-    given["create_env_fn"] = function if several_functions else [function] * count
-    return kind(**{**preset, **given, **options})
+    return kind(**{**preset, **given, "create_env_fn": functions, **options})
 
 
 def _count(value: Any) -> int | None:
@@ -144,19 +144,6 @@ def _count(value: Any) -> int | None:
     if value < 1:
         raise ConfigError(f"num_collectors ({value}) must be at least 1")
     return value
-
-
-def _functions(function: Any, count: int | None) -> tuple[Any, int]:
-    """Return the environments and how many workers there are."""
-    if isinstance(function, str) or not isinstance(function, Sequence):
-        return function, count or 1
-    if not function:
-        raise ConfigError("create_env_fn is empty: give one environment per worker")
-    if count not in (None, len(function)):
-        raise ConfigError(
-            f"num_collectors ({count}) does not match create_env_fn, which lists {len(function)}"
-        )
-    return function, len(function)
 
 
 def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,34 +161,23 @@ def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _wanted(given: Mapping[str, Any], direct: Callable[..., Any], target: type) -> dict[str, Any]:
+def _wanted(given: Mapping[str, Any], target: Any) -> dict[str, Any]:
     """Drop what merely repeats a default of `Collector`, where the target has another or none.
 
     Raises:
         TypeError: an argument that the target does not take.
     """
-    defaults, known = inspect.signature(direct).parameters, _arguments(target)
     if "num_workers" in given:
         raise TypeError("num_workers= is num_collectors= here: say that")
+    usual, known = {"policy": None, **defaults(CollectorArguments)}, definitions(target)
+    there = {"policy": None, **defaults(target)}
     wanted = {}
     for name, value in given.items():
-        default = name in defaults and value is defaults[name].default
-        if name not in known and not default:
-            raise TypeError(f"{name}= has no meaning for a collector over processes")
-        if not default or (name in known and known[name].default is value):
+        default = name in usual and value is usual[name]
+        if name not in (*known, "create_env_fn", "policy") and not default:
+            raise TypeError(
+                f"{name}= has no meaning for a collector over processes" + instead(name, known)
+            )
+        if not default or (name in there and there[name] is value):
             wanted[name] = value
     return wanted
-
-
-def _arguments(kind: type) -> dict[str, inspect.Parameter]:
-    """Return the arguments of ``kind``, those included that it passes on to its base."""
-    found: dict[str, inspect.Parameter] = {}
-    for base in kind.__mro__:
-        if "__init__" not in vars(base):
-            continue
-        own = inspect.signature(vars(base)["__init__"]).parameters
-        passes_on = [name for name, p in own.items() if p.kind is p.VAR_KEYWORD]
-        found = {**{name: p for name, p in own.items() if name not in passes_on}, **found}
-        if not passes_on:
-            break
-    return found

@@ -1,4 +1,8 @@
-"""Weight updaters of earlier APIs, over the collectors' own way of publishing weights."""
+"""Spellings of earlier APIs: weight updaters, retired arguments, names that do not exist here.
+
+A weight updater decides what ``update_policy_weights_`` of its collectors does; the collectors
+publish weights in their own way all the same.
+"""
 
 from __future__ import annotations
 
@@ -261,7 +265,10 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase):
 
 
 class _NodesWeightUpdater(WeightUpdaterBase):
-    """Has the collector send weights: those given, or ``policy_weights``, or the policy's."""
+    """Has the collector send weights: those given, or ``policy_weights``, or the policy's.
+
+    What else the constructor takes is the collector's own business, and only remembered.
+    """
 
     policy_weights: TensorDictBase | None = None
 
@@ -280,7 +287,7 @@ class DistributedWeightUpdater(_NodesWeightUpdater):
         num_workers: int | None = None,
         sync: bool = True,
     ) -> None:
-        """Remember the weights that are sent when none are given; the rest is the collector's."""
+        """Remember the weights that are sent when none are given."""
         self.store, self.policy_weights = store, policy_weights
         self.num_workers, self.sync = num_workers, sync
 
@@ -296,7 +303,7 @@ class RPCWeightUpdater(_NodesWeightUpdater):
         policy_weights: TensorDictBase | None = None,
         num_workers: int | None = None,
     ) -> None:
-        """Remember the weights that are sent when none are given; the rest is the collector's."""
+        """Remember the weights that are sent when none are given."""
         self.collector_infos, self.collector_class = collector_infos, collector_class
         self.collector_rrefs, self.num_workers = collector_rrefs, num_workers
         self.policy_weights = policy_weights
@@ -311,7 +318,7 @@ class RayWeightUpdater(_NodesWeightUpdater):
         remote_collectors: Any = None,
         max_interval: int = 0,
     ) -> None:
-        """Remember the weights that are sent when none are given; the rest is the collector's."""
+        """Remember the weights that are sent when none are given."""
         self.policy_weights, self.remote_collectors = policy_weights, remote_collectors
         self.max_interval = max(0, max_interval)
 
@@ -340,15 +347,15 @@ def read_updater(given: Any) -> WeightUpdaterBase | None:
     return made
 
 
-def warn_updater(given: Any) -> None:
-    """Say what to use in place of ``weight_updater=``, if it was given."""
-    if given is not None:
-        warnings.warn(
-            "weight_updater= is retired; pass weight_sync_schemes=, or weights to "
-            "update_policy_weights_",
-            DeprecationWarning,
-            stacklevel=3,
-        )
+def refuse(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of ``module``: it says what to use instead of ``names``."""
+
+    def missing(name: str) -> Any:
+        if name in names:
+            raise ImportError(f"{module} has no {name}: {names[name]}", name=module)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return missing
 
 
 def _written(own: TensorDictBase | None, weights: Any) -> Any:

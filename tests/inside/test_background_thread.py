@@ -1,11 +1,11 @@
-"""The thread that collects: steps, pauses, the end; and collectors that are in this process."""
+"""The thread that collects: steps, pauses, the end."""
 
 import threading
 
 import pytest
 
-from gleanrl import Collector, CollectorTimeout, LazyTensorStorage, ReplayBuffer
-from gleanrl.engine.background import Background
+from gleanrl import CollectorTimeout
+from gleanrl.collectors.background import Background
 
 
 class Steps:
@@ -95,23 +95,23 @@ def test_a_step_that_fails_ends_it_and_the_error_stays():
     background.stop(10)
 
 
-def test_stopping_wakes_a_nap_and_a_pause():
-    napping = threading.Event()
+def test_stopping_wakes_a_wait_and_a_pause():
+    waiting = threading.Event()
 
     def step(feed):
         if feed:
-            napping.set()
-            background.nap(60)
+            waiting.set()
+            background.wait(60)
         return feed
 
     ready = threading.Event()
     background = Background(lambda feed: ready.wait(10) and step(feed))
     ready.set()
-    assert napping.wait(10)
+    assert waiting.wait(10)
     background.stop(10)
-    napping.clear()
+    waiting.clear()
     background = Background(lambda feed: ready.wait(10) and step(feed))
-    assert napping.wait(10)
+    assert waiting.wait(10)
     with background.pause(10):
         background.stop(10)
     assert not background.running
@@ -124,20 +124,3 @@ def test_stopping_something_that_hangs_is_a_named_error():
         background.stop(0.01)
     release.set()
     background.stop(10)
-
-
-def test_hooks_run_once_for_each_batch_in_their_order():
-    calls = []
-    rb = ReplayBuffer(storage=LazyTensorStorage(1000))
-    collector = Collector(
-        "CartPole-v1",
-        frames_per_batch=16,
-        total_frames=64,
-        replay_buffer=rb,
-        pre_collect_hook=lambda: calls.append(rb.write_count),
-    )
-    collector.start()
-    assert collector._background.join(10)
-    assert calls == [0, 16, 32, 48]
-    assert rb.write_count == 64
-    collector.shutdown()

@@ -1,0 +1,835 @@
+"""Every argument of every collector's constructor, defined once.
+
+An argument is a key of one of the dictionaries below: its type, its default and what it means. A
+constructor takes ``**kwargs: Unpack[...]`` of its dictionary. Signatures, ``help()``, defaults and
+the check of names all come from here; which collector takes an argument is said by the dictionary
+that holds it. `read` completes what was given, `check` finds contradictions, and `Options` are the
+groups that the rest of the program reads.
+"""
+
+import difflib
+import functools
+import inspect
+import operator
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Required,
+    TypedDict,
+    TypeVar,
+    cast,
+    get_args,
+    get_type_hints,
+    is_typeddict,
+)
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType
+
+from gleanrl.collectors.base import PostHook, PreHook
+from gleanrl.collectors.compat import read_updater
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.options import (
+    EnvOptions,
+    InfoKeys,
+    PolicyOptions,
+    RolloutOptions,
+    TrajectoryOptions,
+    limit,
+    seconds,
+    users_stacklevel,
+)
+from gleanrl.engine.interruptor import Interruptor
+from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.policies.policy import parse_exploration_mode
+from gleanrl.rollout.build import SourceBuilder
+from gleanrl.transport.launchers import Launcher
+from gleanrl.weights.scheme import WeightSyncScheme
+from gleanrl.weights.snapshot import PolicyVersion
+
+Device = torch.device | str | int | None
+Devices = Device | Sequence[Device]
+Kind = TypeVar("Kind")
+REQUIRED = inspect.Parameter.empty
+
+
+class CommonArguments(TypedDict, total=False):
+    """What every collector takes. A worker is a process, a node or a Ray actor.
+
+    Attributes:
+        total_frames: Frames, over all workers, after which iteration ends, rounded up to whole
+            batches; -1 or None for endless collection.
+        max_frames_per_traj: Truncate and reset an episode after this many steps; zero, negative or
+            None for no limit. Adds ``step_count``.
+        init_random_frames: Act at random, without calling the policy, for this many frames over all
+            workers (rounded up to whole batches). What else the policy writes is zero in them.
+        reset_at_each_iter: Reset all environments before each batch.
+        postproc: Applied to each batch in this process, after ``split_trajs``.
+        split_trajs: Deliver one padded row per trajectory with a mask.
+        exploration_type: How a probabilistic policy acts; RANDOM by default.
+        exploration_mode: Retired spelling of ``exploration_type``.
+        set_truncated: Mark the last step of every batch as truncated.
+        replay_buffer: Anything with ``extend`` (and ``add``): batches go there, and iteration
+            yields ``None``. Worker processes write into a `ReplayBuffer` of tensors by themselves,
+            and it is shared if it was not.
+        extend_buffer: Store whole batches; ``False`` stores step by step with ``add``, one element
+            per step and worker.
+        trust_policy: Call the policy on a TensorDict as it is, without looking at it.
+        compile_policy: Compile the policy with `torch.compile`; a mapping gives its arguments.
+        weight_updater: Retired: a `WeightUpdaterBase`, or what returns one, that sends weights in
+            place of the schemes.
+        weight_sync_schemes: Per model id; a `NoWeightSyncScheme` keeps that model fixed. By default
+            weights travel through shared memory to processes, through torch.distributed to nodes
+            and through Ray to actors.
+        weight_recv_schemes: Models that a collector this one is a worker of may update; see
+            `register_scheme_receiver`.
+        track_policy_version: Deliver ``policy_version``; ``True`` or the counter to use.
+        track_traj_ids: Deliver ``("collector", "traj_ids")``.
+        trajs_per_batch: Deliver exactly this many whole trajectories per batch.
+        trajs_per_write: With a replay buffer: whole trajectories per write, 1 by default.
+        traj_format: ``"padded"`` (with a mask) or ``"cat"``, for ``trajs_per_batch``.
+        traj_quota: ``"equal"``: each environment gives equally many trajectories to a batch, in the
+            order in which it made them, so that short ones are not preferred; then
+            ``trajs_per_batch`` is rounded up to a multiple of the environments of all workers.
+        pre_collect_hook: Called before each batch is collected; in every worker, before each of its
+            rollouts.
+        post_collect_hook: Called with each batch before it is handed over. In every worker it is
+            called with each of its rollouts, or with what it stores, where workers write into a
+            buffer: that memory is used again, so clone what is to be kept; values may be changed in
+            place, new entries need ``postproc``.
+        compact_obs: Leave out observations under ``next`` of batches. Where an episode ends, or a
+            batch, the successor is in no other row then: it is lost. A buffer with a compact
+            storage needs them, and stores each once.
+        num_envs: Environments to make from one id or callable: a batch ``[num_envs, T]``; in each
+            worker.
+        categorical_action_encoding: Discrete actions as indices; ``False`` for one-hot vectors.
+        observation_dtype: Cast floating observations to this dtype.
+        info_keys: Numeric ``info`` entries to deliver; a mapping gives their shapes and dtypes.
+        check_finite: Raise on NaN or infinity in observations and rewards.
+        fast: Leave out what is proven to make no difference to the data; `explain` says what.
+            ``False``: environments and policies are called as they are, on TensorDicts.
+        timeout: Seconds one rollout of a worker may take; a worker that takes longer is killed. By
+            default a worker is waited for as long as it shows signs of life, with a warning every
+            minute. No effect within one process.
+    """
+
+    total_frames: Annotated[int | None, -1]
+    max_frames_per_traj: Annotated[int | None, None]
+    init_random_frames: Annotated[int | None, None]
+    reset_at_each_iter: Annotated[bool, False]
+    postproc: Annotated[Callable[[TensorDictBase], TensorDictBase] | None, None]
+    split_trajs: Annotated[bool | None, None]
+    exploration_type: Annotated[InteractionType | None, None]
+    exploration_mode: Annotated[str | None, None]
+    set_truncated: Annotated[bool, False]
+    replay_buffer: Annotated[Any, None]
+    extend_buffer: Annotated[bool, True]
+    trust_policy: Annotated[bool | None, None]
+    compile_policy: Annotated[bool | Mapping[str, Any] | None, None]
+    weight_updater: Annotated[Any, None]
+    weight_sync_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, None]
+    weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, None]
+    track_policy_version: Annotated[bool | PolicyVersion, False]
+    track_traj_ids: Annotated[bool, True]
+    trajs_per_batch: Annotated[int | None, None]
+    trajs_per_write: Annotated[int | None, None]
+    traj_format: Annotated[str, "padded"]
+    traj_quota: Annotated[str | None, None]
+    pre_collect_hook: Annotated[PreHook | None, None]
+    post_collect_hook: Annotated[PostHook | None, None]
+    compact_obs: Annotated[bool, False]
+    num_envs: Annotated[int | None, None]
+    categorical_action_encoding: Annotated[bool, True]
+    observation_dtype: Annotated[torch.dtype | None, None]
+    info_keys: Annotated[InfoKeys, ()]
+    check_finite: Annotated[bool, False]
+    fast: Annotated[bool, True]
+    timeout: Annotated[float | None, None]
+
+
+class _OnThisMachine(TypedDict, total=False):
+    """What collectors in this process and over processes take.
+
+    Attributes:
+        reset_when_done: Only ``True``: environments that end are reset.
+        use_buffers: Accepted; memory is always preallocated.
+        replay_buffer_chunk: Retired spelling of ``extend_buffer``.
+        local_init_rb: Retired, changes nothing.
+        auto_register_policy_transforms: Provide ``is_init`` and zeroed recurrent states to policies
+            that read them (the default); ``False`` leaves that to the environment.
+    """
+
+    reset_when_done: Annotated[bool, True]
+    use_buffers: Annotated[bool | None, None]
+    replay_buffer_chunk: Annotated[bool | None, None]
+    local_init_rb: Annotated[bool | None, None]
+    auto_register_policy_transforms: Annotated[bool | None, None]
+
+
+class _NotOfNodes(TypedDict, total=False):
+    """What all but the collectors over torch.distributed take.
+
+    Attributes:
+        cudagraph_policy: Run the policy as a CUDA graph; a mapping gives its arguments.
+        no_cuda_sync: Accepted; only copies made here are waited for.
+        worker_idx: This collector's index among its parent's workers.
+    """
+
+    cudagraph_policy: Annotated[bool | Mapping[str, Any] | None, None]
+    no_cuda_sync: Annotated[bool, False]
+    worker_idx: Annotated[int | None, None]
+
+
+class CollectorArguments(CommonArguments, _OnThisMachine, _NotOfNodes, total=False):
+    """The arguments of `Collector`.
+
+    Attributes:
+        frames_per_batch: Frames of one batch, over all environments; rounded up to whole steps.
+        policy_factory: A callable that returns the policy, instead of ``policy``.
+        device: Fills in whichever of the three below is not given.
+        storing_device: Where batches are delivered.
+        policy_device: Where the policy runs; a copy is made if it lives elsewhere.
+        env_device: Where the environment runs.
+        create_env_kwargs: Arguments for ``create_env_fn`` or for `gymnasium.make`.
+        return_same_td: Deliver the same `TensorDict` each time, overwritten by the next batch.
+        interruptor: An `Interruptor` that can end rollouts early.
+        backend: ``"inline"`` (alias ``"direct"``): in this process. ``"process"`` (alias
+            ``"multiprocessing"``) makes a `MultiSyncCollector` or `MultiAsyncCollector`,
+            ``"distributed"`` and ``"submitit"`` a `DistributedCollector`, ``"rpc"`` an
+            `RPCCollector`, ``"ray"`` a `RayCollector`.
+        num_collectors: How many worker processes; implies ``backend="process"``.
+        sync: Whether the batches of several workers hold rollouts of all; ``False`` by default.
+        backend_options: Arguments that only the collectors with workers have.
+    """
+
+    frames_per_batch: Required[int]
+    policy_factory: Annotated[Callable[[], Any] | None, None]
+    device: Annotated[Device, None]
+    storing_device: Annotated[Device, None]
+    policy_device: Annotated[Device, None]
+    env_device: Annotated[Device, None]
+    create_env_kwargs: Annotated[Mapping[str, Any] | None, None]
+    return_same_td: Annotated[bool, False]
+    interruptor: Annotated[Any, None]
+    backend: Annotated[str | None, None]
+    num_collectors: Annotated[int | None, None]
+    sync: Annotated[bool | None, None]
+    backend_options: Annotated[Mapping[str, Any] | None, None]
+
+
+class WorkersArguments(CommonArguments, total=False):
+    """What every collector with workers takes.
+
+    Attributes:
+        frames_per_batch: Frames of one batch. Synchronous workers share them out; asynchronous ones
+            make whole batches each. A list gives every worker its own.
+        policy_factory: Called in each worker to make its policy; or a list, one per worker. With a
+            ``policy`` beside it, that is where weights are taken from.
+        device: Fills in whichever of the three below is not given. Each of the four is one device,
+            or a list with one per worker.
+        storing_device: Where batches are delivered; the CPU if workers differ.
+        env_device: Where environments run.
+        policy_device: Where policies run.
+        create_env_kwargs: Arguments of environments; or a list, one per worker.
+        collector_class: What runs in each worker: a class other than `Collector` runs as it is.
+            Nodes and Ray actors take the names ``"single"`` (default), ``"sync"`` and ``"async"``,
+            too.
+        num_sub_threads: torch threads of each worker.
+        cat_results: ``"stack"`` (default): a leading worker dimension. A number: rollouts one after
+            another along that dimension (-1: time). Synchronous collectors only.
+        init_fn: Called first in every worker.
+        start_timeout: Seconds all workers together may take to come up, time in a queue included;
+            and for nodes as long again to build their environments.
+    """
+
+    frames_per_batch: Required[int | Sequence[int]]
+    policy_factory: Annotated[Callable[[], Any] | Sequence[Callable[[], Any]] | None, None]
+    device: Annotated[Devices, None]
+    storing_device: Annotated[Devices, None]
+    env_device: Annotated[Devices, None]
+    policy_device: Annotated[Devices, None]
+    create_env_kwargs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
+    collector_class: Annotated[Any, None]
+    num_sub_threads: Annotated[int, 1]
+    cat_results: Annotated[str | int | None, None]
+    init_fn: Annotated[Callable[[], Any] | None, None]
+    start_timeout: Annotated[float, 120.0]
+
+
+class MultiArguments(WorkersArguments, _OnThisMachine, _NotOfNodes, total=False):
+    """The arguments of `MultiCollector` and its subclasses.
+
+    Attributes:
+        num_workers: How many workers; a list of environments tells by its length.
+        update_at_each_batch: Send the policy's weights before (synchronous) or after (asynchronous)
+            each batch.
+        preemptive_threshold: Share of the workers that finish; the others are stopped then, and
+            what they did not reach is masked; where it comes to no worker, all are stopped at once
+            and make a step each. Synchronous collectors only.
+        interruptor: An `Interruptor` that can end rollouts early.
+        num_threads: torch threads of this process while workers run; by default those it has, less
+            one per worker.
+        backend: ``"process"``, or ``"inline"``: the same workers in this process.
+        sync: Chooses the subclass of `MultiCollector`.
+    """
+
+    num_workers: Annotated[int | None, None]
+    update_at_each_batch: Annotated[bool, False]
+    preemptive_threshold: Annotated[float | None, None]
+    interruptor: Annotated[Interruptor | None, None]
+    num_threads: Annotated[int | None, None]
+    backend: Annotated[str | None, None]
+    sync: Annotated[bool | None, None]
+
+
+class NodesArguments(WorkersArguments, total=False):
+    """What collectors over nodes and Ray actors take.
+
+    Attributes:
+        collector_kwargs: Further arguments of the workers' collectors; or a list, one per worker.
+        num_workers_per_collector: Workers of a worker's ``"sync"`` or ``"async"`` collector.
+        on_failure: What to do when a worker is lost: ``"raise"``; ``"continue"``: warn and go on
+            with the others, which collect what it had not delivered; or, for a
+            `DistributedCollector`, ``"relaunch"``: do that, and have the launcher start another in
+            its place, which takes part as soon as it is up. The last two are for ``sync=False``;
+            ``"torchrun"`` and ``"submitit_delayed"`` cannot start nodes again.
+    """
+
+    collector_kwargs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
+    num_workers_per_collector: Annotated[int, 1]
+    on_failure: Annotated[str, "raise"]
+
+
+class _WeightIntervals(TypedDict, total=False):
+    """When weights are sent to nodes and actors by themselves.
+
+    Attributes:
+        sync: Whether a batch is made of rollouts of all workers.
+        update_after_each_batch: Send the policy's weights when the next batch is asked for: to all
+            workers, or with ``sync=False`` to the one that the last batch came from.
+        max_weight_update_interval: Batches after which a worker gets new weights at the latest; -1
+            for never.
+    """
+
+    sync: Annotated[bool, False]
+    update_after_each_batch: Annotated[bool, False]
+    max_weight_update_interval: Annotated[int | None, -1]
+
+
+class NetworkArguments(NodesArguments, total=False):
+    """What collectors over nodes take, which join over the network.
+
+    Attributes:
+        slurm_kwargs: Parameters of the jobs, for ``launcher="submitit"``, as
+            `submitit.AutoExecutor` takes them; besides ``cluster`` (``"local"`` for processes of
+            this machine) and ``folder`` (of logs; by default ``gleanrl_jobs`` here).
+        backend: ``"gloo"``, ``"nccl"``, ``"mpi"`` or ``"ucc"``, of torch.distributed. An
+            `RPCCollector` has no process group and ignores it.
+        launcher: ``"mp"``: processes of this machine. ``"submitit"``: Slurm jobs.
+            ``"submitit_delayed"``: jobs that `submitit_delayed_launcher` has started.
+            ``"torchrun"``: the other ranks of this very job. ``"manual"``: whoever runs the
+            commands that are printed.
+        tcp_port: The port nodes connect to. By default that in the environment variable
+            ``TCP_PORT``, or 10003, or the next one that is free.
+        heartbeat: Seconds without a sign of life after which a node, or for a node its learner,
+            counts as dead.
+        max_relaunches: Replacements of each node, those that fail included; after as many,
+            collection continues without that node.
+        host: Address of this machine to listen on, which nodes can reach; the launcher's choice by
+            default (the loopback interface for ``"mp"``).
+    """
+
+    slurm_kwargs: Annotated[Mapping[str, Any] | None, None]
+    backend: Annotated[str, "gloo"]
+    launcher: Annotated[str | Launcher, "submitit"]
+    tcp_port: Annotated[int | str | None, None]
+    heartbeat: Annotated[float, 60.0]
+    max_relaunches: Annotated[int, 3]
+    host: Annotated[str | None, None]
+
+
+class DistributedArguments(NetworkArguments, _WeightIntervals, total=False):
+    """The arguments of `DistributedCollector`.
+
+    Attributes:
+        update_interval: Another name of ``max_weight_update_interval``.
+    """
+
+    update_interval: Annotated[int | None, None]
+
+
+class DistributedSyncArguments(NetworkArguments, total=False):
+    """The arguments of `DistributedSyncCollector`.
+
+    Attributes:
+        update_interval: Batches after which the policy's weights are sent to all nodes, when the
+            next batch is asked for.
+    """
+
+    update_interval: Annotated[int, 1]
+
+
+class RPCArguments(DistributedArguments, total=False):
+    """The arguments of `RPCCollector`.
+
+    Attributes:
+        visible_devices: Per node, the CUDA device, or a list of them, that its RPC agent
+            synchronises with. Rollouts cross as CPU memory.
+        tensorpipe_options: Arguments of `torch.distributed.rpc.TensorPipeRpcBackendOptions`, in
+            every process: ``num_worker_threads``, ``rpc_timeout`` (seconds any single message may
+            take; by default ``heartbeat`` towards nodes and an hour towards a learner that may be
+            busy), ``device_maps``, ``devices``. This process is ``"TRAINER_NODE"`` there, nodes are
+            ``"COLLECTOR_NODE_1"``, ….
+    """
+
+    visible_devices: Annotated[Sequence[Any] | None, None]
+    tensorpipe_options: Annotated[Mapping[str, Any] | None, None]
+
+
+class RayArguments(NodesArguments, _WeightIntervals, _NotOfNodes, total=False):
+    """The arguments of `RayCollector`.
+
+    Attributes:
+        ray_init_config: Arguments of `ray.init`, for when this process is not connected to Ray;
+            ``{"address": "auto"}`` connects to the cluster of this machine.
+        remote_configs: Options of the actors: ``num_cpus`` (1 by default), ``num_gpus``,
+            ``resources``, ``scheduling_strategy``, ``runtime_env``, …; or a list, one each.
+        num_collectors: How many actors; a list of environments tells by its length.
+        use_env_creator: Accepted; what builds environments always travels.
+    """
+
+    ray_init_config: Annotated[Mapping[str, Any] | None, None]
+    remote_configs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
+    num_collectors: Annotated[int | None, None]
+    use_env_creator: Annotated[bool, False]
+
+
+class Arguments(CommonArguments, _OnThisMachine, _NotOfNodes, total=False):
+    """What all collectors read: of what a class does not take, the default."""
+
+
+# -- names, defaults, signatures -------------------------------------------------------------------
+
+
+_COLLECTORS = {
+    "Collector": CollectorArguments,
+    "MultiSyncCollector": MultiArguments,
+    "DistributedCollector": DistributedArguments,
+    "DistributedSyncCollector": DistributedSyncArguments,
+    "RPCCollector": RPCArguments,
+    "RayCollector": RayArguments,
+}
+_RETIRED = {
+    "exploration_mode": "exploration_type=ExplorationType....",
+    "local_init_rb": "nothing: buffers are initialised by the first real data",
+    "replay_buffer_chunk": "extend_buffer",
+    "weight_updater": "weight_sync_schemes=, or pass weights to update_policy_weights_",
+}
+"""Arguments that still work, and what to use instead."""
+_DICTIONARIES = [found for found in tuple(globals().values()) if is_typeddict(found)]
+_MISSPELT = dict.fromkeys(("num_env", "n_env", "n_envs", "nenv", "nenvs"), "num_envs")
+
+
+@functools.cache
+def definitions(kind: Any) -> dict[str, tuple[Any, Any]]:
+    """Return type and default (`REQUIRED` if there is none) of the arguments of ``kind``.
+
+    Args:
+        kind: One of the dictionaries above.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if hint.__origin__ is Required:
+            found = {name: (get_args(hint)[0], REQUIRED), **found}
+        else:
+            found[name] = hint.__origin__, hint.__metadata__[0]
+    return found
+
+
+def defaults(kind: Any) -> dict[str, Any]:
+    """Return the defaults of the arguments that have one."""
+    found = {name: default for name, (_, default) in definitions(kind).items()}
+    return {name: default for name, default in found.items() if default is not REQUIRED}
+
+
+def meanings(kind: Any) -> dict[str, str]:
+    """Return what the arguments of ``kind`` mean; nothing under ``python -OO``."""
+    defined, found = definitions(kind), _described(kind)
+    for other in _DICTIONARIES:
+        there = definitions(other)
+        for name, meaning in _described(other).items():
+            if defined.get(name) == there[name]:
+                found.setdefault(name, meaning)
+    return found
+
+
+def _described(kind: Any) -> dict[str, str]:
+    attributes = (kind.__doc__ or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", attributes, re.M)
+    return {name: " ".join(meaning.split()) for name, meaning in entries}
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def shows(kind: Any) -> Callable[[Function], Function]:
+    """Return a decorator: a constructor shows each argument of ``kind``, as if written out."""
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        for name, (hint, default) in definitions(kind).items()
+    ]
+
+    def decorate(function: Function) -> Function:
+        own = inspect.signature(function)
+        fixed = [p for p in own.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        function.__signature__ = own.replace(parameters=[*fixed, *parameters])  # type: ignore[attr-defined]
+        before, marked, after = (function.__doc__ or "").partition(" " * 12 + "**kwargs:")
+        if marked:  # not under -OO
+            found = meanings(kind)
+            explained = "".join(
+                textwrap.indent(
+                    textwrap.fill(f"{p.name}: {found[p.name]}", 88, subsequent_indent="    "),
+                    " " * 12,
+                )
+                + "\n"
+                for p in parameters
+            )
+            function.__doc__ = before + explained + after.partition("\n")[2]
+        return function
+
+    return decorate
+
+
+def read(kind: type[Kind], owner: str, arguments: Mapping[str, Any]) -> Kind:
+    """Complete the arguments that a collector was given.
+
+    Args:
+        kind: The dictionary of its arguments.
+        owner: The name of its class, for errors.
+        arguments: The arguments.
+
+    Returns:
+        Those of ``kind``, and the defaults of all that other collectors take.
+
+    Raises:
+        TypeError: a name that it does not take, or a missing argument.
+    """
+    known = definitions(cast("Any", kind))
+    for name in arguments:
+        if name not in known:
+            raise TypeError(f"{owner} takes no {name}=" + instead(name, known))
+    missing = [n for n, (_, default) in known.items() if default is REQUIRED and n not in arguments]
+    if missing:
+        raise TypeError(f"{owner} needs {missing[0]}=")
+    for name, newer in _RETIRED.items():
+        if arguments.get(name) is not None:
+            warnings.warn(
+                f"{name}= is retired; use {newer}",
+                DeprecationWarning,
+                stacklevel=users_stacklevel(),
+            )
+    everywhere = {n: d for other in _COLLECTORS.values() for n, d in defaults(other).items()}
+    return cast("Kind", {**everywhere, **defaults(kind), **arguments})
+
+
+def instead(name: str, known: Mapping[str, Any]) -> str:
+    """Return what is to be said of an argument that is not ``known``."""
+    close = [_MISSPELT[name]] if name in _MISSPELT else difflib.get_close_matches(name, known, 1)
+    having = [other for other, kind in _COLLECTORS.items() if name in definitions(kind)]
+    if having:
+        return f": it is an argument of {', '.join(having)}"
+    return f"; did you mean {close[0]}=?" if close else ""
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def check(arguments: Arguments) -> None:
+    """Find contradictions between arguments, before anything is built.
+
+    Raises:
+        ConfigError: wrong values, or some that contradict each other.
+        TypeError: arguments that exclude each other.
+    """
+    if arguments["weight_updater"] is not None and arguments["weight_sync_schemes"] is not None:
+        raise TypeError("give weight_sync_schemes or weight_updater, not both")
+    _check_trajectories(arguments)
+    check_callables(
+        postproc=arguments["postproc"],
+        pre_collect_hook=arguments["pre_collect_hook"],
+        post_collect_hook=arguments["post_collect_hook"],
+    )
+    if arguments["timeout"] is not None:
+        seconds("timeout", arguments["timeout"])
+    check_schemes(arguments["weight_sync_schemes"])
+    if not arguments["reset_when_done"]:
+        raise ConfigError(
+            "reset_when_done=False is not supported: environments that end are always reset; use "
+            "split_trajs=True or trajs_per_batch= to get whole trajectories, or the rollout("
+            "break_when_any_done=True) of an environment"
+        )
+
+
+def _check_trajectories(arguments: Arguments) -> None:
+    """Whole trajectories are found by their ids and are copies."""
+    whole = arguments["trajs_per_batch"] is not None
+    if (arguments["split_trajs"] or whole) and not arguments["track_traj_ids"]:
+        raise ConfigError("split_trajs and trajs_per_batch need track_traj_ids=True")
+    if arguments["set_truncated"] and whole:
+        raise ConfigError(
+            "set_truncated=True would cut trajectories where batches end; it excludes "
+            "trajs_per_batch, which delivers whole ones"
+        )
+    if arguments["traj_quota"] is not None and arguments["reset_at_each_iter"]:
+        raise ConfigError(
+            "reset_at_each_iter=True drops trajectories that outlast a batch, so that short ones "
+            "are preferred; it excludes traj_quota"
+        )
+
+
+def check_callables(**arguments: Any) -> None:
+    """Hooks and factories have to be callable."""
+    for name, value in arguments.items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name} ({value!r:.100}) must be callable")
+
+
+def check_schemes(schemes: Mapping[str, Any] | None) -> None:
+    """Every weight sync scheme has to be one that nobody has initialised."""
+    if schemes is not None and not isinstance(schemes, Mapping):
+        raise ConfigError(
+            f"weight sync schemes ({schemes!r:.100}) must be a mapping from model id to scheme"
+        )
+    for name, scheme in (schemes or {}).items():
+        if not isinstance(scheme, WeightSyncScheme):
+            raise ConfigError(
+                f"the weight sync scheme of {name!r} is a {type(scheme).__name__}, not a "
+                "WeightSyncScheme"
+            )
+        if scheme.initialized_on_sender or scheme.initialized_on_receiver:
+            raise ConfigError(
+                f"the weight sync scheme of {name!r} was initialised by hand; a collector needs a "
+                "fresh one and sends by itself: give first weights to update_policy_weights_"
+            )
+
+
+def _check_buffer(arguments: Arguments, extend: bool, same_td: bool) -> None:
+    """A replay buffer takes the place of delivered batches."""
+    buffer = arguments["replay_buffer"]
+    if arguments["compact_obs"] and isinstance(buffer, ReplayBuffer) and buffer.storage.compact:
+        raise ConfigError(
+            "compact_obs=True leaves out what the compact replay_buffer needs where an episode or "
+            "a rollout ends: drop it, the buffer stores each observation once by itself"
+        )
+    if arguments["use_buffers"]:
+        raise TypeError("use_buffers=True and replay_buffer exclude each other")
+    if same_td:
+        raise TypeError(
+            "return_same_td=True and replay_buffer exclude each other: nothing is returned"
+        )
+    whole = arguments["split_trajs"] or arguments["trajs_per_batch"] is not None
+    if not extend and (whole or arguments["postproc"] is not None):
+        raise TypeError(
+            "extend_buffer=False stores steps as they were made; it excludes split_trajs, "
+            "trajs_per_batch and postproc, which work on whole batches"
+        )
+
+
+# -- option groups ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of a collector in the groups that other parts read, each checked."""
+
+    source: SourceBuilder
+    """Builds what collects, once it is told the environments, the policy and the devices."""
+    trajectories: TrajectoryOptions
+    extend: bool
+    """Whether a replay buffer gets whole batches."""
+    updater: Any
+    version: PolicyVersion | None
+    """The version counter to show."""
+
+    @classmethod
+    def of(cls, arguments: Arguments, *, same_td: bool = False) -> "Options":
+        """Check and read the arguments that all collectors share.
+
+        Args:
+            arguments: All arguments.
+            same_td: Whether the same `TensorDict` is delivered each time.
+
+        Raises:
+            ConfigError: wrong values, or some that contradict each other.
+            TypeError: arguments that exclude each other.
+        """
+        check(arguments)
+        if same_td and (arguments["split_trajs"] or arguments["trajs_per_batch"] is not None):
+            raise ConfigError(
+                "return_same_td=True needs batches of one shape; it excludes split_trajs and "
+                "trajs_per_batch"
+            )
+        extend = _read_extend_buffer(arguments["extend_buffer"], arguments["replay_buffer_chunk"])
+        if arguments["replay_buffer"] is not None:
+            _check_buffer(arguments, extend, same_td)
+        return cls(
+            source=source(arguments),
+            trajectories=TrajectoryOptions.from_arguments(
+                arguments["split_trajs"],
+                arguments["trajs_per_batch"],
+                arguments["traj_format"],
+                arguments["trajs_per_write"],
+                arguments["replay_buffer"],
+                arguments["traj_quota"],
+            ),
+            extend=extend,
+            updater=read_updater(arguments["weight_updater"]),
+            version=_read_version(arguments["track_policy_version"]),
+        )
+
+
+def source(arguments: Arguments) -> SourceBuilder:
+    """Return what builds a source, without environments, policy, devices and random stream."""
+    return SourceBuilder(
+        env=EnvOptions(
+            create_env_fn=None,
+            num_envs=arguments["num_envs"],
+            categorical=arguments["categorical_action_encoding"],
+            observation_dtype=arguments["observation_dtype"],
+            info_keys=arguments["info_keys"],
+        ),
+        policy=PolicyOptions(
+            trust_policy=arguments["trust_policy"],
+            compile_policy=arguments["compile_policy"],
+            cudagraph_policy=arguments["cudagraph_policy"],
+            fast=arguments["fast"],
+            provide_inputs=arguments["auto_register_policy_transforms"] is not False,
+        ),
+        rollout=RolloutOptions(
+            max_frames_per_traj=limit(arguments["max_frames_per_traj"]),
+            reset_at_each_iter=arguments["reset_at_each_iter"],
+            track_traj_ids=arguments["track_traj_ids"],
+            set_truncated=arguments["set_truncated"],
+            exploration=_read_exploration(
+                arguments["exploration_type"], arguments["exploration_mode"]
+            ),
+            track_policy_version=bool(arguments["track_policy_version"]),
+            check_finite=arguments["check_finite"],
+            compact=arguments["compact_obs"],
+        ),
+    )
+
+
+def _read_version(track: bool | PolicyVersion) -> PolicyVersion | None:
+    """Return the version counter to show, or ``None``."""
+    if isinstance(track, PolicyVersion):
+        return track
+    if not isinstance(track, bool):
+        raise TypeError(f"track_policy_version ({track!r}) must be a bool or a PolicyVersion")
+    return PolicyVersion() if track else None
+
+
+def _read_exploration(kind: InteractionType | None, mode: str | None) -> InteractionType:
+    """Return the interaction type; ``None`` is RANDOM."""
+    if kind is not None and not isinstance(kind, InteractionType):
+        raise ConfigError(
+            f"exploration_type ({kind!r}) must be an ExplorationType, such as ExplorationType.MODE"
+        )
+    if mode is None:
+        return InteractionType.RANDOM if kind is None else kind
+    parsed = parse_exploration_mode(mode)
+    if kind is not None and kind != parsed:
+        raise ConfigError(
+            f"exploration_mode ({mode!r}) contradicts exploration_type ({kind}); drop "
+            "exploration_mode"
+        )
+    return parsed
+
+
+def _read_extend_buffer(extend_buffer: bool, chunk: bool | None) -> bool:
+    """Return ``extend_buffer``, of which ``replay_buffer_chunk`` is a retired spelling."""
+    if chunk not in (None, extend_buffer):
+        raise ConfigError(
+            f"replay_buffer_chunk ({chunk}) contradicts extend_buffer ({extend_buffer})"
+        )
+    return extend_buffer
+
+
+# -- what collectors show of their arguments -------------------------------------------------------
+
+
+class Shown:
+    """A read-only attribute: an argument of the constructor."""
+
+    arguments: ClassVar[set[str]] = set()
+    """Those that are shown by any collector."""
+
+    def __init__(
+        self, read: Callable[[Any], Any] | None = None, argument: str = "", doc: str = ""
+    ) -> None:
+        """Show what ``read`` makes of an argument.
+
+        Args:
+            read: By default it is shown as it was given.
+            argument: By default that of the attribute's name.
+            doc: By default what the argument means.
+        """
+        self._read, self._argument, self.__doc__ = read, argument, doc
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name, self._argument = name, self._argument or name
+        self.__doc__ = self.__doc__ or _MEANINGS.get(self._argument)
+        self.arguments.add(self._argument)
+
+    def __get__(self, collector: Any, owner: type | None = None) -> Any:
+        if collector is None:
+            return self
+        value = collector._settings[self._argument]
+        return value if self._read is None else self._read(value)
+
+    def __set__(self, collector: Any, value: Any) -> None:
+        raise AttributeError(
+            f"{self._name} of a {type(collector).__name__} is read-only: give {self._name}= to the "
+            "constructor"
+        )
+
+
+_MEANINGS = {name: doc for kind in _COLLECTORS.values() for name, doc in meanings(kind).items()}
+
+
+# -- arguments of methods --------------------------------------------------------------------------
+
+
+def read_seed(seed: Any) -> int:
+    """Return a seed as a whole number that is not negative."""
+    try:
+        number = operator.index(seed)
+    except TypeError as err:
+        raise ConfigError(f"seed ({seed!r}) must be a whole number") from err
+    if number < 0:
+        raise ConfigError(f"seed ({number}) must not be negative")
+    return number
+
+
+def read_index(index: Sequence[int] | torch.Tensor, num_envs: int) -> tuple[int, ...]:
+    """Return environment positions from indices or a boolean mask."""
+    chosen = torch.as_tensor(index)
+    if chosen.is_floating_point() or chosen.is_complex():
+        raise ConfigError(f"index ({index!r:.100}) must hold whole numbers or be a boolean mask")
+    if chosen.dtype == torch.bool:
+        if chosen.numel() != num_envs:
+            raise ConfigError(f"index has {chosen.numel()} entries for {num_envs} environments")
+        chosen = chosen.reshape(-1).nonzero()
+    found = tuple(sorted({int(i) for i in chosen.reshape(-1)}))
+    outside = [i for i in found if not 0 <= i < num_envs]
+    if outside:
+        raise ConfigError(f"index {outside} is outside the {num_envs} environments")
+    return found
