@@ -32,8 +32,17 @@ def pytest_unconfigure(config):
         reporter.write_line(f"{_skipped.total()} skipped{': ' if reasons else ''}{reasons}")
 
 
+@pytest.fixture(scope="session")
+def python():
+    """The path of an executable that runs Python programs for which everything is imported."""
+    import warm
+
+    warm.open_door()
+    return str(warm.START)
+
+
 @pytest.fixture(scope="module")
-def _warm_nodes():
+def _warm_nodes(python):
     """Have the zygote and all that torch opens once per process up."""
     import rig
     from node_rig import nodes

@@ -1,7 +1,6 @@
 """The examples run, with a tiny budget."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,10 @@ ARGUMENTS = {
 
 
 @pytest.mark.slow
-def test_examples_run():
-    """Side by side: most of their time is that of imports."""
+def test_examples_run(python):
     running = {
         path.name: subprocess.Popen(
-            [sys.executable, str(path), *ARGUMENTS.get(path.name, [])],
+            [python, str(path), *ARGUMENTS.get(path.name, [])],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -82,9 +82,9 @@ SEEDS = """
 """
 
 
-def run(script: str) -> str:
+def run(script: str, python: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
+        [python, "-W", "ignore", "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
         timeout=100,
@@ -96,12 +96,12 @@ def run(script: str) -> str:
 
 @pytest.mark.slow
 def test_the_sync_data_collector_example_prints_the_documented_structure():
-    assert run(SYNC_DATA_COLLECTOR).strip() == PRINTED.strip()
+    assert run(SYNC_DATA_COLLECTOR, sys.executable).strip() == PRINTED.strip()
 
 
 @pytest.mark.slow
-def test_six_environments_and_seed_one_return_six():
-    assert run(SEEDS).strip() == "6"
+def test_six_environments_and_seed_one_return_six(python):
+    assert run(SEEDS, python).strip() == "6"
 
 
 def test_published_figures_are_what_the_pages_show():

@@ -4,12 +4,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 from contextlib import suppress
 from pathlib import Path
 
 import rig
+import warm
 from tensordict.nn import TensorDictModule
 
 from gleanrl import (
@@ -36,7 +36,7 @@ def run_learner(script, **values):
     """
     source = textwrap.dedent(script).format(rig=os.path.dirname(rig.__file__), **values)
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+        [str(warm.START), "-c", source], capture_output=True, text=True, timeout=60, check=False
     )
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2, done.stderr

@@ -48,6 +48,12 @@ collector.shutdown()
 """
 
 
+@pytest.fixture(autouse=True)
+def _warm(monkeypatch, python):
+    """Have jobs and ranks started in no time."""
+    monkeypatch.setattr(sys, "executable", python)
+
+
 class Noted(gym.Env):
     """Says in a folder who it is and when it was closed; one step may take long.
 

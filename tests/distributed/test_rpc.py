@@ -29,7 +29,7 @@ from gleanrl.weight_update import RPCWeightSyncScheme, WeightSyncScheme
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _warm():
+def _warm(python):
     """Have the zygote and all that torch opens once per process up."""
     RPCCollector([rig.counting()], frames_per_batch=4, launcher="mp", tcp_port=0).shutdown()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
+import warm
 from torch import nn
 
 LIMIT = 5.0
@@ -169,10 +170,10 @@ class Encoded(nn.Module):
 
 def _children(pid):
     found = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+    for children in Path(f"/proc/{warm.stands_for(pid)}/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that just ended
             found += [int(child) for child in children.read_text().split()]
-    return found
+    return [warm.stands_for(child) for child in found]
 
 
 def workers(pid=None):

@@ -16,6 +16,7 @@ import pytest
 import rig
 import torch
 import torchrl.data
+import warm
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
@@ -46,7 +47,7 @@ several = pytest.mark.parametrize("kind", MULTI)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _warm():
+def _warm(python):
     """Have the zygote up: it stays for the life of the process."""
     MultiSyncCollector([rig.counting()], frames_per_batch=4).shutdown()
     rb = torchrl.data.ReplayBuffer(storage=torchrl.data.LazyTensorStorage(10))
@@ -453,7 +454,7 @@ def scripts(kinds, how):
     """Start one for each kind, side by side: most of their time is that of imports."""
     started = {
         kind: subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SCRIPT), KINDS[kind].__name__, how],
+            [str(warm.START), "-c", textwrap.dedent(SCRIPT), KINDS[kind].__name__, how],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -11,6 +11,7 @@ import time
 import pytest
 import rig
 import torch
+import warm
 from torch import nn
 
 from gleanrl import (
@@ -29,7 +30,7 @@ KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _warm():
+def _warm(python):
     """Have the zygote up: it stays for the life of the process."""
     MultiSyncCollector([rig.counting()], frames_per_batch=4).shutdown()
 
@@ -434,7 +435,7 @@ SCRIPT = """
 def script(kind, stuck="pass", body="pass"):
     source = textwrap.dedent(SCRIPT).format(kind=kind, stuck=stuck, body=body)
     return subprocess.Popen(
-        [sys.executable, "-c", source],
+        [str(warm.START), "-c", source],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

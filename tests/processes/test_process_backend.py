@@ -5,7 +5,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import textwrap
 
 import gymnasium as gym
@@ -180,9 +179,9 @@ SCRIPT = """
 
 
 @pytest.mark.slow
-def test_workers_end_with_a_learner_that_is_terminated():
+def test_workers_end_with_a_learner_that_is_terminated(python):
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT)],
+        [python, "-c", textwrap.dedent(SCRIPT)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -77,7 +77,7 @@ def test_registered_strings_and_changed_registrations_reach_workers(register):
     assert first_reward(MultiSyncCollector(["CartPole-v1"], None, **FRAMES)) == 9
 
 
-def test_a_script_registers_what_its_workers_make(tmp_path):
+def test_a_script_registers_what_its_workers_make(tmp_path, python):
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -104,7 +104,7 @@ def test_a_script_registers_what_its_workers_make(tmp_path):
         )
     )
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False
+        [python, str(script)], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.stdout.strip() == "[6.0]", done.stderr
 

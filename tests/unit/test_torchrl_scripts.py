@@ -1,5 +1,7 @@
 """Scripts of TorchRL's run in a copy that imports GleanRL's collector, and are metered."""
 
+import sys
+
 import pytest
 from tools.script_list import Script
 from tools.torchrl_scripts import run
@@ -16,6 +18,12 @@ assert type(collector).__module__.startswith("gleanrl")
 for batch in collector:
     pass
 """
+
+
+@pytest.fixture(autouse=True)
+def _warm(monkeypatch, python):
+    """Have scripts started in no time."""
+    monkeypatch.setattr(sys, "executable", python)
 
 
 def checkout(tmp_path, text):

@@ -75,10 +75,10 @@ def outermost(keys: Iterable[Key]) -> tuple[Key, ...]:
     >>> outermost([("done",), ("agents", "done"), ("truncated",)])
     (('done',), ('truncated',))
     """
-    given = tuple(keys)
-    prefixes = {key[:-1] for key in given}
+    all_keys = tuple(keys)
+    prefixes = {key[:-1] for key in all_keys}
     return tuple(
-        key for key in given if not any(key[:cut] in prefixes for cut in range(len(key) - 1))
+        key for key in all_keys if not any(key[:cut] in prefixes for cut in range(len(key) - 1))
     )
 
 

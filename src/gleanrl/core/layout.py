@@ -43,14 +43,14 @@ class Field:
         Raises:
             ConfigError: numpy has no such dtype.
         """
-        found = numpy_dtype(self.dtype)
-        if found is None:
+        dtype = numpy_dtype(self.dtype)
+        if dtype is None:
             raise ConfigError(
                 f"{format_key(self.key)} is {self.dtype}, which numpy does not have; what "
                 "vectorised environments in NEXT_STEP mode and EnvPools are collected with passes "
                 "through numpy: cast it (to torch.float32, say)"
             )
-        return found
+        return dtype
 
 
 @dataclass(frozen=True, slots=True)

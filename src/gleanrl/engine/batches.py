@@ -153,13 +153,13 @@ class BatchPlan:
 def _check_fields(layouts: Sequence[Layout]) -> None:
     first = {field.key: field for field in layouts[0].fields}
     for worker, layout in enumerate(layouts):
-        own = {field.key: field for field in layout.fields}
-        for key in [*first, *own]:
-            if first.get(key) != own.get(key):
+        fields = {field.key: field for field in layout.fields}
+        for key in [*first, *fields]:
+            if first.get(key) != fields.get(key):
                 raise ConfigError(
-                    f"workers cannot share a batch: {format_key(key)} is {own.get(key)} in worker "
-                    f"{worker}, {first.get(key)} in worker 0; collect asynchronously, or make the "
-                    "environments alike"
+                    f"workers cannot share a batch: {format_key(key)} is {fields.get(key)} in "
+                    f"worker {worker}, {first.get(key)} in worker 0; collect asynchronously, or "
+                    "make the environments alike"
                 )
 
 

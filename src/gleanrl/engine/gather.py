@@ -205,9 +205,9 @@ class SyncGather(Gather):
             errors.append(self._dispatcher.lost[0])
             tickets = [t for t in tickets if self._dispatcher.has(t.worker)]
         while waiting := [ticket for ticket in tickets if ticket.reply is None]:
-            found = errors or _failures(tickets)
-            if found and not hurried:
-                errors = list(found)  # what went wrong first is what is raised
+            failures = errors or _failures(tickets)
+            if failures and not hurried:
+                errors = list(failures)  # what went wrong first is what is raised
                 hurried, deadline = True, time.monotonic() + _GRACE
                 self._hurry(True)
             try:

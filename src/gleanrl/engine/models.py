@@ -57,7 +57,7 @@ class Models:
             version: The counter to show, if versions are tracked.
         """
         self._engine = engine
-        self.given = policy
+        self.policy = policy
         """The learner's policy, ``None`` if a factory made it."""
         self._schemes = dict(schemes or {})
         self._version = version if version is not None else PolicyVersion()
@@ -91,11 +91,11 @@ class Models:
         shapes: Shapes = self._engine.ask(m.Call("describe_weights", (model_id,)))
         return shapes
 
-    def update(self, given: Mapping[str, Any], version: int | None = None) -> None:
+    def update(self, sources: Mapping[str, Any], version: int | None = None) -> None:
         """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
 
         Args:
-            given: Per model id a module, a `TensorDict`, a state dict or ``None``.
+            sources: Per model id a module, a `TensorDict`, a state dict or ``None``.
             version: The version they get, which is not counted then; the next one by default.
 
         Raises:
@@ -103,14 +103,14 @@ class Models:
             WeightsError: weights that do not fit; nothing was changed.
         """
         models: dict[str, Any] = {}
-        for model_id, source in given.items():
+        for model_id, source in sources.items():
             if source is None and model_id != _POLICY:
                 raise ConfigError(f"no weights were given for model {model_id!r}")
             scheme = self._schemes.get(model_id)
             if scheme is not None and not scheme.applies:
                 continue
             running = self.running(model_id)
-            source = self.given if source is None else source
+            source = self.policy if source is None else source
             if source is None or source is running:
                 continue
             if isinstance(source, nn.Module) or not callable(source):
@@ -133,7 +133,7 @@ class Models:
 
     def load_policy_state(self, state: Mapping[str, Any]) -> None:
         """Load a state dict into the running policy (and the learner's, which it may be)."""
-        for policy in (self.given, self.running(_POLICY)):
+        for policy in (self.policy, self.running(_POLICY)):
             if isinstance(policy, nn.Module):
                 load_weights(policy, weights_of(state))
 
@@ -195,8 +195,8 @@ class WeightSync(Models):
         Raises:
             UnknownModelError: the learner has none; workers may.
         """
-        if model_id == _POLICY and self.given is not None:
-            return self.given
+        if model_id == _POLICY and self.policy is not None:
+            return self.policy
         raise UnknownModelError(f"no model {model_id!r} on the learner's side")
 
     def shapes(self, model_id: str) -> Shapes:
@@ -221,12 +221,12 @@ class WeightSync(Models):
     # -- publishing ------------------------------------------------------------------------------
 
     def update(
-        self, given: Mapping[str, Any], version: int | None = None, worker_ids: Any = None
+        self, sources: Mapping[str, Any], version: int | None = None, worker_ids: Any = None
     ) -> None:
         """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
 
         Args:
-            given: Per model id a module, a `TensorDict`, a state dict or ``None``; or, by worker
+            sources: Per model id a module, a `TensorDict`, a state dict or ``None``; or, by worker
                 index, a dictionary of these.
             version: The version they get, which is not counted then; the next one by default.
             worker_ids: Which workers: indices, devices, or a list of them; ``None`` for all.
@@ -238,18 +238,18 @@ class WeightSync(Models):
             WorkerDied: a worker's process ended.
         """
         self._engine.check_alive()
-        every = range(self._engine.workers)
-        workers = every if worker_ids is None else self.chosen(worker_ids)
+        all_workers = range(self._engine.workers)
+        workers = all_workers if worker_ids is None else self.chosen(worker_ids)
         number = self.number + 1 if version is None else version
-        if len(workers) < len(every) or not self._published(given, number):
-            self._send(given, workers, number)
+        if len(workers) < len(all_workers) or not self._published(sources, number):
+            self._send(sources, workers, number)
         if version is None:
             self._version.increment_version()
 
-    def _send(self, given: Mapping[str, Any], workers: Sequence[int], number: int) -> None:
+    def _send(self, sources: Mapping[str, Any], workers: Sequence[int], number: int) -> None:
         """Send a message to each of ``workers``; answers to earlier ones are taken in first."""
         self._engine.check()
-        applied = {name: w for name, w in given.items() if self._scheme(name).applies}
+        applied = {name: w for name, w in sources.items() if self._scheme(name).applies}
         copies: dict[str, Weights] = {}
         per_worker = [self._weights_for(worker, applied, copies) for worker in workers]
         for models in per_worker:
@@ -276,16 +276,16 @@ class WeightSync(Models):
         bound = [m.Bind(name, publisher.ref) for name, publisher in self._publishers.items()]
         return [*bound, m.Load(kept)] if kept.serial else [*bound]
 
-    def _published(self, given: Mapping[str, Any], number: int) -> bool:
+    def _published(self, sources: Mapping[str, Any], number: int) -> bool:
         """Publish to all workers at once if that can be done."""
-        if len(given) != 1:
+        if len(sources) != 1:
             return False
-        ((name, source),) = given.items()
+        ((name, source),) = sources.items()
         publisher = self._publishers.get(name)
         if publisher is None:
             return False
-        if source is None or source is self.given:
-            tracked = self._learners()
+        if source is None or source is self.policy:
+            tracked = self._tracked_policy()
             if tracked is None or tracked.has_extra:
                 return False
             tensors = tracked.tensors()
@@ -329,11 +329,11 @@ class WeightSync(Models):
         check_shapes(repr(name), self.shapes(name), weights)
 
     def _weights_for(
-        self, worker: int, given: Mapping[str, Any], copies: dict[str, Weights]
+        self, worker: int, sources: Mapping[str, Any], copies: dict[str, Weights]
     ) -> dict[str, Weights]:
         """Return what one worker is sent; ``copies`` holds what all of them are."""
         models = {}
-        for name, source in given.items():
+        for name, source in sources.items():
             if _by_worker(source):
                 if worker in source:
                     models[name] = cloned(self._read(name, source[worker]))
@@ -348,11 +348,11 @@ class WeightSync(Models):
             return weights_of(source)
         if name != _POLICY:
             raise ConfigError(f"no weights were given for model {name!r}")
-        tracked = self._learners()
+        tracked = self._tracked_policy()
         return {} if tracked is None else weights_of(tracked.module)
 
-    def _learners(self) -> TrackedModule | None:
-        if self._factory and self.given is None:
+    def _tracked_policy(self) -> TrackedModule | None:
+        if self._factory and self.policy is None:
             raise PolicyTypeError(
                 "there is nothing to take weights from: the workers made their policies with "
                 "policy_factory; pass weights, or give the collector a policy= as well"

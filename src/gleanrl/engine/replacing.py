@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.models import WeightSync
 from gleanrl.rollout.streams import renewed
+from gleanrl.transport.network import NodeBackend
 
 _SEEDS = 1 << 31
 """Seeds that every kind of environment takes."""
-
-
-class Starts(Protocol):
-    """A backend that can have the process of a worker started anew."""
-
-    def replace(self, worker: int, life: int) -> None:
-        """Let go of ``worker`` and have another started in its place, without waiting.
-
-        Once it is up, `receive` returns its `Ready`; if it does not get that far, `receive` raises
-        `WorkerDied` with its number.
-
-        Args:
-            worker: Its number.
-            life: How many were lost before the new one.
-        """
-        ...
 
 
 class Replacements:
@@ -42,7 +27,7 @@ class Replacements:
     def __init__(
         self,
         engine: Engine,
-        backend: Starts,
+        backend: NodeBackend[Any],
         models: WeightSync,
         most: int,
     ) -> None:

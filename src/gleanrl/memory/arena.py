@@ -1,6 +1,6 @@
 """Slabs of memory: workers write windows of them, users hold leases on them.
 
-An arena has slots of one `Slab` each. Who may touch a slot is the arena's business: `acquire` takes
+An arena has slots of one `Slab` each, and decides who may touch a slot: `acquire` takes
 a free one for writing, `lease` hands it to the user as fresh tensors, and it is free again when
 the last of those tensors (or any slice or numpy view of one) is gone.
 """
@@ -174,7 +174,7 @@ class Arena:
     def view(self, slot: int) -> tuple[Array, list[Views]]:
         """Return fresh tensors over ``slot``, and the array that all of them keep alive.
 
-        They may be made while the slot is still written; `lease` makes them somebody's.
+        They may be made while the slot is still written; `lease` hands them out.
 
         Returns:
             The array, and one set of fields per group of the slab: one, unless workers are kept
@@ -209,11 +209,7 @@ class Arena:
 
 
 def _private_memory(nbytes: int) -> mmap.mmap:
-    """Reserve anonymous memory; a process forked from this one sees its own copy of it.
-
-    Raises:
-        ConfigError: there is not that much.
-    """
+    """Reserve anonymous memory; a process forked from this one sees its own copy of it."""
     try:
         if sys.platform == "win32":
             return mmap.mmap(-1, nbytes)
@@ -232,12 +228,12 @@ def map_window(memory: mmap.mmap, reference: WindowRef) -> RolloutWindow:
     return window_over(torch.frombuffer(memory, dtype=torch.uint8), reference)
 
 
-def window_over(whole: torch.Tensor, reference: WindowRef) -> RolloutWindow:
-    """Return the window ``reference`` describes in ``whole``, which is uint8 and contiguous."""
+def window_over(memory: torch.Tensor, reference: WindowRef) -> RolloutWindow:
+    """Return the window ``reference`` describes in ``memory``, which is uint8 and contiguous."""
     tensors: dict[Key, torch.Tensor] = {}
     for block in reference.blocks:
         field, item = block.field, block.field.dtype.itemsize
-        typed = whole.view(field.dtype)
+        typed = memory.view(field.dtype)
         shape = (reference.envs, reference.steps, *field.shape)
         inner = _contiguous_strides(field.shape)
         strides = (block.env_stride // item, block.time_stride // item, *inner)

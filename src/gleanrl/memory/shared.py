@@ -113,12 +113,12 @@ def available_memory(root: Path = Path("/")) -> int | None:
         root: Where ``proc`` and ``sys`` are.
     """
     lines = _lines(root / "proc/meminfo")
-    found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     for version, folder in _groups(root):
-        free = _free(_VERSIONS[version], folder)
-        if free is not None:
-            found.append(free)
-    return min(found, default=None)
+        left = _free(_VERSIONS[version], folder)
+        if left is not None:
+            free.append(left)
+    return min(free, default=None)
 
 
 def check_memory(
@@ -146,21 +146,21 @@ def check_memory(
 
 def _groups(root: Path) -> Iterator[tuple[int, Path]]:
     """Yield the control groups that bound this process, from its own to the outermost."""
-    own = {}
+    paths = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
-            own[1 if controllers else 2] = path
+            paths[1 if controllers else 2] = path
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
         version = {"cgroup": 1, "cgroup2": 2}.get(kind)
-        if version not in own or (version == 1 and "memory" not in options.split(",")):
+        if version not in paths or (version == 1 and "memory" not in options.split(",")):
             continue
         mounted, place = before.split(" ")[3:5]
         top = root / place.lstrip("/")
         # A container sees its own group as the top, and may be told a path outside of it.
-        path = own[version].removeprefix(mounted) if mounted != "/" else own[version]
+        path = paths[version].removeprefix(mounted) if mounted != "/" else paths[version]
         folder = top / path.lstrip("/")
         if ".." in path or not folder.is_dir():
             folder = top

@@ -5,7 +5,7 @@ so that handing it over makes views and copies nothing:
 
     slab = [field 0][field 1] ... [mark]     (64-byte aligned)
 
-The mark is no data: whoever brings a rollout from elsewhere may say there that it is whole.
+The mark is no data: a transport that copies a rollout here may note there that it is complete.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A description has one entry per tensor: ``{"key": ["next", "reward"], "shape": [
 "float32", "file": "next/reward.memmap"}``. Nothing in it is trusted: files lie within the
 directory and have the size that shape and dtype say.
 
-Files and descriptions are written whole or not at all.
+Files and descriptions are complete or not there.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ class TensorFile:
             raise TensorFileError(
                 f"{directory} has no file {self.file!r}, which its description names"
             )
-        expected, found = self.nbytes * (1 if rows is None else rows), path.stat().st_size
-        if found != expected:
+        expected, size = self.nbytes * (1 if rows is None else rows), path.stat().st_size
+        if size != expected:
             what = (
                 f"{list(self.shape)} {dtype_name(self.dtype)}" if rows is None else f"{rows:,} rows"
             )
             raise TensorFileError(
-                f"{self.file!r} of {directory} has {found:,} bytes; {what} of "
+                f"{self.file!r} of {directory} has {size:,} bytes; {what} of "
                 f"{format_key(self.key)} take {expected:,}"
             )
         return path
@@ -160,15 +160,15 @@ def read_description(path: Path) -> dict[str, Any]:
     try:
         status = path.lstat()
         text = path.read_text(encoding="utf-8") if _is_readable(status) else ""
-        found = json.loads(text) if text else None
+        description = json.loads(text) if text else None
     except (ValueError, RecursionError, OSError) as err:
         raise TensorFileError(f"{path} cannot be read as JSON: {err}") from err
-    if not isinstance(found, dict):
+    if not isinstance(description, dict):
         raise TensorFileError(
             f"{path} cannot be read as JSON: it must be a regular file of at most 16 MiB with "
             "an object in it"
         )
-    return found
+    return description
 
 
 def _is_readable(status: os.stat_result) -> bool:
@@ -194,7 +194,7 @@ def write_new(path: Path, data: Any) -> None:
         data: Bytes, or anything contiguous with the buffer protocol.
 
     Raises:
-        OSError: the disk is full, or anything else goes wrong; says which file.
+        OSError: the disk is full, or another failure; names the file.
     """
     view = memoryview(data)
     view = view.cast("B") if view.nbytes else memoryview(b"")
@@ -214,35 +214,27 @@ def _write_all(fd: int, view: memoryview) -> None:
     while done < len(view):
         done += os.write(fd, view[done : done + _BYTES_PER_WRITE])
     os.fsync(fd)
-    found = os.fstat(fd).st_size
-    if found != len(view):
-        raise OSError(errno.EIO, f"{found:,} of {len(view):,} bytes written")
+    size = os.fstat(fd).st_size
+    if size != len(view):
+        raise OSError(errno.EIO, f"{size:,} of {len(view):,} bytes written")
 
 
 def prepare(path: Path, text: str) -> Path:
-    """Write what `publish` will put in place of ``path``; return the draft.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Write what `publish` will put in place of ``path``; return the draft."""
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     write_new(draft, text.encode())
     return draft
 
 
 def publish(draft: Path, path: Path) -> None:
-    """Put ``draft`` in place of ``path``: readers see the old file or the new one, whole."""
+    """Put ``draft`` in place of ``path``, at once for all readers."""
     with _naming(path):
         os.replace(draft, path)
     sync_directory(path.parent)
 
 
 def replace(path: Path, text: str) -> None:
-    """Replace a file at once; the old one stays if that fails.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Replace a file at once; the old one stays if that fails."""
     draft = prepare(path, text)
     try:
         publish(draft, path)

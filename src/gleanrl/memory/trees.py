@@ -34,8 +34,8 @@ def tensordict_over(
     The public constructor checks every tensor, which costs as much as collecting a short rollout;
     what comes from a slab was laid out by us. A test holds this against that constructor.
     """
-    own = {group.key: (group.shape, list(group.names)) for group in groups}
-    return _build(nest(flat), (), torch.Size(shape), list(names), own)
+    inner = {group.key: (group.shape, list(group.names)) for group in groups}
+    return _build(nest(flat), (), torch.Size(shape), list(names), inner)
 
 
 def _build(
@@ -43,30 +43,30 @@ def _build(
     at: Key,
     shape: torch.Size,
     names: list[str | None],
-    own: Mapping[Key, tuple[tuple[int, ...], list[str | None]]],
+    inner: Mapping[Key, tuple[tuple[int, ...], list[str | None]]],
 ) -> TensorDict:
     for name, value in tree.items():
         if isinstance(value, dict):
-            tree[name] = _build(value, (*at, name), shape, names, own)
-    more, their_names = own.get(at, ((), []))
+            tree[name] = _build(value, (*at, name), shape, names, inner)
+    more, their_names = inner.get(at, ((), []))
     size = torch.Size((*shape, *more)) if more else shape
     return TensorDict._new_unsafe(source=tree, batch_size=size, names=[*names, *their_names])
 
 
 def groups_of(data: TensorDictBase, at: Key = ()) -> list[Group]:
     """Return the nested parts of ``data`` whose batch size is not that of ``data``."""
-    found, ndim = [], data.ndim
+    groups, ndim = [], data.ndim
 
     def look(part: TensorDictBase, key: Key) -> None:
         for name, value in part.items():
             if isinstance(value, TensorDictBase):
                 more = tuple(value.batch_size[ndim:])
                 if more:
-                    found.append(Group((*key, name), more, tuple(value.names[ndim:])))
+                    groups.append(Group((*key, name), more, tuple(value.names[ndim:])))
                 look(value, (*key, name))
 
     look(data, at)
-    return found
+    return groups
 
 
 def copied(data: TensorDictBase) -> TensorDictBase:

@@ -544,23 +544,25 @@ class _Sender:
         """The first worker's weights as they would be sent now."""
         return _tree_of(next(iter(self.workers.values())).weights())
 
-    def connect(self, given: Any) -> None:
+    def connect(self, source: Any) -> None:
         """Send the first weights; waits for nothing, so the workers may start later."""
         for worker in self.workers.values():
-            worker.post(worker.ready(given), 0)
+            worker.post(worker.ready(source), 0)
 
-    def send(self, given: Any, worker_ids: int | Sequence[int] | None, wait: bool) -> None:
+    def send(self, source: Any, worker_ids: int | Sequence[int] | None, wait: bool) -> None:
         """Send weights; with ``wait``, until the workers' models have them."""
-        each = type(given) is dict and bool(given) and all(isinstance(key, int) for key in given)
+        per_worker = (
+            type(source) is dict and bool(source) and all(isinstance(key, int) for key in source)
+        )
         if worker_ids is None:
-            worker_ids = list(given) if each else list(self.workers)
+            worker_ids = list(source) if per_worker else list(self.workers)
         chosen = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
-        unknown = [w for w in chosen if w not in self.workers or (each and w not in given)]
+        unknown = [w for w in chosen if w not in self.workers or (per_worker and w not in source)]
         if unknown:
             raise ConfigError(f"no weights for, or no workers {unknown}: {list(self.workers)}")
         for index in chosen:
             self.workers[index].settle()
-        ready = [self.workers[w].ready(given[w] if each else given) for w in chosen]
+        ready = [self.workers[w].ready(source[w] if per_worker else source) for w in chosen]
         self._number += 1
         for index, weights in zip(chosen, ready, strict=True):
             self.workers[index].post(weights, self._number)
@@ -605,16 +607,16 @@ class _Worker:
         self._pid: int | None = None
         self._left = False
 
-    def weights(self, given: Any = None) -> Weights:
-        """Return the weights in ``given``, or those of the source as they are now."""
-        given = self._source if given is None else given
+    def weights(self, source: Any = None) -> Weights:
+        """Return the weights in ``source``, or those of this worker as they are now."""
+        source = self._source if source is None else source
         if self._map_fn is not None:
-            given = self._map_fn(self.index, _tree_of(weights_of(given)))
-        return weights_of(given)
+            source = self._map_fn(self.index, _tree_of(weights_of(source)))
+        return weights_of(source)
 
-    def ready(self, given: Any) -> Weights:
-        """Return the weights in ``given`` as the worker needs them."""
-        weights = self.weights(given)
+    def ready(self, source: Any) -> Weights:
+        """Return the weights in ``source`` as the worker needs them."""
+        weights = self.weights(source)
         check_shapes("the worker's model", self._shapes, weights)
         check_values("the worker's model", weights, self._dtypes)
         whole = {name: weights.get(name, value) for name, value in self._first.items()}

@@ -1,1 +1,1 @@
-"""Replay buffers: a storage, who writes it in which order, and who draws from it."""
+"""Replay buffers: a storage, a writer that fills it and a sampler that draws from it."""

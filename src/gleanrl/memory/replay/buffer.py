@@ -37,7 +37,7 @@ _NOTHING: Mapping[str, torch.Tensor] = {}
 class ReplayBuffer(Forkable):
     """Holds rows of experience and hands out samples of them.
 
-    A row is what stands behind the first batch dimension of what is given to `extend`. Samples are
+    A row is what stands behind the first batch dimension of the data for `extend`. Samples are
     copies. With ``shared=True`` it can be pickled into other processes of the same user, where it
     is the same buffer: any number of them write and sample at once.
     """
@@ -68,9 +68,9 @@ class ReplayBuffer(Forkable):
             collate_fn: Makes a batch of what was gathered: a list of items (`ListStorage`) or the
                 batch itself (tensor storages).
             transform: Called with every sample; what it returns replaces it, unless ``None``.
-            batch_size: Rows per sample where `sample` is not told.
-            prefetch: Samples to make ahead in a thread. They miss what is written, or given other
-                priorities, after they were made.
+            batch_size: Rows per sample where `sample` is called without.
+            prefetch: Samples to make ahead in a thread. They miss rows that are written, or get
+                other priorities, after they were made.
             pin_memory: Copy samples to page-locked memory, for transfers to an accelerator.
             shared: Store in memory that other processes map.
             generator: Source of randomness; torch's global one by default. It stays behind when
@@ -129,7 +129,7 @@ class ReplayBuffer(Forkable):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         with self._lock:
-            copy.deepcopy(self._storage, memo)  # first: others know its ring
+            copy.deepcopy(self._storage, memo)  # first: samplers know its ring
             if self._generator is not None:
                 memo[id(self._generator)] = self._generator.clone_state()
             with self._rewound():
@@ -167,7 +167,7 @@ class ReplayBuffer(Forkable):
 
     @property
     def write_count(self) -> int:
-        """Frames ever stored whole, over all writers, since `empty`."""
+        """Frames that all writers have stored since `empty`; incomplete rows do not count."""
         return self._storage.ring.count * self._storage.envs
 
     def __len__(self) -> int:
@@ -244,12 +244,12 @@ class ReplayBuffer(Forkable):
     def __getitem__(self, index: Any) -> Any:
         """Return copies of the rows at ``index``: an int, slice, tensor or list of places.
 
-        ``rb[:]`` is everything that is whole, ``[env, time]`` for 2-D storages.
+        ``rb[:]`` is every complete row, ``[env, time]`` for 2-D storages.
         """
         storage, single = self._storage, isinstance(index, int)
-        whole = index == slice(None) if isinstance(index, slice) else False
+        everything = isinstance(index, slice) and index == slice(None)
         _, data = self._read(lambda: Draw(*_select(storage, index)))
-        if whole and storage.ndim == 2:
+        if everything and storage.ndim == 2:
             return data.reshape(-1, storage.envs).transpose(0, 1)
         if isinstance(storage, ListStorage):
             return data[0] if single else _stack(data)
@@ -272,11 +272,11 @@ class ReplayBuffer(Forkable):
             priority: One each, or one for all.
         """
         places = to_storage_index(self._storage, index)
-        given = torch.as_tensor(priority).detach().cpu()
-        if given.ndim > 1:
-            given = given.reshape(len(given), -1).amax(1)
+        values = torch.as_tensor(priority).detach().cpu()
+        if values.ndim > 1:
+            values = values.reshape(len(values), -1).amax(1)
         with self._lock:
-            self._sampler.update_priority(self._storage, places, given.expand(len(places)))
+            self._sampler.update_priority(self._storage, places, values.expand(len(places)))
 
     def append_transform(self, transform: Transform) -> ReplayBuffer:
         """Call ``transform`` with every sample, after those that are there."""
@@ -294,8 +294,9 @@ class ReplayBuffer(Forkable):
     def reserve(self, count: int, contiguous: bool = False) -> Reservation:
         """Take rows to write them in place: then `windows`, and `commit` or `revoke`.
 
-        Until committed they are invisible; what they held is gone. If this process ends before,
-        they are given back. The storage must know its rows (`LazyTensorStorage.initialise`).
+        Until committed they are invisible; their old contents are lost. If this process ends
+        before, they are given back. The storage must know its rows: `extend` or
+        `LazyTensorStorage.initialise` come first.
 
         Args:
             count: Slots of the ring.
@@ -312,7 +313,7 @@ class ReplayBuffer(Forkable):
         return self._storage.ring.commit(reservation)
 
     def revoke(self, reservation: Reservation) -> None:
-        """Give reserved rows back; nobody may write to their windows any more."""
+        """Give reserved rows back; their windows must not be written any more."""
         self._storage.ring.revoke(reservation)
 
     def state_dict(self) -> dict[str, Any]:
@@ -372,15 +373,15 @@ class ReplayBuffer(Forkable):
         """Replace rows and the sampler's state, or change nothing."""
         with self._lock:
             saving.check_storage(self._storage, storage)
-            # Places mean nothing in a ring of another size, and with them what samplers know.
-            same = saving.same_places(self._storage, storage)
-            if sampler and same:
-                self._sampler.check_state_dict(sampler, saving.frames_of(storage))
+            # What samplers know are places, which mean nothing in a ring of another size.
+            frames = saving.frames_in_place(self._storage, storage)
+            if sampler and frames:
+                self._sampler.check_state_dict(sampler, frames)
             saving.load_storage(self._storage, storage)
             self._forget()
             if self.limiter is not None:
                 self.limiter.restart(self._storage)
-            if sampler and same:
+            if sampler and frames:
                 self._sampler.load_state_dict(sampler, self._storage)
             else:
                 self._sampler.restart()
@@ -409,7 +410,7 @@ class ReplayBuffer(Forkable):
         return draw, self._finish(draw, data)
 
     def _draw(self, size: int) -> tuple[Draw, Any]:
-        """Draw rows and copy them; what could not be copied whole was never drawn."""
+        """Draw rows and copy them; a draw that could not be copied consistently never happened."""
         sampler, storage = self._sampler, self._storage
         position = sampler.position()
 
@@ -424,13 +425,13 @@ class ReplayBuffer(Forkable):
             raise
 
     def _read(self, choose: Callable[[], Draw]) -> tuple[Draw, Any]:
-        """Choose rows and copy them; who writes meanwhile makes us choose again."""
+        """Choose rows and copy them; if a writer changes one meanwhile, choose again."""
         storage = self._storage
         for _ in range(_ATTEMPTS if storage.shared else 0):
             try:
                 draw = choose()
             except ReplayError:
-                # What was there may have gone while we looked: only the locked look decides.
+                # Rows may have been overwritten during the search: only the search inside decides.
                 break
             assert draw.seen is not None
             fence()
@@ -438,7 +439,7 @@ class ReplayBuffer(Forkable):
             fence()
             if torch.equal(storage.sequence_of(draw.index), draw.seen):
                 return draw, data
-        # Nobody reserves rows while we are in here, and only reserved ones are written.
+        # Rows are reserved only inside the section, and only reserved ones are written.
         with storage.ring.section():
             draw = choose()
             return draw, storage.gather(draw.index, self._extra(draw))
@@ -491,48 +492,36 @@ def _made(part: Any, default: Callable[[], Any]) -> Any:
 
 
 def to_user_index(storage: Storage, places: torch.Tensor, flat: bool = False) -> torch.Tensor:
-    """Return places as users see them: ``[n]``, or ``[n, 2]`` (step, env) for 2-D storages.
-
-    Args:
-        storage: Whose places.
-        places: Slots, or flat places if ``flat``.
-        flat: What ``places`` are.
-    """
+    """Return slots (or flat places) as users see them: ``[n]``, or ``[n, 2]`` (step, env)."""
     if storage.ndim == 1:
         return places
-    if not flat:
-        places = storage.frames_of(places)
     envs = storage.envs
+    if not flat:
+        places = (places.unsqueeze(1) * envs + torch.arange(envs)).flatten()
     return torch.stack([places.div(envs, rounding_mode="floor"), places % envs], 1)
 
 
 def to_storage_index(storage: Storage, index: Any) -> torch.Tensor:
-    """Return flat places for an index as users see it.
-
-    Raises:
-        ConfigError: it has the wrong shape or dtype, or is outside the storage.
-    """
-    found = torch.as_tensor(index).detach().cpu()
-    if found.dtype.is_floating_point or found.dtype == torch.bool:
-        raise ConfigError(f"places are integers, not {found.dtype}")
-    found = found.long()
+    """Return flat places for an index as users see it."""
+    places = torch.as_tensor(index).detach().cpu()
+    if places.dtype.is_floating_point or places.dtype == torch.bool:
+        raise ConfigError(f"places are integers, not {places.dtype}")
+    places = places.long()
     if storage.ndim == 2:
-        if found.shape[-1:] != (2,):
-            raise ConfigError(f"places in [env, time] storages are [n, 2], not {list(found.shape)}")
-        found = found[..., 0] * storage.envs + found[..., 1]
-    found = found.reshape(-1)
+        if places.shape[-1:] != (2,):
+            raise ConfigError(
+                f"places in [env, time] storages are [n, 2], not {list(places.shape)}"
+            )
+        places = places[..., 0] * storage.envs + places[..., 1]
+    places = places.reshape(-1)
     frames = storage.ring.slots * storage.envs
-    if len(found) and (int(found.min()) < 0 or int(found.max()) >= frames):
-        raise ConfigError(f"places go from 0 to {frames - 1}, not {found}")
-    return found
+    if len(places) and (int(places.min()) < 0 or int(places.max()) >= frames):
+        raise ConfigError(f"places go from 0 to {frames - 1}, not {places}")
+    return places
 
 
 def _select(storage: Storage, index: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the flat places that ``index`` selects and their sequence numbers.
-
-    Raises:
-        IndexError: there is no complete row.
-    """
+    """Return the flat places that ``index`` selects and their sequence numbers."""
     if isinstance(index, slice):
         slots = np.flatnonzero(storage.ring.sequence[: storage.ring.top] > 0)
         places = storage.frames_of(torch.from_numpy(slots))

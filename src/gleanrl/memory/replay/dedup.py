@@ -4,11 +4,11 @@ Every row has a *link*, the place of its successor's observation. Where the next
 reservation begins with the very bits, that is the next row's place. The successors of all other
 rows (the last row of a reservation, ends of episodes, rows of other trajectories side by side) are
 *unlinked*: they are kept in *overflow* places behind those of the ring. Bits are compared, not ids
-or flags, so nothing that is sampled can differ from what was given.
+or flags, so no sample differs from the data that was stored.
 
 A row never outlives what it links to: places are reserved in order, so the next row of a
 reservation is never taken before the row itself, and an overflow place is free only when the
-sequence number of the row that has it is gone. There are as many overflow places as rows, so there
+row that has it was overwritten. There are as many overflow places as rows, so there
 is always one; memory is touched only as far as they were ever needed.
 """
 
@@ -126,11 +126,7 @@ class SuccessorLinks:
             places.index_copy_(0, where, successors.to(places.device).reshape(shape))
 
     def grow(self, size: int) -> None:
-        """Have at least ``size`` overflow places, taken or not; inside `section`.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Have at least ``size`` overflow places, taken or not; inside `section`."""
         first = self._ring.overflow
         if size > first:
             self._take_room(range(first, size))
@@ -138,7 +134,7 @@ class SuccessorLinks:
             self._ring.overflow = size
 
     def rebuild(self) -> None:
-        """Note who has which overflow place, after rows were put back; inside `section`."""
+        """Note which row has which overflow place, after rows were put back; inside `section`."""
         frames = self._rows.frames
         numbers = self._ring.sequence[: self._rows.slots].repeat(self._envs)
         having = np.flatnonzero((numbers > 0) & (self._links >= frames))
@@ -161,15 +157,15 @@ class SuccessorLinks:
         """Return an overflow place for each row with these position numbers."""
         ring, need = self._ring, len(numbers)
         with ring.section():
-            found = self._free(need)
-            if len(found) < need:
-                first, missing = ring.overflow, need - len(found)
+            places = self._free(need)
+            if len(places) < need:
+                first, missing = ring.overflow, need - len(places)
                 self.grow(min(self._rows.frames, first + max(missing, first // 4)))
-                found = np.concatenate([found, np.arange(first, first + missing)])
-            self._owners[found] = numbers
+                places = np.concatenate([places, np.arange(first, first + missing)])
+            self._owners[places] = numbers
             if need:
-                ring.overflow_next = int(found[-1]) + 1
-        return found
+                ring.overflow_next = int(places[-1]) + 1
+        return places
 
     def _free(self, need: int) -> Words:
         """Look for free places from where the last ones were given out, oldest first."""

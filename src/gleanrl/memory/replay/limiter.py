@@ -1,4 +1,4 @@
-"""How much is sampled per inserted frame: who is ahead waits for the other."""
+"""How much is sampled per inserted frame: the side that is ahead waits for the other."""
 
 from __future__ import annotations
 
@@ -113,12 +113,7 @@ class RateLimiter:
             storage.ring.flow[_RUNNING] = max(0, count)
 
     def holds(self, storage: Storage, under_way: int) -> bool:
-        """Tell whether a collector has to wait for the learner.
-
-        Args:
-            storage: Of the buffer.
-            under_way: Frames that were asked for and are not stored yet.
-        """
+        """Tell whether a collector has to wait; ``under_way`` frames are asked for, not stored."""
         least, words = self.min_samples_per_insert, storage.ring.flow
         if least is None or not words[_COUNTING]:
             return False

@@ -55,8 +55,8 @@ _forking = threading.local()
 
 def _by_rank() -> list[Forkable]:
     # Other threads may make locks meanwhile: this list is made in one step.
-    found = [reference() for reference in _forkables.valuerefs()]
-    alive = [forkable for forkable in found if forkable is not None]
+    known = [reference() for reference in _forkables.valuerefs()]
+    alive = [forkable for forkable in known if forkable is not None]
     return sorted(alive, key=lambda forkable: (forkable._rank, id(forkable)))
 
 
@@ -110,7 +110,7 @@ class Handle:
         """Return a descriptor of our own for the same file.
 
         Raises:
-            ReplayError: the process is gone, or what it has there now is another file.
+            ReplayError: the process has ended, or has another file there now.
         """
         path, cause = f"/proc/{self.pid}/fd/{self.fd}", None
         try:
@@ -151,7 +151,7 @@ class ThreadLock(Forkable):
         return owner == self.owner
 
     def _after_fork(self, consistent: bool) -> None:
-        # Nobody in the child will finish what other threads of the parent were writing.
+        # No thread of the child will finish what other threads of the parent were writing.
         self.owner = None
 
 
@@ -219,9 +219,9 @@ class ProcessLock(ThreadLock):
             if now < look:
                 continue
             holder = _lock_holder(self.fd)
-            found = holder, _processor_time(holder)
-            if found != progress:
-                progress, deadline = found, now + self.timeout / 2
+            used = holder, _processor_time(holder)
+            if used != progress:
+                progress, deadline = used, now + self.timeout / 2
             elif now > deadline:
                 raise CollectorTimeout(
                     f"process {holder or '(of another container)'} has been inside this shared "

@@ -38,15 +38,7 @@ class Prefetcher:
         lock: AbstractContextManager[Any],
         number: int,
     ) -> None:
-        """Keep ``number`` samples ahead.
-
-        Args:
-            make: Makes a sample of a size. Under ``lock`` it draws, unless the ticket was dropped,
-                and notes the sampler's position before.
-            sampler: Its position is restored when samples are dropped.
-            lock: The buffer's.
-            number: How many.
-        """
+        """Keep ``number`` samples ahead; ``make`` draws them under ``lock``, the buffer's."""
         self._make = make
         self._sampler = sampler
         self._lock = lock
@@ -57,11 +49,7 @@ class Prefetcher:
         self._pid = os.getpid()
 
     def next(self, size: int) -> Sample:
-        """Return the next sample of ``size`` and begin others.
-
-        Raises:
-            ReplayError: there is nothing to sample now, whatever there was before.
-        """
+        """Return the next sample of ``size`` and begin others; errors are those of now."""
         ahead, ticket = self._take(size)
         try:
             return ticket.future.result()
@@ -94,7 +82,7 @@ class Prefetcher:
             return ahead, self._queue.popleft()
 
     def position(self) -> Any:
-        """Return the sampler's position before what nobody got yet; under the lock."""
+        """Return the sampler's position before the samples not delivered yet; under the lock."""
         drawn = (ticket.position for ticket in self._queue if ticket.drawn)
         return next(drawn, self._sampler.position())
 

@@ -31,7 +31,7 @@ class PrioritizedSampler(Sampler):
     name it has in older code), float32.
 
     Priorities belong to the process that samples. In a shared buffer, rows that others wrote get
-    the default priority when this process samples next, whoever overwrote what was there before.
+    the default priority when this process samples next.
 
     Args:
         max_capacity: Frames the storage can hold, its ``max_size``.
@@ -54,7 +54,7 @@ class PrioritizedSampler(Sampler):
         self._known = np.zeros(max_capacity, np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ring": None}  # looked at anew by whoever loads it
+        return {**self.__dict__, "_ring": None}  # a copy looks at all rows anew
 
     @property
     def default_priority(self) -> float:
@@ -66,10 +66,10 @@ class PrioritizedSampler(Sampler):
         self._follow(storage)
 
         def propose(number: int) -> torch.Tensor:
-            found = self._tree.draw(number, generator)
-            if found is None:
+            places = self._tree.draw(number, generator)
+            if places is None:
                 raise empty_error(storage)
-            return found
+            return places
 
         for _ in range(_TRIES):
             if not storage.shared and storage.ring.live == storage.ring.top:
@@ -88,7 +88,7 @@ class PrioritizedSampler(Sampler):
         draw.info = {"priority_weight": weight, "_weight": weight}
 
     def _drop(self, storage: Storage) -> None:
-        """Give no priority to what holds nothing whole (rows of writers that died, mostly)."""
+        """Give no priority to incomplete rows (of writers that died, mostly)."""
         places = torch.arange(storage.ring.top * storage.envs)
         gone = places[storage.sequence_of(places) <= 0]
         self._tree.set(gone, torch.zeros(len(gone), dtype=torch.float64))
@@ -195,12 +195,7 @@ class SumTree:
         return float(self._least.min())
 
     def set(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace numbers; of a place that is named twice, one of its values.
-
-        Args:
-            index: Places, int64 ``[n]``.
-            values: float64 ``[n]``; what is not above 1e-300 counts as zero.
-        """
+        """Replace numbers; if a place is named twice, by either. Up to 1e-300 counts as zero."""
         # So small that a share of it may not be smaller than itself.
         values = torch.threshold(values, _TINY, 0.0)
         for level, (flat, rows) in enumerate(zip(self._flat, self._rows, strict=True)):

@@ -67,7 +67,7 @@ class _Word:
 
 
 class RingIndex:
-    """The sequence numbers of a ring of rows, and who may write which."""
+    """The sequence numbers of a ring of rows, and which writer may write which."""
 
     slots = _Word(_SLOTS)
     """Rows in the ring."""
@@ -140,11 +140,7 @@ class RingIndex:
             yield
 
     def initialise(self, slots: int, layout: bytes) -> None:
-        """Fix the size of the ring and describe its rows; inside `section`.
-
-        Raises:
-            ReplayError: the description is too long.
-        """
+        """Fix the size of the ring and describe its rows; inside `section`."""
         if len(layout) > self._layout.nbytes:
             raise ReplayError(f"rows with a layout of {len(layout):,} bytes have too many fields")
         self._layout[: len(layout)] = np.frombuffer(layout, np.uint8)
@@ -157,7 +153,7 @@ class RingIndex:
         return self._layout[: int(self._h[_LAYOUT_SIZE])].tobytes()
 
     def reserve(self, count: int, contiguous: bool = False) -> Reservation:
-        """Take the next ``count`` rows for writing; what they held is gone.
+        """Take the next ``count`` rows for writing; their old contents are lost.
 
         Args:
             count: Rows, at most `slots`.
@@ -206,7 +202,7 @@ class RingIndex:
             return True
 
     def revoke(self, reservation: Reservation) -> None:
-        """Give rows back unwritten; nobody may write them any more when this is called."""
+        """Give rows back unwritten; they must not be written any more when this is called."""
         with self.section():
             self._check_held(reservation)
             self._enact(_REVOKE, reservation)
@@ -257,11 +253,7 @@ class RingIndex:
             }
 
     def clear_for(self, state: Mapping[str, Any]) -> None:
-        """Forget all rows, so that those of a state can be put in their place; inside `section`.
-
-        Raises:
-            ReplayError: somebody is writing; nothing was forgotten.
-        """
+        """Forget all rows, so that those of a state can be put in their place; inside `section`."""
         if self._table[:, 0].any():
             self._sweep()
         if self._table[:, 0].any():
@@ -440,11 +432,7 @@ class RingIndex:
 
 
 def check_snapshot(state: Mapping[str, Any], slots: int) -> None:
-    """Check cursor, counters and sequence numbers of a `RingIndex.snapshot`.
-
-    Raises:
-        ConfigError: they contradict each other, or are beyond what any buffer reaches.
-    """
+    """Check cursor, counters and sequence numbers of a `RingIndex.snapshot`."""
     cursor, base, count = (state[name] for name in ("cursor", "base", "count"))
     for name, value, most in (
         ("cursor", cursor, _POSITIONS),

@@ -22,7 +22,7 @@ _NOTHING: Mapping[str, torch.Tensor] = {}
 _PLAIN: Key = ()
 """The key under which rows that are one tensor, and no TensorDict, are kept."""
 _LINK = Field(("\0link",), (), torch.int64)
-"""Where the successor of a frame is: a place of what is deduplicated. No entry has that key."""
+"""Place of the successor of a frame in the deduplicated fields. No entry has that key."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RowLayout:
         return sum(sizes) + _LINK.nbytes if sizes else 0
 
     def shapes(self, slots: int) -> Shapes:
-        """Return what is to be allocated for ``slots`` slots.
+        """Return the tensors to allocate for ``slots`` slots.
 
         Deduplicated fields have as many overflow places behind the ring's; their owners come last.
         """
@@ -77,7 +77,7 @@ class RowLayout:
 
         Args:
             slots: Slots of the ring.
-            overflow: Which overflow places; ``None`` is what is needed besides all of them.
+            overflow: Which overflow places; ``None`` is all memory but those.
 
         Returns:
             Number of the tensor, first byte in it, and bytes.
@@ -95,31 +95,31 @@ class RowLayout:
     def to_json(self) -> bytes:
         """Describe the layout."""
         fields = [[list(f.key), list(f.shape), dtype_name(f.dtype)] for f in self.fields]
-        found = {"fields": fields, "element": list(self.element), "envs": self.envs}
+        layout: dict[str, Any] = {
+            "fields": fields,
+            "element": list(self.element),
+            "envs": self.envs,
+        }
         if self.dedup:
-            found["once"] = [list(key) for key in self.dedup]
+            layout["once"] = [list(key) for key in self.dedup]
         if self.groups:
-            found["groups"] = [[list(g.key), list(g.shape), list(g.names)] for g in self.groups]
-        return json.dumps(found).encode()
+            layout["groups"] = [[list(g.key), list(g.shape), list(g.names)] for g in self.groups]
+        return json.dumps(layout).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> RowLayout:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ConfigError: it is something else.
-        """
+        """Read what `to_json` wrote."""
         try:
-            found = json.loads(text)
+            layout = json.loads(text)
             groups = tuple(
                 Group(tuple(key), tuple(int(size) for size in shape), tuple(names))
-                for key, shape, names in found.get("groups", ())
+                for key, shape, names in layout.get("groups", ())
             )
             return cls(
-                tuple(_field(*entry) for entry in found["fields"]),
-                tuple(int(n) for n in found["element"]),
-                found["envs"],
-                tuple(tuple(key) for key in found.get("once", ())),
+                tuple(_field(*entry) for entry in layout["fields"]),
+                tuple(int(n) for n in layout["element"]),
+                layout["envs"],
+                tuple(tuple(key) for key in layout.get("once", ())),
                 groups,
             )
         except (ValueError, KeyError, TypeError) as err:
@@ -134,11 +134,7 @@ def _field(key: Any, shape: Any, dtype: Any) -> Field:
 
 
 def flatten(data: Any) -> dict[Key, torch.Tensor]:
-    """Return the leaves of a TensorDict, mapping or tensor by key.
-
-    Raises:
-        ConfigError: there is something else in it.
-    """
+    """Return the leaves of a TensorDict, mapping or tensor by key."""
     if isinstance(data, torch.Tensor):
         return {_PLAIN: data}
     return dict(_leaves(data, ()))
@@ -163,11 +159,7 @@ def _name(key: Key) -> str:
 
 
 def batch_shape(data: Any, ndim: int) -> tuple[int, ...]:
-    """Return the batch shape of ``data``, of a tensor or mapping its first ``ndim`` dimensions.
-
-    Raises:
-        ConfigError: it has fewer dimensions.
-    """
+    """Return the batch shape of ``data``, of a tensor or mapping its first ``ndim`` dimensions."""
     if isinstance(data, TensorDictBase):
         shape = tuple(data.batch_size)
     else:
@@ -182,16 +174,7 @@ def batch_shape(data: Any, ndim: int) -> tuple[int, ...]:
 
 
 def describe(data: Any, ndim: int, element: tuple[int, ...] | None = None) -> RowLayout:
-    """Return the layout of rows as in ``data``, ``[slots, ...]`` or ``[slots, envs, ...]``.
-
-    Args:
-        data: A TensorDict, mapping or tensor.
-        ndim: Dimensions of the storage.
-        element: Batch dimensions inside a row; taken from the data's batch size by default.
-
-    Raises:
-        ConfigError: there is nothing in it, or something a tensor storage cannot hold.
-    """
+    """Return the layout of rows as in ``data``, ``[slots, ...]`` or ``[slots, envs, ...]``."""
     flat = flatten(data)
     if not flat:
         raise ConfigError("data without a single tensor cannot be stored")
@@ -271,15 +254,7 @@ class Rows:
         self._plain = self.keys == (_PLAIN,)
 
     def take(self, data: Any, lead: int) -> list[torch.Tensor]:
-        """Return the leaves of ``data`` in order, after checking them against the layout.
-
-        Args:
-            data: What is to be stored.
-            lead: How many dimensions stand before those of a field.
-
-        Raises:
-            ConfigError: keys, shapes or dtypes are others than those of the first data.
-        """
+        """Return the checked leaves of ``data``; ``lead`` dimensions precede those of a field."""
         flat = flatten(data)
         if len(flat) != len(self.keys) or any(key not in flat for key in self.keys):
             missing = [_name(key) for key in self.keys if key not in flat]
@@ -298,12 +273,7 @@ class Rows:
         return values
 
     def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> Any:
-        """Return copies of the frames ``index`` (``[n]``, int64, flat over slots and envs).
-
-        Args:
-            index: Which frames.
-            extra: More root entries, ``[n, ...]``; left out if rows are plain tensors.
-        """
+        """Return copies of frames (int64 ``[n]``, over slots and envs) with ``extra`` entries."""
         if self._links is None:
             values = [source.index_select(0, index) for source in self._sources]
         else:

@@ -21,7 +21,7 @@ class Draw:
     index: torch.Tensor
     """Flat places (slot times environments plus environment), int64 ``[n]``."""
     seen: torch.Tensor | None
-    """Stamps of their slots when they were chosen; ``None`` where nobody can write meanwhile."""
+    """Sequence numbers of their slots when chosen; ``None`` where no other can write meanwhile."""
     info: dict[str, torch.Tensor] = field(default_factory=dict)
     """More entries of the sample, ``[n]``."""
     ends: torch.Tensor | None = None
@@ -33,7 +33,7 @@ class Draw:
 
 
 class Sampler:
-    """Chooses rows that are whole. One per buffer and process: it has state of its own."""
+    """Chooses complete rows. One per buffer and process: it has state of its own."""
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
         """Choose ``count`` frames.
@@ -79,7 +79,7 @@ class Sampler:
 
 
 class RandomSampler(Sampler):
-    """Every whole row with the same probability, with replacement."""
+    """Every complete row with the same probability, with replacement."""
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
         """Choose uniformly."""
@@ -188,15 +188,11 @@ class SamplerWithoutReplacement(Sampler):
 
 
 def saved_tensor(state: dict[str, Any], name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return a one-dimensional tensor of a sampler's state.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = state.get(name)
-    if not isinstance(found, torch.Tensor) or found.dtype != dtype or found.ndim != 1:
+    """Return a one-dimensional tensor of a sampler's state."""
+    tensor = state.get(name)
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.ndim != 1:
         raise ConfigError(f"this sampler's state has {name!r} ({dtype}); given: {sorted(state)}")
-    return found
+    return tensor
 
 
 def draw_complete(

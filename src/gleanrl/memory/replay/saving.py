@@ -61,18 +61,14 @@ def storage_state(storage: Storage, copied: bool = True) -> dict[str, Any]:
 
 
 def drop_overwritten(storage: Storage, state: dict[str, Any]) -> None:
-    """Drop rows from ``state`` that somebody wrote while they were copied."""
+    """Drop rows from ``state`` that were written while they were copied."""
     numbers = state["stamps"]
     with storage.ring.section():
         numbers[numbers != storage.ring.sequence_tensor[: len(numbers)]] = 0
 
 
 def check_storage(storage: Storage, state: Any) -> None:
-    """Check that a state can be loaded, before anything is changed.
-
-    Raises:
-        ConfigError: it contradicts itself, or is of rows that this storage cannot hold.
-    """
+    """Check that a state can be loaded, before anything is changed."""
     try:
         if isinstance(storage, ListStorage):
             _check_items(state)
@@ -101,46 +97,29 @@ def _check_tensors(state: Mapping[str, Any]) -> None:
     layout, top = RowLayout.from_json(state["layout"].encode()), len(state["stamps"])
     lead = (top,) if layout.envs is None else (top, layout.envs)
     expected = [((*lead, *field.shape), field.dtype) for field in layout.stored]
-    found = state["tensors"]
+    tensors = state["tensors"]
     if layout.dedup:
         linked = [field for field in layout.fields if field.key in layout.dedup]
-        frames, most = state["slots"] * (layout.envs or 1), len(found[-1])
-        links, places = found[-1 - len(linked)], frames + min(most, frames)
+        frames, most = state["slots"] * (layout.envs or 1), len(tensors[-1])
+        links, places = tensors[-1 - len(linked)], frames + min(most, frames)
         if links.numel() and not 0 <= int(links.min()) <= int(links.max()) < places:
             raise ConfigError("this state links rows to successors that are not there")
         expected += [((most, *field.shape), field.dtype) for field in linked]
-    if [(tuple(t.shape), t.dtype) for t in found] != expected:
+    if [(tuple(t.shape), t.dtype) for t in tensors] != expected:
         raise ConfigError("the tensors of this state are not of the layout that it describes")
 
 
-def frames_of(state: Mapping[str, Any]) -> int:
-    """Return how many frames the ring of a checked state has."""
-    return int(state.get("slots", 0)) * _envs(state)
-
-
-def _envs(state: Mapping[str, Any]) -> int:
+def frames_in_place(storage: Storage, state: Mapping[str, Any]) -> int:
+    """Return the frames of the ring if rows of a checked state keep their places, else 0."""
     layout = state.get("layout")
-    return 1 if layout is None else RowLayout.from_json(layout.encode()).envs or 1
-
-
-def same_places(storage: Storage, state: Mapping[str, Any]) -> bool:
-    """Tell whether rows of a checked state are put where they were: samplers' places hold then."""
+    envs = 1 if layout is None else RowLayout.from_json(layout.encode()).envs or 1
     ring = storage.ring
-    slots = ring.slots if ring.ready else storage.max_size // _envs(state)
-    return bool(state.get("slots") == slots)
+    slots = ring.slots if ring.ready else storage.max_size // envs
+    return slots * envs if state.get("slots") == slots else 0
 
 
 def load_storage(storage: Storage, state: dict[str, Any]) -> None:
-    """Put rows back: at the same places if the sizes agree, else in the order of their age.
-
-    Args:
-        storage: Whose rows are replaced.
-        state: What `check_storage` accepted.
-
-    Raises:
-        ConfigError: the storage holds other rows.
-        ReplayError: somebody is writing.
-    """
+    """Put rows back: at the same places if the sizes agree, else in the order of their age."""
     if isinstance(storage, ListStorage):
         _load_items(storage, state)
         return
@@ -171,8 +150,8 @@ def _frames(layout: RowLayout, state: dict[str, Any], slots: torch.Tensor) -> An
         frames = state["slots"] * (layout.envs or 1)
         keys = [field.key for field in layout.stored]
         for key, overflow in zip(layout.dedup, stored[number:], strict=True):
-            own = stored[keys.index(key)].flatten(0, link.ndim - 1)
-            data[next_key(key)] = follow(own, overflow, link, frames)
+            places = stored[keys.index(key)].flatten(0, link.ndim - 1)
+            data[next_key(key)] = follow(places, overflow, link, frames)
     return data
 
 
@@ -206,9 +185,9 @@ def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any
     """Write a buffer to the directory ``path``, which several processes may do at once.
 
     A dump is a folder of files, and a description that names the folder. The writer of a folder
-    holds a lock of the kernel on it, which ends with the process; a folder that nobody holds and
-    that the description does not name was left by a dead process. What an earlier call wrote stays
-    valid until this one is complete and on the disk.
+    holds a lock of the kernel on it, which ends with the process; a folder that has neither a
+    holder nor a description was left by a dead process. What an earlier call wrote stays valid
+    until this one is complete and on the disk.
 
     Raises:
         ConfigError: the storage is a list of objects.
@@ -257,7 +236,7 @@ def _new_folder(root: Path) -> Iterator[Path]:
     """Make a folder for a dump; it is removed again if the dump fails."""
     folder = root / f"data-{uuid.uuid4().hex}"
     with contextlib.ExitStack() as held:
-        with _locked(root, _LOCK_TIMEOUT_S):  # nobody tidies up between making and locking
+        with _locked(root, _LOCK_TIMEOUT_S):  # no other process removes it before it is locked
             folder.mkdir()
             held.enter_context(_locked(folder, 0.0))
         try:
@@ -271,18 +250,14 @@ def _new_folder(root: Path) -> Iterator[Path]:
 def _current_folder(root: Path) -> str | None:
     """Return which folder the description names, ``None`` if there is no such description."""
     try:
-        found = json.loads((root / META).read_text())["folder"]
+        folder = json.loads((root / META).read_text())["folder"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if isinstance(found, str) and FOLDER.fullmatch(found) else None
+    return folder if isinstance(folder, str) and FOLDER.fullmatch(folder) else None
 
 
 def _publish(folder: Path, text: str) -> None:
-    """Make ``text`` the description, which names ``folder``; remove abandoned folders.
-
-    Raises:
-        OSError: the disk is full; the description is the old one.
-    """
+    """Make ``text`` the description, which names ``folder``; remove abandoned folders."""
     root = folder.parent
     tensor_files.sync_directory(folder)
     fresh = root / f"{META}.{folder.name}"
@@ -327,7 +302,7 @@ def _locked(directory: Path, timeout: float) -> Iterator[bool]:
 
 
 def _try_lock(fd: int) -> bool | None:
-    """Return ``None`` if somebody else has the lock, False where there are no locks."""
+    """Return ``None`` if another process has the lock, False where there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -362,18 +337,18 @@ def _read(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ConfigError(f"{root} holds {meta['format']!r}, version {meta['version']!r}")
         if not FOLDER.fullmatch(meta["folder"]) or (root / meta["folder"]).is_symlink():
             raise ConfigError(f"{root} names {meta['folder']!r} as its data")
-        found = []
+        tensors = []
         for number, entry in enumerate(meta["files"]):
             # Entries of older dumps have neither key nor file.
             named = {"key": ["files", str(number)], "file": f"{number}.bin", **entry}
             file = TensorFile.from_json(named, root / META)
-            found.append(file.load(file.locate(root / meta["folder"])))
+            tensors.append(file.load(file.locate(root / meta["folder"])))
         storage, sampler = dict(meta["storage"]), dict(meta["sampler"])
         number = int(meta["tensors"])
         if storage.get("layout") is not None:
-            storage["tensors"], storage["stamps"] = found[:number], found[number]
+            storage["tensors"], storage["stamps"] = tensors[:number], tensors[number]
             number += 1
-        sampler |= zip(meta["sampler_tensors"], found[number:], strict=True)
+        sampler |= zip(meta["sampler_tensors"], tensors[number:], strict=True)
     except (OSError, KeyError, TypeError, AttributeError, IndexError, ValueError) as err:
         if isinstance(err, ConfigError):
             raise

@@ -20,7 +20,7 @@ _DONE: Key = ("next", "done")
 Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 Places: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Same: TypeAlias = Callable[[Storage, Places, Places], Bools]
-"""Tells of rows and of those before them whether one trajectory goes on, ``[n, envs]``."""
+"""Tells whether rows continue the trajectory of the rows before them, ``[n, envs]``."""
 _PIECEMEAL = 64
 """From so many changed stretches on, looking at all rows is cheaper."""
 
@@ -272,7 +272,7 @@ class SegmentIndex:
         self._segments: TrajectorySegments | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ring": None}  # looked at anew by whoever loads it
+        return {**self.__dict__, "_ring": None}  # a copy looks at all rows anew
 
     def segments(self, storage: Storage) -> TrajectorySegments:
         """Return the segments of all complete rows."""

@@ -182,7 +182,7 @@ class LazyTensorStorage(Storage):
 
     @property
     def rows(self) -> Rows | None:
-        """The tensors, ``None`` while nothing was stored by anybody."""
+        """The tensors; ``None`` before the first data."""
         if self._rows is None and self.ring.ready:
             # Two threads must not both make tensors: one would write into its own.
             with self.ring.section():
@@ -323,9 +323,9 @@ class LazyTensorStorage(Storage):
         stored: Sequence[torch.Tensor],
         overflow: Sequence[torch.Tensor],
     ) -> None:
-        """Replace all rows by those of a checked state; nobody sees them before they are complete.
+        """Replace all rows by those of a checked state; inside the section of the ring.
 
-        Inside the section of the ring.
+        No reader sees them before they are complete.
 
         Args:
             state: Cursor, counters and sequence numbers.
@@ -362,7 +362,7 @@ class LazyTensorStorage(Storage):
             check_memory(nbytes, what, "lower max_size, or use LazyMemmapStorage", "memory")
 
     def _take_room(self, layout: RowLayout, overflow: range | None) -> None:
-        """Take the room of what is mapped; memory is taken when it is touched."""
+        """Take room on the disk, for files; memory is taken when it is touched."""
 
     def _allocate(self, shapes: Shapes) -> list[torch.Tensor]:
         if self._memory is None and self.compact is False:
@@ -402,7 +402,7 @@ class LazyTensorStorage(Storage):
 class LazyMemmapStorage(LazyTensorStorage):
     """Tensors in a file that is mapped, for buffers larger than memory.
 
-    The file has no name: it is gone with the last process that maps it. `ReplayBuffer.dumps` makes
+    The file has no name: it ends with the last process that maps it. `ReplayBuffer.dumps` makes
     files that stay.
 
     Args:
@@ -503,6 +503,6 @@ def _anonymous() -> SharedMemory:
 
 
 def _closed_with(memory: SharedMemory) -> SharedMemory:
-    """Return ``memory``, whose descriptor is closed once nobody holds it any more."""
+    """Return ``memory``, whose descriptor is closed with the last reference to it."""
     weakref.finalize(memory, os.close, memory.fd).atexit = False
     return memory

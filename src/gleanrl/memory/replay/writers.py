@@ -35,7 +35,7 @@ class RoundRobinWriter(Writer):
         slots = storage.ring.slots
         skipped = max(0, count - slots)
         if not storage.shared:
-            # Nobody else may look before the rows are complete: one section around all of it.
+            # No reader may look before the rows are complete: one section around all of it.
             with storage.ring.section():
                 return self._write(storage, values, skipped, count - skipped, skipped)
         # A part of the ring at a time, so that several writers of long batches find room.
@@ -112,10 +112,10 @@ class TensorDictMaxValueWriter(Writer):
         ring, rows = storage.ring, storage.rows
         assert rows is not None
         filled, slots = ring.live, ring.slots
-        given = _ranks(values[rank])
+        new = _ranks(values[rank])
         have = _ranks(rows.tensors[rank][:filled])
         # Stable, and the stored ones first: of equals, those that are there stay.
-        best = np.argsort(-np.concatenate([have, given]), kind="stable")[:slots]
+        best = np.argsort(-np.concatenate([have, new]), kind="stable")[:slots]
         taken = np.sort(best[best >= filled] - filled)
         out = np.setdiff1d(np.arange(filled), best)
         free = np.concatenate([np.arange(filled, slots), out])[: len(taken)]
