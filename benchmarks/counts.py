@@ -98,9 +98,9 @@ def calls_per_step(envs: int = 16, policy: Any = None, steps: int = 32) -> tuple
 
 
 def _batch_calls(envs: int, policy: Any, steps: int) -> Calls:
-    from benchmarks.ours import Ours
+    from benchmarks.systems.ours import inline
 
-    system = Ours([Still] * envs, policy, envs * steps)
+    system = inline([Still] * envs, policy, envs * steps)
     try:
         for _ in range(3):
             system.collect_batch()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,20 +16,19 @@ Fields = Mapping[str, np.ndarray[Any, Any]]
 """A batch for comparison: dotted names to ``[P, T, ...]`` arrays."""
 
 
-class System(Protocol):
+class System:
     """Something that fills batches, built once per case and driven by `measure`."""
 
     def collect_batch(self) -> int:
-        """Collect one batch and return how many agent steps it holds."""
-        ...
+        """Collect one batch and return how many agent steps (or whatever counts) it holds."""
+        raise NotImplementedError
 
     def fields(self) -> Fields:
-        """Return the last batch for comparison. Not timed."""
-        ...
+        """Return the last batch for comparison, if there is anything to compare. Not timed."""
+        return {}
 
     def close(self) -> None:
-        """Release environments."""
-        ...
+        """Release environments and processes."""
 
 
 class Skip(Exception):
@@ -75,26 +74,44 @@ class Case:
     """Surrounds each window of a system; gives the clock of the CPU time it takes."""
 
 
-@dataclass
-class Ratio:
-    """``ours / reference`` over the rounds."""
+def summary(values: list[float]) -> dict[str, Any]:
+    """Return median, quartiles and extremes of what the rounds gave."""
+    low, middle, high = values * 3 if len(values) < 2 else _quartiles(values)
+    return {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values)}
 
-    target: float | None
-    rounds: list[float]
+
+def _quartiles(values: list[float]) -> list[float]:
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+Tick = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number that is no rate against a rate, measured several times."""
+
+    name: str
+    unit: str
+    values: list[float]
+    limit: float | None = None
+    """Greatest acceptable median; ``None`` only informs."""
 
     def summary(self) -> dict[str, Any]:
-        """Return median, quartiles, extremes and whether the target was met."""
-        low, middle, high = quartiles(self.rounds)
-        return {
-            "target": self.target,
-            "median": middle,
-            "q1": low,
-            "q3": high,
-            "min": min(self.rounds),
-            "max": max(self.rounds),
-            "met": None if self.target is None else middle >= self.target,
-            "rounds": self.rounds,
-        }
+        found = summary(self.values)
+        met = None if self.limit is None else found["median"] <= self.limit
+        head = {"unit": self.unit, "limit": self.limit}
+        return {**head, **found, "met": met, "rounds": self.values}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Something that gives `Figure` objects."""
+
+    name: str
+    title: str
+    run: Callable[[int, float, Tick], Iterable[Figure]]
+    """Called with rounds, seconds per round and the tick of a progress display."""
 
 
 @dataclass
@@ -114,17 +131,19 @@ class Result:
     load: list[float] = field(default_factory=list)
     """Load averages of the machine after the case."""
 
-    def ratios(self, cpu: bool = False) -> dict[str, Ratio]:
-        """Return ours against every reference that ran."""
+    def ratios(self, cpu: bool = False) -> dict[str, Any]:
+        """Return ours against every reference that ran, round by round, and summed up."""
         rates = self.cpu_rates if cpu else self.rates
         ours = rates.get(OURS)
-        if not ours:
-            return {}
-        return {
-            name: Ratio(self.targets.get(name), [a / b for a, b in zip(ours, theirs, strict=True)])
-            for name, theirs in rates.items()
-            if name != OURS
-        }
+        found = {}
+        for name, theirs in rates.items() if ours else ():
+            if name == OURS:
+                continue
+            rounds, target = [a / b for a, b in zip(ours, theirs, strict=True)], self.targets[name]
+            values = summary(rounds)
+            met = None if target is None else values["median"] >= target
+            found[name] = {"target": target, **values, "met": met, "rounds": rounds}
+        return found
 
 
 OURS = "gleanrl"
@@ -211,18 +230,9 @@ def _window(case: Case, system: System, seconds: float) -> tuple[float, float]:
     return frames / (end - start), frames / max(spent, 1e-9)
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the first quartile, the median and the third quartile."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
 def tensordict_fields(batch: Any) -> Fields:
     """Return the leaves of a batch as ``[P, T, ...]``; flags and rewards lose their last 1."""
-    if batch.ndim == 1:
-        batch = batch.unsqueeze(0)
+    batch = batch.unsqueeze(0) if batch.ndim == 1 else batch.flatten(0, -2)
     fields: dict[str, Any] = {}
     for key, value in batch.items(include_nested=True, leaves_only=True):
         name = key if isinstance(key, str) else ".".join(key)

@@ -17,6 +17,8 @@ from benchmarks import picture
 from benchmarks.harness import OURS, WRONG, Result
 from benchmarks.machine import machine, versions
 
+_VERDICT = {True: "[green]met[/green]", False: "[red]missed[/red]", None: ""}
+
 
 def document(results: Sequence[Result], settings: dict[str, Any], memory: Any) -> dict[str, Any]:
     """Return everything as one JSON-ready dictionary."""
@@ -41,8 +43,8 @@ def _case(result: Result) -> dict[str, Any]:
             }
             for name, rates in result.rates.items()
         },
-        "ratios": {name: ratio.summary() for name, ratio in result.ratios().items()},
-        "cpu_ratios": {name: ratio.summary() for name, ratio in result.ratios(cpu=True).items()},
+        "ratios": result.ratios(),
+        "cpu_ratios": result.ratios(cpu=True),
         "agreement": result.agreement,
         "skipped": result.skipped,
         "extra": result.extra,
@@ -67,6 +69,13 @@ def missed(doc: dict[str, Any]) -> list[str]:
     memory = doc["memory"]
     if memory and memory.get("met") is False:
         lines.append(f"memory grew by {memory['growth_mib']:.1f} MiB")
+    for case, entry in doc.get("figures", {}).items():
+        lines += [
+            f"{case}, {name}: {figure['median']:.4g} > {figure['limit']} {figure['unit']}"
+            for name, figure in entry["figures"].items()
+            if figure["met"] is False
+        ]
+        lines += [f"{case}: {entry['skipped']}"] * entry["skipped"].startswith(WRONG)
     return lines
 
 
@@ -85,6 +94,28 @@ def show(doc: dict[str, Any], console: Console) -> None:
     console.print(table)
     for line in _remarks(doc):
         console.print(line, highlight=False, soft_wrap=True)
+    _show_figures(doc.get("figures", {}), console)
+
+
+def _show_figures(found: dict[str, Any], console: Console) -> None:
+    """Print one row per figure; ``found`` is by measurement, then by figure."""
+    table = Table("measurement", "figure", "median", "IQR", "limit", "")
+    for case, entry in found.items():
+        for name, figure in entry["figures"].items():
+            limit = "-" if figure["limit"] is None else f"{figure['limit']:g}"
+            table.add_row(
+                case,
+                name,
+                f"{figure['median']:,.4g} {figure['unit']}",
+                f"{figure['q1']:,.4g}-{figure['q3']:,.4g}",
+                limit,
+                _VERDICT[figure["met"]],
+            )
+    if table.row_count:
+        console.print(table)
+    for case, entry in found.items():
+        if entry["skipped"]:
+            console.print(f"[yellow]{case} skipped:[/yellow] {json.dumps(entry['skipped'])}")
 
 
 def _remarks(doc: dict[str, Any]) -> Iterator[str]:
@@ -108,7 +139,7 @@ def _ratio_cells(ratio: dict[str, Any] | None) -> list[str]:
     if ratio is None:
         return ["-", "-", "-", ""]
     target = "-" if ratio["target"] is None else f"{ratio['target']:g}"
-    verdict = {True: "[green]met[/green]", False: "[red]missed[/red]", None: ""}[ratio["met"]]
+    verdict = _VERDICT[ratio["met"]]
     spread = f"{ratio['q1']:.2f}-{ratio['q3']:.2f}"
     return [f"{ratio['median']:.3f}", spread, target, verdict]
 

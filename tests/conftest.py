@@ -77,3 +77,28 @@ def small_disk(tmp_path):
     yield mount
     for path in mounted:
         subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """The environment of a rank, with a store that this process keeps."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5.0))
+
+    def become(rank, size):
+        env = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        for name, value in env.items():
+            monkeypatch.setenv(name, str(value))
+        return store
+
+    return become

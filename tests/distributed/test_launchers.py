@@ -1,7 +1,5 @@
 """Nodes that schedulers, torchrun or people start. Real processes, on this machine."""
 
-import errno
-import json
 import os
 import re
 import shutil
@@ -18,40 +16,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import rig
-from node_rig import way_out
+from launch_rig import HERE, SOON, TORCHRUN_SCRIPT, collect, private
 
 from gleanrl import CollectorTimeout, ConfigError, WorkerDied
 from gleanrl.cli.main import main as command_line
 from gleanrl.collectors import DistributedCollector
 from gleanrl.collectors.distributed import submitit_delayed_launcher
-from gleanrl.transport.handshake import HandshakeError, Invitation, join, new_secret
-from gleanrl.transport.launchers import make_launcher
-from gleanrl.transport.launchers.delayed import Rendezvous, RendezvousKeeper
-from gleanrl.transport.launchers.external import ManualLauncher, serve_as_rank
-from gleanrl.transport.launchers.local import outward
-from gleanrl.transport.launchers.submitit import SubmititLauncher
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:port .* is taken")]
-SOON = 5.0
-"""Seconds within which bad news is there."""
-HERE = {"cluster": "local", "timeout_min": 5}
-TORCHRUN_SCRIPT = """\
-import os, sys
-from gleanrl.collectors import DistributedCollector
-learner = os.environ["RANK"] == "0"
-envs = ["CartPole-v1"] * 2 if learner else None
-collector = DistributedCollector(envs, frames_per_batch=16, total_frames=32, launcher="torchrun",
-                                 sync=True, tcp_port=0)
-assert learner, "this is a node, which serves and goes"
-print([tuple(batch.shape) for batch in collector])
-collector.shutdown()
-"""
-
-
-@pytest.fixture(autouse=True)
-def _warm(monkeypatch, python):
-    """Have jobs and ranks started in no time."""
-    monkeypatch.setattr(sys, "executable", python)
 
 
 class Noted(gym.Env):
@@ -101,26 +73,6 @@ def running(folder):
     return found
 
 
-def collect(launcher, nodes=2, **kwargs):
-    """Return the shapes of all batches."""
-    with DistributedCollector(
-        ["CartPole-v1"] * nodes,
-        frames_per_batch=16,
-        total_frames=32,
-        sync=True,
-        launcher=launcher,
-        tcp_port=0,
-        **kwargs,
-    ) as collector:
-        return [tuple(batch.shape) for batch in collector]
-
-
-def private(folder):
-    (run,) = folder.iterdir()
-    assert stat.S_IMODE(run.stat().st_mode) == 0o700
-    return run
-
-
 # -- submitit --------------------------------------------------------------------------------------
 
 
@@ -132,35 +84,10 @@ def test_submitit_nodes_deliver_and_nothing_is_left_but_logs(tmp_path):
     assert left == {"0_log.err", "0_log.out", "0_result.pkl"}
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o022])
-def test_what_holds_the_secret_is_the_users_alone(tmp_path, umask):
-    launcher = SubmititLauncher({**HERE, "folder": tmp_path, "local_setup": ["exit 3"]})
-    before = os.umask(umask)
-    try:
-        launcher.launch([Invitation("127.0.0.1", 1, 0, new_secret())])
-    finally:
-        os.umask(before)
-    (pickled,) = private(tmp_path).glob("*_submitted.pkl")
-    assert stat.S_IMODE(pickled.stat().st_mode) == 0o600
-    launcher.stop(SOON)
-    assert not pickled.exists()
-
-
 def test_a_job_that_ends_before_it_joins_is_named_at_once(tmp_path):
     ended = r"worker 0 \(local job \d+, log .*err\) ended, state"
     with rig.in_time(), pytest.raises(WorkerDied, match=ended):
         collect("submitit", 1, slurm_kwargs={**HERE, "folder": tmp_path, "local_setup": ["exit 3"]})
-
-
-def test_a_node_that_fails_before_it_joins_is_named_with_its_reason(tmp_path):
-    launcher = SubmititLauncher({**HERE, "folder": tmp_path})
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    launcher.launch([Invitation("127.0.0.1", port, 0, new_secret(), timeout_s=0.1)])
-    assert launcher.exit_reason(0, 0.0) is None
-    fate = launcher.exit_reason(0, 60.0)
-    launcher.stop(SOON)
-    assert re.search(r"\(local job \d+, log .*\) failed: ConnectionRefusedError", fate)
 
 
 def test_a_node_that_is_terminated_says_so_and_closes_its_environment(tmp_path):
@@ -222,7 +149,7 @@ def test_parameters_of_jobs_that_cannot_be_are_named(tmp_path, wrong, message):
 def test_without_submitit_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match=r"pip install 'gleanrl\[submitit\]'"):
-        make_launcher("submitit", None)
+        collect("submitit")
     with pytest.raises(ConfigError, match=r"pip install 'gleanrl\[submitit\]'"):
         submitit_delayed_launcher(2)
 
@@ -308,46 +235,6 @@ def test_a_delayed_collector_outside_of_a_main_job_is_refused():
         collect("submitit_delayed")
 
 
-def test_a_delayed_node_waits_for_the_learner_no_longer_than_the_main_job_lives(tmp_path):
-    meeting = Rendezvous(tmp_path)
-    with pytest.raises(CollectorTimeout, match="main job did not start within"):
-        meeting.next_learner(0, 0.0)
-    keeper = RendezvousKeeper(tmp_path)
-    keeper.call([Invitation("10.0.0.5", 10003, 0, b"a secret of sixteen bytes")])
-    assert stat.S_IMODE((tmp_path / "learner.json").stat().st_mode) == 0o600
-    assert meeting.next_learner(0, 0.0).port == 10003
-    keeper.dismiss()
-    assert "a secret" not in (tmp_path / "learner.json").read_text()
-    keeper.close()
-    assert meeting.next_learner(1, 0.0) is None
-
-
-def test_a_file_that_cannot_be_read_for_the_moment_is_waited_for(tmp_path, monkeypatch):
-    keeper, read, write = RendezvousKeeper(tmp_path), Path.read_text, Path.replace
-    keeper.call([Invitation("10.0.0.5", 10003, 0, b"a secret of sixteen bytes")])
-    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-    answers = iter([stale, "", '{"beat": 1', stale])
-
-    def read_late(path, *args):
-        answer = next(answers, None)
-        if isinstance(answer, OSError):
-            raise answer
-        return read(path, *args) if answer is None else answer
-
-    monkeypatch.setattr(Path, "read_text", read_late)
-    assert Rendezvous(tmp_path).next_learner(0, 2 * SOON).port == 10003
-    assert next(answers, None) is None
-
-    def replace_late(*args):
-        monkeypatch.setattr(Path, "replace", write)
-        raise stale
-
-    monkeypatch.setattr(Path, "replace", replace_late)
-    keeper.dismiss()  # written with the next sign of life
-    keeper.close()
-    assert Rendezvous(tmp_path).next_learner(1, 0.0) is None
-
-
 # -- torchrun --------------------------------------------------------------------------------------
 
 
@@ -367,31 +254,6 @@ def test_ranks_of_torchrun_become_learner_and_nodes(tmp_path):
     assert not running(script)
 
 
-@pytest.fixture
-def as_rank(monkeypatch):
-    """The environment of a rank, with a store that this process keeps."""
-    from datetime import timedelta
-
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=SOON))
-
-    def become(rank, size):
-        env = {
-            "RANK": rank,
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": store.port,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-        }
-        for name, value in env.items():
-            monkeypatch.setenv(name, str(value))
-        return store
-
-    return become
-
-
 def test_more_or_fewer_ranks_than_nodes_are_refused(as_rank):
     as_rank(0, 4)
     with pytest.raises(ConfigError, match="started 4 ranks.*create_env_fn has 2; start 3 ranks"):
@@ -404,40 +266,6 @@ def test_a_rank_waits_only_so_long_for_the_learner(as_rank):
         collect("torchrun", 1, start_timeout=0.2)
 
 
-def test_a_rank_that_fails_leaves_its_reason(as_rank):
-    store = as_rank(1, 2)
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        place = {"host": "127.0.0.1", "port": stranger.getsockname()[1]}
-        notice = {**place, "secret": "a secret of sixteen bytes"}
-        store.set("gleanrl/0/learner", json.dumps(notice))
-        stranger.close()
-        with pytest.raises(OSError, match="refused"):
-            serve_as_rank(0.2)
-    as_rank(0, 2)
-    launcher = make_launcher("torchrun", None)
-    assert "(rank 1) failed: ConnectionRefusedError" in launcher.exit_reason(0, 0.0)
-    assert launcher.exit_reason(1, 0.0) is None
-
-
-def test_a_rank_that_is_terminated_leaves_its_reason_in_the_store_as_well(as_rank, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(TORCHRUN_SCRIPT)
-    as_rank(1, 2)
-    node = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "RANK": "1"})
-    as_rank(0, 2)
-    with DistributedCollector(
-        ["CartPole-v1"], frames_per_batch=8, launcher="torchrun", tcp_port=0
-    ) as collector:
-        collector.next()
-        node.terminate()
-        with pytest.raises(WorkerDied, match="told to end by SIGTERM"):
-            for _ in iter(collector.next, None):
-                pass
-    assert node.wait(20) == 128 + signal.SIGTERM
-    launcher = make_launcher("torchrun", None)
-    assert "(rank 1) was told to end by SIGTERM" in launcher.exit_reason(0, SOON)
-
-
 def test_torchrun_without_torchrun_is_an_error_that_says_so(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -446,70 +274,6 @@ def test_torchrun_without_torchrun_is_an_error_that_says_so(monkeypatch):
 
 
 # -- by hand ---------------------------------------------------------------------------------------
-
-
-class ByHand:
-    """Runs the commands of a `ManualLauncher` after whatever else comes to the port."""
-
-    def __init__(self, before=lambda place: None):
-        self.before, self.text, self.nodes = before, "", []
-
-    def __call__(self, text):
-        self.text = text
-        first, *commands = text.splitlines()
-        host, _, port = re.search(r"at (\S+) for", first)[1].rpartition(":")
-        self.before((host, int(port)))
-        self.nodes = [subprocess.Popen(["bash", "-c", command]) for command in commands]
-
-    def codes(self):
-        return [node.wait(20) for node in self.nodes]
-
-
-def test_nodes_started_by_hand_deliver_whoever_else_comes_to_the_port(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    told = []
-
-    def guess(place):
-        try:
-            join(Invitation(*place, 0, b"a guess of sixteen bytes"), 60.0)
-        except HandshakeError as err:
-            told.append(str(err))
-
-    def disturb(place):
-        garbage.connect(place)
-        garbage.sendall(b"GET / HTTP/1.0\r\n\r\n" * 20)
-        socket.create_connection(place).close()
-        guessing.append(threading.Thread(target=guess, args=[place]))
-        guessing[0].start()
-
-    guessing = []
-    hand = ByHand(disturb)
-    with socket.socket() as garbage:
-        assert collect(ManualLauncher(hand), host="127.0.0.1") == [(2, 8), (2, 8)]
-    guessing[0].join(SOON)
-    assert "did not let node 0 in: the secret is not that of its collector" in told[0]
-    assert hand.codes() == [0, 0]
-    assert not list((tmp_path / ".cache" / "gleanrl").iterdir())
-
-
-def test_a_node_started_by_hand_says_that_it_was_terminated_and_no_secret_is_shown(monkeypatch):
-    monkeypatch.setenv("GLEANRL_SECRET", "my very own secret 123")
-    hand = ByHand()
-    with DistributedCollector(
-        ["CartPole-v1"],
-        frames_per_batch=8,
-        launcher=ManualLauncher(hand),
-        tcp_port=0,
-        host="127.0.0.1",
-    ) as collector:
-        batches = iter(collector)
-        next(batches)
-        hand.nodes[0].terminate()
-        with pytest.raises(WorkerDied, match=r"SIGTERM \(process \d+ on "):
-            for _ in batches:
-                pass
-    assert hand.codes() == [128 + signal.SIGTERM]
-    assert "my very own" not in hand.text
 
 
 @pytest.mark.parametrize(
@@ -563,11 +327,3 @@ def test_a_secret_that_is_too_short_is_refused(monkeypatch):
 def test_an_unknown_launcher_is_an_error_that_names_those_there_are():
     with pytest.raises(ConfigError, match="'mp', 'submitit', .*'torchrun', 'manual'"):
         collect("slurm")
-
-
-def test_the_address_for_others_is_that_of_the_way_out_where_the_name_is_of_the_loopback():
-    expected = way_out()
-    if expected is None:
-        pytest.skip("this machine has no network")
-    assert outward("localhost") == expected
-    assert not outward().startswith("127.")

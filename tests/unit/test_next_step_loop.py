@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from clocks_rig import Clock, clocks
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -19,14 +20,12 @@ from pool_rig import (
     TERMINATED,
     TRAJ,
     TRUNCATED,
-    Clock,
     Counting,
     Uniform,
     act_on,
     assert_consistent,
     assert_same_stream,
     by_hand,
-    clocks,
     collect,
     collect_all,
     serve,

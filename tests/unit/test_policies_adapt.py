@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from policies_rig import OBS, layout, make, plain, run, same, windows
+from policies_rig import collect, layout, make, plain, same, written
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
@@ -19,11 +19,9 @@ from torch import nn
 from torchrl.modules import MLP
 
 from gleanrl import Collector, PolicyError, PolicyTypeError
-from gleanrl.core.layout import DoneGroup, EnvLayout, Field
-from gleanrl.core.protocols import Policy
 
 FLOATS = ((3,), torch.float32)
-PIXELS = Field(("pixels",), (2, 2), torch.float32)
+PIXELS = {"pixels": (2, 2)}
 
 
 def as_tensordict_policy(fn, names=("observation",), extra=()):
@@ -71,7 +69,7 @@ def test_callables_on_tensors_get_the_observation(name, batch):
 def test_arguments_named_after_observations_get_those():
     policy = Two()
     reference = as_tensordict_policy(policy, ("pixels", "observation"))
-    same(policy, layout((5,), FLOATS, more=(PIXELS,)), reference=reference)
+    same(policy, layout((5,), FLOATS, more=PIXELS), reference=reference)
 
 
 def test_further_results_of_a_callable_on_tensors_are_numbered():
@@ -79,8 +77,9 @@ def test_further_results_of_a_callable_on_tensors_are_numbered():
         return observation[..., :3], observation.sum(-1), observation
 
     reference = as_tensordict_policy(policy, extra=["output1", "output2"])
-    ours = same(policy, layout((5,), FLOATS), reference=reference)
-    assert [field.key for field in ours.outputs] == [("action",), ("output1",), ("output2",)]
+    env = layout((5,), FLOATS)
+    batch, _ = same(policy, env, reference=reference)
+    assert written(env, batch) == {"action", "output1", "output2"}
 
 
 def act_on(td):
@@ -148,10 +147,8 @@ def test_a_trusted_policy_is_called_with_a_tensordict_whatever_its_signature():
     def policy(anything, other=None):
         return act_on(anything)
 
-    ours = make(policy, env, trust_policy=True)
-    window, carry = windows(env, ours)
-    run(ours, window, carry)
-    assert torch.equal(window.tensor(("action",)), window.tensor(OBS)[..., :3])
+    batch = collect(policy, env, trust_policy=True)
+    assert torch.equal(batch["action"], batch["observation"][..., :3])
 
 
 class Unwrappable(nn.Module):
@@ -175,7 +172,7 @@ def test_a_policy_that_cannot_be_called_is_a_type_error_that_says_what_is_expect
 
 def test_one_argument_and_several_observations_is_a_type_error():
     with pytest.raises(PolicyTypeError, match=r"'observation', 'pixels'"):
-        make(nn.Linear(4, 3), layout((5,), FLOATS, more=(PIXELS,)))
+        make(nn.Linear(4, 3), layout((5,), FLOATS, more=PIXELS))
 
 
 @pytest.mark.parametrize(
@@ -242,8 +239,8 @@ def test_an_error_of_the_policy_itself_is_left_as_it_is():
 
 def test_actions_are_stored_as_the_environment_wants_them():
     policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
-    ours = same(policy, layout((5,), ((3,), torch.float64)))
-    assert ours.outputs[0].dtype == torch.float64
+    batch, _ = same(policy, layout((5,), ((3,), torch.float64)))
+    assert batch["action"].dtype == torch.float64
 
 
 def test_float_one_hot_samples_fit_an_integer_environment():
@@ -340,7 +337,7 @@ def test_modules_see_the_batch_shape_of_the_environment():
         return act_on(td)
 
     for batch in [(), (5,), (2, 3)]:
-        make(policy, layout(batch, FLOATS))
+        make(policy, layout(batch, FLOATS)).shutdown()
         assert seen.pop() == (torch.Size(batch), (*batch, 4), (*batch, 1))
 
 
@@ -350,51 +347,16 @@ def test_a_result_that_changes_its_shape_is_an_error():
         lambda x: (x[..., :3], x[..., : next(sizes)]), ["observation"], ["action", "extra"]
     )
     env = layout((5,), FLOATS)
-    ours = make(policy, env)
-    window, carry = windows(env, ours)
-    with pytest.raises(PolicyError, match=r"'extra' as torch.float32 of shape \(5, 3\); before"):
-        run(ours, window, carry)
+    with (
+        make(policy, env) as collector,
+        pytest.raises(PolicyError, match=r"'extra' as torch.float32 of shape \(5, 3\); before"),
+    ):
+        next(iter(collector))
 
 
 def test_bfloat16_outputs_are_collected():
     policy = Mod(lambda x: (x[..., :3], x.to(torch.bfloat16)), ["observation"], ["action", "half"])
     env = layout((5,), FLOATS)
-    ours = make(policy, env)
-    window, carry = windows(env, ours)
-    run(ours, window, carry)
-    assert torch.equal(window.tensor(("half",)), window.tensor(OBS).to(torch.bfloat16))
-    assert plain(policy, env, window)[("half",)].dtype == torch.bfloat16
-
-
-def test_nested_keys_are_read_and_written():
-    agents = ("agents", "observation")
-    env = EnvLayout(
-        batch_shape=(5,),
-        observations=(Field(OBS, (4,), torch.float32), Field(agents, (2, 4), torch.float32)),
-        actions=(Field(("agents", "action"), (2, 3), torch.float32),),
-        rewards=(Field(("agents", "reward"), (2, 1), torch.float32),),
-        dones=(DoneGroup(()), DoneGroup(("agents",), (2, 1))),
-    )
-    module = Mod(nn.Linear(4, 3), [agents], [("agents", "action")])
-    assert same(module, env).lowered == 1
-
-    def function(td):
-        assert not td.get(("agents", "done"), torch.zeros(())).any()
-        td["agents", "action"] = module.module(td[agents])
-        td["agents", "extra"] = td[agents].sum(-1)
-
-    assert {f.key for f in same(function, env).outputs} == {
-        ("agents", "action"),
-        ("agents", "extra"),
-    }
-
-
-def test_policies_are_policies():
-    made: list[Policy] = [
-        make(nn.Linear(4, 3), layout((5,), FLOATS)),
-        make(None, layout(), random=print),
-    ]
-    for policy in made:
-        assert policy.outputs
-        for name in ("begin", "act", "reset", "finish"):
-            assert callable(getattr(policy, name))
+    batch = collect(policy, env)
+    assert torch.equal(batch["half"], batch["observation"].to(torch.bfloat16))
+    assert plain(policy, env, batch)["half"].dtype == torch.bfloat16

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from policies_rig import DETERMINISTIC, MODE, RANDOM, layout, make, plain, run, windows
+from policies_rig import (
+    DETERMINISTIC,
+    MODE,
+    RANDOM,
+    STEPS,
+    assert_same,
+    layout,
+    lowered,
+    make,
+    plain,
+)
 from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
 from tensordict.nn import TensorDictModule as Mod
@@ -17,21 +27,23 @@ INT = ((), torch.int64)
 
 
 class Setting:
-    """A policy with its window; `check` makes a rollout and compares it to the plain calls."""
+    """A policy with its collectors; `check` compares a batch to plain calls."""
 
     def __init__(self, policy, action=FLOATS):
         self.policy, self.env = policy, layout((5,), action)
-        self.ours = make(policy, self.env)
-        self.window, self.carry = windows(self.env, self.ours)
+        self.collectors = {}
+
+    def collect(self, kind=RANDOM):
+        if kind not in self.collectors:
+            self.collectors[kind] = make(self.policy, self.env, kind)
+        return next(iter(self.collectors[kind])).clone()
 
     def check(self, kind=RANDOM):
         torch.manual_seed(3)
-        expected = plain(self.policy, self.env, self.window, kind)
+        batch = self.collect(kind)
         torch.manual_seed(3)
-        run(self.ours, self.window, self.carry, kind)
-        for field in self.ours.outputs:
-            assert torch.equal(self.window.tensor(field.key), expected[field.key])
-        return self.window.tensor(("action",)).clone()
+        assert_same(batch, plain(self.policy, self.env, batch, kind), self.env)
+        return batch["action"]
 
 
 def network():
@@ -107,7 +119,7 @@ def test_hooks_are_respected_when_they_come_and_when_they_go(setting, where):
 
     handle = target.register_forward_hook(count)
     changed = setting.check()
-    assert len(calls) == 2 * setting.window.steps
+    assert len(calls) == 2 * STEPS
     assert not torch.equal(before, changed)
     handle.remove()
     assert torch.equal(before, setting.check())
@@ -118,7 +130,7 @@ def test_global_hooks_are_respected(setting):
     calls = []
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *a: calls.append(1))
     try:
-        run(setting.ours, setting.window, setting.carry)
+        setting.collect()
     finally:
         handle.remove()
     assert calls
@@ -155,8 +167,8 @@ def test_dropout_follows_train_and_eval():
 def test_running_statistics_move_as_in_plain_calls():
     layers = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
     setting = Setting(Mod(layers, ["observation"], ["action"]))
-    run(setting.ours, setting.window, setting.carry)
-    assert layers[0].num_batches_tracked == setting.window.steps
+    setting.collect()
+    assert layers[0].num_batches_tracked == STEPS
     setting.policy.eval()
     setting.check()
 
@@ -178,25 +190,16 @@ def test_the_exploration_type_of_each_rollout_counts():
     assert torch.equal(drawn, setting.check(RANDOM))
 
 
-def test_without_an_exploration_type_the_modules_default_counts():
-    from tensordict.nn import InteractionType
-
-    setting = Setting(actor(default_interaction_type=InteractionType.MODE), INT)
-    assert torch.equal(setting.check(None), setting.check(MODE))
-
-
 def test_a_generator_of_the_policys_own_is_used_and_not_spent_at_construction():
     policy = actor(generator=5)
     env = layout((5,), INT)
     generator = vars(policy[1])["_generator"]
     state = generator.get_state()
-    ours = make(policy, env)
-    assert torch.equal(generator.get_state(), state)
-    window, carry = windows(env, ours)
-    expected = plain(policy, env, window)
+    with make(policy, env) as collector:
+        assert torch.equal(generator.get_state(), state)
+        batch = next(iter(collector)).clone()
     generator.set_state(state)
-    run(ours, window, carry)
-    assert torch.equal(window.tensor(("action",)), expected[("action",)])
+    assert torch.equal(batch["action"], plain(policy, env, batch)["action"])
 
 
 @pytest.mark.parametrize("mode", [RANDOM, MODE])
@@ -206,7 +209,7 @@ def test_nan_weights_end_the_rollout_with_an_error(mode):
     with torch.no_grad():
         setting.policy[0].module[0].weight.fill_(float("nan"))
     with pytest.raises(PolicyError, match="NaN or infinite values in 'logits'"):
-        run(setting.ours, setting.window, setting.carry, mode)
+        setting.collect(mode)
 
 
 def test_a_scale_of_zero_ends_the_rollout_with_an_error():
@@ -224,30 +227,14 @@ def test_a_scale_of_zero_ends_the_rollout_with_an_error():
     )
     setting = Setting(policy)
     setting.check()
-    assert setting.ours.lowered == 2
+    assert lowered(setting.collectors[RANDOM]) == 2
     with torch.no_grad():
         zero.fill_(1.0)
     with pytest.raises(PolicyError, match="a scale of at most 0"):
-        run(setting.ours, setting.window, setting.carry)
+        setting.collect()
 
 
 def test_autocast_is_respected(setting):
     setting.check()
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(PolicyError, match="bfloat16"):
-        run(setting.ours, setting.window, setting.carry)
-
-
-def test_a_stopped_rollout_writes_its_steps_only(setting):
-    run(setting.ours, setting.window, setting.carry, steps=2)
-    assert not setting.window.tensor(("action",))[:, 2:].any()
-    assert setting.window.tensor(("action",))[:, :2].any()
-
-
-def test_what_was_found_out_about_a_changing_module_does_not_pile_up():
-    setting = Setting(actor(return_log_prob=True), INT)
-    for _ in range(3):
-        for kind in (RANDOM, MODE):
-            setting.policy[1].note = object()  # something was replaced: it is looked at again
-            setting.check(kind)
-    assert setting.ours.lowered == 2
-    assert len(setting.ours._lowering.agreed) == 2
+        setting.collect()

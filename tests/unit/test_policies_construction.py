@@ -6,26 +6,18 @@ from collections import UserList
 import numpy as np
 import pytest
 import torch
-from policies_rig import MODE, OBS, RANDOM, layout, make, plain, probe_of, run, same, windows
+from policies_rig import MODE, Shows, collect, layout, lowered, make, plain, same
 from tensordict.nn import InteractionType, set_interaction_type
-from tensordict.nn import ProbabilisticTensorDictModule as Prob
-from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
 from tensordict.nn import TensorDictModule as Mod
-from tensordict.nn import TensorDictSequential as Seq
-from torch import distributions as D
 from torch import nn
 
 from gleanrl import ConfigError
 from gleanrl.policies import (
     ExplorationType,
-    ProgramPolicy,
     exploration_type,
     parse_exploration_mode,
     set_exploration_type,
 )
-from gleanrl.policies.adapt import adapt
-from gleanrl.policies.policy import root_of
-from gleanrl.policies.probe import learn
 
 FLOATS = ((3,), torch.float32)
 INT = ((), torch.int64)
@@ -63,10 +55,10 @@ def test_the_policy_is_called_once_on_the_first_observation_and_left_as_it_was(w
     buffers = dict(spy.named_buffers())
     values = {name: buffer.clone() for name, buffer in buffers.items()}
     before = streams()
-    make(policy, env, exploration=MODE)
+    make(policy, env, MODE).shutdown()
     assert streams() == before
     ((seen, kind, grad),) = spy.calls
-    assert torch.equal(seen, probe_of(env).tensor(OBS)[:, 0])
+    assert torch.equal(seen, torch.tensor(np.stack([Shows(env, i).reset()[0] for i in range(5)])))
     assert kind is MODE
     assert not grad
     for name, buffer in spy.named_buffers():
@@ -76,31 +68,16 @@ def test_the_policy_is_called_once_on_the_first_observation_and_left_as_it_was(w
 
 def test_modules_inside_closures_are_left_as_they_were():
     norm = nn.BatchNorm1d(4)
-    make(lambda td: td.set("action", norm(td["observation"])[..., :3]), layout((5,), FLOATS))
+    policy = lambda td: td.set("action", norm(td["observation"])[..., :3])  # noqa: E731
+    make(policy, layout((5,), FLOATS)).shutdown()
     assert norm.num_batches_tracked == 0
     assert not norm.running_mean.any()
-
-
-def test_a_lowered_policy_is_not_called_again_by_rollouts_to_come():
-    calls = UserList()  # a list that construction does not put back
-    inner = nn.Linear(4, 3)
-    inner.register_forward_hook(lambda *a: calls.append(1))
-    policy = ProbSeq(
-        Mod(inner, ["observation"], ["logits"]),
-        Prob(["logits"], ["action"], distribution_class=D.Categorical),
-    )
-    before = streams()
-    ours = make(policy, layout((5,), INT))
-    with set_exploration_type(RANDOM), torch.no_grad():
-        ours.begin(*windows(layout((5,), INT), ours))
-    assert streams() == before
-    assert calls == [1]
 
 
 def test_lazy_layers_are_materialised():
     policy = Mod(nn.LazyLinear(3), ["observation"], ["action"])
     before = streams()
-    make(policy, layout((5,), FLOATS))
+    make(policy, layout((5,), FLOATS)).shutdown()
     assert policy.module.weight.shape == (3, 4)
     assert streams() == before
 
@@ -118,29 +95,8 @@ def test_streams_are_restored_when_the_policy_raises(fails):
         with pytest.raises(ZeroDivisionError, match="mine"):
             make(policy, layout((5,), FLOATS))
     else:
-        make(policy, layout((5,), FLOATS))
+        make(policy, layout((5,), FLOATS)).shutdown()
     assert streams() == before
-
-
-def test_the_outputs_say_what_is_written_actions_first():
-    policy = ProbSeq(
-        Mod(nn.Linear(4, 3), ["observation"], [("net", "logits")]),
-        Prob(
-            {"logits": ("net", "logits")},
-            ["action"],
-            distribution_class=D.Categorical,
-            return_log_prob=True,
-        ),
-    )
-    ours = make(policy, layout((2, 3), INT))
-    assert [(f.key, f.shape, f.dtype) for f in ours.outputs] == [
-        (("action",), (), torch.int64),
-        (("net", "logits"), (3,), torch.float32),
-        (("action_log_prob",), (), torch.float32),
-    ]
-    assert ours.inner is policy
-    assert ours.states == ()
-    assert not ours.needs_is_init
 
 
 @pytest.mark.parametrize("options", [True, {"backend": "eager"}])
@@ -149,11 +105,10 @@ def test_a_compiled_policy_gives_what_the_policy_gives(options):
         options = {"backend": "eager", "dynamic": False}
     policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
     env = layout((5,), FLOATS)
-    ours = make(policy, env, compile_policy=options)
-    window, carry = windows(env, ours)
-    run(ours, window, carry)
-    assert torch.equal(window.tensor(("action",)), plain(policy, env, window)[("action",)])
-    assert ours.lowered == 0
+    with make(policy, env, compile_policy=options) as collector:
+        batch = next(iter(collector)).clone()
+        assert lowered(collector) == 0
+    assert torch.equal(batch["action"], plain(policy, env, batch)["action"])
 
 
 def test_an_already_compiled_policy_is_called_with_a_tensordict():
@@ -164,7 +119,7 @@ def test_an_already_compiled_policy_is_called_with_a_tensordict():
 def test_a_cuda_graph_needs_cuda():
     policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
     with pytest.raises(ConfigError, match="needs a policy on a CUDA device, this one is on cpu"):
-        make(policy, layout((5,), FLOATS), cudagraph_policy=True, device="cpu")
+        make(policy, layout((5,), FLOATS), cudagraph_policy=True, policy_device="cpu")
 
 
 @pytest.mark.parametrize("name", ["compile_policy", "cudagraph_policy"])
@@ -194,34 +149,7 @@ def test_the_exploration_type_is_tensordicts_interaction_type():
         assert exploration_type() is MODE
 
 
-def recurrent():
-    cell = Mod(nn.GRUCell(4, 3), ["observation", "hidden"], [("next", "hidden")])
-    head = Mod(lambda after: (after, after * 2), [("next", "hidden")], ["action", "extra"])
-    return Seq(cell, head)
-
-
-@pytest.mark.parametrize("steps", [6, 2])
-def test_off_the_cpu_extras_and_states_stay_until_the_rollout_is_over(steps):
-    # The cells are on the CPU all the same; what is tested is where rows go and when.
-    policy, env, ends = recurrent(), layout((5,), FLOATS), {1: [0]}
-    adapted = adapt(policy, [OBS], [("action",)])
-    adapted, signature = learn(policy, adapted, env, root_of(env, probe_of(env)), RANDOM)
-    ours = ProgramPolicy(policy, adapted.call, signature, env, device=torch.device("cuda"))
-    near = make(policy, env)
-    (window, carry), (other, other_carry) = windows(env, ours), windows(env, near)
-    for rollout in range(2):
-        if rollout:
-            window.tensor(("hidden",))[:, 0] = carry.tensor(("hidden",))[:, 0]
-            other.tensor(("hidden",))[:, 0] = other_carry.tensor(("hidden",))[:, 0]
-        run(ours, window, carry, ends=ends, steps=steps)
-        run(near, other, other_carry, ends=ends, steps=steps)
-        for key in [("action",), ("extra",), ("next", "hidden"), ("hidden",)]:
-            assert torch.equal(window.tensor(key)[:, :steps], other.tensor(key)[:, :steps])
-        assert torch.equal(carry.tensor(("hidden",)), other_carry.tensor(("hidden",)))
-
-
 def test_a_policy_is_run_where_its_weights_are():
     policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
     same(policy, layout((5,), FLOATS))
-    ours = make(policy, layout((5,), FLOATS), device="cpu")
-    assert ours.outputs[0].key == ("action",)
+    assert "action" in collect(policy, layout((5,), FLOATS), policy_device="cpu").keys()

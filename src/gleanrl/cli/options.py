@@ -74,37 +74,51 @@ def address(text: str) -> tuple[str, int]:
 # -- commands --------------------------------------------------------------------------------------
 
 
-def option(*flags: str, default: Any = None, **settings: Any) -> Any:
-    """Return a field that `add_argument` of argparse reads with ``settings``."""
-    return field(default=default, metadata={"flags": flags, **settings})
+def option(text: str, read: Any, default: Any, help: str) -> Any:
+    """Return the field of an option.
+
+    Args:
+        text: The flag, and what stands for its value in ``--help``.
+        read: The reader of the value, or the values to choose from; ``bool`` for a flag alone.
+        default: Its value if it is not given.
+        help: What it means.
+    """
+    flag, *metavar = text.split(maxsplit=1)
+    settings: dict[str, Any] = {"help": help}
+    if read is bool:
+        settings["action"] = "store_true"
+    elif isinstance(read, tuple):
+        settings["choices"] = read
+    else:
+        settings |= {"type": read, "metavar": metavar[0]}
+    return field(default=default, metadata={"flag": flag, **settings})
 
 
-def argument(**settings: Any) -> Any:
-    """Return a field for a positional argument."""
-    return field(metadata={"flags": (), **settings})
+def argument(metavar: str, read: Any, help: str) -> Any:
+    """Return the field of a positional argument."""
+    return field(metadata={"flag": "", "metavar": metavar, "type": read, "help": help})
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
     """Have ``parser`` read every field of ``options`` that is an `option` or `argument`."""
     for item in fields(options):
-        if item.metadata:
-            flags, settings = item.metadata["flags"], dict(item.metadata)
-            del settings["flags"]
-            if flags:
-                settings |= {"dest": item.name, "default": item.default}
-            parser.add_argument(*(flags or [item.name]), **settings)
+        settings = dict(item.metadata)
+        if flag := settings.pop("flag", None):
+            parser.add_argument(flag, dest=item.name, default=item.default, **settings)
+        elif flag is not None:
+            parser.add_argument(item.name, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What acts where."""
 
-    env: str = argument(metavar="ENV", help="Gymnasium id, such as CartPole-v1")
+    env: str = argument("ENV", str, "Gymnasium id, such as CartPole-v1")
     policy: str = option(
-        "--policy",
-        default="random",
-        metavar="random|FILE.py:NAME",
-        help="what acts: 'random' (default), or NAME in a Python file: an nn.Module, a callable, "
+        "--policy random|FILE.py:NAME",
+        str,
+        "random",
+        "what acts: 'random' (default), or NAME in a Python file: an nn.Module, a callable, "
         "or a class or function that makes one when called without arguments",
     )
 
@@ -114,75 +128,66 @@ class CollectOptions(RunOptions):
     """``gleanrl collect``."""
 
     num_envs: int = option(
-        "--num-envs",
-        default=1,
-        metavar="N",
-        type=count,
-        help="environments at once, of each worker if there are any (default: 1)",
+        "--num-envs N",
+        count,
+        1,
+        "environments at once, of each worker if there are any (default: 1)",
     )
     workers: int | None = option(
-        "--workers",
-        metavar="N",
-        type=count,
-        help="worker processes, with --num-envs environments each (default: none, everything in "
+        "--workers N",
+        count,
+        None,
+        "worker processes, with --num-envs environments each (default: none, everything in "
         "this process)",
     )
     explain: bool = option(
         "--explain",
-        default=False,
-        action="store_true",
-        help="say which parts of environment and policy are called as they are, and why; collect "
+        bool,
+        False,
+        "say which parts of environment and policy are called as they are, and why; collect "
         "nothing",
     )
     asynchronous: bool = option(
         "--async",
-        default=False,
-        action="store_true",
-        help="take the rollouts of workers or nodes as they come, instead of one of each at a time",
+        bool,
+        False,
+        "take the rollouts of workers or nodes as they come, instead of one of each at a time",
     )
     backend: str = option(
         "--backend",
-        default="process",
-        choices=("process", "distributed", "ray"),
-        help="where workers are: processes here, nodes over torch.distributed, or actors of Ray "
+        ("process", "distributed", "ray"),
+        "process",
+        "where workers are: processes here, nodes over torch.distributed, or actors of Ray "
         "(default: process)",
     )
     nodes: int | None = option(
-        "--nodes",
-        metavar="N",
-        type=count,
-        help="nodes of --backend distributed or ray, with --num-envs environments each",
+        "--nodes N",
+        count,
+        None,
+        "nodes of --backend distributed or ray, with --num-envs environments each",
     )
     launcher: str = option(
         "--launcher",
-        default="mp",
-        choices=("mp", "submitit"),
-        help="what starts distributed nodes: processes of this machine, or Slurm jobs (default: "
-        "mp)",
+        ("mp", "submitit"),
+        "mp",
+        "what starts distributed nodes: processes of this machine, or Slurm jobs (default: mp)",
     )
     frames: int = option(
-        "--frames",
-        default=10_000,
-        metavar="N",
-        type=count,
-        help="frames to collect over all environments, rounded up to whole batches "
-        "(default: 10,000)",
+        "--frames N",
+        count,
+        10_000,
+        "frames to collect over all environments, rounded up to whole batches (default: 10,000)",
     )
     frames_per_batch: int | None = option(
-        "--frames-per-batch",
-        metavar="N",
-        type=count,
-        help="frames between two updates of the display (default: chosen to fit)",
+        "--frames-per-batch N",
+        count,
+        None,
+        "frames between two updates of the display (default: chosen to fit)",
     )
     seed: int | None = option(
-        "--seed",
-        metavar="S",
-        type=seed,
-        help="seed of environments and policy (default: drawn, and printed)",
+        "--seed S", seed, None, "seed of environments and policy (default: drawn, and printed)"
     )
-    out: Path | None = option(
-        "--out", metavar="DIR", type=Path, help="keep the frames in DIR, a new directory"
-    )
+    out: Path | None = option("--out DIR", Path, None, "keep the frames in DIR, a new directory")
     command: str = ""
     """The command as it can be typed again."""
 
@@ -191,41 +196,32 @@ class CollectOptions(RunOptions):
 class BenchOptions(RunOptions):
     """``gleanrl bench``."""
 
-    seconds: float = option(
-        "--seconds",
-        default=3.0,
-        metavar="S",
-        type=seconds,
-        help="how long each setting runs (default: 3)",
-    )
+    seconds: float = option("--seconds S", seconds, 3.0, "how long each setting runs (default: 3)")
     workers: tuple[int, ...] | None = option(
-        "--workers",
-        metavar="LIST",
-        type=counts,
-        help="numbers of worker processes to try, such as 2,4 (default: half the cores and all)",
+        "--workers LIST",
+        counts,
+        None,
+        "numbers of worker processes to try, such as 2,4 (default: half the cores and all)",
     )
     num_envs: tuple[int, ...] = option(
-        "--num-envs",
-        default=(1, 4, 16),
-        metavar="LIST",
-        type=counts,
-        help="numbers of environments to try, of each worker (default: 1,4,16)",
+        "--num-envs LIST",
+        counts,
+        (1, 4, 16),
+        "numbers of environments to try, of each worker (default: 1,4,16)",
     )
-    out: Path | None = option(
-        "--out", metavar="FILE.json", type=Path, help="keep the figures in a new file"
-    )
+    out: Path | None = option("--out FILE.json", Path, None, "keep the figures in a new file")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
     """``gleanrl inspect``."""
 
-    directory: Path = argument(metavar="DIR", type=Path, help="written by collect --out")
+    directory: Path = argument("DIR", Path, "written by collect --out")
     plot: Path | None = option(
-        "--plot",
-        metavar="FILE.png",
-        type=Path,
-        help="where to plot returns over frames (default: DIR/returns.png)",
+        "--plot FILE.png",
+        Path,
+        None,
+        "where to plot returns over frames (default: DIR/returns.png)",
     )
 
 
@@ -233,19 +229,10 @@ class InspectOptions:
 class NodeOptions:
     """``gleanrl node``."""
 
-    address: tuple[str, int] = argument(
-        metavar="HOST:PORT", type=address, help="where the learner waits"
-    )
+    address: tuple[str, int] = argument("HOST:PORT", address, "where the learner waits")
     node: int | None = option(
-        "--node",
-        metavar="N",
-        type=index,
-        help="which of its nodes, from 0 (default: what the environment says)",
+        "--node N", index, None, "which of its nodes, from 0 (default: what the environment says)"
     )
     wait_s: float = option(
-        "--wait",
-        default=120.0,
-        metavar="S",
-        type=seconds,
-        help="seconds to look for the learner (default: 120)",
+        "--wait S", seconds, 120.0, "seconds to look for the learner (default: 120)"
     )

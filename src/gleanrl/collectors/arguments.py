@@ -295,7 +295,7 @@ class NodesArguments(WorkersArguments, total=False):
     Attributes:
         collector_kwargs: Further arguments of the workers' collectors; or a list, one per worker.
         num_workers_per_collector: Workers of a worker's ``"sync"`` or ``"async"`` collector.
-        on_failure: What to do when a worker is lost: ``"raise"``; ``"continue"``: warn and go on
+        on_failure: What to do when a worker is lost: ``"raise"``; ``"continue"``: warn and continue
             with the others, which collect what it had not delivered; or, for a
             `DistributedCollector`, ``"relaunch"``: do that, and have the launcher start another in
             its place, which takes part as soon as it is up. The last two are for ``sync=False``;
@@ -334,8 +334,8 @@ class NetworkArguments(NodesArguments, total=False):
             `RPCCollector` has no process group and ignores it.
         launcher: ``"mp"``: processes of this machine. ``"submitit"``: Slurm jobs.
             ``"submitit_delayed"``: jobs that `submitit_delayed_launcher` has started.
-            ``"torchrun"``: the other ranks of this very job. ``"manual"``: whoever runs the
-            commands that are printed.
+            ``"torchrun"``: the other ranks of this very job. ``"manual"``: the processes
+            in which you run the printed commands.
         tcp_port: The port nodes connect to. By default that in the environment variable
             ``TCP_PORT``, or 10003, or the next one that is free.
         heartbeat: Seconds without a sign of life after which a node, or for a node its learner,
@@ -650,7 +650,7 @@ class Options:
     """The arguments of a collector in the groups that other parts read, each checked."""
 
     source: SourceBuilder
-    """Builds what collects, once it is told the environments, the policy and the devices."""
+    """Builds what collects, once environments, policy and devices are filled in."""
     trajectories: TrajectoryOptions
     extend: bool
     """Whether a replay buffer gets whole batches."""
@@ -828,8 +828,8 @@ def read_index(index: Sequence[int] | torch.Tensor, num_envs: int) -> tuple[int,
         if chosen.numel() != num_envs:
             raise ConfigError(f"index has {chosen.numel()} entries for {num_envs} environments")
         chosen = chosen.reshape(-1).nonzero()
-    found = tuple(sorted({int(i) for i in chosen.reshape(-1)}))
-    outside = [i for i in found if not 0 <= i < num_envs]
+    positions = tuple(sorted({int(i) for i in chosen.reshape(-1)}))
+    outside = [i for i in positions if not 0 <= i < num_envs]
     if outside:
         raise ConfigError(f"index {outside} is outside the {num_envs} environments")
-    return found
+    return positions

@@ -19,7 +19,7 @@ _POLL_INTERVAL_S = 0.002
 """Seconds after which a collector that waits for the learner looks again."""
 
 Step = Callable[[bool], bool]
-"""Collects a little, without beginning anything new if told ``False``; returns whether there is
+"""Collects a little, and begins nothing new if called with ``False``; returns whether there is
 anything more to do."""
 
 
@@ -31,8 +31,8 @@ class Background:
 
         Args:
             step: Collects a little.
-            active: Is told ``True`` when collection begins or goes on, ``False`` when it ends or
-                rests.
+            active: Called with ``True`` when collection begins or continues, with ``False`` when it
+                ends or rests.
         """
         self._step = step
         self._active = active
@@ -97,7 +97,7 @@ class Background:
 
     @contextmanager
     def pause(self, timeout: float) -> Iterator[None]:
-        """Suspend collection for the length of a block; it goes on even if the body raises.
+        """Suspend collection for the length of a block; it continues even if the body raises.
 
         What was under way when the block is entered has been collected and stored.
 
@@ -189,11 +189,6 @@ class BackgroundFilling:
         self._ending = False
         self.thread: Background | None = None
 
-    @property
-    def running(self) -> bool:
-        """Whether it collects, or will when no longer paused."""
-        return self.thread is not None and self.thread.running
-
     def start(self, collector: Collects, buffer: Any) -> None:
         """Have ``collector``, which is not kept alive, fill ``buffer`` from now on."""
         self._limit = RateLimit(buffer)
@@ -216,7 +211,7 @@ class BackgroundFilling:
 
     def stats(self) -> dict[str, float | bool]:
         """Return what ``stats()`` shows of the rate limit."""
-        return self._limit.stats(self.running)
+        return self._limit.stats(self.thread is not None and self.thread.running)
 
     def stop(self, timeout: float) -> BaseException | None:
         """End the thread; return what went wrong in it."""
@@ -242,7 +237,7 @@ class BackgroundFilling:
                 if feed and self._budget.wants_more:
                     collector._announce()
                 ready = self._engine.ready(self._budget, feed, self._timeout)
-                if self._ending:  # gathering may have allowed workers to go on
+                if self._ending:  # gathering may have allowed workers to continue
                     self._engine.backend.stop_byte[0] = 1
                 if ready:
                     collector._collect(feed)

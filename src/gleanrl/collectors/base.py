@@ -355,7 +355,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         """This collector's index among its parent's workers.
 
         Raises:
-            RuntimeError: it was never told.
+            RuntimeError: no index was set.
         """
         if self._worker_idx is None:
             raise RuntimeError("worker_idx was not given to this collector")
@@ -376,7 +376,7 @@ def one_of(*given: Any) -> Any:
     Raises:
         ConfigError: there are several.
     """
-    found = [value for value in given if value is not None]
-    if len(found) > 1:
+    sources = [value for value in given if value is not None]
+    if len(sources) > 1:
         raise ConfigError("give weights once: positionally, as weights= or as policy=")
-    return found[0] if found else None
+    return sources[0] if sources else None

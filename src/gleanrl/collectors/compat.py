@@ -86,10 +86,10 @@ class WeightUpdaterBase:
         Raises:
             ValueError: there are several.
         """
-        found = self.collectors or [None]
-        if len(found) > 1:
-            raise ValueError(f"this updater serves {len(found)} collectors; use collectors")
-        return found[0]
+        served = self.collectors or [None]
+        if len(served) > 1:
+            raise ValueError(f"this updater serves {len(served)} collectors; use collectors")
+        return served[0]
 
     def increment_version(self) -> None:
         """Move all its collectors to their next policy version."""
@@ -236,8 +236,8 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
 
     def _get_server_weights(self) -> Any:
         getter = self.weights_getter
-        found = super()._get_server_weights() if getter is None else getter()
-        return found.data if isinstance(found, TensorDictBase) else found
+        weights = super()._get_server_weights() if getter is None else getter()
+        return weights.data if isinstance(weights, TensorDictBase) else weights
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         weights = _written(self._policy_weights.get(worker_id), server_weights)

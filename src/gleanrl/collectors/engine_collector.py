@@ -152,18 +152,15 @@ class EngineCollector(BaseCollector):
                 while not self._ready:
                     if self._budget.exhausted:
                         return
-                    self._ready = self._next_batches()
+                    try:
+                        self._ready = self._collect()
+                    except StopIteration as err:  # a generator would hide its message
+                        raise WorkerError(
+                            f"an environment, the policy or a hook raised StopIteration: {err}"
+                        ) from err
                 held = [self._ready.popleft()]
             # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
             yield held.pop()
-
-    def _next_batches(self) -> deque[Any]:
-        try:
-            return self._collect()
-        except StopIteration as err:  # in a generator it would be told without its message
-            raise WorkerError(
-                f"an environment, the policy or a hook raised StopIteration: {err}"
-            ) from err
 
     def _announce(self) -> None:
         """Call the hook that runs before a batch is collected, once for each."""
@@ -282,7 +279,8 @@ class EngineCollector(BaseCollector):
 
     def is_running(self) -> bool:
         """Tell whether the collector collects in the background (also while paused)."""
-        return self._background.running
+        thread = self._background.thread
+        return thread is not None and thread.running
 
     def pause(self) -> AbstractContextManager[None]:
         """Suspend background collection for the length of a ``with`` block.
@@ -381,7 +379,7 @@ class EngineCollector(BaseCollector):
         Without weights nothing is to be done: what a parent publishes arrives by itself.
 
         Raises:
-            ConfigError: weights, where `register_scheme_receiver` has said who sends them.
+            ConfigError: weights, where `register_scheme_receiver` has named who sends them.
         """
         source = one_of(policy_or_weights, weights, policy)
         if source is None:
@@ -479,7 +477,7 @@ class EngineCollector(BaseCollector):
         seed = read_seed(seed)
         commands = self._seeds(seed, static_seed)
         last = self._restart(dict(commands))
-        # Of a worker that was lost nobody hears it: it is the last one of as many environments.
+        # A worker that was lost does not answer: the last seed is that of the last environment.
         end = seed if static_seed else seed + self._engine.num_envs - 1
         return int(last.get(len(commands) - 1, end))
 
@@ -506,7 +504,7 @@ class EngineCollector(BaseCollector):
     def stats(self) -> dict[str, int | float | bool]:
         """Return a flat dictionary of scalars."""
         engine, total = self._engine, self._budget.limits.total_frames
-        found: dict[str, int | float | bool] = {
+        stats: dict[str, int | float | bool] = {
             "frames": self._budget.delivered,
             "batches": self._batches,
             "frames_per_batch": self.frames_per_batch,
@@ -522,9 +520,9 @@ class EngineCollector(BaseCollector):
             "failed": engine.failure is not None,
         }
         if total is not None:
-            found["total_frames"] = total
-        found.update(self._background.stats())
-        return found
+            stats["total_frames"] = total
+        stats.update(self._background.stats())
+        return stats
 
     # -- attributes ------------------------------------------------------------------------------
 

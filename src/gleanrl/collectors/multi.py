@@ -125,7 +125,7 @@ class MultiSyncCollector(MultiCollector):
 class MultiAsyncCollector(MultiCollector):
     """A batch is one rollout of one worker, delivered as soon as it is there.
 
-    Workers go on while you learn: each has one rollout ahead of it besides the one it is making.
+    Workers continue while you learn: each has one rollout ahead of it besides the one it is making.
     After `update_policy_weights_` every rollout that begins uses the new weights.
 
     Example:

@@ -221,7 +221,7 @@ class NestedSource:
     def _why_over(self) -> str:
         name = f"the {type(self.collector).__name__} in this worker"
         if isinstance(self.collector, EngineCollector) and self.collector.closed:
-            return f"{name} was shut down, by an earlier failure or by somebody else"
+            return f"{name} was shut down, by an earlier failure or a call of shutdown"
         return (
             f"{name} has delivered its total_frames; leave them to the collector around it, or "
             "make it endless"
@@ -331,12 +331,12 @@ def _write_batch(batch: TensorDictBase, layout: Layout, window: Window) -> int:
     taken = int(batch.shape[-1])
     if tuple(batch.shape[:-1]) != layout.batch_shape or taken > window.steps:
         raise _misfit("it", tuple(batch.shape), (*layout.batch_shape, window.steps))
-    found = {
+    leaves = {
         as_key(key): value
         for key, value in batch.items(True, leaves_only=True, is_leaf=is_leaf_nontensor)
     }
     for field in layout.fields:
-        value = found.pop(field.key, None)
+        value = leaves.pop(field.key, None)
         shape = (*layout.batch_shape, taken, *field.shape)
         if not isinstance(value, torch.Tensor):
             raise _misfit(format_key(field.key), type(value).__name__, f"{field.dtype} {shape}")
@@ -348,8 +348,8 @@ def _write_batch(batch: TensorDictBase, layout: Layout, window: Window) -> int:
             )
         rows = value.reshape(window.envs, taken, *field.shape)
         window.tensor(field.key)[:, :taken].copy_(rows)
-    if found:
-        raise _misfit(format_key(next(iter(found))), "there", "not there")
+    if leaves:
+        raise _misfit(format_key(next(iter(leaves))), "there", "not there")
     if taken < window.steps:
         window.zero_from(taken)
         if TRAJ_IDS in window.keys():

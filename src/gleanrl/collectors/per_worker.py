@@ -85,8 +85,8 @@ class Devices:
 
     def storing(self) -> torch.device | None:
         """Where batches of all workers are delivered: the CPU if workers differ."""
-        found = {plan.storing for plan in self.plans}
-        return found.pop() if len(found) == 1 else torch.device("cpu")
+        devices = {plan.storing for plan in self.plans}
+        return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
     def policies(self) -> list[torch.device | None]:
         """Where each worker's policy is."""

@@ -55,10 +55,10 @@ class WeightUpdates:
 
     def use(self, updater: Any, collector: Any) -> None:
         """Have ``updater`` (or what it returns) send the weights of ``collector`` from now on."""
-        found = read_updater(updater)
-        if found is not None:
-            found.register_collector(collector)
-        self._updater = found
+        chosen = read_updater(updater)
+        if chosen is not None:
+            chosen.register_collector(collector)
+        self._updater = chosen
 
     def update(
         self,

@@ -26,7 +26,7 @@ from gleanrl.weights.snapshot import Shapes, cloned, weights_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRole:
-    """What a worker's collector is told of the collector around it."""
+    """What a worker's collector knows of the collector around it."""
 
     frames_per_batch: int
     """Frames that the worker is asked for at a time."""
@@ -178,7 +178,7 @@ class WorkerCollector(BaseCollector):
         )
 
     def __len__(self) -> int:
-        """Refuse: it goes on for as long as it is asked.
+        """Refuse: a worker's collector is endless.
 
         Raises:
             TypeError: always.

@@ -217,11 +217,11 @@ class WorkersCollector(EngineCollector):
         factories: list[SourceFactory] = []
         for worker in range(count):
             own = self._plan.kwargs[worker] if self._plan.kwargs else {}
-            told = cast("WorkersArguments", {**arguments, **own})
-            base = source(cast("Arguments", told)) if own else options.source
+            merged = cast("WorkersArguments", {**arguments, **own})
+            base = source(cast("Arguments", merged)) if own else options.source
             more = per_worker.env_kwargs(own.get("create_env_kwargs"), 1)[0]
             builder = self._builder(base, worker, {**kwargs[worker], **more}, makers[worker])
-            factories.append(self._factory(told, own, worker, builder))
+            factories.append(self._factory(merged, own, worker, builder))
         return factories
 
     def _builder(
@@ -398,7 +398,7 @@ class WorkersCollector(EngineCollector):
 
         Waits for rollouts that are under way; they are delivered as if nothing had been asked.
         Where losses are tolerated, the entry of a lost worker says so (``"lost"``) and holds the
-        policy of the worker that has the newest: whoever loads it starts there with fresh
+        policy of the worker that has the newest: the worker that loads it starts with fresh
         environments, random streams and trajectory ids.
         """
         engine = self._engine
@@ -407,23 +407,23 @@ class WorkersCollector(EngineCollector):
             policies = engine.request_all(m.Call("policy_state"))
             lives = list(engine.lives)
         asked = zip(states, policies, lives, strict=True)
-        found: dict[int, dict[str, Any]] = {}
+        entries: dict[int, dict[str, Any]] = {}
         for worker, (state, policy, life) in enumerate(asked):
             if state is not None and policy is not None:
-                found[worker] = {
+                entries[worker] = {
                     "policy_state_dict": policy,
                     "env_state_dict": state.pop("env"),
                     "policy_version": state["policy_version"],
                     "worker": state,
                     "life": life,
                 }
-        if not found:
+        if not entries:
             raise engine.dispatcher.lost[0]
-        newest = max(found.values(), key=lambda entry: entry["worker"]["policy_version"])
+        newest = max(entries.values(), key=lambda entry: entry["worker"]["policy_version"])
         for worker, life in enumerate(lives):
-            found.setdefault(worker, _of_lost(newest, life + 1))
-        entries = {f"worker{worker}": found[worker] for worker in range(self.num_workers)}
-        return {**entries, "frames": self._budget.delivered, "iter": self._batches}
+            entries.setdefault(worker, _of_lost(newest, life + 1))
+        named = {f"worker{worker}": entries[worker] for worker in range(self.num_workers)}
+        return {**named, "frames": self._budget.delivered, "iter": self._batches}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restore what `state_dict` returned; environments restart on fresh resets.
@@ -463,7 +463,7 @@ class WorkersCollector(EngineCollector):
                 self._replacements.seeds = {}
 
     def _restored(self, worker: int, entry: Mapping[str, Any], strict: bool) -> m.Command:
-        """Return what has ``worker`` go on from ``entry``, or begin afresh if that is lost."""
+        """Return what restores ``worker`` from ``entry``, or seeds it if that is lost."""
         if entry.get("lost"):
             life = max(int(entry["life"]), self._engine.lives[worker])
             return reseeded(m.Seed(self._stream + worker), life)
@@ -498,19 +498,19 @@ class WorkersCollector(EngineCollector):
                 f"workers must be one of 'aggregate', 'per_worker' and 'both', not {workers!r}"
             )
         alive, tallies = self._engine.dispatcher.alive, self._engine.tallies
-        found: dict[str, int | float | bool] = {}
+        stats: dict[str, int | float | bool] = {}
         if workers != "per_worker":
-            found = super().stats()
-            found["worker_frames"] = sum(tally.frames for tally in tallies)
-        found["workers"], found["workers_alive"] = self.num_workers, len(alive)
+            stats = super().stats()
+            stats["worker_frames"] = sum(tally.frames for tally in tallies)
+        stats["workers"], stats["workers_alive"] = self.num_workers, len(alive)
         if workers != "aggregate":
             for worker, tally in enumerate(tallies):
-                found[f"worker_{worker}/frames"] = tally.frames
-                found[f"worker_{worker}/batches"] = tally.rollouts
-                found[f"worker_{worker}/requested_frames_per_batch"] = self._engine.sizes[worker]
-                found[f"worker_{worker}/policy_version"] = tally.policy_version
-                found[f"worker_{worker}/alive"] = worker in alive
-        return found
+                stats[f"worker_{worker}/frames"] = tally.frames
+                stats[f"worker_{worker}/batches"] = tally.rollouts
+                stats[f"worker_{worker}/requested_frames_per_batch"] = self._engine.sizes[worker]
+                stats[f"worker_{worker}/policy_version"] = tally.policy_version
+                stats[f"worker_{worker}/alive"] = worker in alive
+        return stats
 
     # -- questions -------------------------------------------------------------------------------
 
@@ -624,7 +624,7 @@ class WorkersCollector(EngineCollector):
         self._threads()
 
     def _abandon(self) -> None:
-        # Whoever interrupted, or waits for the error, does not wait for a worker that hangs.
+        # An interrupt or an error is raised without waiting for a worker that hangs.
         self.shutdown(CLOSE_TIMEOUT_S, raise_on_error=False)
 
 

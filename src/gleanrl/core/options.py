@@ -97,9 +97,9 @@ class FrameBudget:
 
     def rounded(self, frames_per_batch: int, num_envs: int) -> FrameBudget:
         """Return the budget of batches that hold ``frames_per_batch`` frames, with a warning."""
-        found = replace(self, frames_per_batch=frames_per_batch)
-        found._warn_if_rounded(self.frames_per_batch, num_envs)
-        return found
+        rounded = replace(self, frames_per_batch=frames_per_batch)
+        rounded._warn_if_rounded(self.frames_per_batch, num_envs)
+        return rounded
 
     def _warn_if_rounded(self, asked: int, num_envs: int) -> None:
         notes = []

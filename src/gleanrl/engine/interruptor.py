@@ -25,11 +25,6 @@ class Interruptor:
         self._attached: list[Callable[[], Stop | None]] = []
         """References to the bytes of collectors, which keep none of these alive."""
 
-    @property
-    def byte(self) -> Stop:
-        """The flag itself: one byte, nonzero once stopped."""
-        return self._byte
-
     def attach(self, byte: Stop) -> None:
         """Have ``byte``, which workers look at, follow the flag for as long as it exists."""
         byte[0] = self._byte[0]
@@ -37,7 +32,8 @@ class Interruptor:
             reference: Callable[[], Stop | None] = weakref.ref(byte)
         except TypeError:  # a plain bytearray, which keeps nothing else alive
             reference = partial(_itself, byte)
-        self._attached = [each for each in self._attached if each() is not None] + [reference]
+        alive = [attached for attached in self._attached if attached() is not None]
+        self._attached = [*alive, reference]
 
     def start_collection(self) -> None:
         """Let rollouts run to their full length."""

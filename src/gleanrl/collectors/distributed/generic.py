@@ -173,15 +173,9 @@ class DistributedSyncCollector(DistributedCollector):
             **kwargs: See `gleanrl.collectors.arguments.DistributedSyncArguments`.
 
         Raises:
-            TypeError: an argument that this class decides.
+            TypeError: ``sync`` and the like, which this class decides.
             ConfigError: see `DistributedCollector`.
         """
-        decided = {"sync", "update_after_each_batch", "max_weight_update_interval"} & set(kwargs)
-        if decided:
-            raise TypeError(
-                f"DistributedSyncCollector takes no {', '.join(sorted(decided))}; update_interval= "
-                "says when weights are sent"
-            )
         arguments = read(DistributedSyncArguments, type(self).__name__, kwargs)
         interval = check_int("update_interval", arguments["update_interval"], least=1)
         self._launch_nodes(create_env_fn, policy, arguments, True, False, interval)

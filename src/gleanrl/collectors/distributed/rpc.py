@@ -86,18 +86,18 @@ RPCDataCollector = RPCCollector
 
 def _read_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Check ``tensorpipe_options``."""
-    found = dict(options or {})
-    if "init_method" in found:
+    checked = dict(options or {})
+    if "init_method" in checked:
         raise ConfigError(
             "tensorpipe_options['init_method']: nodes find each other through this process; say "
             "tcp_port= and host= instead"
         )
-    unknown = set(found) - _OPTIONS - _HIDDEN_OPTIONS
+    unknown = set(checked) - _OPTIONS - _HIDDEN_OPTIONS
     if unknown:
         raise ConfigError(f"tensorpipe_options has {sorted(unknown)}; known are {sorted(_OPTIONS)}")
-    timeout = found.get("rpc_timeout")
+    timeout = checked.get("rpc_timeout")
     if timeout is not None and not timeout > 0:
         raise ConfigError(
             f"tensorpipe_options['rpc_timeout'] ({timeout!r}) must be a positive number of seconds"
         )
-    return found
+    return checked

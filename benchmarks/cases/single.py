@@ -8,13 +8,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import agreement, envs, policies
-from benchmarks.actors import AddmmActor, CategoricalActor, NormalActor, RandomActor
-from benchmarks.hand import HandLoop, RawSteps
-from benchmarks.hand_pool import PoolLoop
-from benchmarks.harness import Case, Reference, System
-from benchmarks.ours import Ours
-from benchmarks.peers import SB3, CleanRL, TorchRL, torchrl_gym, torchrl_serial, torchrl_transformed
+from benchmarks import checks, envs, policies
+from benchmarks.harness import Build, Case, Reference, System
+from benchmarks.suites import Suite
+from benchmarks.systems.hand import (
+    AddmmActor,
+    CategoricalActor,
+    HandLoop,
+    NormalActor,
+    PoolLoop,
+    RandomActor,
+    RawSteps,
+)
+from benchmarks.systems.ours import inline
+from benchmarks.systems.peers import (
+    SB3,
+    CleanRL,
+    torchrl,
+    torchrl_gym,
+    torchrl_serial,
+    torchrl_transformed,
+)
 
 STEPS = 64
 """Steps per environment and batch."""
@@ -50,7 +64,7 @@ def cartpole_random() -> Case:
     return Case(
         "cartpole-random",
         "CartPole-v1 x16, random policy",
-        lambda: Ours(factories, None, 16 * STEPS),
+        lambda: inline(factories, None, 16 * STEPS),
         [
             Reference("raw env.step", lambda: RawSteps(factories, STEPS), 0.9),
             Reference(f"raw env.step, {CHECKED}", lambda: RawSteps(checked, STEPS)),
@@ -58,50 +72,39 @@ def cartpole_random() -> Case:
                 "hand loop", lambda: HandLoop(factories, STEPS, RandomActor(STEPS, 16, 2)), None
             ),
         ],
-        check=agreement.first_batches,
+        check=checks.first_batches,
     )
 
 
 def cartpole_mlp_16() -> Case:
     """The case most people have."""
-    factories = envs.seeded(envs.cartpole, 16)
-    checked = envs.seeded(envs.cartpole_checked, 16)
+    some, checked = envs.seeded(envs.cartpole, 16), envs.seeded(envs.cartpole_checked, 16)
     net = policies.mlp(4, 2)
     policy = policies.categorical_policy(net)
+
+    def hand(factories: Any, actor: Any = CategoricalActor) -> Build:
+        return lambda: HandLoop(factories, STEPS, actor(net, STEPS, 16, 2))
+
+    def serial(factories: Any) -> Build:
+        return lambda: torchrl(torchrl_serial(factories), policy, 16 * STEPS)
+
     return Case(
         "cartpole-mlp-x16",
         "CartPole-v1 x16, 64-64 MLP, Categorical",
-        lambda: Ours(factories, policy, 16 * STEPS),
+        lambda: inline(some, policy, 16 * STEPS),
         [
-            Reference(
-                "hand loop",
-                lambda: HandLoop(factories, STEPS, CategoricalActor(net, STEPS, 16, 2)),
-                0.9,
-            ),
-            Reference(
-                "hand loop, addmm(out=)",
-                lambda: HandLoop(factories, STEPS, AddmmActor(net, STEPS, 16, 2)),
-            ),
-            Reference(
-                f"hand loop, {CHECKED}",
-                lambda: HandLoop(checked, STEPS, CategoricalActor(net, STEPS, 16, 2)),
-            ),
-            Reference(
-                "TorchRL SerialEnv",
-                lambda: TorchRL(torchrl_serial(factories), policy, 16 * STEPS),
-                15.0,
-            ),
-            Reference(
-                f"TorchRL SerialEnv, {CHECKED}",
-                lambda: TorchRL(torchrl_serial(checked), policy, 16 * STEPS),
-            ),
-            Reference("CleanRL loop", lambda: CleanRL(factories, net, STEPS), 1.3),
+            Reference("hand loop", hand(some), 0.9),
+            Reference("hand loop, addmm(out=)", hand(some, AddmmActor)),
+            Reference(f"hand loop, {CHECKED}", hand(checked)),
+            Reference("TorchRL SerialEnv", serial(some), 15.0),
+            Reference(f"TorchRL SerialEnv, {CHECKED}", serial(checked)),
+            Reference("CleanRL loop", lambda: CleanRL(some, net, STEPS), 1.3),
             Reference(f"CleanRL loop, {CHECKED}", lambda: CleanRL(checked, net, STEPS)),
-            Reference("SB3 PPO", lambda: SB3(factories, net, STEPS), 3.0),
+            Reference("SB3 PPO", lambda: SB3(some, net, STEPS), 3.0),
             Reference(f"SB3 PPO, {CHECKED}", lambda: SB3(checked, net, STEPS)),
-            Reference("SB3 PPO, lean critic", lambda: SB3(factories, net, STEPS, lean=True)),
+            Reference("SB3 PPO, lean critic", lambda: SB3(some, net, STEPS, lean=True)),
         ],
-        check=agreement.first_batches,
+        check=checks.first_batches,
     )
 
 
@@ -110,25 +113,22 @@ def cartpole_mlp_1() -> Case:
     factories = envs.seeded(envs.cartpole, 1)
     net = policies.mlp(4, 2)
     policy = policies.categorical_policy(net)
+
+    def hand(actor: Any) -> Build:
+        return lambda: HandLoop(factories, ALONE, actor(net, ALONE, 1, 2))
+
     return Case(
         "cartpole-mlp-x1",
         "CartPole-v1 x1, 64-64 MLP, Categorical",
-        lambda: Ours(factories[0], policy, ALONE),
+        lambda: inline(factories[0], policy, ALONE),
         [
+            Reference("hand loop", hand(CategoricalActor), 0.9),
+            Reference("hand loop, addmm(out=)", hand(AddmmActor)),
             Reference(
-                "hand loop",
-                lambda: HandLoop(factories, ALONE, CategoricalActor(net, ALONE, 1, 2)),
-                0.9,
-            ),
-            Reference(
-                "hand loop, addmm(out=)",
-                lambda: HandLoop(factories, ALONE, AddmmActor(net, ALONE, 1, 2)),
-            ),
-            Reference(
-                "TorchRL GymEnv", lambda: TorchRL(torchrl_gym(factories[0]), policy, ALONE), 6.0
+                "TorchRL GymEnv", lambda: torchrl(torchrl_gym(factories[0]), policy, ALONE), 6.0
             ),
         ],
-        check=agreement.first_batches,
+        check=checks.first_batches,
     )
 
 
@@ -139,7 +139,7 @@ def half_cheetah(kind: str, target: float | None = 0.9) -> Case:
 
     def ours() -> System:
         policy = policies.normal_policy(module, policies.distribution(kind))
-        return Ours(factories, policy, 16 * STEPS, observation_dtype=torch.float32)
+        return inline(factories, policy, 16 * STEPS, observation_dtype=torch.float32)
 
     def hand() -> System:
         actor = NormalActor(module, STEPS, 16, 6, squash=kind == "tanh")
@@ -151,7 +151,7 @@ def half_cheetah(kind: str, target: float | None = 0.9) -> Case:
         f"HalfCheetah-v5 x16, 64-64 MLP, {names[kind]}",
         ours,
         [Reference("hand loop", hand, target)],
-        check=agreement.first_batches,
+        check=checks.first_batches,
     )
 
 
@@ -161,13 +161,13 @@ def pong() -> Case:
     return Case(
         "pong",
         "ALE/Pong-v5 x8, 84x84 grey, 4 frames, random policy",
-        lambda: Ours(factories, None, 8 * STEPS),
+        lambda: inline(factories, None, 8 * STEPS),
         [
             Reference(
                 "hand loop", lambda: HandLoop(factories, STEPS, RandomActor(STEPS, 8, 6)), 0.95
             )
         ],
-        check=agreement.first_batches,
+        check=checks.first_batches,
         extra=_pong_writes,
     )
 
@@ -206,7 +206,7 @@ def _pool_case(
     return Case(
         f"{name}-{'mlp' if mlp else 'random'}",
         f"{title} x{count}, {'64-64 MLP' if mlp else 'random policy'}",
-        lambda: Ours(make(count), policy, count * STEPS),
+        lambda: inline(make(count), policy, count * STEPS),
         [
             Reference(
                 "bare loop",
@@ -220,7 +220,7 @@ def _pool_case(
                 0.9,
             )
         ],
-        check=agreement.first_batches,
+        check=checks.first_batches,
     )
 
 
@@ -239,7 +239,10 @@ def torchrl_env(transforms: bool) -> Case:
     return Case(
         "torchrl-env-transforms" if transforms else "torchrl-env",
         f"TorchRL GymEnv x1{' + StepCounter, RewardSum' if transforms else ''}, 64-64 MLP",
-        lambda: Ours(make(), policy, ALONE),
-        [Reference("TorchRL Collector", lambda: TorchRL(make(), policy, ALONE), 1.5)],
-        check=agreement.first_batches,
+        lambda: inline(make(), policy, ALONE),
+        [Reference("TorchRL Collector", lambda: torchrl(make(), policy, ALONE), 1.5)],
+        check=checks.first_batches,
     )
+
+
+SUITE = Suite("benchmarks", all_cases, memory=True)

@@ -1,18 +1,22 @@
-"""The processes that a system starts: found, put to sleep between its turns, and read.
-
-Linux only: everything comes from ``/proc``.
-"""
+"""Processes: a system's, put to sleep between its turns, read through ``/proc``; and our own."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
-from benchmarks.harness import Clock, Fields, System
+from benchmarks.harness import WRONG, Clock, Fields, System
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGESIZE")
@@ -58,12 +62,6 @@ def page_faults(pids: Iterable[int]) -> int:
     return sum(int(_stat(pid)[7]) + int(_stat(pid)[9]) for pid in pids)
 
 
-def resident_mib(pids: Iterable[int]) -> float:
-    """Return the sum of the resident sizes of ``pids``; shared pages count in each of them."""
-    pages = (int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
-    return sum(pages) * _PAGE / 2**20
-
-
 def private_mib(pids: Iterable[int]) -> float:
     """Return what of ``pids`` is in memory and not of a file or shared memory."""
     pages = (Path(f"/proc/{pid}/statm").read_text().split()[1:3] for pid in pids)
@@ -87,7 +85,7 @@ def wait_until_asleep(pids: Iterable[int], timeout: float = 10.0) -> bool:
     return quiet >= 10
 
 
-class Group:
+class Group(System):
     """A system together with the processes that building it started.
 
     They sleep (SIGSTOP) while other systems have their turn: some peers go on working or spinning
@@ -139,3 +137,97 @@ def turn(system: System) -> Iterator[Clock]:
         yield lambda: time.process_time() + cpu_seconds(system.pids)
     finally:
         system.sleep()
+
+
+class Forked(System):
+    """Processes of our own that do something again and again, and only say that it is done.
+
+    Each is asked ``ahead`` times before the first answer is taken, so that none waits for us.
+    """
+
+    def __init__(
+        self, builds: Sequence[Callable[[], Callable[[], Any]]], size: int, ahead: int = 2
+    ) -> None:
+        """Start a process per build; what it returns is called once per request.
+
+        Args:
+            builds: Called in the processes.
+            size: What one answer counts for.
+            ahead: Requests under way; none for a message and its answer.
+        """
+        context = multiprocessing.get_context("fork")
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        self._size, self._ahead = size, ahead
+        for build in builds:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_answer, args=(theirs, build), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+            for _ in range(ahead):
+                ours.send_bytes(b"go")
+
+    def collect_batch(self) -> int:
+        """Return the size of an answer, of whoever is ready first."""
+        if not self._ahead:
+            self._pipes[0].send_bytes(b"go")
+            self._pipes[0].recv_bytes()
+            return self._size
+        pipe: Any = wait(self._pipes)[0]
+        pipe.recv_bytes()
+        pipe.send_bytes(b"go")
+        # Another first the next time.
+        self._pipes.append(self._pipes.pop(self._pipes.index(pipe)))
+        return self._size
+
+    def close(self) -> None:
+        end(self._processes)
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _answer(pipe: Connection, build: Callable[[], Callable[[], Any]]) -> None:
+    act = build()
+    with suppress(EOFError, OSError):
+        while True:
+            pipe.recv_bytes()
+            act()
+            pipe.send_bytes(b"done")
+
+
+def end(processes: Iterable[Any]) -> None:
+    """Kill processes of `multiprocessing` and wait for them."""
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def run_fresh(*program: str) -> Any:
+    """Run a program in an interpreter of its own, with one thread; its last line is JSON.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["failed"])[-1]
+        raise RuntimeError(f"{WRONG} {' '.join(program)}: {last}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def in_fresh_process(module: str, function: str, *arguments: Any) -> Any:
+    """Call a function in an interpreter of its own."""
+    return run_fresh("-m", "benchmarks.processes", module, function, json.dumps(arguments))
+
+
+if __name__ == "__main__":
+    called = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
+    print(json.dumps(called(*json.loads(sys.argv[3]))))

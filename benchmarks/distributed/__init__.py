@@ -1,1 +1,0 @@
-"""Collection over nodes, against bare torch.distributed and the same work elsewhere."""

@@ -1,1 +1,0 @@
-"""Benchmarks of collection over processes: ``python -m benchmarks.multi``."""

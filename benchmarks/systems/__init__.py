@@ -1,0 +1,1 @@
+"""What is measured: ours, hand-written loops, peers, and bare transport."""

@@ -1,0 +1,90 @@
+"""Collectors as systems: anything that is iterated over, and ours of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Fields, System, tensordict_fields
+
+
+class Batches(System):
+    """A collector, driven the way a training loop drives it.
+
+    The last batch is held while the next one is made, as ``for batch in collector`` does.
+    """
+
+    def __init__(self, collector: Any) -> None:
+        self.collector = collector
+        self._iterator = iter(collector)
+        self.batch: Any = None
+
+    def collect_batch(self) -> int:
+        self.batch = next(self._iterator)
+        return int(self.batch.numel())
+
+    def fields(self) -> Fields:
+        """Return rows of all workers below each other, ``[W * P, T, ...]``."""
+        return tensordict_fields(self.batch)
+
+    def close(self) -> None:
+        self.batch = None
+        self.collector.shutdown()
+
+
+class Bytes(System):
+    """Counts bytes of observations and successors instead of frames."""
+
+    def __init__(self, batches: Batches, size: int) -> None:
+        self.batches, self._size = batches, 2 * size
+
+    def collect_batch(self) -> int:
+        return self._size * self.batches.collect_batch()
+
+    def fields(self) -> Fields:
+        return self.batches.fields()
+
+    def close(self) -> None:
+        self.batches.close()
+
+
+def inline(env: Any, policy: Any, frames: int, **options: Any) -> Batches:
+    """Return our ``Collector`` in this process."""
+    from gleanrl.collectors import Collector
+
+    return Batches(Collector(env, policy, frames_per_batch=frames, total_frames=-1, **options))
+
+
+def over(
+    where: str, kind: str, factories: Sequence[Any], policy: Any, frames: int, **options: Any
+) -> Batches:
+    """Return our collector with one factory per worker.
+
+    Args:
+        where: ``"process"``, ``"nodes"``, ``"rpc"`` or ``"ray"``.
+        kind: ``"sync"`` or ``"async"``.
+        factories: One per worker.
+        policy: The policy, ``None`` for random actions.
+        frames: Per batch; in async that is per worker.
+        **options: More arguments of the collector.
+    """
+    import gleanrl
+
+    options |= {"frames_per_batch": frames, "total_frames": -1}
+    make: Any
+    if where == "process":
+        make = gleanrl.MultiSyncCollector if kind == "sync" else gleanrl.MultiAsyncCollector
+        options["num_threads"] = 1
+    else:
+        names = {"nodes": "DistributedCollector", "rpc": "RPCCollector", "ray": "RayCollector"}
+        make = getattr(gleanrl, names[where])
+        options |= {"sync": kind == "sync"} | ({} if where == "ray" else {"launcher": "mp"})
+    return Batches(make(list(factories), policy, **options))
+
+
+def quiet_worker() -> None:
+    """What everybody's processes are told: one thread, no argument checks in distributions."""
+    torch.set_num_threads(1)
+    torch.distributions.Distribution.set_default_validate_args(False)

@@ -1,0 +1,362 @@
+"""Other people's collectors, each in its own best documented configuration for this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+from torch.distributions import Categorical
+
+from benchmarks.envs import EnvFactory
+from benchmarks.harness import Fields, Skip, System
+from benchmarks.policies import HIDDEN
+from benchmarks.systems.hand import CategoricalActor, PoolLoop
+from benchmarks.systems.ours import Batches, quiet_worker
+
+TORCHRL_SHORTCUTS: Mapping[str, Any] = {
+    "trust_policy": True,
+    "no_cuda_sync": True,
+    "use_buffers": True,
+    "auto_register_policy_transforms": False,
+}
+"""What TorchRL's documentation offers to every one of its collectors to be faster."""
+
+
+def torchrl(env: Any, policy: Any, frames: int) -> Batches:
+    """Return TorchRL's ``Collector`` on the CPU, with every shortcut its documentation offers."""
+    from torchrl.collectors import Collector
+
+    return Batches(
+        Collector(
+            env,
+            policy,
+            frames_per_batch=frames,
+            total_frames=-1,
+            return_same_td=True,
+            **TORCHRL_SHORTCUTS,
+        )
+    )
+
+
+def torchrl_gym(factory: EnvFactory) -> Any:
+    """Return one environment wrapped by TorchRL; discrete actions are indices as for everyone."""
+    from torchrl.envs import GymWrapper
+
+    return GymWrapper(factory(), categorical_action_encoding=True)
+
+
+def torchrl_serial(factories: Sequence[EnvFactory]) -> Any:
+    """Return the environments in TorchRL's ``SerialEnv``."""
+    from torchrl.envs import SerialEnv
+
+    makers = [lambda factory=factory: torchrl_gym(factory) for factory in factories]
+    return SerialEnv(len(makers), makers, use_buffers=True)
+
+
+def torchrl_transformed(env: Any) -> Any:
+    """Return ``env`` with the two transforms most TorchRL scripts have."""
+    from torchrl.envs import Compose, RewardSum, StepCounter, TransformedEnv
+
+    return TransformedEnv(env, Compose(StepCounter(), RewardSum()))
+
+
+def serial(factories: Sequence[EnvFactory]) -> Callable[[], Any]:
+    return lambda: torchrl_serial(factories)
+
+
+def quiet_serial(factories: Sequence[EnvFactory]) -> Callable[[], Any]:
+    """Return the same for workers that have no ``init_fn``."""
+    return partial(_quiet_serial, factories)
+
+
+def _quiet_serial(factories: Sequence[EnvFactory]) -> Any:
+    quiet_worker()
+    return torchrl_serial(factories)
+
+
+class CleanRL(System):
+    """A rollout phase as single-file PPO scripts write it, over Gymnasium's ``SyncVectorEnv``.
+
+    Stores what such scripts store: no ``next`` observations, no trajectory ids, one flag. The
+    critic is left out, so that everybody runs the same network.
+    """
+
+    def __init__(self, factories: Sequence[EnvFactory], net: nn.Module, steps: int) -> None:
+        same = gym.vector.AutoresetMode.SAME_STEP
+        self._envs = gym.vector.SyncVectorEnv(list(factories), autoreset_mode=same)
+        self._net, self._steps = net, steps
+        count = self._envs.num_envs
+        shape = self._envs.single_observation_space.shape
+        assert shape is not None
+        self._obs = torch.zeros((steps, count, *shape))
+        self._actions = torch.zeros((steps, count))
+        self._logprobs = torch.zeros((steps, count))
+        self._rewards = torch.zeros((steps, count))
+        self._dones = torch.zeros((steps, count))
+        self._next_obs = torch.Tensor(self._envs.reset()[0])
+        self._next_done = torch.zeros(count)
+
+    def collect_batch(self) -> int:
+        next_obs, next_done = self._next_obs, self._next_done
+        for step in range(self._steps):
+            self._obs[step] = next_obs
+            self._dones[step] = next_done
+            with torch.no_grad():
+                probs = Categorical(logits=self._net(next_obs))
+                action = probs.sample()  # type: ignore[no-untyped-call]
+                logprob = probs.log_prob(action)  # type: ignore[no-untyped-call]
+            self._actions[step] = action
+            self._logprobs[step] = logprob
+            obs, reward, terminations, truncations, _ = self._envs.step(action.numpy())
+            self._rewards[step] = torch.tensor(reward).view(-1)
+            next_done = torch.Tensor(np.logical_or(terminations, truncations))
+            next_obs = torch.Tensor(obs)
+        self._next_obs, self._next_done = next_obs, next_done
+        return self._steps * self._envs.num_envs
+
+    def fields(self) -> Fields:
+        named = {
+            "observation": self._obs,
+            "action": self._actions,
+            "action_log_prob": self._logprobs,
+            "next.reward": self._rewards,
+        }
+        return {name: value.numpy().swapaxes(0, 1).copy() for name, value in named.items()}
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+class SB3(System):
+    """``PPO.collect_rollouts`` on ``DummyVecEnv`` with the same policy network.
+
+    It cannot go without a critic: by default that is a second network of the same size; ``lean``
+    makes it one linear layer on the observation. Its advantages are part of the time too.
+    """
+
+    def __init__(
+        self,
+        factories: Sequence[EnvFactory],
+        net: nn.Sequential,
+        steps: int,
+        lean: bool = False,
+        vectorise: Callable[[list[EnvFactory]], Any] | None = None,
+    ) -> None:
+        """Build it; ``vectorise`` makes the vectorised environment, else it is ``DummyVecEnv``."""
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.vec_env import DummyVecEnv
+
+        env = (vectorise or DummyVecEnv)(list(factories))
+        layers = {"pi": [HIDDEN, HIDDEN], "vf": [] if lean else [HIDDEN, HIDDEN]}
+        self._model = PPO(
+            "MlpPolicy", env, n_steps=steps, policy_kwargs={"net_arch": layers}, device="cpu"
+        )
+        policy: Any = self._model.policy
+        policy.mlp_extractor.policy_net.load_state_dict(net[:-1].state_dict())
+        policy.action_net.load_state_dict(net[-1].state_dict())
+        _, self._callback = self._model._setup_learn(total_timesteps=10**12)
+        self._steps, self._frames = steps, steps * len(factories)
+
+    def collect_batch(self) -> int:
+        model = self._model
+        assert model.env is not None
+        model.collect_rollouts(model.env, self._callback, model.rollout_buffer, self._steps)
+        return self._frames
+
+    def fields(self) -> Fields:
+        buffer = self._model.rollout_buffer
+        named = {
+            "observation": buffer.observations,
+            "action": buffer.actions[..., 0],
+            "action_log_prob": buffer.log_probs,
+            "next.reward": buffer.rewards,
+        }
+        return {name: value.swapaxes(0, 1).copy() for name, value in named.items()}
+
+    def close(self) -> None:
+        assert self._model.env is not None
+        self._model.env.close()
+
+
+# -- environments in processes, the policy in front of them ----------------------------------------
+
+
+def async_vector_env(
+    factories: Sequence[EnvFactory], net: nn.Module, steps: int, dtype: Any = np.int64
+) -> PoolLoop:
+    """Return the bare loop over Gymnasium's ``AsyncVectorEnv``: a process per environment."""
+    pool = gym.vector.AsyncVectorEnv(list(factories), shared_memory=True, copy=False)
+    return _loop(pool, len(factories), net, steps, dtype)
+
+
+def sb3_processes(
+    factories: Sequence[EnvFactory], net: nn.Sequential, steps: int, lean: bool
+) -> SB3:
+    """Return ``PPO.collect_rollouts`` over ``SubprocVecEnv``: a process per environment."""
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+
+    # Forked: the default starts as many interpreters, and does the same from then on.
+    return SB3(factories, net, steps, lean, lambda makers: SubprocVecEnv(makers, "fork"))
+
+
+def tianshou(factories: Sequence[EnvFactory], net: nn.Module, steps: int, shared: bool) -> PoolLoop:
+    """Return the bare loop over tianshou's ``SubprocVectorEnv`` or ``ShmemVectorEnv``."""
+    from tianshou.env import ShmemVectorEnv, SubprocVectorEnv
+
+    pool = (ShmemVectorEnv if shared else SubprocVectorEnv)(list(factories))
+    return _loop(_Tianshou(pool), len(factories), net, steps, np.int64)
+
+
+def pufferlib(
+    factories: Sequence[EnvFactory], net: nn.Module, steps: int, workers: int, halves: bool = False
+) -> PoolLoop | PufferHalves:
+    """Return a loop over PufferLib's ``Multiprocessing``.
+
+    With ``halves`` one of two workers steps while the policy acts for the other. Workers and the
+    loop wait by spinning: on two cores one worker is the best choice.
+    """
+    with _gymnasium_as_gym():
+        try:
+            from pufferlib import vector
+        except (ImportError, RuntimeError) as err:
+            raise Skip(f"pufferlib: {err}") from err
+        vec = vector.make(
+            [_puffer(factory) for factory in factories],
+            env_args=[[]] * len(factories),
+            env_kwargs=[{}] * len(factories),
+            backend=vector.Multiprocessing,
+            num_envs=len(factories),
+            num_workers=workers,
+            batch_size=len(factories) // (2 if halves else 1),
+            overwork=True,
+        )
+    if halves:
+        return PufferHalves(vec, len(factories) // 2, net, steps)
+    return _loop(vec, len(factories), net, steps, np.int32)
+
+
+def _loop(pool: Any, count: int, net: nn.Module, steps: int, dtype: Any) -> PoolLoop:
+    return PoolLoop(pool, steps, CategoricalActor(net, steps, count, 2, dtype))
+
+
+def _puffer(factory: EnvFactory) -> Callable[..., Any]:
+    def make(buf: Any = None, seed: int = 0) -> Any:
+        from pufferlib.emulation import GymnasiumPufferEnv
+
+        return GymnasiumPufferEnv(env_creator=factory, buf=buf, seed=seed)
+
+    return make
+
+
+class PufferHalves(System):
+    """What PufferLib's own trainer does: receive one half, act for it, send, take the other half.
+
+    A row is what was received and what was answered: no successors, and the reward is that of the
+    action before. Rows that end an episode are no transitions and are not counted.
+    """
+
+    def __init__(self, vec: Any, count: int, net: nn.Module, steps: int) -> None:
+        self._vec, self._steps = vec, steps
+        self._actors = [CategoricalActor(net, steps, count, 2, np.int32) for _ in range(2)]
+        shape = vec.single_observation_space.shape
+        self._rows = np.zeros((2, steps, count, *shape), np.float32)
+        self._tensors = [torch.from_numpy(rows).unbind() for rows in self._rows]
+        self._reward = np.zeros((2, steps, count), np.float32)
+        self._done = np.zeros((2, steps, count), bool)
+        vec.async_reset(0)
+
+    def collect_batch(self) -> int:
+        receive, send = self._vec.recv, self._vec.send
+        halves = list(zip(self._actors, self._rows, self._reward, self._done, strict=True))
+        with torch.no_grad():
+            for actor, tensors in zip(self._actors, self._tensors, strict=True):
+                actor.begin(tensors)
+            for t in range(self._steps):
+                for act, rows, rewards, dones in halves:
+                    seen, reward, dead, late, *_ = receive()
+                    rows[t] = seen
+                    rewards[t] = reward
+                    np.logical_or(dead, late, out=dones[t])
+                    send(act(t))
+            for actor in self._actors:
+                actor.finish()
+        return int(self._done.size - np.count_nonzero(self._done))
+
+    def fields(self) -> Fields:
+        outputs = [actor.outputs for actor in self._actors]
+        flat = {
+            **{name: np.stack([some[name].numpy() for some in outputs]) for name in outputs[0]},
+            "observation": self._rows,
+            "next.reward": self._reward,
+            "mask": ~self._done,
+        }
+        return {name: np.concatenate(value, 1).swapaxes(0, 1) for name, value in flat.items()}
+
+    def close(self) -> None:
+        self._vec.close()
+
+
+@contextmanager
+def _gymnasium_as_gym() -> Iterator[None]:
+    """Let ``import gym`` find Gymnasium: PufferLib wants the old Gym for comparisons of types only.
+
+    With the old one installed, every library that supports both would look at it, and warn.
+    """
+    kept = sys.modules.get("gym")
+    sys.modules["gym"] = gym
+    try:
+        yield
+    finally:
+        if kept is None:
+            del sys.modules["gym"]
+        else:
+            sys.modules["gym"] = kept
+
+
+class _Tianshou:
+    """Has the ended environments reset in the step that follows, as the others here do.
+
+    tianshou leaves resets to its user. So that an ended environment makes no step of its own, the
+    others are stepped without it.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._ids = np.arange(len(pool))
+        self._ended: np.ndarray[Any, Any] = self._ids[:0]
+        self._seen: Any = None
+
+    def reset(self) -> Any:
+        seen, info = self._pool.reset()
+        self._seen = np.array(seen)
+        return self._seen, info
+
+    def step(self, action: Any) -> Any:
+        if not len(self._ended):
+            seen, reward, dead, late, info = self._pool.step(action)
+        else:
+            seen, reward, dead, late, info = self._step_some(action)
+        self._ended = np.flatnonzero(dead | late)
+        return seen, reward, dead, late, info
+
+    def _step_some(self, action: Any) -> Any:
+        rest = np.delete(self._ids, self._ended)
+        reward = np.zeros(len(self._ids))
+        dead, late = np.zeros((2, len(self._ids)), bool)
+        seen = self._seen
+        if len(rest):
+            seen[rest], reward[rest], dead[rest], late[rest], _ = self._pool.step(
+                action[rest], rest
+            )
+        seen[self._ended] = self._pool.reset(self._ended)[0]
+        return seen, reward, dead, late, {}
+
+    def close(self) -> None:
+        self._pool.close()

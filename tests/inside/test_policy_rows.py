@@ -1,0 +1,234 @@
+"""Policies that act on rows of a window, and what a collector does not let one see of them."""
+
+import random
+from collections import UserList
+
+import numpy as np
+import pytest
+import torch
+from policy_rig import (
+    DETERMINISTIC,
+    MODE,
+    OBS,
+    RANDOM,
+    layout,
+    make,
+    plain,
+    probe_of,
+    run,
+    same,
+    windows,
+)
+from tensordict.nn import InteractionType
+from tensordict.nn import ProbabilisticTensorDictModule as Prob
+from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
+from tensordict.nn import TensorDictModule as Mod
+from tensordict.nn import TensorDictSequential as Seq
+from torch import distributions as D
+from torch import nn
+
+from gleanrl.core.layout import DoneGroup, EnvLayout, Field
+from gleanrl.core.protocols import Policy
+from gleanrl.envs.specs import Bounded, Categorical, Composite
+from gleanrl.policies import ProgramPolicy, RandomActions, RandomPolicy, set_exploration_type
+from gleanrl.policies.adapt import adapt
+from gleanrl.policies.policy import root_of
+from gleanrl.policies.probe import learn
+
+FLOATS = ((3,), torch.float32)
+INT = ((), torch.int64)
+SPEC = Bounded(-1.0, 1.0, (3,), dtype=torch.float32)
+
+
+def streams():
+    python, (_, words, position, *_) = random.getstate(), np.random.get_state()
+    return torch.get_rng_state().tolist(), python, words.tolist(), position
+
+
+class Setting:
+    """A policy with its window; `check` makes a rollout and compares it to the plain calls."""
+
+    def __init__(self, policy, action=FLOATS):
+        self.policy, self.env = policy, layout((5,), action)
+        self.ours = make(policy, self.env)
+        self.window, self.carry = windows(self.env, self.ours)
+
+    def check(self, kind=RANDOM):
+        torch.manual_seed(3)
+        expected = plain(self.policy, self.env, self.window, kind)
+        torch.manual_seed(3)
+        run(self.ours, self.window, self.carry, kind)
+        for field in self.ours.outputs:
+            assert torch.equal(self.window.tensor(field.key), expected[field.key])
+        return self.window.tensor(("action",)).clone()
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def actor(**options):
+    torch.manual_seed(0)
+    return ProbSeq(
+        Mod(network(), ["observation"], ["logits"]),
+        Prob(["logits"], ["action"], distribution_class=D.Categorical, **options),
+    )
+
+
+def test_the_exploration_type_of_each_rollout_counts():
+    setting = Setting(actor(return_log_prob=True), INT)
+    drawn = setting.check(RANDOM)
+    likely = setting.check(MODE)
+    assert torch.equal(likely, setting.check(DETERMINISTIC))
+    assert not torch.equal(drawn, likely)
+    assert torch.equal(drawn, setting.check(RANDOM))
+
+
+def test_without_an_exploration_type_the_modules_default_counts():
+    setting = Setting(actor(default_interaction_type=InteractionType.MODE), INT)
+    assert torch.equal(setting.check(None), setting.check(MODE))
+
+
+def test_a_stopped_rollout_writes_its_steps_only():
+    setting = Setting(Mod(network(), ["observation"], ["action"]))
+    run(setting.ours, setting.window, setting.carry, steps=2)
+    assert not setting.window.tensor(("action",))[:, 2:].any()
+    assert setting.window.tensor(("action",))[:, :2].any()
+
+
+def test_what_was_found_out_about_a_changing_module_does_not_pile_up():
+    setting = Setting(actor(return_log_prob=True), INT)
+    for _ in range(3):
+        for kind in (RANDOM, MODE):
+            setting.policy[1].note = object()  # something was replaced: it is looked at again
+            setting.check(kind)
+    assert setting.ours.lowered == 2
+    assert len(setting.ours._lowering.agreed) == 2
+
+
+def test_a_lowered_policy_is_not_called_again_by_rollouts_to_come():
+    calls = UserList()  # a list that construction does not put back
+    inner = nn.Linear(4, 3)
+    inner.register_forward_hook(lambda *a: calls.append(1))
+    policy = ProbSeq(
+        Mod(inner, ["observation"], ["logits"]),
+        Prob(["logits"], ["action"], distribution_class=D.Categorical),
+    )
+    before = streams()
+    ours = make(policy, layout((5,), INT))
+    with set_exploration_type(RANDOM), torch.no_grad():
+        ours.begin(*windows(layout((5,), INT), ours))
+    assert streams() == before
+    assert calls == [1]
+
+
+def test_the_outputs_say_what_is_written_actions_first():
+    policy = ProbSeq(
+        Mod(nn.Linear(4, 3), ["observation"], [("net", "logits")]),
+        Prob(
+            {"logits": ("net", "logits")},
+            ["action"],
+            distribution_class=D.Categorical,
+            return_log_prob=True,
+        ),
+    )
+    ours = make(policy, layout((2, 3), INT))
+    assert [(f.key, f.shape, f.dtype) for f in ours.outputs] == [
+        (("action",), (), torch.int64),
+        (("net", "logits"), (3,), torch.float32),
+        (("action_log_prob",), (), torch.float32),
+    ]
+    assert ours.inner is policy
+    assert ours.states == ()
+    assert not ours.needs_is_init
+
+
+def recurrent():
+    cell = Mod(nn.GRUCell(4, 3), ["observation", "hidden"], [("next", "hidden")])
+    head = Mod(lambda after: (after, after * 2), [("next", "hidden")], ["action", "extra"])
+    return Seq(cell, head)
+
+
+@pytest.mark.parametrize("steps", [6, 2])
+def test_off_the_cpu_extras_and_states_stay_until_the_rollout_is_over(steps):
+    # The cells are on the CPU all the same; what is tested is where rows go and when.
+    policy, env, ends = recurrent(), layout((5,), FLOATS), {1: [0]}
+    adapted = adapt(policy, [OBS], [("action",)])
+    adapted, signature = learn(policy, adapted, env, root_of(env, probe_of(env)), RANDOM)
+    ours = ProgramPolicy(policy, adapted.call, signature, env, device=torch.device("cuda"))
+    near = make(policy, env)
+    (window, carry), (other, other_carry) = windows(env, ours), windows(env, near)
+    for rollout in range(2):
+        if rollout:
+            window.tensor(("hidden",))[:, 0] = carry.tensor(("hidden",))[:, 0]
+            other.tensor(("hidden",))[:, 0] = other_carry.tensor(("hidden",))[:, 0]
+        run(ours, window, carry, ends=ends, steps=steps)
+        run(near, other, other_carry, ends=ends, steps=steps)
+        for key in [("action",), ("extra",), ("next", "hidden"), ("hidden",)]:
+            assert torch.equal(window.tensor(key)[:, :steps], other.tensor(key)[:, :steps])
+        assert torch.equal(carry.tensor(("hidden",)), other_carry.tensor(("hidden",)))
+
+
+@pytest.mark.parametrize("policy", [None, RandomPolicy()])
+def test_without_a_spec_the_environment_draws(policy):
+    env, rows = layout((5,), FLOATS), []
+    ours = make(policy, env, random=rows.append)
+    window, carry = windows(env, ours)
+    run(ours, window, carry)
+    assert isinstance(ours, RandomActions)
+    assert rows == list(range(window.steps))
+    assert ours.outputs == env.actions
+    assert ours.states == ()
+
+
+def test_several_actions_come_from_a_composite():
+    env = EnvLayout(
+        batch_shape=(5,),
+        observations=(Field(OBS, (4,), torch.float32),),
+        actions=(
+            Field(("hand", "grip"), (), torch.int64),
+            Field(("hand", "move"), (3,), dtype=torch.float32),
+        ),
+        rewards=(),
+    )
+    spec = Composite({("hand", "grip"): Categorical(2), ("hand", "move"): SPEC})
+    ours = make(RandomPolicy(spec), env)
+    window, carry = windows(env, ours)
+    run(ours, window, carry)
+    assert window.tensor(("hand", "grip")).unique().tolist() == [0, 1]
+    assert window.tensor(("hand", "move")).abs().max() <= 1
+
+
+def test_nested_keys_are_read_and_written():
+    agents = ("agents", "observation")
+    env = EnvLayout(
+        batch_shape=(5,),
+        observations=(Field(OBS, (4,), torch.float32), Field(agents, (2, 4), torch.float32)),
+        actions=(Field(("agents", "action"), (2, 3), torch.float32),),
+        rewards=(Field(("agents", "reward"), (2, 1), torch.float32),),
+        dones=(DoneGroup(()), DoneGroup(("agents",), (2, 1))),
+    )
+    module = Mod(nn.Linear(4, 3), [agents], [("agents", "action")])
+    assert same(module, env).lowered == 1
+
+    def function(td):
+        assert not td.get(("agents", "done"), torch.zeros(())).any()
+        td["agents", "action"] = module.module(td[agents])
+        td["agents", "extra"] = td[agents].sum(-1)
+
+    assert {f.key for f in same(function, env).outputs} == {
+        ("agents", "action"),
+        ("agents", "extra"),
+    }
+
+
+def test_policies_are_policies():
+    made: list[Policy] = [
+        make(nn.Linear(4, 3), layout((5,), FLOATS)),
+        make(None, layout(), random=print),
+    ]
+    for policy in made:
+        assert policy.outputs
+        for name in ("begin", "act", "reset", "finish"):
+            assert callable(getattr(policy, name))
