@@ -172,12 +172,16 @@ class JoiningNode(Protocol):
     """A node that has authenticated, seen from the learner."""
 
     index: int
+    address: str
 
     def greet(self, life: int) -> None:
         """Tell it what to be; returns once data can pass. Raises whatever goes wrong."""
 
     def await_start(self) -> None:
         """Wait until it has said that it is up, or why it is not."""
+
+    def listen(self) -> None:
+        """Look whether it has said why it ends, in what nobody has read yet."""
 
     def exit_reason(self, reason: str) -> str:
         """Return why it is gone; ``reason`` if neither it nor its launcher has said more."""
@@ -268,14 +272,14 @@ class NodeAdmitter(Generic[N]):
         for node in nodes:
             if node is not None:
                 node.hang_up()
-        deadline = time.monotonic() + timeout
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
         for result in self._done:
             if not isinstance(result, WorkerDied):
                 result.close()
         self._done.clear()
         os.close(self.bell)  # nobody rings any more
+        deadline = time.monotonic() + timeout
+        for thread in threads:  # last: an interrupt meanwhile leaves nothing undone
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- letting nodes in ------------------------------------------------------------------------
 
@@ -296,7 +300,12 @@ class NodeAdmitter(Generic[N]):
                 if self._closing or not self._wanted:
                     self._admitting = False
                     return
-            self.step(LOOK)
+                wanted = list(self._wanted.items())
+            try:
+                self.step(LOOK)
+            except BaseException as err:  # `SystemExit` of a launcher would end this thread only
+                for index, each in wanted:
+                    self._fail(index, each, f"could not be started ({err!r})")
 
     def step(self, timeout: float) -> None:
         """Start who is wanted, see what became of them and let them in; waits for ``timeout``."""
@@ -342,12 +351,16 @@ class NodeAdmitter(Generic[N]):
                 return
             try:
                 node = wanted.node = self._take(guest)
-            except OSError:  # gone already; there may be another
+            except OSError as err:
                 guest.sock.close()
-                return
-            if wanted.life:
-                wanted.deadline = time.monotonic() + self._timeout_s
-            self._start(self._bring_up, index, wanted, node)
+                gone = None if wanted.life else str(err)  # of a replacement there may be another
+            else:
+                gone = None
+                if wanted.life:
+                    wanted.deadline = time.monotonic() + self._timeout_s
+                self._start(self._bring_up, index, wanted, node)
+        if gone is not None:
+            self._fail(index, wanted, f"was gone as soon as it had joined ({gone})")
 
     # -- one thread per node that was let in -----------------------------------------------------
 
@@ -356,8 +369,11 @@ class NodeAdmitter(Generic[N]):
             node.greet(wanted.life)
             if wanted.life:  # the learner goes on with the others meanwhile
                 node.await_start()
-        except Exception as err:
-            self._fail(index, wanted, node.exit_reason(f"was lost while it joined ({err})"))
+        except BaseException as err:  # whatever it is, the learner is told
+            if not self._closing:  # else nobody asks why
+                node.listen()
+                reason = node.exit_reason(f"was lost while it joined ({err})")
+                self._fail(index, wanted, f"on node {node.address} {reason}")
             node.close()
             return
         with self._lock:

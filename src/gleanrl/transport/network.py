@@ -504,7 +504,7 @@ class NodeBackend(ChannelBackend[N]):
         if not peer.gone:
             peer.listen()
         wait = 0.0 if silent or peer.gone else _NEWS
-        return f"on node {peer.address} {peer.exit_reason(reason, wait)}"
+        return f"on node {peer.address} {interruptible(peer.exit_reason, reason, wait)}"
 
     def _drop(self, peer: N) -> None:
         """Hang up on ``peer`` and forget what it has to do with. Idempotent."""
@@ -523,9 +523,15 @@ class NodeBackend(ChannelBackend[N]):
         if self._closed:
             return
         self._closed = True
+        # In a forked child the threads do not exist, and nodes are somebody else's.
         mine = self._owner == os.getpid()
-        if mine:  # in a forked child the threads do not exist, and nodes are somebody else's
-            self._admitter.stop(min(timeout, _GRACE))
+        try:
+            if mine:
+                self._admitter.stop(min(timeout, _GRACE))
+        finally:  # nodes end also where Ctrl-C ends the wait for threads
+            self._end_nodes(mine, timeout)
+
+    def _end_nodes(self, mine: bool, timeout: float) -> None:
         nodes = self._let_go()
         if not mine:
             _keep_for_ever((self, nodes))

@@ -16,7 +16,6 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.transport.frames import CommandWriter, reply_in
 from gleanrl.transport.stream import Channel
-from gleanrl.transport.waiting import interruptible
 
 
 class RemoteFlag:
@@ -90,7 +89,10 @@ class RemoteBackend(ABC, Generic[P]):
 
     @abstractmethod
     def _exit_reason(self, peer: P, reason: str) -> str:
-        """Return what became of ``peer``; ``reason`` is what the connection to it showed."""
+        """Return what became of ``peer``; ``reason`` is what the connection to it showed.
+
+        Only waits in it are `interruptible`, and lose nothing.
+        """
 
     @abstractmethod
     def _drop(self, peer: P) -> None:
@@ -137,8 +139,7 @@ class RemoteBackend(ABC, Generic[P]):
 
     def _died(self, peer: P, reason: str) -> WorkerDied:
         """Let go of ``peer``, which is gone; return the error that says so."""
-        # First: an interrupt meanwhile must not lose the news.
-        text = interruptible(self._exit_reason, peer, reason)
+        text = self._exit_reason(peer, reason)  # first: an interrupt must not lose the news
         self._drop(peer)
         error = WorkerDied(f"worker {peer.index} {text}")
         error.worker = peer.index

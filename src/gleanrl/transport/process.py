@@ -154,7 +154,7 @@ class ProcessBackend(ChannelBackend[_Process]):
         return not self._ends.poll(0)
 
     def _exit_reason(self, peer: _Process, reason: str) -> str:
-        status = self._zygote.exit_status(peer.pid, 2.0)
+        status = interruptible(self._zygote.exit_status, peer.pid, 2.0)
         reason = reason if status is None else exit_text(status)
         return f"(process {peer.pid}) {reason}; what it printed last is above"
 

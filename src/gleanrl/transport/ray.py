@@ -1,4 +1,4 @@
-"""This process's connection to Ray, and what actors may be asked for."""
+"""Workers that are Ray actors, on this machine or on any other of a cluster."""
 
 from __future__ import annotations
 

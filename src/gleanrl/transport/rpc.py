@@ -1,4 +1,4 @@
-"""Entering and leaving the one world of torch.distributed.rpc that a process can be in.
+"""Workers on nodes of a torch.distributed.rpc world, of which a process can be in one.
 
 Rank 0 is the learner, ranks 1, 2, ... are nodes. They find each other through a `TCPStore` on the
 learner's interface. Torch's agents and their store ask nobody who connects for a secret, and agents
@@ -652,6 +652,8 @@ class RPCBackend(NodeBackend[RpcNode]):
             os.eventfd_read(fd)
         self._land()
         if self._arrived:  # what a node sent before it ended comes before its end
+            if self._lost:
+                self._wake()
             return
         if fd != self._event:
             super()._turn_to(fd, events)

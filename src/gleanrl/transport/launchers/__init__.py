@@ -1,4 +1,4 @@
-"""What every launcher offers."""
+"""Ways to have nodes started: what every launcher offers, and launchers by name."""
 
 from __future__ import annotations
 

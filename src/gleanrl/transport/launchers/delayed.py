@@ -1,8 +1,9 @@
-"""A folder where a learner and nodes find each other that were started before it was there.
+"""Nodes as jobs that are submitted together with the learner's, which submits none itself.
 
-One file, replaced as a whole, says what the main job is at; only the main job writes it. Whoever
-has submitted the jobs keeps notes beside it of nodes that have ended. The folder is readable by the
-user alone, because the secret lies there.
+Some clusters let no job submit others. There the main job and those of nodes are submitted
+beforehand, and find each other in a folder. One file in it, replaced as a whole, says what the
+main job is at; only the main job writes it. Whoever has submitted the jobs keeps notes beside it of
+nodes that have ended. The folder is readable by the user alone, because the secret lies there.
 """
 
 from __future__ import annotations

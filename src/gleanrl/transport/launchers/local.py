@@ -1,4 +1,4 @@
-"""The address of this machine that nodes are told."""
+"""Nodes that are processes of this machine; and the address of it that nodes are told."""
 
 from __future__ import annotations
 
