@@ -333,7 +333,7 @@ class SlabSlots(Slots):
             if slab.order is Order.TIME:
                 parts, dim = parts[0].split(list(slab.steps), -1), parts[0].ndim - 1
             parts = _trimmed(parts, reports, dim)
-        batch = _joined(parts, dim)
+        batch = parts[0] if len(parts) == 1 else _joined(parts, dim)
         return batch if self._device is None else batch.to(self._device)
 
 
