@@ -205,7 +205,7 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
         return replace(self._source, seeds=tuple(self._seeds))
 
     def specs(self) -> list[Composite]:
-        """Return what the environments show, are told and return, batch dimensions in front."""
+        """Return the specs of observations, actions, rewards and end flags, with batch sizes."""
         fields = self.layout.observations
         shown: dict[Key, TensorSpec] = {
             field.key: Unbounded(field.shape, dtype=field.dtype) for field in fields
