@@ -111,6 +111,12 @@ def test_a_compiled_policy_gives_what_the_policy_gives(options):
     assert torch.equal(batch["action"], plain(policy, env, batch)["action"])
 
 
+def test_compiling_without_arguments_replaces_nothing_by_tensor_calls():
+    policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
+    with make(policy, layout((5,), FLOATS), compile_policy={}) as collector:
+        assert lowered(collector) == 0
+
+
 def test_an_already_compiled_policy_is_called_with_a_tensordict():
     policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
     same(torch.compile(policy, backend="eager"), layout((5,), FLOATS), reference=policy)

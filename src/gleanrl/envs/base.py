@@ -217,17 +217,17 @@ class EnvBase(nn.Module, abc.ABC):
     reward_spec = _spec("reward", "The spec of the only reward, else that of all.", single=True)
     full_done_spec = _spec("done", "Specs of all end flags.")
     done_spec = _spec("done", "The spec of the only end flag, else that of all.", single=True)
-    full_state_spec = _spec("state", "Specs of what is told besides actions.")
-    state_spec = _spec("state", "Specs of what is told besides actions.")
+    full_state_spec = _spec("state", "Specs of all inputs besides actions.")
+    state_spec = _spec("state", "Specs of all inputs besides actions.")
     observation_keys = _keys("observation", 'Keys of everything shown, without ``"next"``.')
-    state_keys = _keys("state", "Keys of what is told besides actions.")
+    state_keys = _keys("state", "Keys of all inputs besides actions.")
     action_keys = _keys("action", "Keys of all actions.")
     reward_keys = _keys("reward", 'Keys of all rewards, without ``"next"``.')
     done_keys = _keys("done", 'Keys of all end flags, without ``"next"``.')
 
     @property
     def input_spec(self) -> Composite:
-        """Specs of what is told: ``"full_action_spec"`` and ``"full_state_spec"``."""
+        """Specs of all inputs: ``"full_action_spec"`` and ``"full_state_spec"``."""
         return self._grouped("action", "state")
 
     @property

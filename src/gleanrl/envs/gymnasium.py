@@ -205,7 +205,7 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
         return replace(self._source, seeds=tuple(self._seeds))
 
     def specs(self) -> list[Composite]:
-        """Return what the environments show, are told and return, batch dimensions in front."""
+        """Return the specs of observations, actions, rewards and end flags, with batch sizes."""
         fields = self.layout.observations
         shown: dict[Key, TensorSpec] = {
             field.key: Unbounded(field.shape, dtype=field.dtype) for field in fields
@@ -323,7 +323,7 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
         for writer in self._writers:
             writer.read(env, (observation, info))
 
-    def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
+    def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
         """Reset ``envs`` (all by default) and write their observations into ``carry``."""
         for env in range(len(self._envs)) if envs is None else envs:
             returned = self._reset_one(env, options or None)

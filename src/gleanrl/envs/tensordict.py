@@ -44,7 +44,7 @@ class _SpecTree(Protocol):
 
 
 SPEC_GROUPS = ("observation", "action", "reward", "done", "state")
-"""What specs are for: everything shown, actions, rewards, end flags, and what else is told."""
+"""What specs are for: everything shown, actions, rewards, end flags, and other inputs."""
 _FLAG_NAMES = ("done", "terminated", "truncated")
 _MEMBERS = (
     "batch_size",
@@ -99,7 +99,7 @@ def spec_groups(spec: Any, prefix: Key = ()) -> Iterator[tuple[Key, tuple[int, .
 
 
 def spec_trees(env: Any) -> tuple[Any, Any, Any, Any]:
-    """Return the specs of what ``env`` shows, is told, is rewarded with, and of its end flags."""
+    """Return the specs of observations, actions, rewards and end flags of ``env``."""
     return (
         env.full_observation_spec,
         env.full_action_spec,
@@ -175,7 +175,7 @@ def learn_layout(env: Any, first: TensorDictBase) -> EnvLayout:
 
 
 def state_leaves(env: Any) -> Iterator[tuple[Key, Any]]:
-    """Yield the leaves of what ``env`` is told besides actions, if it declares any."""
+    """Yield the leaves of the inputs of ``env`` besides actions, if it declares any."""
     # Not part of the protocol: only TorchRL's environments tell state from observation.
     spec = getattr(env, "full_state_spec", None)
     if spec is not None:
@@ -309,13 +309,15 @@ class EnvSpecs:
     reward: Composite
     done: Composite
     state: Composite = field(default_factory=Composite)
-    """What it is told besides actions."""
+    """Inputs besides actions."""
     batch_size: torch.Size = field(kw_only=True)
     device: torch.device | None = field(default=None, kw_only=True)
     locked: bool = field(default=True, kw_only=True)
     """Whether data always have the batch size."""
 
     def __post_init__(self) -> None:
+        if self.state.is_empty():
+            self.state = Composite(shape=self.batch_size)
         self.ends = EndFlags(self.done, tuple(self.batch_size), self.locked)
         self.silent: tuple[Key, ...] = ()
         """Flags that were declared by `add_truncated` and are never set."""

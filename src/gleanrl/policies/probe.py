@@ -278,7 +278,7 @@ def learn(
             UserWarning,
             stacklevel=2,
         )
-        converted = replace(adapted, call=_IndexToOneHot(adapted, wanted))
+        converted = replace(adapted, call=IndexToOneHot(adapted, wanted))
         return learn(policy, converted, env, root, exploration, as_written=as_written)
     owned = _owned(env)
     actions = _actions(env, outputs, policy, as_written)
@@ -299,7 +299,7 @@ def learn(
     )
 
 
-class _IndexToOneHot:
+class IndexToOneHot:
     """A policy whose actions are indices, for an environment that wants one-hot vectors."""
 
     def __init__(self, adapted: Adapted, actions: Sequence[Field]) -> None:
@@ -308,6 +308,7 @@ class _IndexToOneHot:
         self._actions = tuple(actions)
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Call the policy and convert its actions."""
         out = call_on(self._call, tensordict)
         for field in self._actions:
             index = out.get(field.key)

@@ -70,7 +70,7 @@ class EnvWorkerInfo:
     """Shape of one of them."""
     device: torch.device | None
     specs: tuple[Composite, ...]
-    """Of one environment: what it shows, is told, is rewarded with, its end flags."""
+    """Of one environment: observations, actions, rewards, end flags."""
     signature: Signature
     inputs: tuple[Key, ...]
     """What has to be in the window for a step."""
@@ -235,11 +235,11 @@ class EnvWorker:
 
 def _make_row(envs: SerialEnv) -> _GymRow | _TensorDictRow | None:
     """Return how ``envs`` share memory, ``None`` if their data have no fixed layout."""
-    bare = gym_source(envs)
-    if bare is not None:
+    source = gym_source(envs)
+    if source is not None:
         # Made by this worker, so nobody else relies on the checks.
-        fast = tuple(without_call_checks(env) for env in bare.envs)
-        return _GymRow(GymEnv.of(replace(bare, envs=fast)))
+        fast = tuple(without_call_checks(env) for env in source.envs)
+        return _GymRow(GymEnv.of(replace(source, envs=fast)))
     shown = {key for key, _ in spec_leaves(envs.full_observation_spec)}
     hidden = any(key not in shown for env in envs.members for key, _ in state_leaves(env))
     on_cpu = envs.device is None or envs.device.type == "cpu"
