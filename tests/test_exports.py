@@ -7,6 +7,7 @@ import pytest
 
 import gleanrl
 import gleanrl.collectors
+import gleanrl.data.postprocs
 import gleanrl.envs
 
 OPTIONAL = ["torchrl", "envpool", "ray", "matplotlib", "ale_py", "stable_baselines3", "submitit"]
@@ -17,6 +18,14 @@ def test_public_names_are_sorted_and_exist(module):
     names = module.__all__
     assert sorted(names, key=str.casefold) == sorted(set(names), key=str.casefold)
     assert all(getattr(module, name) is not None for name in names)
+
+
+def test_modules_of_namespaces_need_no_import_of_their_own(monkeypatch):
+    for package, module in (("gleanrl", "data"), ("gleanrl.data", "postprocs")):
+        monkeypatch.delattr(f"{package}.{module}")  # as if nothing had imported it
+    assert gleanrl.data.postprocs.MultiStep is gleanrl.MultiStep
+    with pytest.raises(AttributeError, match=r"'gleanrl.data' has no attribute 'postproc'"):
+        gleanrl.data.postproc  # noqa: B018
 
 
 def test_importing_the_package_imports_nothing_optional():

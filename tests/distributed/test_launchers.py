@@ -26,6 +26,12 @@ from gleanrl.collectors.distributed import submitit_delayed_launcher
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:port .* is taken")]
 
 
+@pytest.fixture(autouse=True)
+def _warm(monkeypatch, python):
+    """Have jobs and ranks started in no time."""
+    monkeypatch.setattr(sys, "executable", python)
+
+
 class Noted(gym.Env):
     """Says in a folder who it is and when it was closed; one step may take long.
 

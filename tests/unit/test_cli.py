@@ -77,6 +77,7 @@ def observation(name, value):
         (observation("shape", "3"), "must list whole numbers"),
         (observation("dtype", "object"), "dtype of .* is not known"),
         (observation("dtype", ["float32"]), "dtype of .* is not known"),
+        (observation("dtype", "qint32"), "dtype of .* is not known"),
         (observation("key", []), "must be a list of strings"),
         (lambda card: card["keys"].append(3), "is not an object"),
         (lambda card: card.update(keys={}), "'keys' must be a list"),

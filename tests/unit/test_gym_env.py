@@ -234,6 +234,53 @@ def test_reset_options_are_passed_on():
     assert inner.options == [{"level": 3}, None]
 
 
+def test_reset_options_may_have_any_name():
+    inner = Counter()
+    options = {"envs": [1], "carry": 2, "env": 3, "seed": 4, "options": 5}
+    GymEnv(inner).reset(**options)
+    assert inner.options == [options]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: GymEnv(Counter, num_envs=2), lambda: SerialEnv(2, lambda: GymEnv(Counter()))],
+)
+def test_the_specs_of_what_a_batch_is_told_are_a_batch(make):
+    env = make()
+    assert env.input_spec["full_action_spec"].shape == (2,)
+    assert env.input_spec["full_state_spec"] == env.state_spec == Composite(shape=(2,))
+    assert env.output_spec.shape == (2,)
+
+
+class Shaped(Counter):
+    """Declares two floats and returns what it is given."""
+
+    observation_space = spaces.Box(-9, 9, (2,), np.float32)
+
+    def __init__(self, observation):
+        super().__init__()
+        self.observation = observation
+
+    def _see(self):
+        return self.observation
+
+
+@pytest.mark.parametrize(
+    ("observation", "dtype", "hint"),
+    [
+        (np.zeros(2, np.float64), None, True),
+        (np.zeros(3, np.float64), None, True),
+        (np.zeros(3, np.float32), None, False),
+        (np.zeros(2, np.int64), None, False),
+        (np.zeros(3, np.float64), torch.float16, False),
+    ],
+)
+def test_a_cast_is_advised_only_where_it_helps(observation, dtype, hint):
+    with pytest.raises(EnvError, match="correct the space or the observation") as caught:
+        GymEnv(Shaped(observation), observation_dtype=dtype).reset()
+    assert ("observation_dtype=" in str(caught.value)) is hint
+
+
 @pytest.mark.parametrize("reward", [1e39, -1e39])
 def test_a_reward_that_overflows_is_an_error(reward):
     with pytest.raises(EnvError, match=r"environment 0 returned reward -?1e\+39, which overflows"):

@@ -376,3 +376,18 @@ def test_a_collector_fills_it():
                 pass
         buffers.append(rb)
     compare(*buffers)
+
+
+def test_a_state_whose_lost_rows_link_to_nothing_loads():
+    """Rows that a writer overwrote while they were copied may link beyond what was copied."""
+    source, target = (ReplayBuffer(storage=LazyTensorStorage(8, compact=True)) for _ in range(2))
+    after = torch.arange(1, 7).unsqueeze(1).expand(-1, 4)
+    source.extend(TensorDict({"observation": after - 1, "next": {"observation": after}}, [6]))
+    state = source.state_dict()
+    *_, links, _ = state["storage"]["tensors"]
+    links[2] = 15
+    with pytest.raises(ConfigError, match="successors that are not there"):
+        target.load_state_dict(state)
+    state["storage"]["stamps"][2] = 0
+    target.load_state_dict(state)
+    same(target[:], source[[0, 1, 3, 4, 5]])

@@ -171,6 +171,7 @@ POISON = [
     {"tensors": [torch.arange(3)]},
     {"layout": "{}"},
     {"layout": 7},
+    {"layout": '{"fields": [[["number"], [], "qint8"]], "element": [], "envs": null}'},
 ]
 
 

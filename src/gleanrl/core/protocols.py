@@ -80,7 +80,7 @@ class EnvBatch(Protocol):
     def inner(self) -> Any:
         """What the user gave us: answers ``getattr_env``."""
 
-    def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
+    def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
         """Reset ``envs`` (all of them by default) and write their root fields into ``carry``."""
 
     def begin(self, window: Window, carry: Window) -> None:

@@ -1,5 +1,6 @@
 """Names under which TorchRL users look for data helpers. Re-exports only."""
 
+from gleanrl.core.lazy import lazy_exports
 from gleanrl.envs.specs import (
     Binary,
     Bounded,
@@ -78,3 +79,5 @@ __all__ = [
     "UnboundedDiscrete",
     "Writer",
 ]
+
+__getattr__ = lazy_exports(__name__, (), ())  # modules of this package, as `gleanrl.data.postprocs`

@@ -316,6 +316,8 @@ class EnvSpecs:
     """Whether data always have the batch size."""
 
     def __post_init__(self) -> None:
+        if self.state.is_empty():
+            self.state = Composite(shape=self.batch_size)
         self.ends = EndFlags(self.done, tuple(self.batch_size), self.locked)
         self.silent: tuple[Key, ...] = ()
         """Flags that were declared by `add_truncated` and are never set."""

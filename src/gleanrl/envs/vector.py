@@ -120,7 +120,7 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
 
     # -- resets ----------------------------------------------------------------------------------
 
-    def reset(self, carry: Window, envs: Sequence[int] | None = None, **options: Any) -> None:
+    def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
         """Reset ``envs`` (all by default) and write their observations into ``carry``.
 
         Raises:

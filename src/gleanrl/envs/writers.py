@@ -122,7 +122,7 @@ class _LeafWriter(FieldWriter):
             if got == declared or (self._widens and both_whole and np.can_cast(got, declared)):
                 return values.astype(self._target)
         hint = ""
-        if got.kind == declared.kind == "f" and got != declared:
+        if got.kind == declared.kind == "f" and got != declared and not self._casts:
             hint = ", or pass observation_dtype=torch.float32 to cast floats on the way in"
         raise EnvError(
             f"{who} returned {format_key(self._field.key)} with shape {values.shape} and dtype "

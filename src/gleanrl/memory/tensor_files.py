@@ -14,6 +14,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 import uuid
 from collections.abc import Iterator
@@ -30,10 +31,12 @@ _BYTES_PER_WRITE = 1 << 26
 """A write can be interrupted between two calls."""
 _MAX_DESCRIPTION_BYTES = 16 * 2**20
 _MAX_DIMS = 32
+_NOT_PLAIN = re.compile(r"q.*|u?int[1-7]")
+"""Dtypes that need a scale beside their bytes, and those that torch can name but not copy."""
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
+    name: dtype
+    for name, dtype in {str(d).removeprefix("torch."): d for d in vars(torch).values()}.items()
+    if isinstance(dtype, torch.dtype) and not _NOT_PLAIN.fullmatch(name)
 }
 
 
@@ -161,7 +164,9 @@ def read_description(path: Path) -> dict[str, Any]:
         status = path.lstat()
         text = path.read_text(encoding="utf-8") if _is_readable(status) else ""
         description = json.loads(text) if text else None
-    except (ValueError, RecursionError, OSError) as err:
+    except OSError as err:
+        raise TensorFileError(f"{path} cannot be read: {err.strerror or err}") from err
+    except (ValueError, RecursionError) as err:
         raise TensorFileError(f"{path} cannot be read as JSON: {err}") from err
     if not isinstance(description, dict):
         raise TensorFileError(

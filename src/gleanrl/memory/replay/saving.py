@@ -98,15 +98,17 @@ def _check_tensors(state: Mapping[str, Any]) -> None:
     lead = (top,) if layout.envs is None else (top, layout.envs)
     expected = [((*lead, *field.shape), field.dtype) for field in layout.stored]
     tensors = state["tensors"]
-    if layout.dedup:
-        linked = [field for field in layout.fields if field.key in layout.dedup]
-        frames, most = state["slots"] * (layout.envs or 1), len(tensors[-1])
-        links, places = tensors[-1 - len(linked)], frames + min(most, frames)
-        if links.numel() and not 0 <= int(links.min()) <= int(links.max()) < places:
-            raise ConfigError("this state links rows to successors that are not there")
-        expected += [((most, *field.shape), field.dtype) for field in linked]
+    linked = [field for field in layout.fields if field.key in layout.dedup]
+    expected += [((len(tensors[-1]), *field.shape), field.dtype) for field in linked]
     if [(tuple(t.shape), t.dtype) for t in tensors] != expected:
         raise ConfigError("the tensors of this state are not of the layout that it describes")
+    if linked:
+        # Rows that were written meanwhile may link to overflow places that were not saved.
+        links = tensors[-1 - len(linked)][state["stamps"] > 0]
+        frames = state["slots"] * (layout.envs or 1)
+        places = frames + min(len(tensors[-1]), frames)
+        if links.numel() and not 0 <= int(links.min()) <= int(links.max()) < places:
+            raise ConfigError("this state links rows to successors that are not there")
 
 
 def frames_in_place(storage: Storage, state: Mapping[str, Any]) -> int:
