@@ -437,6 +437,16 @@ def test_nodes_end_with_their_learner(end):
     run_learner(SCRIPT, end=ENDS[end])
 
 
+def test_the_learner_keeps_its_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with nodes(rig.counting(0), rig.counting(1)):
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_old_name_is_the_same_class():
     assert DistributedDataCollector is DistributedCollector
 

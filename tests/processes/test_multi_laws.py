@@ -1,5 +1,6 @@
 """Laws: workers in processes give the data of workers here, nothing is lost, weights never mix."""
 
+import copy
 import gc
 import pickle
 from collections import defaultdict
@@ -520,6 +521,26 @@ def test_an_interruptor_ends_rollouts():
 def test_an_interruptor_cannot_be_sent_away():
     with pytest.raises(TypeError, match="in the process of its collector"):
         pickle.dumps(Interruptor())
+
+
+def test_a_batch_that_was_cut_short_is_not_overwritten_while_it_is_held():
+    collector = MultiSyncCollector(
+        ["CartPole-v1"],
+        frames_per_batch=16,
+        cat_results=-1,
+        preemptive_threshold=0,
+        backend="inline",
+        num_threads=1,
+    )
+    with collector:
+        held = [next(iter(collector)) for _ in range(2)]
+        held += [collector.next()["observation"].numpy() for _ in range(6)]
+        copies = [copy.deepcopy(batch) for batch in held]
+        for _ in range(8):
+            collector.next()
+    assert [len(batch) for batch in held] == [1] * 8
+    for batch, before in zip(held, copies, strict=True):
+        assert (batch == before).all()
 
 
 def test_threads_are_given_back():

@@ -175,8 +175,8 @@ def _make_backend(name: str | None, num_sub_threads: int) -> MakeBackend:
         ConfigError: an unknown backend.
         NotImplementedError: one that this version does not have.
     """
-    threads = check_int("num_sub_threads", num_sub_threads, least=1)
     if name in (None, "process", "multiprocessing"):
+        threads = check_int("num_sub_threads", num_sub_threads, least=1)
         return lambda windows: ProcessBackend(threads)
     if name in ("inline", "direct"):
         return lambda windows: InlineBackend(windows, apart=True)

@@ -15,7 +15,7 @@ from torch import nn
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import MASK, as_key, is_private
-from gleanrl.core.options import TrajectoryOptions
+from gleanrl.core.options import TrajectoryOptions, users_stacklevel
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
 
 _MOST_FRUITLESS = 100
@@ -83,7 +83,7 @@ class Pipeline:
                 f"trajs_per_batch ({asked}) is not a multiple of the {num_envs} environments: "
                 f"with equal quotas batches hold {self._whole.num_trajectories} trajectories",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=users_stacklevel(),
             )
 
     def __call__(self, batch: TensorDictBase, hook: Hook | None) -> deque[TensorDictBase | None]:

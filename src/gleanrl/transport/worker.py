@@ -48,12 +48,12 @@ class Worker:
         factory: SourceFactory,
         open_window: OpenWindow,
         stop: Stop,
-        mailbox: WeightReceiver | None = None,
+        receiver: WeightReceiver | None = None,
     ) -> None:
         self._index = index
         self._open_window = open_window
         self._stop = stop
-        self._mailbox = mailbox
+        self._receiver = receiver
         self._serials: dict[str, int] = {}
         self._newest, self._version = 0, 0
         self.source: Source = factory(index)
@@ -74,8 +74,8 @@ class Worker:
             return m.Failed(self._index, ticket, err)
 
     def _refresh(self) -> None:
-        if self._mailbox is not None:
-            snapshot = self._mailbox.newest()
+        if self._receiver is not None:
+            snapshot = self._receiver.newest()
             if snapshot is not None:
                 self._load(snapshot)
 
@@ -101,8 +101,8 @@ class Worker:
         match command:
             case m.Load(snapshot):
                 return self._load(snapshot)
-            case m.Bind(model_id, ref) if self._mailbox is not None:
-                return self._mailbox.bind(model_id, ref)
+            case m.Bind(model_id, ref) if self._receiver is not None:
+                return self._receiver.bind(model_id, ref)
             case m.Place(base, stride):
                 return source.place(base, stride)
             case m.Seed(seed, static, stream):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from gleanrl.collectors import per_worker
 from gleanrl.collectors.arguments import NodesArguments, RayArguments, RPCArguments, defaults
 from gleanrl.collectors.collector import Collector
@@ -93,6 +95,7 @@ def plan_nodes(
         schedule=WeightSchedule(count, None if interval == -1 else interval, update_after),
         tolerant=arguments["on_failure"] != "raise",
         relaunches=relaunches if arguments["on_failure"] == "relaunch" else None,
+        num_threads=torch.get_num_threads(),  # as they are: nodes have their own cores
     )
 
 
