@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib
 import os
 import threading
@@ -305,7 +304,7 @@ class _Actor(Peer):
         """By ticket: what is resolved when the worker turns to that command."""
         self.windows: dict[int, m.WindowRef] = {}
         """By ticket: where rollouts under way are to lie."""
-        self.replies: InOrder[Answer]
+        self.replies: InOrder[tuple[_Actor, Answer]]
         """Replies, which may come before others that were made earlier."""
         self.death = ""
         """Why it died."""
@@ -380,7 +379,9 @@ class RayBackend(RemoteBackend[_Actor]):
             boot = Boot(worker, blob, self._threads)
             chosen = dict(self._options[worker]) if self._options else {}
             actor = _Actor(worker, actor_class.options(**chosen).remote(boot))
-            actor.replies = InOrder(functools.partial(self._deliver, actor))
+            # Not bound to the actor: the garbage collection of a forked child would free a handle
+            # in a cycle through its parent's connections, after which Ray answers neither.
+            actor.replies = InOrder(self._deliver)
             self._peers.append(actor)
             self._expected[actor.handle.ended.remote()] = _Expected(actor, "end")
             self._expected[actor.handle.serve.remote()] = _Expected(actor, "reply")
@@ -508,10 +509,10 @@ class RayBackend(RemoteBackend[_Actor]):
             return
         place, heeded, _, _ = answer
         actor.heeded = max(actor.heeded, heeded)
-        actor.replies.take(place, answer)
+        actor.replies.take(place, (actor, answer))
 
-    def _deliver(self, actor: _Actor, answer: Answer) -> None:
-        _, _, frame, block = answer
+    def _deliver(self, item: tuple[_Actor, Answer]) -> None:
+        actor, (_, _, frame, block) = item
         reply = reply_in(frame)
         if reply.ticket == COLLECTED:
             assert isinstance(reply, m.Rolled | m.Failed)
