@@ -16,7 +16,6 @@ ALLOWED = {
 }
 ALLOWED["transport"] = ALLOWED["rollout"] | {"transport"}
 ALLOWED["engine"] = ALLOWED["transport"] | {"engine"}
-ALLOWED["testing"] = ALLOWED["engine"] | {"testing"}
 ALLOWED["collectors"] = ALLOWED["engine"] | {"collectors"}
 ALLOWED["cli"] = ALLOWED["collectors"] | {"cli"}
 RE_EXPORTS = {"data", "modules", "weight_update"}
