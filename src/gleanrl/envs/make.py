@@ -11,7 +11,13 @@ import gymnasium as gym
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import EnvOptions
 from gleanrl.core.protocols import Env
-from gleanrl.envs.factory import closed_on_error, is_id, make_one, without_call_checks
+from gleanrl.envs.factory import (
+    closed_on_error,
+    is_id,
+    make_one,
+    with_tensordicts,
+    without_call_checks,
+)
 from gleanrl.envs.gymnasium import GymnasiumEnv, GymOptions, GymSource, check_same_spaces
 from gleanrl.envs.serial import SerialEnv, gym_parts, gym_source
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
@@ -60,6 +66,7 @@ def _is_built(given: Any) -> bool:
 
 def _build(given: Any, kwargs: Mapping[str, Any], made: list[Any]) -> Any:
     """Return the environment of ``given``; one that did not exist before is put into ``made``."""
+    given = with_tensordicts(given)
     if _is_built(given):
         if kwargs:
             raise ConfigError(
