@@ -17,7 +17,8 @@ ALLOWED = {
 ALLOWED["transport"] = ALLOWED["rollout"] | {"transport"}
 ALLOWED["engine"] = ALLOWED["transport"] | {"engine"}
 ALLOWED["recording"] = ALLOWED["engine"] | {"recording"}
-ALLOWED["collectors"] = ALLOWED["recording"] | {"collectors"}
+ALLOWED["watch"] = ALLOWED["recording"] | {"watch"}
+ALLOWED["collectors"] = ALLOWED["watch"] | {"collectors"}
 ALLOWED["cli"] = ALLOWED["collectors"] | {"cli"}
 RE_EXPORTS = {"data", "modules", "weight_update"}
 # A package of the inner rings whose `__init__` re-exports from further out, too: what users call

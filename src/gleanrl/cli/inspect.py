@@ -14,6 +14,7 @@ from gleanrl.core.errors import GleanError
 from gleanrl.memory.tensor_files import dtype_name
 from gleanrl.recording.dataset import Dataset, size
 from gleanrl.recording.episodes import EpisodeStats, describe_episodes, total
+from gleanrl.watch.page import Page, Plot, Table, episode_plots, save
 
 _SHOWN = ("env", "num_envs", "workers", "async", "policy", "seed", "command", "created", "versions")
 _WINDOW = 100
@@ -31,6 +32,7 @@ def run(options: InspectOptions) -> int:
         ConfigError: there is no such directory.
         TensorFileError: its files are damaged.
         PlotError: the picture that was asked for cannot be drawn.
+        OSError: the page that was asked for cannot be written.
     """
     dataset = Dataset(options.directory)
     stats = total(dataset)
@@ -45,6 +47,9 @@ def run(options: InspectOptions) -> int:
         if options.plot is not None:
             raise
         lines.append(("plot", f"none: {err}"))
+    if options.html is not None:
+        save(options.html, page(dataset, stats))
+        lines.append(("page", str(options.html)))
     print_table(lines)
     return 0
 
@@ -64,6 +69,31 @@ def _describe(dataset: Dataset) -> list[tuple[str, str]]:
         for file in data.files
     ]
     return lines
+
+
+def page(dataset: Dataset, stats: EpisodeStats | None) -> Page:
+    """Return what a page says of a dataset."""
+    data = dataset.metadata
+    figures = [("frames", f"{data.frames:,}"), ("data", size(dataset.nbytes))]
+    plots: list[Plot] = []
+    if stats is not None and stats.episodes:
+        figures += [
+            ("episodes", f"{stats.episodes:,}"),
+            ("mean return", f"{stats.returns.mean():,.1f}"),
+            ("mean length", f"{stats.lengths.mean():,.1f}"),
+        ]
+        plots = episode_plots(stats.ends, stats.returns, stats.lengths)
+    entries = [
+        (".".join(file.key), dtype_name(file.dtype), str(list(file.shape))) for file in data.files
+    ]
+    facts = [(name, _spell(data.facts[name])) for name in _SHOWN if name in data.facts]
+    return Page(
+        title=_spell(data.facts.get("env", dataset.directory.name)),
+        subtitle=f"Dataset {dataset.directory}, {data.status}",
+        figures=figures,
+        facts=facts,
+        parts=[*plots, Table("Entries of a frame", ("key", "type", "shape"), entries)],
+    )
 
 
 def _spell(value: Any) -> str:
