@@ -21,6 +21,7 @@ from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.storages import LazyTensorStorage
 from gleanrl.memory.replay.writers import RoundRobinWriter
 from gleanrl.memory.trees import tensordict_over
+from gleanrl.recording.recorder import Recorder
 from gleanrl.weights.snapshot import Shapes, cloned, weights_of
 
 
@@ -287,10 +288,15 @@ class FillingFactory:
     factory: SourceFactory
     pipeline: Pipeline
     """What rollouts go through there; its sink is the buffer."""
+    recorder: Recorder | None = None
+    """The buffer, if it is one that writes to disk."""
 
     def __call__(self, worker: int) -> FillingSource:
         """Build the source and connect it to the buffer."""
-        return FillingSource(self.factory(worker), self.pipeline)
+        source = self.factory(worker)
+        if self.recorder is not None:
+            self.recorder.serve(worker, source.get("env"))
+        return FillingSource(source, self.pipeline)
 
 
 class FillingSource:
@@ -366,14 +372,17 @@ def _no_hook() -> None:
     return None
 
 
-def shared_with_workers(buffer: Any) -> bool:
-    """Tell whether workers can write into ``buffer`` themselves; it is shared then.
+def written_by_workers(buffer: Any, remote: bool) -> bool:
+    """Tell whether workers write into ``buffer`` themselves; it is shared then.
 
+    They do into a `Recorder`, also if they are ``remote``, unless it is to be in the learner.
     Rows of several workers go where there is room, so it has to be a buffer of rows, not one of
     ``[env, time]`` or one that keeps the best, on the CPU, and one of ours: others are extended
     by the learner.
     """
-    if not isinstance(buffer, ReplayBuffer):
+    if isinstance(buffer, Recorder):
+        return buffer.where == "workers"
+    if remote or not isinstance(buffer, ReplayBuffer):
         return False
     storage = buffer.storage
     if not isinstance(storage, LazyTensorStorage) or storage.ndim != 1:
