@@ -53,6 +53,25 @@ def edit_card(path, change):
     (path / "card.json").write_text(json.dumps(card))
 
 
+def test_inspect_writes_a_page_that_loads_nothing_and_runs_nothing(collected, tmp_path, capsys):
+    edit_card(collected, lambda card: card.update(env="<script>alert(1)</script>"))
+    path = tmp_path / "page.html"
+    code, out, _ = run(capsys, "inspect", collected, "--html", path)
+    assert code == 0
+    assert lines_of(out)["page"] == str(path)
+    text = path.read_text()
+    assert "<title>&lt;script&gt;alert(1)&lt;/script&gt;</title>" in text
+    assert not re.search(r"<script|<link|<img|https?:|url\(|@import", text)
+    titles = re.findall(r"<figcaption>([^<]+)", text)
+    assert titles[:3] == ["Returns", "Distribution of returns", "Lengths of episodes"]
+    episodes = int(lines_of(out)["episodes"])
+    assert f"<dt>episodes</dt><dd>{episodes}</dd>" in text
+    assert 1 <= len(re.findall(r"M\d+ \d+h0", text)) <= 2 * episodes
+    code, _, err = run(capsys, "inspect", collected, "--html", tmp_path / "nowhere" / "page.html")
+    assert code == 1
+    assert "nowhere" in err
+
+
 def observation(name, value):
     def change(card):
         next(entry for entry in card["keys"] if entry["key"] == ["observation"])[name] = value

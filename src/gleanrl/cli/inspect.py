@@ -16,6 +16,7 @@ from gleanrl.cli.options import InspectOptions
 from gleanrl.core.errors import GleanError
 from gleanrl.core.keys import END_FLAGS, NEXT, TRAJ_IDS, outermost
 from gleanrl.memory.tensor_files import dtype_name
+from gleanrl.watch.page import Page, Plot, Table, episode_plots, save
 
 _CHUNK_FRAMES = 2**16
 _SHOWN = ("env", "num_envs", "workers", "async", "policy", "seed", "command", "created", "versions")
@@ -34,6 +35,7 @@ def run(options: InspectOptions) -> int:
         ConfigError: there is no such directory.
         TensorFileError: its files are damaged.
         PlotError: the picture that was asked for cannot be drawn.
+        OSError: the page that was asked for cannot be written.
     """
     dataset = Dataset(options.directory)
     stats = episodes(dataset)
@@ -48,6 +50,9 @@ def run(options: InspectOptions) -> int:
         if options.plot is not None:
             raise
         lines.append(("plot", f"none: {err}"))
+    if options.html is not None:
+        save(options.html, page(dataset, stats))
+        lines.append(("page", str(options.html)))
     print_table(lines)
     return 0
 
@@ -97,6 +102,31 @@ def _describe(dataset: Dataset) -> list[tuple[str, str]]:
         for file in data.files
     ]
     return lines
+
+
+def page(dataset: Dataset, stats: EpisodeStats | None) -> Page:
+    """Return what a page says of a dataset."""
+    data = dataset.metadata
+    figures = [("frames", f"{data.frames:,}"), ("data", size(dataset.nbytes))]
+    plots: list[Plot] = []
+    if stats is not None and stats.episodes:
+        figures += [
+            ("episodes", f"{stats.episodes:,}"),
+            ("mean return", f"{stats.returns.mean():,.1f}"),
+            ("mean length", f"{stats.lengths.mean():,.1f}"),
+        ]
+        plots = episode_plots(stats.ends, stats.returns, stats.lengths)
+    entries = [
+        (".".join(file.key), dtype_name(file.dtype), str(list(file.shape))) for file in data.files
+    ]
+    facts = [(name, _spell(data.facts[name])) for name in _SHOWN if name in data.facts]
+    return Page(
+        title=_spell(data.facts.get("env", dataset.directory.name)),
+        subtitle=f"Dataset {dataset.directory}, {data.status}",
+        figures=figures,
+        facts=facts,
+        parts=[*plots, Table("Entries of a frame", ("key", "type", "shape"), entries)],
+    )
 
 
 def _spell(value: Any) -> str:

@@ -88,6 +88,8 @@ examples:
 examples:
   gleanrl inspect data/pendulum
   gleanrl inspect data/pendulum --plot pendulum.png
+  gleanrl inspect data/pendulum --html pendulum.html
+      returns, their distribution and episode lengths, to look at in a browser
 
 Nothing in the directory is executed or unpickled.
 """,

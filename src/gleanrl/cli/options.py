@@ -223,6 +223,12 @@ class InspectOptions:
         None,
         "where to plot returns over frames (default: DIR/returns.png)",
     )
+    html: Path | None = option(
+        "--html FILE.html",
+        Path,
+        None,
+        "write a page of plots: one file that needs no network",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,8 +169,11 @@ class WorkersCollector(EngineCollector):
         self._asked = asked = per_worker.frames_per_worker(
             arguments["frames_per_batch"], self.num_workers, plan.sync
         )
+        frames = arguments["frames_per_batch"]
+        if isinstance(frames, Sequence):
+            frames = sum(asked) if plan.sync else max(asked)
         limits = FrameBudget.from_arguments(
-            sum(asked) if plan.sync else max(asked),
+            frames,
             arguments["total_frames"],
             arguments["init_random_frames"],
         )

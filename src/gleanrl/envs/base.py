@@ -520,7 +520,7 @@ class EnvBase(nn.Module, abc.ABC):
                 callback(self, finished)
             steps.append(finished)
             root = self.step_mdp(finished)
-            if any_done and self._env_specs.ends.any(root):
+            if any_done and self._env_specs.ends.ended(root):
                 break
             root = self.maybe_reset(root)
         return steps
