@@ -152,14 +152,10 @@ class PettingZooEnv(OwnBatch):
             n, seen = len(group.agents), group.specs()
             if self.use_mask:
                 seen[ALIVE] = Binary(shape=(), dtype=torch.bool)
-            trees = (
-                seen,
-                group.actions.specs,
-                {REWARD: Unbounded((1,))},
-                dict.fromkeys(_FLAGS, flag),
-            )
-            for tree, found in zip((shown, acted, rewarded, ended), trees, strict=True):
-                own = {key: spec.expand(n, *spec.shape) for key, spec in found.items()}
+            rewards, flags = {REWARD: Unbounded((1,))}, dict.fromkeys(_FLAGS, flag)
+            found: list[Any] = [seen, group.actions.specs, rewards, flags]
+            for tree, specs in zip((shown, acted, rewarded, ended), found, strict=True):
+                own = {key: spec.expand(n, *spec.shape) for key, spec in specs.items()}
                 tree.set(group.name, Composite(own, shape=(n,)))
         if self.return_state:
             state = torch.as_tensor(self.env.state())
