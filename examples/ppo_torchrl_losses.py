@@ -1,4 +1,4 @@
-"""PPO on InvertedPendulum with TorchRL's actor, GAE and ClipPPOLoss; only the collector is from here.
+"""PPO on InvertedPendulum: actor, GAE and ClipPPOLoss are TorchRL's, the collector is from here.
 
 python examples/ppo_torchrl_losses.py [--frames 102400] [--seed 0]
 
