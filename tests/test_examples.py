@@ -9,12 +9,15 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-# Frames for each example, and whether the return improves within them.
+# Frames for each example, and what its return does within them: "improves", "moves" or nothing,
+# where no episode ends.
 BUDGETS = {
-    "ppo": (12_288, True),
-    "recurrent_ppo": (8_192, True),
-    "impala": (20_480, True),
-    "ppo_torchrl_losses": (6_144, True),
+    "ppo": (12_000, "improves"),
+    "ppo_continuous": (4_000, ""),
+    "sac": (960, "moves"),
+    "recurrent_ppo": (8_192, "improves"),
+    "impala": (20_480, "improves"),
+    "ppo_torchrl_losses": (6_144, "improves"),
 }
 SCRIPTS = {"dqn": ["--frames", "3000"], "evaluate": []}
 OTHERWISE = {"resume", "ppo_ray"}  # below, and in tests/distributed/test_ray.py, where a Ray is
@@ -31,15 +34,16 @@ def _torch_threads():
 @pytest.mark.usefixtures("_torch_threads")
 @pytest.mark.parametrize("name", BUDGETS)
 def test_loss_and_return_of_an_example_move(name):
-    frames, improves = BUDGETS[name]
+    frames, expected = BUDGETS[name]
     train = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)["train"]
     rows = list(train(frames=frames, seed=0))
     losses, returns = ([row[column] for row in rows] for column in ("loss", "return"))
-    assert frames <= rows[-1]["frames"] <= 2 * frames
-    assert all(math.isfinite(x) for x in losses + returns)
+    assert 0 < rows[-1]["frames"] <= 2 * frames
+    assert all(map(math.isfinite, losses))
     assert len(set(losses)) > 1
-    assert len(set(returns)) > 1
-    assert not improves or returns[-1] > returns[0]
+    assert all(math.isfinite(x) for x in returns) == bool(expected)
+    assert not expected or len(set(returns)) > 1
+    assert expected != "improves" or returns[-1] > returns[0]
 
 
 @pytest.mark.slow
