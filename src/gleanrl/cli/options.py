@@ -188,6 +188,13 @@ class CollectOptions(RunOptions):
         "--seed S", seed, None, "seed of environments and policy (default: drawn, and printed)"
     )
     out: Path | None = option("--out DIR", Path, None, "keep the frames in DIR, a new directory")
+    format: str = option(
+        "--format",
+        ("tensordict", "minari", "parquet"),
+        "tensordict",
+        "what --out writes: a memory-mapped TensorDict (default), a Minari dataset (DIR ends in "
+        "NAME-v0), or Parquet files",
+    )
     command: str = ""
     """The command as it can be typed again."""
 
