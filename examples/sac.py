@@ -143,7 +143,7 @@ def evaluate(actor: Actor) -> float:
 
 
 def train(frames: int = 12_000, seed: int = 0) -> Iterator[dict]:
-    """Train, and yield frames, mean return without exploration and loss every 200 updates."""
+    """Train, and yield frames, mean return without exploration and loss every 100 updates."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # small networks: more threads only wait for each other
     learner = Learner()
@@ -175,7 +175,7 @@ def train(frames: int = 12_000, seed: int = 0) -> Iterator[dict]:
         updates += 1
         if updates % 10 == 0:
             collector.update_policy_weights_()  # the next rollout is made with these weights
-        if updates % 200 == 0:
+        if updates % 100 == 0:
             yield {"frames": buffer.write_count, "return": evaluate(learner.actor), "loss": loss}
     collector.async_shutdown()  # raises what went wrong in the worker, should anything
 
