@@ -17,6 +17,7 @@ BUDGETS = {
     "sac": (960, "moves"),
     "recurrent_ppo": (8_192, "improves"),
     "impala": (20_480, "improves"),
+    "ippo": (4_800, "moves"),
     "ppo_torchrl_losses": (6_144, "improves"),
 }
 SCRIPTS = {"dqn": ["--frames", "3000"], "evaluate": []}
