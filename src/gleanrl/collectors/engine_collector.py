@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 import time
 import weakref
 from collections import deque
@@ -27,6 +30,7 @@ from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import Pipeline, Sink, make_sink
 from gleanrl.recording.recorder import Recorder
+from gleanrl.watch.status import StatusServer
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import Shapes
 
@@ -141,6 +145,19 @@ class EngineCollector(BaseCollector):
         self._ready: deque[Any] = deque()
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, self._engine.close, CLOSE_TIMEOUT_S)
+        self._started = time.time()
+        self._server = StatusServer(self._status)
+        weakref.finalize(self, self._server.close)
+
+    def _status(self) -> dict[str, Any]:
+        """Return what ``gleanrl top`` shows."""
+        return {
+            "collector": repr(self),
+            "pid": os.getpid(),
+            "started": self._started,
+            "command": shlex.join(sys.orig_argv),
+            "stats": self.stats(),
+        }
 
     def _env_to_record(self) -> Any:
         """Return what a recording in this process is made of, ``None`` if that is elsewhere."""
@@ -597,6 +614,7 @@ class EngineCollector(BaseCollector):
             close_env: ``False`` leaves environments the user handed over open.
             raise_on_error: Raise what closing an environment raised.
         """
+        self._server.close()
         limit = 60.0 if timeout is None else timeout
         deadline = time.monotonic() + limit
         self._ready.clear()

@@ -521,6 +521,9 @@ class WorkersCollector(EngineCollector):
                 stats[f"worker_{worker}/alive"] = worker in alive
         return stats
 
+    def _status(self) -> dict[str, Any]:
+        return {**super()._status(), "stats": self.stats("both")}
+
     # -- questions -------------------------------------------------------------------------------
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> list[Any]:
