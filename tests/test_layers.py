@@ -16,7 +16,8 @@ ALLOWED = {
 }
 ALLOWED["transport"] = ALLOWED["rollout"] | {"transport"}
 ALLOWED["engine"] = ALLOWED["transport"] | {"engine"}
-ALLOWED["collectors"] = ALLOWED["engine"] | {"collectors"}
+ALLOWED["watch"] = ALLOWED["engine"] | {"watch"}
+ALLOWED["collectors"] = ALLOWED["watch"] | {"collectors"}
 ALLOWED["cli"] = ALLOWED["collectors"] | {"cli"}
 RE_EXPORTS = {"data", "modules", "weight_update"}
 # A package of the inner rings whose `__init__` re-exports from further out, too: what users call

@@ -1,0 +1,1 @@
+"""What users see of collection while it goes on: rates, returns, workers' time, progress."""
