@@ -53,6 +53,25 @@ def edit_card(path, change):
     (path / "card.json").write_text(json.dumps(card))
 
 
+def test_inspect_writes_a_page_that_loads_nothing_and_runs_nothing(collected, tmp_path, capsys):
+    edit_card(collected, lambda card: card.update(env="<script>alert(1)</script>"))
+    path = tmp_path / "page.html"
+    code, out, _ = run(capsys, "inspect", collected, "--html", path)
+    assert code == 0
+    assert lines_of(out)["page"] == str(path)
+    text = path.read_text()
+    assert "<title>&lt;script&gt;alert(1)&lt;/script&gt;</title>" in text
+    assert not re.search(r"<script|<link|<img|https?:|url\(|@import", text)
+    titles = re.findall(r"<figcaption>([^<]+)", text)
+    assert titles[:3] == ["Returns", "Distribution of returns", "Lengths of episodes"]
+    episodes = int(lines_of(out)["episodes"])
+    assert f"<dt>episodes</dt><dd>{episodes}</dd>" in text
+    assert 1 <= len(re.findall(r"M\d+ \d+h0", text)) <= 2 * episodes
+    code, _, err = run(capsys, "inspect", collected, "--html", tmp_path / "nowhere" / "page.html")
+    assert code == 1
+    assert "nowhere" in err
+
+
 def observation(name, value):
     def change(card):
         next(entry for entry in card["keys"] if entry["key"] == ["observation"])[name] = value
@@ -81,10 +100,11 @@ def observation(name, value):
         (observation("key", []), "must be a list of strings"),
         (lambda card: card["keys"].append(3), "is not an object"),
         (lambda card: card.update(keys={}), "'keys' must be a list"),
-        (lambda card: card.update(frames=101), "101 frames cannot be in files of 100 rows"),
+        (lambda card: card.update(frames=101), "has 1,600 bytes; 101 rows"),
         (lambda card: card.update(frames=-1), "'frames' .* must be a whole number"),
         (lambda card: card.update(frames=True), "'frames' .* must be a whole number"),
-        (lambda card: card.update(rows=2**80), "'rows' .* must be a whole number"),
+        (lambda card: card.update(frames=2**80), "'frames' .* must be a whole number"),
+        (lambda card: card.update(data="zip"), "'data' .* is none of"),
         (lambda card: card.update(status="fine"), "'status'"),
         (lambda card: card.update(format="zip"), "is not the card of a dataset"),
         (lambda card: card.update(format_version=2), "format version 2"),
@@ -393,8 +413,8 @@ def test_inspecting_a_directory_without_card_exits_with_1(capsys, tmp_path):
     code, out, err = run(capsys, "inspect", tmp_path)
     assert (code, out) == (1, "")
     assert err == (
-        f"gleanrl: error: {tmp_path} has no card.json, so it was not written by "
-        "'gleanrl collect --out'\n"
+        f"gleanrl: error: {tmp_path} has no card.json, so neither 'gleanrl collect --out' nor a "
+        "Recorder wrote it\n"
     )
 
 

@@ -104,9 +104,12 @@ class FrameBudget:
     def _warn_if_rounded(self, asked: int, num_envs: int) -> None:
         notes = []
         if asked != self.frames_per_batch:
+            is_not = (
+                "is not a multiple of" if asked % num_envs else "cannot be shared out evenly by"
+            )
             notes.append(
-                f"frames_per_batch ({asked}) is not a multiple of the {num_envs} "
-                f"environments: batches hold {self.frames_per_batch} frames"
+                f"frames_per_batch ({asked}) {is_not} the {num_envs} environments: batches hold "
+                f"{self.frames_per_batch} frames"
             )
         total = self.total_frames
         if total is not None and total % self.frames_per_batch:

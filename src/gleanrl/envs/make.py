@@ -11,8 +11,15 @@ import gymnasium as gym
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import EnvOptions
 from gleanrl.core.protocols import Env
-from gleanrl.envs.factory import closed_on_error, is_id, make_one, without_call_checks
+from gleanrl.envs.factory import (
+    closed_on_error,
+    is_id,
+    make_one,
+    with_tensordicts,
+    without_call_checks,
+)
 from gleanrl.envs.gymnasium import GymnasiumEnv, GymOptions, GymSource, check_same_spaces
+from gleanrl.envs.pettingzoo import PettingZooEnv
 from gleanrl.envs.serial import SerialEnv, gym_parts, gym_source
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
 from gleanrl.envs.vector import NextStepPool, is_vector_env, make_vector
@@ -38,6 +45,8 @@ def make_env(options: EnvOptions) -> Made:
         raise ConfigError(
             f"num_envs ({num_envs}) and a sequence of {len(given)} environments exclude each other"
         )
+    if num_envs is not None and is_vector_env(given):
+        raise _vector_already(given, num_envs)
     if num_envs is not None and (_is_built(given) or not (is_id(given) or callable(given))):
         raise ConfigError(
             f"num_envs ({num_envs}) needs an id or a callable that makes one environment "
@@ -58,6 +67,7 @@ def _is_built(given: Any) -> bool:
 
 def _build(given: Any, kwargs: Mapping[str, Any], made: list[Any]) -> Any:
     """Return the environment of ``given``; one that did not exist before is put into ``made``."""
+    given = with_tensordicts(given)
     if _is_built(given):
         if kwargs:
             raise ConfigError(
@@ -92,10 +102,21 @@ def _batch(built: list[Any], options: EnvOptions, made: Sequence[Any]) -> Made:
         check_same_spaces(envs)
         return GymnasiumEnv(GymSource(tuple(envs), (len(envs),), _gym_options(options)))
     if all(is_tensordict_env(env) for env in built):
-        return _adapt(SerialEnv.of(built), options, fresh=len(made) == len(built))
+        batch = PettingZooEnv.joined(built) or SerialEnv.of(built)
+        return _adapt(batch, options, fresh=len(made) == len(built))
+    vector = next(filter(is_vector_env, built), None)
+    if vector is not None and options.num_envs is not None:
+        raise _vector_already(vector, options.num_envs)
     kinds = sorted({type(env).__name__ for env in built})
     raise ConfigError(
         f"a sequence must hold single Gymnasium or TensorDict environments of one kind, not {kinds}"
+    )
+
+
+def _vector_already(env: Any, num_envs: int) -> ConfigError:
+    return ConfigError(
+        f"num_envs ({num_envs}) copies single environments, and a {type(env).__name__} is "
+        f"{env.num_envs} of them already: drop num_envs="
     )
 
 
@@ -118,6 +139,11 @@ def _adapt(env: Any, options: EnvOptions, fresh: bool) -> Made:
         envs = tuple(map(without_call_checks, source.envs)) if fresh else source.envs
         source = replace(source, envs=envs, options=wanted)
         return GymnasiumEnv(source, inner=env, around=gym_parts(env))
+    if options.observation_dtype is not None:
+        raise ConfigError(
+            f"observation_dtype ({options.observation_dtype}) is for Gymnasium environments; a "
+            f"{type(env).__name__} decides itself: cast in it, or in the policy"
+        )
     if options.device is not None and env.device != options.device:
         env = env.to(options.device)
     return TensorDictHandle(env)

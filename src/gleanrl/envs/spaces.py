@@ -179,7 +179,7 @@ class Actions:
 
     def _assemble(self, parts: Sequence[Any]) -> Any:
         values = {leaf.path: part for leaf, part in zip(self._leaves, parts, strict=True)}
-        return _rebuild(self._space, (), values)
+        return rebuild(self._space, (), values)
 
     def random(self, t: int) -> None:
         """Write random actions into row ``t``."""
@@ -195,11 +195,12 @@ class Actions:
             self._window.tensor_rows(key)[t].copy_(spec.rand((self._envs,)))
 
 
-def _rebuild(space: gym.Space[Any], path: Path, values: Mapping[Path, Any]) -> Any:
+def rebuild(space: gym.Space[Any], path: Path, values: Mapping[Path, Any]) -> Any:
+    """Return a value of ``space`` from those of its leaves; ``path`` leads to ``space``."""
     if isinstance(space, spaces.Dict):
-        return {k: _rebuild(s, (*path, k), values) for k, s in space.spaces.items()}
+        return {k: rebuild(s, (*path, k), values) for k, s in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(_rebuild(s, (*path, i), values) for i, s in enumerate(space.spaces))
+        return tuple(rebuild(s, (*path, i), values) for i, s in enumerate(space.spaces))
     return values[path]
 
 

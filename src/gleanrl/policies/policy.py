@@ -13,7 +13,7 @@ from tensordict.nn import InteractionType as ExplorationType
 from tensordict.nn import set_interaction_type as set_exploration_type
 from tensordict.nn.probabilistic import interaction_type
 
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ConfigError, PolicyError
 from gleanrl.core.keys import Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import PolicyOptions
@@ -114,6 +114,11 @@ def _device_of(policy: Any, given: torch.device | str | None) -> torch.device:
         return torch.device(given)
     for module in modules_of(policy):
         for parameter in module.parameters(recurse=False):
+            if parameter.is_meta:
+                raise PolicyError(
+                    f"the policy's {type(module).__name__} has weights on the 'meta' device, which "
+                    "hold no numbers: make them with policy.to_empty(device=...) and load them"
+                )
             return parameter.device
     return torch.device("cpu")
 

@@ -22,6 +22,7 @@ from gleanrl.core.errors import PolicyError, PolicyTypeError
 from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, as_keys, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.policies.adapt import Adapted
+from gleanrl.policies.diagnosis import diagnose
 from gleanrl.policies.inspect import children_of, modules_of, selects, units_of
 from gleanrl.policies.untouched import untouched
 
@@ -251,7 +252,7 @@ def learn(
         PolicyError: it does not fit the environment.
     """
     start, asks_init = _start(adapted, root, root.get(IS_INIT, None) is not None)
-    given = {as_key(key): value.dtype for key, value in start.items(True, True)}
+    given = {as_key(key): value for key, value in start.items(True, True)}
 
     def run(guess: Mapping[Key, torch.Tensor]) -> tuple[PolicyTrace, TensorDictBase]:
         td = _with(start, guess)
@@ -353,10 +354,7 @@ def learn_dynamic(
     """
     there = leaves(root)
     start, asks_init = _start(adapted, root, IS_INIT in there)
-    given = {
-        key: None if (value := _stacked(start, key)) is None else value.dtype
-        for key in sorted(leaves(start))
-    }
+    given = {key: _stacked(start, key) for key in sorted(leaves(start))}
 
     def run(guess: Mapping[Key, torch.Tensor]) -> TensorDictBase:
         with untouched(policy), torch.no_grad(), set_interaction_type(exploration):
@@ -431,7 +429,7 @@ def _first_call(
     policy: Any,
     adapted: Adapted,
     start: TensorDictBase,
-    given: Mapping[Key, torch.dtype | None],
+    given: Mapping[Key, torch.Tensor | None],
     run: Callable[[Mapping[Key, torch.Tensor]], _T],
     fed: Callable[[_T, Key], torch.Tensor | None],
 ) -> tuple[_T, Mapping[Key, torch.Tensor]]:
@@ -455,10 +453,11 @@ def _first_call(
         if all(found is not None and found.shape == value.shape for found, value in after):
             return result, guess
     missing = [key for key in adapted.in_keys or () if key not in given and key not in states]
-    reason = _reason(failure, policy, given, missing, states)
-    if reason is None and failure is not None:
-        raise failure
-    raise PolicyError(f"{reason} ({failure})") from failure
+    error = diagnose(failure, policy, given, missing, states)
+    if error is not None:
+        raise error from failure
+    assert failure is not None
+    raise failure
 
 
 def _provided(
@@ -479,37 +478,6 @@ def _provided(
     mine, theirs = called[0].outputs, without[0].outputs
     same = mine.keys() == theirs.keys() and all(equal(mine[key], theirs[key]) for key in mine)
     return (called, tuple(zeros)) if same else (without, ())
-
-
-def _reason(
-    err: Exception | None,
-    policy: Any,
-    shown: Mapping[Key, torch.dtype | None],
-    missing: Sequence[Key],
-    states: Sequence[Key],
-) -> str | None:
-    """Say why the policy failed, ``None`` if its own error says it best."""
-    if missing:
-        given = ", ".join(map(format_key, shown))
-        return (
-            f"the policy reads {', '.join(map(format_key, missing))}, which the environment does "
-            f"not give; it gives {given}"
-        )
-    if states:
-        return (
-            "the policy could not be called with its first state "
-            f"{', '.join(map(format_key, states))} left out or zero; say what shape it has, "
-            "without batch dimensions: policy.state_shapes = "
-            f"{{{format_key(states[0])}: (hidden_size,)}}"
-        )
-    wide = [format_key(key) for key, dtype in shown.items() if dtype == torch.float64]
-    narrow = any(p.dtype == torch.float32 for m in modules_of(policy) for p in m.parameters(False))
-    if isinstance(err, RuntimeError) and wide and narrow:
-        return (
-            f"the policy has float32 weights and failed on float64 observations {', '.join(wide)}: "
-            "pass observation_dtype=torch.float32 to the environment, or call policy.double()"
-        )
-    return None
 
 
 # -- first states ----------------------------------------------------------------------------------
@@ -586,8 +554,11 @@ def _actions(
     for field in env.actions:
         value = outputs.get(field.key)
         if value is None:
-            wrote = ", ".join(map(format_key, outputs)) or "nothing"
-            raise PolicyError(f"the policy did not write {format_key(field.key)}; it wrote {wrote}")
+            name, wrote = format_key(field.key), ", ".join(map(format_key, outputs)) or "nothing"
+            raise PolicyError(
+                f"the policy did not write {name}; it wrote {wrote}: name the action {name} in "
+                "out_keys, or add a module that makes it from these"
+            )
         if as_written:
             found.append(_field(env, field.key, value))
         else:
@@ -627,18 +598,33 @@ def _check_action(env: EnvLayout, field: Field, value: torch.Tensor, one_hot: bo
     name = format_key(field.key)
     wanted = (*env.batch_shape, *field.shape)
     if tuple(value.shape) != wanted:
-        hint = ""
-        if not field.dtype.is_floating_point and tuple(value.shape[:-1]) == wanted:
-            hint = "; take the index (argmax) or build it with categorical_action_encoding=False"
         raise PolicyError(
             f"the policy wrote {name} with shape {tuple(value.shape)}; the environment wants "
-            f"{wanted}{hint}"
+            f"{wanted}{_shape_hint(value, wanted, field.dtype)}"
         )
     if not _keeps_values(value.dtype, field.dtype) and not one_hot:
         raise PolicyError(
             f"the policy wrote {name} as {value.dtype}; the environment wants {field.dtype}, which "
             f"does not hold every such value: cast it in the policy (action.to({field.dtype}))"
         )
+
+
+def _shape_hint(value: torch.Tensor, wanted: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Say what else an action of the wrong shape may be."""
+    shape = tuple(value.shape)
+    if not dtype.is_floating_point and shape[:-1] == wanted:
+        if value.is_floating_point():
+            return (
+                "; one number per action is no action: take the index (argmax), or sample one with "
+                "a ProbabilisticTensorDictModule and torch.distributions.Categorical"
+            )
+        return "; take the index (argmax), or pass categorical_action_encoding=False"
+    if wanted and shape == (*wanted[:-1], 2 * wanted[-1]):
+        return (
+            "; if these are mean and scale, split them (tensordict.nn.NormalParamExtractor) and "
+            "sample an action"
+        )
+    return ""
 
 
 def _keeps_values(given: torch.dtype, wanted: torch.dtype) -> bool:

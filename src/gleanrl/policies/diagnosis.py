@@ -1,0 +1,165 @@
+"""Why the first call of a policy failed: which layer, what it got, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gleanrl.core.errors import PolicyError
+from gleanrl.core.keys import IS_INIT, Key, format_key
+from gleanrl.policies.inspect import modules_of
+
+_FLAGS = ("done", "terminated", "truncated", IS_INIT)
+_CASTS = (torch.float16, torch.float32, torch.float64)
+"""What ``observation_dtype`` of a collector can be."""
+
+
+def diagnose(
+    err: Exception | None,
+    policy: Any,
+    shown: Mapping[Key, torch.Tensor | None],
+    missing: Sequence[Key],
+    states: Sequence[Key],
+) -> PolicyError | None:
+    """Say why ``policy`` failed on what it was shown.
+
+    Args:
+        err: What it raised, if anything.
+        policy: What the user gave.
+        shown: The entries it was called on; ``None`` for one that is no tensor.
+        missing: What it reads and was not shown.
+        states: Its recurrent states.
+
+    Returns:
+        The error to raise; ``None`` if the policy's own says it best.
+    """
+    if missing:
+        return PolicyError(_missing(missing, shown))
+    failed = None if err is None else _failed_layer(err)
+    recurrent = failed is not None and isinstance(failed[0], nn.RNNBase | nn.RNNCellBase)
+    if states and (failed is None or recurrent):
+        return PolicyError(
+            "the policy could not be called with its first state "
+            f"{', '.join(map(format_key, states))} left out or zero; say what shape it has, "
+            "without batch dimensions: policy.state_shapes = "
+            f"{{{format_key(states[0])}: (hidden_size,)}} ({err})"
+        )
+    if failed is None:
+        return None
+    observed = {k: v for k, v in shown.items() if k[-1] not in _FLAGS and v is not None}
+    return PolicyError(_misfit(policy, *failed, observed) + f" ({err})")
+
+
+def _missing(missing: Sequence[Key], shown: Mapping[Key, Any]) -> str:
+    names = list(map(format_key, sorted(shown, key=lambda key: key[-1] in _FLAGS)))
+    close = [
+        found
+        for key in missing
+        for found in difflib.get_close_matches(format_key(key), names, n=1, cutoff=0.4)
+    ]
+    hint = f"; did you mean {', '.join(dict.fromkeys(close))} (in_keys)?" if close else ""
+    return (
+        f"the policy reads {', '.join(map(format_key, missing))}, which the environment does not "
+        f"give; it gives {', '.join(names)}{hint}"
+    )
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+def _failed_layer(err: Exception) -> tuple[nn.Module, list[torch.Tensor]] | None:
+    """Return the layer of torch's that raised ``err``, and the tensors it was called with."""
+    found, traceback = None, err.__traceback__
+    while traceback is not None:
+        frame, traceback = traceback.tb_frame, traceback.tb_next
+        values = [frame.f_locals.get(name) for name in _parameters(frame.f_code)]
+        if values and frame.f_code.co_name == "forward" and isinstance(values[0], nn.Module):
+            found = values[0], [v for v in values[1:] if isinstance(v, torch.Tensor)]
+    if found is None or not type(found[0]).__module__.startswith("torch.nn."):
+        return None  # what a forward of the user's raises says itself what is wrong
+    return found if isinstance(err, RuntimeError | ValueError) else None
+
+
+def _parameters(code: Any) -> Sequence[str]:
+    names: Sequence[str] = code.co_varnames[: code.co_argcount]
+    return names
+
+
+def _misfit(
+    policy: Any,
+    layer: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    observed: Mapping[Key, torch.Tensor],
+) -> str:
+    """Say what ``layer`` expects, what it got, and what the environment shows."""
+    got = " and ".join(map(_described, inputs)) or "nothing"
+    shows = ", ".join(f"{format_key(k)}: {_described(v)}" for k, v in observed.items())
+    return (
+        f"the policy does not fit the environment: its layer {_named(policy, layer)}{layer} "
+        f"with {_dtypes(layer)} got {got}; the environment shows {shows}. "
+        f"{_fix(layer, inputs, observed)}"
+    )
+
+
+def _described(value: torch.Tensor) -> str:
+    return f"{_short(value.dtype)} of shape {tuple(value.shape)}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _weights(layer: nn.Module) -> list[torch.Tensor]:
+    return list(layer.parameters())
+
+
+def _dtypes(layer: nn.Module) -> str:
+    kinds = dict.fromkeys(_short(weight.dtype) for weight in _weights(layer))
+    return f"{' and '.join(kinds)} weights" if kinds else "no weights"
+
+
+def _named(policy: Any, layer: nn.Module) -> str:
+    """Return the name of ``layer`` in the policy, if it has one, and a comma."""
+    for name, module in _names(policy):
+        if module is layer and name:
+            return f"{name!r}, "
+    return ""
+
+
+def _names(policy: Any) -> Iterator[tuple[str, nn.Module]]:
+    for root in [policy] if isinstance(policy, nn.Module) else modules_of(policy):
+        yield from root.named_modules()
+
+
+def _fix(
+    layer: nn.Module, inputs: Sequence[torch.Tensor], observed: Mapping[Key, torch.Tensor]
+) -> str:
+    weight, given = next(iter(_weights(layer)), None), next(iter(inputs), None)
+    if weight is not None and given is not None and weight.dtype != given.dtype:
+        return _dtype_fix(weight.dtype, given.dtype, {v.dtype for v in observed.values()})
+    if weight is not None and given is not None and weight.device != given.device:
+        return (
+            f"Move the whole policy to one device: policy.to({str(given.device)!r}), or pass "
+            "policy_device= to the collector"
+        )
+    if isinstance(layer, nn.Linear) and given is not None and given.ndim:
+        return (
+            f"Make the layer with in_features={given.shape[-1]}, or have what comes before it "
+            f"give {layer.in_features} features"
+        )
+    return "Make the layer for what it gets, or reshape that before it"
+
+
+def _dtype_fix(weights: torch.dtype, given: torch.dtype, shown: set[torch.dtype]) -> str:
+    if not given.is_floating_point:
+        return f"Convert the observation in the policy: observation.to({weights})"
+    collector = f"pass observation_dtype={weights} to the collector"
+    module = "call policy.float()" if given == torch.float32 else f"call policy.to({given})"
+    if weights not in _CASTS or given not in shown:
+        return module[0].upper() + module[1:]
+    first, other = (collector, module) if weights == torch.float32 else (module, collector)
+    return f"{first[0].upper()}{first[1:]}, or {other}"
