@@ -17,9 +17,11 @@ BUDGETS = {
     "sac": (960, "moves"),
     "recurrent_ppo": (8_192, "improves"),
     "impala": (20_480, "improves"),
+    "ippo": (4_800, "moves"),
     "ppo_torchrl_losses": (6_144, "improves"),
+    "evaluate": (8_192, "moves"),
 }
-SCRIPTS = {"dqn": ["--frames", "3000"], "evaluate": []}
+SCRIPTS = {"dqn": ["--frames", "3000"]}
 OTHERWISE = {"resume", "ppo_ray"}  # below, and in tests/distributed/test_ray.py, where a Ray is
 
 
