@@ -35,7 +35,8 @@ def _torch_threads():
 @pytest.mark.slow
 @pytest.mark.usefixtures("_torch_threads")
 @pytest.mark.parametrize("name", BUDGETS)
-def test_loss_and_return_of_an_example_move(name):
+def test_loss_and_return_of_an_example_move(name, monkeypatch):
+    monkeypatch.setenv("TCP_PORT", "0")  # the usual one may be another collector's: a warning
     frames, expected = BUDGETS[name]
     train = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)["train"]
     rows = list(train(frames=frames, seed=0))
