@@ -17,9 +17,11 @@ BUDGETS = {
     "sac": (960, "moves"),
     "recurrent_ppo": (8_192, "improves"),
     "impala": (20_480, "improves"),
+    "ippo": (4_800, "moves"),
     "ppo_torchrl_losses": (6_144, "improves"),
+    "evaluate": (8_192, "moves"),
 }
-SCRIPTS = {"dqn": ["--frames", "3000"], "evaluate": []}
+SCRIPTS = {"dqn": ["--frames", "3000"]}
 OTHERWISE = {"resume", "ppo_ray"}  # below, and in tests/distributed/test_ray.py, where a Ray is
 
 
@@ -33,7 +35,8 @@ def _torch_threads():
 @pytest.mark.slow
 @pytest.mark.usefixtures("_torch_threads")
 @pytest.mark.parametrize("name", BUDGETS)
-def test_loss_and_return_of_an_example_move(name):
+def test_loss_and_return_of_an_example_move(name, monkeypatch):
+    monkeypatch.setenv("TCP_PORT", "0")  # the usual one may be another collector's: a warning
     frames, expected = BUDGETS[name]
     train = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)["train"]
     rows = list(train(frames=frames, seed=0))
