@@ -22,6 +22,8 @@ _PACKAGES = (
     "tianshou",
     "ale-py",
     "mujoco",
+    "minatar",
+    "mpe2",
 )
 
 

@@ -1,30 +1,63 @@
-"""The examples run, with a tiny budget."""
+"""The examples learn: their losses and returns move within a tiny budget."""
 
+import math
+import runpy
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-ARGUMENTS = {
-    "ppo.py": ["--frames", "4096"],
-    "dqn.py": ["--frames", "3000"],
-    "appo.py": ["--frames", "10240"],
+# Frames for each example, and what its return does within them: "improves", "moves" or nothing,
+# where no episode ends.
+BUDGETS = {
+    "ppo": (12_000, "improves"),
+    "ppo_continuous": (4_000, ""),
+    "sac": (960, "moves"),
+    "recurrent_ppo": (8_192, "improves"),
+    "impala": (20_480, "improves"),
+    "ippo": (4_800, "moves"),
+    "ppo_torchrl_losses": (6_144, "improves"),
 }
+SCRIPTS = {"dqn": ["--frames", "3000"], "evaluate": []}
+OTHERWISE = {"resume", "ppo_ray"}  # below, and in tests/distributed/test_ray.py, where a Ray is
+
+
+@pytest.fixture
+def _torch_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
-def test_examples_run(python):
+@pytest.mark.usefixtures("_torch_threads")
+@pytest.mark.parametrize("name", BUDGETS)
+def test_loss_and_return_of_an_example_move(name):
+    frames, expected = BUDGETS[name]
+    train = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)["train"]
+    rows = list(train(frames=frames, seed=0))
+    losses, returns = ([row[column] for row in rows] for column in ("loss", "return"))
+    assert 0 < rows[-1]["frames"] <= 2 * frames
+    assert all(map(math.isfinite, losses))
+    assert len(set(losses)) > 1
+    assert all(math.isfinite(x) for x in returns) == bool(expected)
+    assert not expected or len(set(returns)) > 1
+    assert expected != "improves" or returns[-1] > returns[0]
+
+
+@pytest.mark.slow
+def test_examples_run_as_scripts(python):
     running = {
-        path.name: subprocess.Popen(
-            [python, str(path), *ARGUMENTS.get(path.name, [])],
+        name: subprocess.Popen(
+            [python, str(EXAMPLES / f"{name}.py"), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for path in sorted(EXAMPLES.glob("*.py"))
+        for name, arguments in SCRIPTS.items()
     }
-    assert set(ARGUMENTS) <= set(running)
     try:
         for name, process in running.items():
             out, err = process.communicate(timeout=100)
@@ -34,3 +67,32 @@ def test_examples_run(python):
         for process in running.values():
             process.kill()
             process.communicate()
+
+
+@pytest.mark.slow
+def test_training_goes_on_after_sigterm(python, tmp_path):
+    command = [python, str(EXAMPLES / "resume.py"), "--checkpoint", str(tmp_path / "ppo.pt")]
+    begun = subprocess.Popen([*command, "--frames", "1024000"], stdout=subprocess.PIPE, text=True)
+    with begun:  # ends by itself once told to
+        rows = list(printed(begun.stdout, lambda row: row["return"] > 50 and begun.terminate()))
+    assert begun.returncode == 0
+    first, frames = rows[-1]["frames"] + 1024, rows[-1]["frames"] + 4096
+    done = subprocess.run(
+        [*command, "--frames", str(frames)], capture_output=True, text=True, timeout=60, check=True
+    )
+    again = list(printed(done.stdout.splitlines()))
+    assert [row["frames"] for row in again] == list(range(first, frames + 1, 1024))
+    assert max(row["return"] for row in again) > 40, "an untrained policy reaches 22"
+
+
+def printed(lines, look=lambda row: None):
+    """Yield the rows that an example prints, each after a look at it."""
+    for line in lines:
+        words = line.split()
+        row = {"frames": int(words[0]), "return": float(words[3]), "loss": float(words[5])}
+        look(row)
+        yield row
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*BUDGETS, *SCRIPTS, *OTHERWISE}

@@ -16,7 +16,8 @@ ALLOWED = {
 }
 ALLOWED["transport"] = ALLOWED["rollout"] | {"transport"}
 ALLOWED["engine"] = ALLOWED["transport"] | {"engine"}
-ALLOWED["watch"] = ALLOWED["engine"] | {"watch"}
+ALLOWED["recording"] = ALLOWED["engine"] | {"recording"}
+ALLOWED["watch"] = ALLOWED["recording"] | {"watch"}
 ALLOWED["collectors"] = ALLOWED["watch"] | {"collectors"}
 ALLOWED["cli"] = ALLOWED["collectors"] | {"cli"}
 RE_EXPORTS = {"data", "modules", "weight_update"}

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         DistributedSyncCollector,
         DistributedSyncDataCollector,
         DistributedWeightSyncScheme,
+        Evaluation,
+        Evaluator,
         Interruptor,
         MultiAsyncCollector,
         MultiaSyncDataCollector,
@@ -77,6 +79,8 @@ if TYPE_CHECKING:
     from gleanrl.data.postprocs import MultiStep
     from gleanrl.envs import EnvCreator, GymEnv, ParallelEnv, SerialEnv
     from gleanrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
+    from gleanrl.recording.dataset import load_dataset
+    from gleanrl.recording.recorder import Recorder
 
 __version__ = "0.1.0"
 
@@ -96,6 +100,8 @@ __all__ = [
     "DistributedWeightSyncScheme",
     "EnvCreator",
     "EnvError",
+    "Evaluation",
+    "Evaluator",
     "ExplorationType",
     "GleanError",
     "GymEnv",
@@ -126,6 +132,7 @@ __all__ = [
     "RateLimiter",
     "RayCollector",
     "RayWeightSyncScheme",
+    "Recorder",
     "RemoteModuleWeightUpdater",
     "ReplayBuffer",
     "ReplayError",
@@ -151,6 +158,7 @@ __all__ = [
     "__version__",
     "aSyncDataCollector",
     "exploration_type",
+    "load_dataset",
     "set_exploration_type",
     "split_trajectories",
 ]
@@ -161,7 +169,16 @@ __getattr__ = lazy_exports(
     __all__,
     [
         f"gleanrl.{name}"
-        for name in ("collectors", "core.errors", "data", "data.postprocs", "envs", "envs.utils")
+        for name in (
+            "collectors",
+            "core.errors",
+            "data",
+            "data.postprocs",
+            "envs",
+            "envs.utils",
+            "recording.dataset",
+            "recording.recorder",
+        )
     ],
 )
 

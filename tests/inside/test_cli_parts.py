@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import re
 import shlex
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 
-from gleanrl import Collector, ConfigError, MultiAsyncCollector, MultiSyncCollector
-from gleanrl.cli import inspect, topology
+from gleanrl import Collector, MultiAsyncCollector, MultiSyncCollector
+from gleanrl.cli import topology
 from gleanrl.cli.bench import Result, Results
 from gleanrl.cli.bench import plan as plan_bench
 from gleanrl.cli.collect import describe_progress, plan
-from gleanrl.cli.dataset import Dataset, DatasetWriter, Metadata
 from gleanrl.cli.display import Display, plain
-from gleanrl.cli.episodes import EpisodeStats, summary
-from gleanrl.cli.main import main, parser
+from gleanrl.cli.main import parser
 from gleanrl.cli.options import BenchOptions, CollectOptions
 from gleanrl.cli.topology import Topology
-from gleanrl.core.keys import as_key
-from gleanrl.memory.tensor_files import TensorFileError
+from gleanrl.recording.episodes import EpisodeStats, summary
 
 # -- episodes --------------------------------------------------------------------------------------
 
@@ -135,152 +129,6 @@ def test_recent_looks_at_the_latest_episodes_only():
     assert found == {"mean": 2.5, "std": pytest.approx(1.118, abs=1e-3), "min": 1.0, "max": 4.0}
     assert summary(np.array([np.nan]))["mean"] is None
     assert summary(np.empty(0)) is None
-
-
-# -- datasets --------------------------------------------------------------------------------------
-
-
-def make_frames(number, start=0, episode=5):
-    """``[number]`` frames; an episode ends every ``episode`` frames."""
-    index = torch.arange(start, start + number)
-    done = ((index + 1) % episode == 0).unsqueeze(-1)
-    return TensorDict(
-        {
-            "observation": index.float().unsqueeze(-1).expand(number, 3).clone(),
-            "a/b": index.to(torch.bfloat16),
-            "collector": {"traj_ids": index // episode},
-            "next": {
-                "reward": torch.ones(number, 1),
-                "done": done,
-                "inner": {"image": index.to(torch.uint8)},
-            },
-        },
-        [number],
-        names=["time"],
-    )
-
-
-def write_dataset(path, batches=3, capacity=30, status="complete", **facts):
-    writer = DatasetWriter(path, capacity)
-    for k in range(batches):
-        writer.write(make_frames(10, 10 * k), lambda: facts)
-    writer.finish(status, facts)
-    return writer
-
-
-@pytest.mark.parametrize("batches", [3, 2])
-def test_what_was_written_reads_back_with_both_readers(tmp_path, batches):
-    write_dataset(tmp_path / "data", batches)
-    expected = make_frames(10 * batches)
-    dataset, loaded = Dataset(tmp_path / "data"), TensorDict.load_memmap(tmp_path / "data")
-    assert loaded.batch_size == expected.batch_size
-    for key in expected.keys(True, True):
-        torch.testing.assert_close(dataset.read(as_key(key)), expected[key], rtol=0, atol=0)
-        torch.testing.assert_close(loaded[key] + 0, expected[key] + 0, rtol=0, atol=0)
-    assert dataset.metadata.frames == dataset.metadata.rows == 10 * batches
-
-
-def test_what_is_read_cannot_change_the_files(tmp_path):
-    write_dataset(tmp_path / "data")
-    Dataset(tmp_path / "data").read(("observation",)).zero_()
-    assert Dataset(tmp_path / "data").read(("observation",))[-1, 0] == 29
-
-
-def test_a_killed_collection_leaves_the_frames_its_card_counts(tmp_path):
-    writer = DatasetWriter(tmp_path / "data", 30, clock=iter([0.0, 1.0, 5.0]).__next__)
-    for k, counted in enumerate((10, 10, 30)):
-        writer.write(make_frames(10, 10 * k), dict)
-        card = Metadata.read(tmp_path / "data")
-        assert (card.status, card.frames, card.rows) == ("collecting", counted, 30)
-    found = Dataset(tmp_path / "data").read(("next", "inner", "image"))
-    assert found.tolist() == list(range(30))
-
-
-def test_a_batch_that_was_interrupted_midway_is_not_counted(tmp_path):
-    writer = DatasetWriter(tmp_path / "data", 30)
-    writer.write(make_frames(10), dict)
-    with pytest.raises(RuntimeError):
-        writer.write(make_frames(10, 10).set("observation", torch.zeros(10, 4)), dict)
-    writer.finish("interrupted", {})
-    assert TensorDict.load_memmap(tmp_path / "data").shape == (10,)
-
-
-def test_nothing_collected_leaves_no_directory(tmp_path):
-    DatasetWriter(tmp_path / "deep" / "data", 10).finish("interrupted", {})
-    assert not (tmp_path / "deep").exists()
-    assert tmp_path.exists()
-
-
-def test_a_first_batch_that_fails_leaves_nothing_of_ours(tmp_path):
-    (tmp_path / "mine").mkdir()
-    writer = DatasetWriter(tmp_path / "mine", 10)
-    with pytest.raises(TensorFileError, match="do not fit"):
-        writer.write(make_frames(11), dict)
-    assert (tmp_path / "mine" / "next" / "inner").is_dir()
-    (tmp_path / "mine" / "next" / "notes.txt").write_text("not ours")
-    writer.finish("failed", {})
-    writer.finish("failed", {})
-    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
-    assert left == ["notes.txt"]
-
-
-def test_a_dataset_is_complete_if_the_working_directory_changes_midway(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    writer = DatasetWriter(Path("data") / "new", 30)
-    writer.write(make_frames(10), dict)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    writer.write(make_frames(10, 10), dict)
-    writer.finish("complete", {})
-    assert Dataset(tmp_path / "data" / "new").metadata.frames == 20
-    assert TensorDict.load_memmap(tmp_path / "data" / "new").shape == (20,)
-
-
-def test_targets_that_would_overwrite_something_are_refused(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty"):
-        DatasetWriter(tmp_path, 10)
-    with pytest.raises(ConfigError, match="is not a directory"):
-        DatasetWriter(tmp_path / "file", 10)
-    with pytest.raises(ConfigError, match="cannot be made"):
-        DatasetWriter(tmp_path / "file" / "below", 10)
-
-
-def test_frames_that_do_not_fit_the_disk_are_refused_before_any_is_written(tmp_path):
-    writer = DatasetWriter(tmp_path / "data", 10**15)
-    with pytest.raises(TensorFileError, match="collect fewer --frames"):
-        writer.write(make_frames(10), dict)
-
-
-def test_entries_that_are_not_tensors_are_named(tmp_path):
-    frames = make_frames(2)
-    frames["word"] = NonTensorStack("a", "b")
-    with pytest.raises(TensorFileError, match="'word' cannot be written"):
-        DatasetWriter(tmp_path / "data", 10).write(frames, dict)
-
-
-def test_data_without_rewards_or_episodes_can_be_inspected(capsys, tmp_path):
-    writer = DatasetWriter(tmp_path / "data", 4)
-    writer.write(make_frames(4).exclude(("next", "reward")), dict)
-    writer.finish("complete", {"env": "\x1b[31mred", "versions": {"torch": "2"}})
-    assert main(["inspect", str(tmp_path / "data")]) == 0
-    out = capsys.readouterr().out
-    assert re.search("^episodes .*no rewards or no end flags", out, re.M)
-    assert "\x1b" not in out
-    write_dataset(tmp_path / "short", batches=1, capacity=10)
-    card = json.loads((tmp_path / "short" / "card.json").read_text())
-    (tmp_path / "short" / "card.json").write_text(json.dumps({**card, "frames": 3}))
-    assert main(["inspect", str(tmp_path / "short")]) == 0
-    out = capsys.readouterr().out
-    assert re.search("^plot *none: there is no complete episode to draw$", out, re.M)
-
-
-def test_a_dataset_is_read_a_bounded_number_of_frames_at_a_time(tmp_path, monkeypatch):
-    write_dataset(tmp_path / "data")
-    monkeypatch.setattr(inspect, "_CHUNK_FRAMES", 7)
-    stats = inspect.episodes(Dataset(tmp_path / "data"))
-    assert stats.lengths.tolist() == [5] * 6
-    assert stats.ends.tolist() == [5, 10, 15, 20, 25, 30]
 
 
 # -- sizes and display -----------------------------------------------------------------------------

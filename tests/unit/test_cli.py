@@ -100,10 +100,11 @@ def observation(name, value):
         (observation("key", []), "must be a list of strings"),
         (lambda card: card["keys"].append(3), "is not an object"),
         (lambda card: card.update(keys={}), "'keys' must be a list"),
-        (lambda card: card.update(frames=101), "101 frames cannot be in files of 100 rows"),
+        (lambda card: card.update(frames=101), "has 1,600 bytes; 101 rows"),
         (lambda card: card.update(frames=-1), "'frames' .* must be a whole number"),
         (lambda card: card.update(frames=True), "'frames' .* must be a whole number"),
-        (lambda card: card.update(rows=2**80), "'rows' .* must be a whole number"),
+        (lambda card: card.update(frames=2**80), "'frames' .* must be a whole number"),
+        (lambda card: card.update(data="zip"), "'data' .* is none of"),
         (lambda card: card.update(status="fine"), "'status'"),
         (lambda card: card.update(format="zip"), "is not the card of a dataset"),
         (lambda card: card.update(format_version=2), "format version 2"),
@@ -412,8 +413,8 @@ def test_inspecting_a_directory_without_card_exits_with_1(capsys, tmp_path):
     code, out, err = run(capsys, "inspect", tmp_path)
     assert (code, out) == (1, "")
     assert err == (
-        f"gleanrl: error: {tmp_path} has no card.json, so it was not written by "
-        "'gleanrl collect --out'\n"
+        f"gleanrl: error: {tmp_path} has no card.json, so neither 'gleanrl collect --out' nor a "
+        "Recorder wrote it\n"
     )
 
 

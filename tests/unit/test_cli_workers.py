@@ -53,7 +53,7 @@ def test_every_episode_of_every_worker_is_reported_right(capsys, tmp_path, mode,
     assert card["lengths"]["mean"] == card["returns"]["mean"]
     assert card["lengths"]["mean"] == pytest.approx(sum(lengths) / len(lengths))
     assert card["lengths"]["max"] == max(lengths) > 60 // (2 * num_envs)
-    assert (card["workers"], card["async"], card["num_envs"]) == (2, bool(mode), num_envs)
+    assert (card["workers"], card["async"], card["num_envs"]) == (2, bool(mode), 2 * num_envs)
     kind = "asynchronous workers" if mode else "workers"
     assert lines_of(out)["setting"].startswith(f"2 {kind} with {num_envs} environment")
     inspected = lines_of(run(capsys, "inspect", path)[1])

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gleanrl.cli.collect import versions
 from gleanrl.cli.display import Display, print_table
 from gleanrl.cli.main import INTERRUPTED
 from gleanrl.cli.options import BenchOptions
@@ -20,6 +19,7 @@ from gleanrl.cli.topology import Topology, default_workers, usable_cores
 from gleanrl.collectors import BaseCollector
 from gleanrl.core.errors import ConfigError, WorkerError
 from gleanrl.memory import tensor_files
+from gleanrl.recording.recorder import versions
 
 _PILOT_STEPS = 4
 _PILOT_SECONDS = 0.3

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import platform
 import secrets
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
-from importlib import metadata
+from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
-from gleanrl import __version__
-from gleanrl.cli.dataset import DatasetWriter, check_target, size
 from gleanrl.cli.display import Display, plural, print_table
-from gleanrl.cli.episodes import EpisodeStats, describe_episodes, summary
 from gleanrl.cli.main import INTERRUPTED
 from gleanrl.cli.options import CollectOptions
 from gleanrl.cli.policies import load_policy
 from gleanrl.cli.topology import Topology
 from gleanrl.collectors import BaseCollector, Interruptor, MultiAsyncCollector
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import MASK
+from gleanrl.recording import formats
+from gleanrl.recording.dataset import size
+from gleanrl.recording.episodes import EpisodeStats, describe_episodes
+from gleanrl.recording.recorder import Recorder, make_way
 
 _RECENT = 100
 """Episodes that the display averages over."""
@@ -80,11 +77,30 @@ class Run:
         """Prepare to collect ``total`` frames."""
         self.stats = EpisodeStats()
         self.total = total
-        self.writer = None if options.out is None else DatasetWriter(options.out, total)
+        self.recorder: Recorder | None = None
         self._seconds = 0.0
+        self._nbytes = 0
         self._options = options
         self._seed = seed
-        self._created = datetime.now(UTC).isoformat(timespec="seconds")
+
+    def record(self, path: Path) -> None:
+        """Keep the frames in ``path`` as well."""
+        options, where = self._options, topology(self._options)
+        self.recorder = Recorder(
+            path,
+            options.format,
+            env=options.env,
+            num_envs=where.num_envs * max(1, where.workers),
+            seed=self._seed,
+            total_frames=self.total,
+            facts={
+                "workers": where.workers,
+                "backend": options.backend,
+                "async": options.asynchronous,
+                "policy": options.policy,
+                "command": options.command,
+            },
+        )
 
     def collect(self, collector: BaseCollector, interruptor: Interruptor, display: Display) -> None:
         """Take batches until all frames are there or ``interruptor`` says stop."""
@@ -106,33 +122,16 @@ class Run:
 
     def _take(self, batch: TensorDictBase) -> None:
         self.stats.update(batch)
-        if self.writer is None:
-            return
-        mask = batch.get(MASK, None)
-        frames = batch.exclude(MASK).reshape(-1)
-        if mask is not None and not mask.all():
-            frames = frames[mask.reshape(-1)]
-        self.writer.write(frames, self.facts)
+        if self.recorder is not None:
+            self.recorder.write(batch)
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the card says beside the layout of the data."""
-        return {
-            "env": self._options.env,
-            "num_envs": self._options.num_envs,
-            "workers": topology(self._options).workers,
-            "backend": self._options.backend,
-            "async": self._options.asynchronous,
-            "policy": self._options.policy,
-            "seed": self._seed,
-            "command": self._options.command,
-            "created": self._created,
-            "versions": versions(),
-            "seconds": round(self._seconds, 3),
-            "frames_per_second": round(self._rate, 1),
-            "episodes": self.stats.episodes,
-            "returns": summary(self.stats.returns),
-            "lengths": summary(self.stats.lengths),
-        }
+    def finish(self, status: str) -> None:
+        """Write the card."""
+        if self.recorder is not None:
+            self._nbytes = self.recorder.nbytes
+            speed = {"seconds": round(self._seconds, 3), "frames_per_second": round(self._rate, 1)}
+            self.recorder.facts |= speed
+            self.recorder.close(status)
 
     def report(self) -> list[tuple[str, str]]:
         """Return what is printed at the end."""
@@ -147,8 +146,8 @@ class Run:
         ]
         if frames < self.total:
             lines.append(("interrupted", f"{self.total - frames:,} frames were left"))
-        if self.writer is not None and self.writer.frames:
-            lines.append(("data", f"{options.out} ({size(self.writer.nbytes)})"))
+        if self._nbytes:
+            lines.append(("data", f"{options.out} ({size(self._nbytes)})"))
         return lines
 
 
@@ -173,7 +172,8 @@ def run(options: CollectOptions) -> int:
     """
     _check_counts(options)
     if options.out is not None:
-        check_target(options.out)
+        make_way(options.out)
+        formats.check(options.format, options.out.resolve())
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     torch.manual_seed(seed)
     policy = load_policy(options.policy)
@@ -187,6 +187,8 @@ def run(options: CollectOptions) -> int:
             return 0
         collector.set_seed(seed)
         task = Run(options, seed, total)
+        if options.out is not None:
+            task.record(options.out)
         display = Display(options.env, total, _LINE_EVERY_S)
         with _recording(task), display, _stop_on_interrupt(interruptor):
             task.collect(collector, interruptor, display)
@@ -221,8 +223,7 @@ def _recording(task: Run) -> Iterator[None]:
         status = "interrupted"
         raise
     finally:
-        if task.writer is not None:
-            task.writer.finish(status, task.facts())
+        task.finish(status)
 
 
 @contextlib.contextmanager
@@ -242,12 +243,3 @@ def _stop_on_interrupt(interruptor: Interruptor) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what took part."""
-    found = {"gleanrl": __version__, "python": platform.python_version()}
-    for name in ("torch", "tensordict", "gymnasium", "numpy"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found

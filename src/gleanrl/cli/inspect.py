@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from gleanrl.cli.dataset import Dataset, size
 from gleanrl.cli.display import plain, print_table
-from gleanrl.cli.episodes import Array, EpisodeStats, describe_episodes
 from gleanrl.cli.options import InspectOptions
 from gleanrl.core.errors import GleanError
-from gleanrl.core.keys import END_FLAGS, NEXT, TRAJ_IDS, outermost
 from gleanrl.memory.tensor_files import dtype_name
+from gleanrl.recording.dataset import Dataset, size
+from gleanrl.recording.episodes import EpisodeStats, describe_episodes, total
 from gleanrl.watch.page import Page, Plot, Table, episode_plots, save
 
-_CHUNK_FRAMES = 2**16
 _SHOWN = ("env", "num_envs", "workers", "async", "policy", "seed", "command", "created", "versions")
 _WINDOW = 100
 _POINTS = 20_000
@@ -38,7 +35,7 @@ def run(options: InspectOptions) -> int:
         OSError: the page that was asked for cannot be written.
     """
     dataset = Dataset(options.directory)
-    stats = episodes(dataset)
+    stats = total(dataset)
     lines = _describe(dataset)
     if stats is None:
         lines.append(("episodes", "unknown: no rewards or no end flags under 'next'"))
@@ -57,41 +54,11 @@ def run(options: InspectOptions) -> int:
     return 0
 
 
-def episodes(dataset: Dataset) -> EpisodeStats | None:
-    """Add up the episodes of a dataset, a bounded number of frames at a time.
-
-    Returns:
-        ``None`` if the data have no rewards or no end flags.
-    """
-    keys = dataset.keys()
-    after = [key for key in keys if key[0] == NEXT and len(key) > 1]
-    ends = outermost(key for key in after if key[-1] in END_FLAGS)
-    flags = [dataset.read(key) for key in ends]
-    rewards = [dataset.read(key) for key in after if key[-1] == "reward"]
-    # Without elements there are no files whose size would confirm the number of frames.
-    if not flags or not rewards or any(item.numel() == 0 for item in (*flags, *rewards)):
-        return None
-    ids = dataset.read(TRAJ_IDS) if TRAJ_IDS in keys else None
-    stats = EpisodeStats()
-    for start in range(0, dataset.metadata.frames, _CHUNK_FRAMES):
-        rows = slice(start, start + _CHUNK_FRAMES)
-        stats.add(
-            _side_by_side(rewards, rows, torch.float64).sum(-1, keepdims=True).T,
-            _side_by_side(flags, rows, torch.bool).max(-1, keepdims=True).T,
-            None if ids is None else ids[rows].reshape(1, -1).numpy(),
-        )
-    return stats
-
-
-def _side_by_side(columns: list[torch.Tensor], rows: slice, dtype: torch.dtype) -> Array:
-    """Return the features of several columns, ``[rows, features]``."""
-    parts = [column[rows].to(dtype) for column in columns]
-    return np.concatenate([part.reshape(len(part), -1).numpy() for part in parts], 1)
-
-
 def _describe(dataset: Dataset) -> list[tuple[str, str]]:
     data = dataset.metadata
-    lines = [(name, _spell(data.facts[name])) for name in _SHOWN if name in data.facts]
+    lines = [
+        (name, _spell(data.facts[name])) for name in _SHOWN if data.facts.get(name) is not None
+    ]
     lines.append(("status", data.status))
     if data.status == "collecting":
         lines.append(("note", "collection is running or was killed; what is counted here is whole"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 import time
 import weakref
 from collections import deque
@@ -26,7 +29,9 @@ from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
-from gleanrl.engine.pipeline import Pipeline, make_sink
+from gleanrl.engine.pipeline import Pipeline, Sink, make_sink
+from gleanrl.recording.recorder import Recorder
+from gleanrl.watch.status import StatusServer
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import Shapes
 
@@ -112,10 +117,14 @@ class EngineCollector(BaseCollector):
         self.replay_buffer = arguments["replay_buffer"]
         self.storing_device = storing
         self.exploration_type = options.source.rollout.exploration
+        if isinstance(self.replay_buffer, Recorder) and options.extend:
+            sink: Sink | None = self.replay_buffer.sink
+        else:
+            sink = make_sink(self.replay_buffer, options.extend, stacked)
         self._pipeline = Pipeline(
             options.trajectories,
             arguments["postproc"],
-            make_sink(self.replay_buffer, options.extend, stacked),
+            sink,
             storing,
             episodes_end=arguments["reset_at_each_iter"],
         )
@@ -128,6 +137,8 @@ class EngineCollector(BaseCollector):
             yield
             self._background = BackgroundFilling(self._engine, self._budget, self._timeout)
             self._updates.use(options.updater, self)
+            if isinstance(self.replay_buffer, Recorder):
+                self.replay_buffer.attach(self, self._env_to_record(), self._engine.num_envs)
         except BaseException:
             self._engine.close(5.0)
             raise
@@ -135,6 +146,23 @@ class EngineCollector(BaseCollector):
         self._ready: deque[Any] = deque()
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, self._engine.close, CLOSE_TIMEOUT_S)
+        self._started = time.time()
+        self._server = StatusServer(self._status)
+        weakref.finalize(self, self._server.close)
+
+    def _status(self) -> dict[str, Any]:
+        """Return what ``gleanrl top`` shows."""
+        return {
+            "collector": repr(self),
+            "pid": os.getpid(),
+            "started": self._started,
+            "command": shlex.join(sys.orig_argv),
+            "stats": self.stats(),
+        }
+
+    def _env_to_record(self) -> Any:
+        """Return what a recording in this process is made of, ``None`` if that is elsewhere."""
+        return self.env
 
     # -- iteration -------------------------------------------------------------------------------
 
@@ -480,6 +508,8 @@ class EngineCollector(BaseCollector):
         seed = read_seed(seed)
         commands = self._seeds(seed, static_seed)
         last = self._restart(dict(commands))
+        if isinstance(self.replay_buffer, Recorder):
+            self.replay_buffer.seeded(seed, static_seed)
         # A worker that was lost does not answer: the last seed is that of the last environment.
         end = seed if static_seed else seed + self._engine.num_envs - 1
         return int(last.get(len(commands) - 1, end))
@@ -588,6 +618,7 @@ class EngineCollector(BaseCollector):
             close_env: ``False`` leaves environments the user handed over open.
             raise_on_error: Raise what closing an environment raised.
         """
+        self._server.close()
         limit = 60.0 if timeout is None else timeout
         deadline = time.monotonic() + limit
         self._ready.clear()

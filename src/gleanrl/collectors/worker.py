@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -21,6 +21,7 @@ from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.storages import LazyTensorStorage
 from gleanrl.memory.replay.writers import RoundRobinWriter
 from gleanrl.memory.trees import tensordict_over
+from gleanrl.recording.recorder import Recorder
 from gleanrl.weights.snapshot import Shapes, cloned, weights_of
 
 
@@ -266,6 +267,20 @@ def batch_over(window: Window, layout: Layout) -> TensorDictBase:
 # -- workers that fill a buffer --------------------------------------------------------------------
 
 
+class Takes(Protocol):
+    """What rollouts go through where they are made."""
+
+    @property
+    def discarded(self) -> int:
+        """Frames that were dropped so far."""
+
+    def __call__(self, batch: TensorDictBase, hook: PostHook | None, /) -> object:
+        """Take a rollout in, and call the hook with what became of it."""
+
+    def forget(self) -> None:
+        """Drop episodes in the making."""
+
+
 @dataclass(frozen=True, slots=True)
 class FillingFactory:
     """Builds a source whose rollouts go into a buffer where they are made."""
@@ -273,20 +288,25 @@ class FillingFactory:
     factory: SourceFactory
     pipeline: Pipeline
     """What rollouts go through there; its sink is the buffer."""
+    recorder: Recorder | None = None
+    """The buffer, if it is one that writes to disk."""
 
     def __call__(self, worker: int) -> FillingSource:
         """Build the source and connect it to the buffer."""
-        return FillingSource(self.factory(worker), self.pipeline)
+        source = self.factory(worker)
+        if self.recorder is not None:
+            self.recorder.serve(worker, source.get("env"))
+        return FillingSource(source, self.pipeline)
 
 
 class FillingSource:
     """A source that delivers into a buffer: what it reports are counts."""
 
-    def __init__(self, source: Source, pipeline: Pipeline) -> None:
+    def __init__(self, source: Source, pipeline: Takes) -> None:
         """Serve ``source``; its rollouts are written into memory of this worker's own first."""
         self._source = source
-        self.place, self.load, self.state = source.place, source.load, source.state
-        self.call, self.get, self.close = source.call, source.get, source.close
+        self.load, self.state = source.load, source.state
+        self.call, self.close = source.call, source.close
         self._pipeline = pipeline
         # A collector of the user's class calls its hooks itself.
         self._hook = source.hand_over_hook() if isinstance(source, WorkerSource) else _no_hook
@@ -324,6 +344,14 @@ class FillingSource:
             self._batch = batch_over(self._window, layout)
         return self._window, self._batch
 
+    def place(self, base: int, stride: int) -> None:
+        """Number the environments."""
+        self._source.place(base, stride)
+
+    def get(self, path: str) -> Any:
+        """Return what ``path`` names in the worker."""
+        return self._source.get(path)
+
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
         """Seed everything; trajectories in the making are dropped."""
         self._pipeline.forget()
@@ -344,14 +372,17 @@ def _no_hook() -> None:
     return None
 
 
-def shared_with_workers(buffer: Any) -> bool:
-    """Tell whether workers can write into ``buffer`` themselves; it is shared then.
+def written_by_workers(buffer: Any, remote: bool) -> bool:
+    """Tell whether workers write into ``buffer`` themselves; it is shared then.
 
+    They do into a `Recorder`, also if they are ``remote``, unless it is to be in the learner.
     Rows of several workers go where there is room, so it has to be a buffer of rows, not one of
     ``[env, time]`` or one that keeps the best, on the CPU, and one of ours: others are extended
     by the learner.
     """
-    if not isinstance(buffer, ReplayBuffer):
+    if isinstance(buffer, Recorder):
+        return buffer.where == "workers"
+    if remote or not isinstance(buffer, ReplayBuffer):
         return False
     storage = buffer.storage
     if not isinstance(storage, LazyTensorStorage) or storage.ndim != 1:

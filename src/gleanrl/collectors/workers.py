@@ -31,7 +31,7 @@ from gleanrl.collectors.worker import (
     FillingFactory,
     WorkerFactory,
     WorkerRole,
-    shared_with_workers,
+    written_by_workers,
 )
 from gleanrl.core import messages as m
 from gleanrl.core import paths
@@ -42,6 +42,7 @@ from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.models import WeightSync
 from gleanrl.engine.replacing import Replacements, reseeded
+from gleanrl.recording.recorder import Recorder
 from gleanrl.rollout.build import Initialised, SourceBuilder
 from gleanrl.transport.network import NodeBackend
 
@@ -180,7 +181,7 @@ class WorkersCollector(EngineCollector):
         cat = per_worker.read_cat(arguments["cat_results"], plan.sync)
         stacked = plan.sync and cat is None
         buffer = arguments["replay_buffer"]
-        fills = options.extend and not plan.remote and shared_with_workers(buffer)
+        fills = options.extend and written_by_workers(buffer, plan.remote)
         self._take(shared, options, self._devices.storing(), fills=fills, stacked=stacked)
         self._settings["create_env_fn"] = plan.create_env_fn
         self.policy_device = self._devices.policies()
@@ -288,7 +289,8 @@ class WorkersCollector(EngineCollector):
                 nested = replace(nested, create_env_fn=functions, kwargs={**nested.kwargs, **more})
             factory = nested
         if self._fills:
-            factory = FillingFactory(factory, self._pipeline)
+            recorder = self.replay_buffer if isinstance(self.replay_buffer, Recorder) else None
+            factory = FillingFactory(factory, self._pipeline, recorder)
         return factory if init_fn is None else Initialised(init_fn, factory)
 
     def _set_up(
@@ -318,6 +320,10 @@ class WorkersCollector(EngineCollector):
         if plan.relaunches is not None:
             backend = cast("NodeBackend[Any]", engine.backend)
             self._replacements = Replacements(engine, backend, self._models, plan.relaunches)
+
+    def _env_to_record(self) -> Any:
+        first = self._plan.functions[0]
+        return first if isinstance(first, str) else None
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -514,6 +520,9 @@ class WorkersCollector(EngineCollector):
                 stats[f"worker_{worker}/policy_version"] = tally.policy_version
                 stats[f"worker_{worker}/alive"] = worker in alive
         return stats
+
+    def _status(self) -> dict[str, Any]:
+        return {**super()._status(), "stats": self.stats("both")}
 
     # -- questions -------------------------------------------------------------------------------
 

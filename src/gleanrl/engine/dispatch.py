@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ _NOTICE = 60.0
 """Seconds without a reply of a worker after which the user is warned of it."""
 _LOOKS = 12
 """How often replies are checked meanwhile."""
+_LOSSES = 100
+"""Losses of workers that are remembered."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +75,8 @@ class Dispatcher:
         self._number = 0
         self._arrivals = 0
         self._lost: dict[int, WorkerDied | CollectorTimeout] = {}
+        self.losses: deque[tuple[float, int, str]] = deque(maxlen=_LOSSES)
+        """When (seconds since the epoch) which workers were lost to what: the newest."""
         self.last_reply = [time.monotonic()] * workers
         """When each worker last replied."""
         self._next_look = 0.0
@@ -349,8 +354,8 @@ class Dispatcher:
 
     def ended(self, worker: int | None) -> None:
         """Note that ``worker`` ended because it was asked to: it was not lost."""
-        if worker is not None:
-            self._lost.pop(worker, None)
+        if worker is not None and self._lost.pop(worker, None) is not None:
+            self.losses.pop()
 
     def give_up(self, workers: list[int], why: str) -> CollectorTimeout:
         """Count ``workers`` as lost, so that nothing is ever asked of them; return the error."""
@@ -364,6 +369,7 @@ class Dispatcher:
             new = worker not in self._lost or worker in self.joining
             if new:
                 self._lost[worker] = error
+                self.losses.append((time.time(), worker, str(error)))
                 self.last_reply[worker] = (
                     time.monotonic()
                 )  # from then on a replacement is waited for

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from gleanrl.core.lazy import lazy_exports
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.gym_env import GymEnv, GymWrapper, set_gym_backend
+from gleanrl.envs.pettingzoo import MarlGroupMapType, PettingZooEnv, PettingZooWrapper
 from gleanrl.envs.serial import SerialEnv
 from gleanrl.envs.tensordict import EnvMetaData
 
@@ -22,7 +23,10 @@ __all__ = [
     "EnvMetaData",
     "GymEnv",
     "GymWrapper",
+    "MarlGroupMapType",
     "ParallelEnv",
+    "PettingZooEnv",
+    "PettingZooWrapper",
     "SerialEnv",
     "set_gym_backend",
 ]

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownEnvError
+from gleanrl.envs.pettingzoo import PettingZooEnv, is_pettingzoo_env
 from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import is_tensordict_env
 
@@ -31,7 +32,12 @@ def make_one(factory: Any, kwargs: Mapping[str, Any]) -> Any:
     if is_id(factory):
         return make_gym(factory, **kwargs)
     made = factory(**kwargs)
-    return make_gym(made) if isinstance(made, str) else made
+    return make_gym(made) if isinstance(made, str) else with_tensordicts(made)
+
+
+def with_tensordicts(env: Any) -> Any:
+    """Return ``env``; one of PettingZoo's as an environment with TensorDict methods."""
+    return PettingZooEnv(env) if is_pettingzoo_env(env) else env
 
 
 def is_id(given: Any) -> bool:

@@ -11,8 +11,15 @@ import gymnasium as gym
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import EnvOptions
 from gleanrl.core.protocols import Env
-from gleanrl.envs.factory import closed_on_error, is_id, make_one, without_call_checks
+from gleanrl.envs.factory import (
+    closed_on_error,
+    is_id,
+    make_one,
+    with_tensordicts,
+    without_call_checks,
+)
 from gleanrl.envs.gymnasium import GymnasiumEnv, GymOptions, GymSource, check_same_spaces
+from gleanrl.envs.pettingzoo import PettingZooEnv
 from gleanrl.envs.serial import SerialEnv, gym_parts, gym_source
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
 from gleanrl.envs.vector import NextStepPool, is_vector_env, make_vector
@@ -60,6 +67,7 @@ def _is_built(given: Any) -> bool:
 
 def _build(given: Any, kwargs: Mapping[str, Any], made: list[Any]) -> Any:
     """Return the environment of ``given``; one that did not exist before is put into ``made``."""
+    given = with_tensordicts(given)
     if _is_built(given):
         if kwargs:
             raise ConfigError(
@@ -94,7 +102,8 @@ def _batch(built: list[Any], options: EnvOptions, made: Sequence[Any]) -> Made:
         check_same_spaces(envs)
         return GymnasiumEnv(GymSource(tuple(envs), (len(envs),), _gym_options(options)))
     if all(is_tensordict_env(env) for env in built):
-        return _adapt(SerialEnv.of(built), options, fresh=len(made) == len(built))
+        batch = PettingZooEnv.joined(built) or SerialEnv.of(built)
+        return _adapt(batch, options, fresh=len(made) == len(built))
     vector = next(filter(is_vector_env, built), None)
     if vector is not None and options.num_envs is not None:
         raise _vector_already(vector, options.num_envs)

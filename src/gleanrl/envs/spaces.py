@@ -184,7 +184,7 @@ class Actions:
 
     def _assemble(self, parts: Sequence[Any]) -> Any:
         values = {leaf.path: part for leaf, part in zip(self._leaves, parts, strict=True)}
-        return _rebuild(self._space, (), values)
+        return rebuild(self._space, (), values)
 
     def check(self, start: int, stop: int, cause: BaseException | None = None) -> None:
         """Check the actions in rows ``start`` to ``stop``, once the environments had them.
@@ -254,11 +254,12 @@ def _out_of_range(field: Field, limits: Array, env: int, value: Any, when: str) 
     )
 
 
-def _rebuild(space: gym.Space[Any], path: Path, values: Mapping[Path, Any]) -> Any:
+def rebuild(space: gym.Space[Any], path: Path, values: Mapping[Path, Any]) -> Any:
+    """Return a value of ``space`` from those of its leaves; ``path`` leads to ``space``."""
     if isinstance(space, spaces.Dict):
-        return {k: _rebuild(s, (*path, k), values) for k, s in space.spaces.items()}
+        return {k: rebuild(s, (*path, k), values) for k, s in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(_rebuild(s, (*path, i), values) for i, s in enumerate(space.spaces))
+        return tuple(rebuild(s, (*path, i), values) for i, s in enumerate(space.spaces))
     return values[path]
 
 

@@ -108,11 +108,11 @@ class TensorFile:
             )
         return cls(tuple(key), tuple(shape), dtype, file)
 
-    def locate(self, directory: Path, rows: int | None = None) -> Path:
-        """Return the path of the file, after checking that it holds such a tensor.
+    def find(self, directory: Path) -> Path:
+        """Return the path of the file, whatever its size.
 
         Raises:
-            TensorFileError: it is missing, leads out of ``directory`` or has another size.
+            TensorFileError: it is missing or leads out of ``directory``.
         """
         root = directory.resolve()
         path = (root / self.file).resolve()
@@ -122,6 +122,15 @@ class TensorFile:
             raise TensorFileError(
                 f"{directory} has no file {self.file!r}, which its description names"
             )
+        return path
+
+    def locate(self, directory: Path, rows: int | None = None) -> Path:
+        """Return the path of the file, after checking that it holds such a tensor.
+
+        Raises:
+            TensorFileError: it is missing, leads out of ``directory`` or has another size.
+        """
+        path = self.find(directory)
         expected, size = self.nbytes * (1 if rows is None else rows), path.stat().st_size
         if size != expected:
             what = (

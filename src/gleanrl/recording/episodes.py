@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from gleanrl.core.keys import MASK, NEXT, TRAJ_IDS, as_key
+from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, as_key, outermost
 from gleanrl.engine.trajectories import end_flags
+from gleanrl.recording.dataset import Dataset
 
 Array: TypeAlias = np.ndarray[Any, Any]
+CHUNK_FRAMES = 2**16
 _RUN = np.dtype(
     [
         ("id", np.int64),
@@ -177,3 +179,38 @@ def describe_episodes(stats: EpisodeStats) -> list[tuple[str, str]]:
         if found:
             lines.append((name, ", ".join(f"{what} {x:,.1f}" for what, x in found)))
     return lines
+
+
+def total(dataset: Dataset) -> EpisodeStats | None:
+    """Add up the episodes of a dataset, a bounded number of frames at a time.
+
+    Returns:
+        ``None`` if the data have no rewards or no end flags.
+    """
+    keys = dataset.keys()
+    after = [key for key in keys if key[0] == NEXT and len(key) > 1]
+    ends = outermost(key for key in after if key[-1] in END_FLAGS)
+    rewards = [key for key in after if key[-1] == "reward"]
+    if not ends or not rewards:
+        return None
+    stats = EpisodeStats()
+    for part in dataset.parts:
+        flags, gains = [part.read(key) for key in ends], [part.read(key) for key in rewards]
+        # Without elements there are no files whose size would confirm the number of frames.
+        if any(item.numel() == 0 for item in (*flags, *gains)):
+            return None
+        ids = part.read(TRAJ_IDS) if TRAJ_IDS in keys else None
+        for start in range(0, part.frames, CHUNK_FRAMES):
+            rows = slice(start, start + CHUNK_FRAMES)
+            stats.add(
+                _side_by_side(gains, rows, torch.float64).sum(-1, keepdims=True).T,
+                _side_by_side(flags, rows, torch.bool).max(-1, keepdims=True).T,
+                None if ids is None else ids[rows].reshape(1, -1).numpy(),
+            )
+    return stats
+
+
+def _side_by_side(columns: list[torch.Tensor], rows: slice, dtype: torch.dtype) -> Array:
+    """Return the features of several columns, ``[rows, features]``."""
+    parts = [column[rows].to(dtype) for column in columns]
+    return np.concatenate([part.reshape(len(part), -1).numpy() for part in parts], 1)

@@ -1,0 +1,256 @@
+"""Frames on disk, read as plain memory.
+
+A dataset is a directory with ``card.json``, which says what the other files hold and where they
+came from. Frames are raw files, one per entry: in the directory itself, where
+`TensorDict.load_memmap` opens them, or in one folder per writer (a shard) as long as the recording
+is not finished. Nothing is ever unpickled, so a directory may come from anyone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import Key, format_key
+from gleanrl.memory import tensor_files
+from gleanrl.memory.tensor_files import TensorFile, TensorFileError
+
+CARD = "card.json"
+FORMAT, VERSION = "gleanrl-dataset", 1
+FORMATS = ("tensordict", "minari", "parquet")
+SHARDS, DATA = "shards", "data"
+"""Folders: of those that write, and of what is not raw files."""
+LOCK = ".lock"
+"""Locked by the process that records, for as long as it lives."""
+_STATUSES = ("collecting", "complete", "interrupted", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """A card that was read: what matters for reading the data is checked, the rest is as found."""
+
+    status: str
+    data: str
+    """What the files are: one of `FORMATS`, or ``"shards"``."""
+    frames: int
+    """Frames collected."""
+    files: tuple[TensorFile, ...]
+    """One per entry; each describes one row."""
+    facts: Mapping[str, Any]
+    """The whole card. Nothing in it may be trusted."""
+
+    @classmethod
+    def read(cls, directory: Path) -> Metadata:
+        """Read and check the card of ``directory``.
+
+        Raises:
+            TensorFileError: it is missing, is not a card, or contradicts itself.
+        """
+        path = directory / CARD
+        if not path.is_file():
+            raise TensorFileError(
+                f"{directory} has no {CARD}, so neither 'gleanrl collect --out' nor a Recorder "
+                "wrote it"
+            )
+        facts = tensor_files.read_description(path)
+        if facts.get("format") != FORMAT:
+            raise TensorFileError(
+                f"{path} is not the card of a dataset (its 'format' is not {FORMAT!r})"
+            )
+        version, status, entries, data = (
+            facts.get(name) for name in ("format_version", "status", "keys", "data")
+        )
+        if version != VERSION:
+            raise TensorFileError(
+                f"{path} has format version {version!r}; this release reads {VERSION}"
+            )
+        data = "tensordict" if data is None else data
+        if data not in (*FORMATS, SHARDS):
+            raise TensorFileError(f"{path}: 'data' ({data!r:.50}) is none of {FORMATS}")
+        frames = facts.get("frames")
+        if not tensor_files.is_count(frames):
+            raise TensorFileError(
+                f"{path}: 'frames' ({frames!r:.50}) must be a whole number, 0 or more"
+            )
+        if status not in _STATUSES:
+            raise TensorFileError(f"{path}: 'status' ({status!r}) is none of {_STATUSES}")
+        if not isinstance(entries, list):
+            raise TensorFileError(f"{path}: 'keys' must be a list")
+        files = tuple(TensorFile.from_json(entry, path) for entry in entries)
+        if status == "collecting" and _abandoned(directory):
+            status = "interrupted"
+        return cls(status, data, frames, files, facts)
+
+
+def _abandoned(directory: Path) -> bool:
+    """Tell whether the process that recorded is gone."""
+    try:
+        lock = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+class Part:
+    """Raw files of one directory: a whole dataset, or what one writer wrote."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the card and check that the files are there and have the right size.
+
+        Raises:
+            TensorFileError: a file is missing, leads out of the directory or has another size.
+        """
+        self.directory, self.metadata = directory, Metadata.read(directory)
+        files = self.metadata.files
+        self.frames = self.metadata.frames
+        """Frames that are whole in every file."""
+        if self.metadata.facts.get("shard") is True:  # a kill leaves what was written until then
+            self._found = {file.key: (file, file.find(directory)) for file in files}
+            sizes = [(path.stat().st_size, file.nbytes) for file, path in self._found.values()]
+            self.frames = min((size // row for size, row in sizes if row), default=0)
+        else:
+            self._found = {file.key: (file, file.locate(directory, self.frames)) for file in files}
+
+    def read(self, key: Key) -> torch.Tensor:
+        """Return an entry as ``[frames, ...]``, mapped from its file, which it cannot change."""
+        file, path = self._found[key]
+        return file.load(path, self.frames)
+
+
+class Dataset:
+    """A dataset opened for reading, in any format; entries are read if it has raw files."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the card and check that raw files are there and have the right size.
+
+        Raises:
+            ConfigError: there is no such directory.
+            TensorFileError: a file is missing, leads out of the directory or has another size, or
+                writers recorded different entries.
+        """
+        if not directory.is_dir():
+            raise ConfigError(f"{directory} is not a directory")
+        self.directory = directory
+        metadata = Metadata.read(directory)
+        self.parts: list[Part] = []
+        """Where the frames are, in order."""
+        if metadata.data == SHARDS:
+            self.parts = [part for part in map(Part, shards(directory)) if part.frames]
+            self._agree()
+        elif metadata.data == "tensordict":
+            self.parts = [Part(directory)]
+        if self.parts:
+            files, frames = self.parts[0].metadata.files, sum(part.frames for part in self.parts)
+            metadata = replace(metadata, files=files, frames=frames)
+        self.metadata = metadata
+
+    def _agree(self) -> None:
+        for part in self.parts[1:]:
+            layouts = [
+                {(f.key, f.shape, f.dtype) for f in one.metadata.files}
+                for one in (self.parts[0], part)
+            ]
+            if layouts[0] != layouts[1]:
+                raise TensorFileError(
+                    f"{part.directory} and {self.parts[0].directory} hold different entries: "
+                    f"{sorted({format_key(entry[0]) for entry in layouts[0] ^ layouts[1]})}; read "
+                    "them one by one"
+                )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all frames."""
+        return self.metadata.frames * sum(file.nbytes for file in self.metadata.files)
+
+    def keys(self) -> tuple[Key, ...]:
+        """Return the keys of all entries."""
+        return tuple(file.key for file in self.metadata.files)
+
+    def read(self, key: Key) -> torch.Tensor:
+        """Return an entry as ``[frames, ...]``, mapped from its file unless there are several.
+
+        Raises:
+            KeyError: there is no such entry.
+        """
+        if key not in self.keys():
+            known = list(self.keys())
+            raise KeyError(f"{format_key(key)} is not in {self.directory}; it has {known}")
+        entries = [part.read(key) for part in self.parts]
+        return entries[0] if len(entries) == 1 else torch.cat(entries)
+
+
+def shards(directory: Path) -> list[Path]:
+    """Return the folders of those that wrote a recording, which hold whole frames."""
+    found = sorted(directory.glob(f"{SHARDS}/*/{CARD}"))
+    return [
+        card.parent for card in found if card.parent.resolve().is_relative_to(directory.resolve())
+    ]
+
+
+def load_dataset(path: str | os.PathLike[str]) -> TensorDict:
+    """Open what a `Recorder` or ``gleanrl collect --out`` wrote in the ``tensordict`` format.
+
+    Nothing is unpickled. Recordings that were killed are opened, too: with every frame that was
+    written. Frames of several workers that were killed are copied into memory.
+
+    Returns:
+        A `TensorDict` ``[frames]``, mapped from the files, which it cannot change.
+
+    Raises:
+        ConfigError: there is no such directory, or it holds Minari or Parquet data.
+        TensorFileError: its files are damaged.
+
+    Example:
+        >>> import tempfile, gleanrl
+        >>> path = tempfile.mkdtemp()
+        >>> with gleanrl.Recorder(path) as recorder:
+        ...     with gleanrl.Collector("CartPole-v1", frames_per_batch=50, total_frames=100,
+        ...                            replay_buffer=recorder) as collector:
+        ...         for _ in collector:
+        ...             pass
+        >>> gleanrl.load_dataset(path)["observation"].shape
+        torch.Size([100, 4])
+    """
+    dataset = Dataset(Path(path))
+    kind = dataset.metadata.data
+    if kind in ("minari", "parquet"):
+        folder = os.path.join(path, DATA)
+        how = {
+            "minari": f"minari.MinariDataset({folder!r})",
+            "parquet": f"pandas.read_parquet({folder!r})",
+        }
+        raise ConfigError(f"{path} holds {kind} data; read them with {how[kind]}")
+    if not dataset.metadata.frames:
+        raise TensorFileError(f"{path} holds no frames (yet)")
+    frames = TensorDict(batch_size=[dataset.metadata.frames])
+    for key in dataset.keys():
+        frames[key] = dataset.read(key)
+    return frames
+
+
+def size(nbytes: int) -> str:
+    """Spell a number of bytes.
+
+    >>> size(999), size(1_500), size(2_340_000_000)
+    ('999 B', '1.5 kB', '2.3 GB')
+    """
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"

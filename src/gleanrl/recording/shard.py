@@ -1,0 +1,207 @@
+"""What one process writes: a folder of raw files that only grow, valid after every write."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_tensor
+
+from gleanrl.core.keys import Key, as_key, format_key
+from gleanrl.memory import tensor_files
+from gleanrl.memory.tensor_files import TensorFile, TensorFileError
+from gleanrl.recording.dataset import CARD, FORMAT, VERSION, Part, size
+
+_COPY_BYTES = 1 << 24
+
+
+class Shard:
+    """Appends frames to one file per entry.
+
+    The card is written once: how many frames there are is the number of rows that are whole in
+    every file. So a process that is killed loses the frames it was writing, and nothing else.
+    """
+
+    def __init__(self, directory: Path, facts: Mapping[str, Any], expected: int | None) -> None:
+        """Prepare to write to ``directory``, which is made with the first frames.
+
+        Args:
+            directory: Does not exist.
+            facts: What the card says beside the layout.
+            expected: Frames for which there has to be room, if that is known.
+        """
+        self.directory = directory
+        self.frames = 0
+        self._facts, self._expected = facts, expected
+        self._files: list[TensorFile] = []
+        self._open: list[int] = []
+
+    def write(self, frames: TensorDictBase) -> None:
+        """Append ``frames`` ``[K]``; if that fails, everything before stays valid.
+
+        Raises:
+            TensorFileError: the disk is full, or these frames cannot be stored as arrays like those
+                before.
+        """
+        if not frames.shape[0]:
+            return
+        if not isinstance(frames, TensorDict):
+            try:
+                frames = frames.contiguous()
+            except RuntimeError as err:
+                raise TensorFileError(
+                    "entries whose shape changes from frame to frame cannot be recorded"
+                ) from err
+        keys = _tensor_keys(frames)
+        if not self._files:
+            self._begin(frames, keys)
+        values = self._matching(frames, keys)
+        try:
+            for fd, value in zip(self._open, values, strict=True):
+                _append(fd, value)
+        except BaseException as err:
+            for fd, file in zip(self._open, self._files, strict=True):
+                os.truncate(fd, self.frames * file.nbytes)
+            if isinstance(err, OSError):
+                raise TensorFileError(
+                    f"{self.directory} cannot be written to: {err.strerror}; the {self.frames:,} "
+                    "frames before are kept"
+                ) from err
+            raise
+        self.frames += frames.shape[0]
+
+    def _begin(self, frames: TensorDictBase, keys: list[Key]) -> None:
+        row = sum(frames.get(key)[:1].nbytes for key in keys)
+        free = shutil.disk_usage(self.directory.parent).free
+        if self._expected is not None and row * self._expected > free:
+            raise TensorFileError(
+                f"{self._expected:,} frames take {size(row * self._expected)} but "
+                f"{self.directory.parent} has {size(free)} left; collect fewer frames"
+            )
+        draft = self.directory.with_name(f".{self.directory.name}")
+        try:
+            room = frames[:1].memmap_like(prefix=str(draft))
+            files = []
+            for key in keys:
+                tensor = room.get(key)
+                assert isinstance(tensor, MemoryMappedTensor)
+                name = Path(tensor.filename).relative_to(draft).as_posix()
+                files.append(TensorFile(key, tuple(tensor.shape[1:]), tensor.dtype, name))
+            del room, tensor
+            for file in files:
+                os.truncate(draft / file.file, 0)
+            head = {"format": FORMAT, "format_version": VERSION, "status": "collecting"}
+            counts = {"shard": True, "frames": 0}
+            entries = {"keys": [file.to_json() for file in files]}
+            card = json.dumps({**head, **counts, **self._facts, **entries})
+            tensor_files.write_new(draft / CARD, card.encode())
+            draft.rename(self.directory)
+        except OSError as err:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise TensorFileError(
+                f"{self.directory} cannot be made: {err.strerror or err}; free some room, or "
+                "record elsewhere"
+            ) from err
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        self._open = [os.open(self.directory / file.file, flags) for file in files]
+        self._files = files
+
+    def _matching(self, frames: TensorDictBase, keys: list[Key]) -> list[torch.Tensor]:
+        """Return the entries in the order of the files."""
+        expected = {file.key: (file.shape, file.dtype) for file in self._files}
+        found = {key: (tuple(v.shape[1:]), v.dtype) for key in keys for v in [frames.get(key)]}
+        if odd := sorted(key for key, _ in expected.items() ^ found.items()):
+            key = odd[0]
+            raise TensorFileError(
+                f"{format_key(key)} is {_spell(found.get(key))} in these frames and "
+                f"{_spell(expected.get(key))} in those before; all frames of a dataset have the "
+                "same entries"
+            )
+        return [frames.get(file.key).detach().cpu().contiguous() for file in self._files]
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        while self._open:
+            os.close(self._open.pop())
+
+
+def _append(fd: int, value: torch.Tensor) -> None:
+    data: Any = value.reshape(-1).view(torch.uint8).numpy()
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def _spell(layout: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    if layout is None:
+        return "missing"
+    return f"{list(layout[0])} {tensor_files.dtype_name(layout[1])}"
+
+
+def _tensor_keys(frames: TensorDictBase) -> list[Key]:
+    entries = {as_key(key): value for key, value in frames.items(include_nested=True)}
+    odd = [
+        format_key(key)
+        for key, value in entries.items()
+        if is_non_tensor(value) or not isinstance(value, (torch.Tensor, TensorDictBase))
+    ]
+    if odd:
+        raise TensorFileError(f"{', '.join(odd)} cannot be recorded: not a tensor")
+    return [key for key, value in entries.items() if isinstance(value, torch.Tensor)]
+
+
+def join(parts: list[Part], directory: Path) -> list[TensorFile]:
+    """Put the frames of ``parts`` into one memory-mapped TensorDict in ``directory``.
+
+    The files of a single part are linked, those of several are copied one after the other; the
+    parts stay as they are.
+
+    Returns:
+        The entries.
+
+    Raises:
+        OSError: the disk is full; what was made is removed again.
+    """
+    files, frames = list(parts[0].metadata.files), sum(part.frames for part in parts)
+    with contextlib.ExitStack() as undo:
+        for file in files:
+            target = directory / file.file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            undo.callback(target.unlink, missing_ok=True)
+            found = [(file.find(part.directory), part.frames * file.nbytes) for part in parts]
+            _join_files(found, target)
+        for folder in sorted({up for file in files for up in Path(file.file).parents}):
+            content = json.loads((parts[0].directory / folder / "meta.json").read_text())
+            for entry in (content, *content.values()):
+                if isinstance(entry, dict) and entry.get("shape"):
+                    entry["shape"][0] = frames
+            target = directory / folder / "meta.json"
+            undo.callback(target.unlink, missing_ok=True)
+            tensor_files.write_new(target, json.dumps(content).encode())
+        undo.pop_all()
+    return files
+
+
+def _join_files(found: list[tuple[Path, int]], target: Path) -> None:
+    """Make ``target`` of the first bytes of each file."""
+    if len(found) == 1:
+        ((source, nbytes),) = found
+        os.truncate(source, nbytes)  # rows that were cut short
+        with contextlib.suppress(OSError):  # a file system without links
+            os.link(source, target)
+            return
+    with target.open("xb") as out:
+        for source, nbytes in found:
+            with source.open("rb") as file:
+                while nbytes:
+                    data = file.read(min(nbytes, _COPY_BYTES))
+                    if not data:
+                        raise TensorFileError(f"{source} became shorter while it was read")
+                    out.write(data)
+                    nbytes -= len(data)

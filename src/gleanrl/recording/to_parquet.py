@@ -1,0 +1,126 @@
+"""A dataset as Parquet: one row per frame, one file per writer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from gleanrl.core.keys import DONE, END_FLAGS, NEXT, TRAJ_IDS, Key
+from gleanrl.memory.tensor_files import TensorFile, TensorFileError
+from gleanrl.recording.dataset import DATA, Dataset, Part
+from gleanrl.recording.index import Array, Episode, episodes_of
+
+_GROUP_BYTES, _GROUP_ROWS = 1 << 25, 1 << 16
+"""At most so much is in memory, and in one row group."""
+_NUMBERS = ("episode", "step", "env")
+
+
+def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Write ``data/part-*.parquet`` in the directory of ``dataset``; on failure remove them again.
+
+    Columns are entries, the parts of their keys joined by dots; rewards and end flags lose the
+    ``next``. Entries of one element are scalars, all others lists of a fixed size in row-major
+    order, whose shapes are in the schema's metadata (``gleanrl.shapes``).
+    """
+    columns = _columns(dataset)
+    shapes = {name: list(file.shape) for name, file in columns.items()}
+    fields = [pa.field(name, _type(file)) for name, file in columns.items()]
+    numbered = TRAJ_IDS in dataset.keys()
+    episodes = episodes_of(dataset) if numbered else []
+    num_envs = facts.get("num_envs")
+    numbers = _NUMBERS[: (3 if num_envs else 2) if numbered else 0]
+    fields += [pa.field(name, pa.int64()) for name in numbers]
+    schema = pa.schema(fields, metadata={"gleanrl.shapes": json.dumps(shapes)})
+    folder = dataset.directory / DATA
+    folder.mkdir()
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        for number, part in enumerate(dataset.parts):
+            path = folder / f"part-{number:05d}.parquet"
+            extra = _numbers(part, episodes, num_envs or 1) if numbered else None
+            with pq.ParquetWriter(path, schema) as out:
+                for rows in _groups(part):
+                    values = [_values(part.read(file.key)[rows]) for file in columns.values()]
+                    values += [] if extra is None else [pa.array(extra[n][rows]) for n in numbers]
+                    out.write_table(pa.Table.from_arrays(values, schema=schema))
+        undo.pop_all()
+    return {"columns": schema.names}
+
+
+def files_of(directory: Path) -> list[Path]:
+    """Return the files of a dataset."""
+    return sorted((directory / DATA).glob("part-*.parquet"))
+
+
+def _columns(dataset: Dataset) -> dict[str, TensorFile]:
+    """Return the entries to write by the name of their column."""
+    keys = set(dataset.keys())
+    columns: dict[str, TensorFile] = {}
+    for file in dataset.metadata.files:
+        if file.key[-1] in END_FLAGS and file.key[0] != NEXT:
+            continue  # never True: environments are reset
+        if file.key == (NEXT, *DONE) and {(NEXT, "terminated"), (NEXT, "truncated")} <= keys:
+            continue  # either of these two
+        if file.key == TRAJ_IDS:
+            continue  # "episode" numbers them
+        if not file.nbytes:
+            continue
+        name = _name(file.key)
+        if name in columns or name in _NUMBERS:
+            raise TensorFileError(f"two entries would have the column {name!r}; rename one")
+        if file.dtype.is_complex:
+            raise TensorFileError(f"{name!r} is complex, which Parquet does not have")
+        columns[name] = file
+    return columns
+
+
+def _name(key: Key) -> str:
+    plain = key[0] == NEXT and (key[-1] in END_FLAGS or key[-1] == "reward")
+    return ".".join(key[1:] if plain else key)
+
+
+def _type(file: TensorFile) -> pa.DataType:
+    dtype = torch.float32 if file.dtype is torch.bfloat16 else file.dtype
+    scalar = pa.from_numpy_dtype(torch.empty(0, dtype=dtype).numpy().dtype)
+    count = math.prod(file.shape)
+    return scalar if count == 1 else pa.list_(scalar, count)
+
+
+def _values(rows: torch.Tensor) -> pa.Array:
+    if rows.dtype is torch.bfloat16:  # Arrow has no such type
+        rows = rows.float()
+    flat = pa.array(rows.reshape(-1).numpy())
+    count = math.prod(rows.shape[1:])
+    return flat if count == 1 else pa.FixedSizeListArray.from_arrays(flat, count)
+
+
+def _groups(part: Part) -> Iterator[slice]:
+    row = sum(file.nbytes for file in part.metadata.files)
+    size = max(1, min(_GROUP_ROWS, _GROUP_BYTES // max(row, 1)))
+    for start in range(0, part.frames, size):
+        yield slice(start, start + size)
+
+
+def _numbers(part: Part, episodes: list[Episode], num_envs: int) -> dict[str, Array]:
+    """Return number, step and environment of every row of ``part``."""
+    found = {name: np.empty(part.frames, np.int64) for name in _NUMBERS}
+    for number, episode in enumerate(episodes):
+        if episode.part is not part:
+            continue
+        step = 0
+        for start, stop in episode.runs:
+            found["episode"][start:stop] = number
+            found["step"][start:stop] = np.arange(step, step + stop - start)
+            found["env"][start:stop] = episode.id % num_envs
+            step += stop - start
+    return found

@@ -1,0 +1,142 @@
+"""Learning curves of the examples.
+
+``python -m tools.curves NAME [--seeds 5] [--frames N] [--plot-only]`` runs ``train(frames, seed)``
+of ``examples/NAME.py`` once per seed, each in a process of its own, and writes
+``docs/curves/NAME.json``, ``docs/curves/NAME.png`` and the result in ``docs/examples.md``. What is
+there after each seed is complete, so a run may be cut short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import inspect
+import json
+import re
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine, versions
+
+ROOT = Path(__file__).parent.parent
+CURVES, PAGE = ROOT / "docs" / "curves", ROOT / "docs" / "examples.md"
+COLUMNS = "frames", "return", "loss", "seconds"
+POINTS = 200
+"""Rows kept of each seed."""
+
+
+def main() -> None:
+    """Run the seeds, unless told only to plot, and write file, picture and page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("name", help="an example: a file in examples/, without .py")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--frames", type=int, help="default: that of train()")
+    parser.add_argument("--plot-only", action="store_true")
+    parser.add_argument("--run-seed", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.run_seed is not None:
+        _run(given.name, given.frames, given.run_seed)
+        return
+    path = CURVES / f"{given.name}.json"
+    doc = json.loads(path.read_text()) if given.plot_only else _describe(given.name)
+    for seed in range(0 if given.plot_only else given.seeds):
+        doc["runs"].append({"seed": seed, **_columns(_rows(given.name, given.frames, seed))})
+        text = json.dumps(doc, indent=1)
+        path.write_text(re.sub(r"\[[^][{}]*\]", lambda row: " ".join(row[0].split()), text) + "\n")
+    draw(doc, path.with_suffix(".png"))
+    write_page(doc)
+    print(summary(doc))
+
+
+def _describe(name: str) -> dict[str, Any]:
+    CURVES.mkdir(exist_ok=True)
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    found = {package: version for package, version in versions().items() if version is not None}
+    return {"example": name, "date": date, "machine": machine(), "versions": found, "runs": []}
+
+
+def _run(name: str, frames: int | None, seed: int) -> None:
+    """Train in this process and print each row; seconds count from the call of ``train``."""
+    train = runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name=name)["train"]
+    budget = inspect.signature(train).parameters["frames"].default if frames is None else frames
+    began = time.perf_counter()
+    for row in train(frames=budget, seed=seed):
+        seconds = time.perf_counter() - began
+        print(json.dumps([row["frames"], row["return"], row["loss"], seconds]), flush=True)
+
+
+def _rows(name: str, frames: int | None, seed: int) -> list[list[float]]:
+    """Return the rows of one seed, run in a process of its own."""
+    command = [sys.executable, "-m", "tools.curves", name, "--run-seed", str(seed)]
+    command += [] if frames is None else ["--frames", str(frames)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    rows: list[list[float]] = [json.loads(line) for line in done.stdout.splitlines()]
+    frames_made, last, _, seconds = rows[-1]
+    print(
+        f"{name} seed {seed}: {frames_made} frames, return {last:.1f}, {seconds:.0f} s", flush=True
+    )
+    return rows
+
+
+def _columns(rows: list[list[float]]) -> dict[str, list[float]]:
+    """Return at most ``POINTS`` rows, the last one among them, by column, to five digits."""
+    kept = rows[:: -(-len(rows) // POINTS)]
+    kept += [] if kept[-1] is rows[-1] else [rows[-1]]
+    columns = zip(COLUMNS, zip(*kept, strict=True), strict=True)
+    return {
+        name: [float(f"{x:.5g}") if name != "frames" else int(x) for x in xs]
+        for name, xs in columns
+    }
+
+
+def draw(doc: dict[str, Any], path: Path) -> None:
+    """Draw every seed lightly, and their mean at common numbers of frames."""
+    import matplotlib as mpl
+    import numpy as np
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    runs = doc["runs"]
+    figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    for run in runs:
+        axes.plot(run["frames"], run["return"], color="#2a9d5c", alpha=0.3, linewidth=1)
+    first, last = max(r["frames"][0] for r in runs), min(r["frames"][-1] for r in runs)
+    frames = np.linspace(first, last, POINTS)
+    mean = np.mean([np.interp(frames, run["frames"], run["return"]) for run in runs], axis=0)
+    axes.plot(frames, mean, color="#1b6e40", linewidth=2, label=f"mean of {len(runs)} seeds")
+    axes.set_xlabel("frames")
+    axes.set_ylabel("mean return, latest episodes")
+    axes.set_title(f"examples/{doc['example']}.py, {doc['date']}", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", fontsize=8)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+def summary(doc: dict[str, Any]) -> str:
+    """Return one line: what each seed ended with, after how many frames, when, and on what."""
+    runs, found = doc["runs"], doc["versions"]
+    ends = ", ".join(f"{run['return'][-1]:.4g}" for run in runs)
+    return (
+        f"Return at the end of each seed: {ends} ({runs[0]['frames'][-1]:,} frames; {doc['date']}, "
+        f"{doc['machine']['cpu']}, {doc['machine']['usable_cores']} cores, torch {found['torch']})."
+    )
+
+
+def write_page(doc: dict[str, Any]) -> None:
+    """Write picture and summary between the example's two marks in the page, if it has them."""
+    name = doc["example"]
+    picture = f"![Return of {name}.py](curves/{name}.png)"
+    block = f"<!-- curve: {name} -->\n{picture}\n\n{summary(doc)}\n<!-- end -->"
+    found = re.compile(rf"<!-- curve: {name} -->.*?<!-- end -->", re.DOTALL)
+    if PAGE.exists():
+        PAGE.write_text(found.sub(lambda _: block, PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
