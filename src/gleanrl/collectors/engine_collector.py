@@ -28,6 +28,7 @@ from gleanrl.core.errors import ClosedError, ConfigError, WorkerError
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import limit, read_device
+from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
@@ -237,6 +238,7 @@ class EngineCollector(BaseCollector):
     def _cut_short(self, reports: Rollouts) -> bool:
         return any(report.steps < self._engine.steps[worker] for worker, report in reports.items())
 
+    @for_users
     def rollout(self) -> TensorDictBase | None:
         """Collect one batch and return it as it was collected.
 
@@ -598,6 +600,7 @@ class EngineCollector(BaseCollector):
 
     # -- state -----------------------------------------------------------------------------------
 
+    @for_users
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed environments, action spaces and random streams, and reset all environments.
 
@@ -718,6 +721,7 @@ class EngineCollector(BaseCollector):
         text: str = self._engine.ask(m.Call("explain"))
         return text
 
+    @for_users
     def shutdown(
         self,
         timeout: float | None = None,
