@@ -56,13 +56,13 @@ def test_training_goes_on_after_sigterm(python, tmp_path):
     with begun:  # ends by itself once told to
         rows = list(printed(begun.stdout, lambda row: row["return"] > 50 and begun.terminate()))
     assert begun.returncode == 0
-    first, frames = rows[-1]["frames"] + 1024, rows[-1]["frames"] + 4096
+    first, frames = rows[-1]["frames"] + 1024, rows[-1]["frames"] + 6144
     done = subprocess.run(
         [*command, "--frames", str(frames)], capture_output=True, text=True, timeout=60, check=True
     )
     again = list(printed(done.stdout.splitlines()))
     assert [row["frames"] for row in again] == list(range(first, frames + 1, 1024))
-    assert max(row["return"] for row in again) > 40, "an untrained policy reaches 22"
+    assert again[-1]["return"] > 40, "that of an untrained policy is 22"
 
 
 def printed(lines, look=lambda row: None):
