@@ -21,6 +21,7 @@ from torch import nn
 from gleanrl.core.errors import PolicyError, PolicyTypeError, note
 from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, as_keys, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
+from gleanrl.core.options import users_stacklevel
 from gleanrl.policies.adapt import Adapted
 from gleanrl.policies.diagnosis import diagnose
 from gleanrl.policies.inspect import children_of, modules_of, selects, units_of
@@ -277,7 +278,7 @@ def learn(
             f"the policy gives indices as {', '.join(indices)}; the environment was made with "
             "categorical_action_encoding=False and wants one-hot vectors; they are converted",
             UserWarning,
-            stacklevel=2,
+            stacklevel=users_stacklevel(),
         )
         converted = replace(adapted, call=IndexToOneHot(adapted, wanted))
         return learn(policy, converted, env, root, exploration, as_written=as_written)
