@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from gleanrl import MultiSyncCollector
 
-WORKERS, ENVS, STEPS = 2, 16, 64  # a batch is [2, 16, 64]: 2,048 frames
+WORKERS, ENVS, STEPS = 2, 20, 100  # a batch is [2, 20, 100]: 4,000 frames
 GAMMA, LAMBDA, CLIP, ENTROPY = 0.99, 0.95, 0.2, 0.01
-EPOCHS, MINIBATCH, RATE = 6, 256, 1e-3
+EPOCHS, MINIBATCH, RATE = 4, 500, 2e-3
 
 
 # The networks. The actor becomes a policy: a TensorDict module that reads "observation" and writes

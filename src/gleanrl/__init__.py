@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         DistributedSyncCollector,
         DistributedSyncDataCollector,
         DistributedWeightSyncScheme,
+        Evaluation,
+        Evaluator,
         Interruptor,
         MultiAsyncCollector,
         MultiaSyncDataCollector,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
         split_trajectories,
     )
     from gleanrl.core.errors import (
+        ArgumentTypeError,
         ClosedError,
         CollectorTimeout,
         ConfigError,
@@ -82,6 +85,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentTypeError",
     "AsyncCollector",
     "BaseCollector",
     "ClosedError",
@@ -96,6 +100,8 @@ __all__ = [
     "DistributedWeightSyncScheme",
     "EnvCreator",
     "EnvError",
+    "Evaluation",
+    "Evaluator",
     "ExplorationType",
     "GleanError",
     "GymEnv",

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -394,6 +395,17 @@ def test_what_cannot_be_sent_is_named(make):
 def test_arguments_that_contradict_each_other(make, options, match):
     with pytest.raises(ConfigError, match=match):
         make(["CartPole-v1"] * 2, frames_per_batch=8, **options)
+
+
+def test_the_example_learns():
+    path = Path(__file__).parents[2] / "examples" / "ppo_ray.py"
+    threads = torch.get_num_threads()
+    try:
+        rows = list(runpy.run_path(str(path))["train"](frames=8192, actors=1))
+    finally:
+        torch.set_num_threads(threads)
+    assert [row["frames"] for row in rows] == list(range(1024, 8193, 1024))
+    assert rows[-1]["return"] > rows[0]["return"]
 
 
 def test_a_collector_starts_ray_and_a_script_that_just_ends_is_quiet(script):

@@ -46,7 +46,6 @@ def test_paths_resolve(path):
     ("module", "name", "instead"),
     [
         ("gleanrl.collectors", "AsyncBatchedCollector", "MultiAsyncCollector"),
-        ("gleanrl.collectors", "Evaluator", "DETERMINISTIC"),
         ("gleanrl.collectors.distributed", "RayEvalWorker", "RayCollector"),
         ("gleanrl.weight_update", "MPTransport", "a collector moves the weights"),
     ],
@@ -57,7 +56,7 @@ def test_names_that_do_not_exist_say_what_to_use(module, name, instead):
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = collectors.nonsense
     with pytest.raises(ImportError):
-        from gleanrl.collectors import Evaluator  # noqa: F401
+        from gleanrl.collectors import LLMCollector  # noqa: F401
 
 
 def policy():

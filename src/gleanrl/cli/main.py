@@ -27,6 +27,7 @@ examples:
   gleanrl collect CartPole-v1 --workers 4 --num-envs 16 --frames 1_000_000
   gleanrl bench CartPole-v1
   gleanrl inspect data/pendulum
+  gleanrl top
 """
 
 
@@ -92,6 +93,24 @@ examples:
       returns, their distribution and episode lengths, to look at in a browser
 
 Nothing in the directory is executed or unpickled.
+""",
+    ),
+    "top": _Command(
+        options.TopOptions,
+        "watch a collection that runs in another terminal",
+        "Watch a running collection: its workers, rates, returns, and where the time goes.",
+        """\
+A collector of this user can be watched without preparing it; GLEANRL_TOP=0 in its environment
+forbids that. Without PID, several processes that collect are listed. q or Ctrl-C ends.
+
+env, policy, transfer and wait are shares of a worker's time; lag is how many policy versions old
+the weights of the newest batch were; returns and lengths are means of the last 100 episodes.
+
+examples:
+  gleanrl top
+  gleanrl top 4711 --every 5
+  gleanrl top --once
+  gleanrl top --json | jq '.[0].stats.fps'
 """,
     ),
     "node": _Command(

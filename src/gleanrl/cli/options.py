@@ -99,6 +99,12 @@ def argument(metavar: str, read: Any, help: str) -> Any:
     return field(metadata={"flag": "", "metavar": metavar, "type": read, "help": help})
 
 
+def optional_argument(metavar: str, read: Any, help: str) -> Any:
+    """Return the field of a positional argument that may be left out."""
+    settings = {"flag": "", "metavar": metavar, "type": read, "help": help, "nargs": "?"}
+    return field(default=None, metadata=settings)
+
+
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
     """Have ``parser`` read every field of ``options`` that is an `option` or `argument`."""
     for item in fields(options):
@@ -249,6 +255,18 @@ class InspectOptions:
         None,
         "where to write the video, .mp4 or .gif (default: DIR/episode-EPISODE.mp4)",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopOptions:
+    """``gleanrl top``."""
+
+    pid: int | None = optional_argument(
+        "PID", count, "the process to watch (default: the only one that collects)"
+    )
+    once: bool = option("--once", bool, False, "print the state once, as text, and end")
+    json: bool = option("--json", bool, False, "print the state once, as JSON, and end")
+    every_s: float = option("--every S", seconds, 1.0, "seconds between two looks (default: 1)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from gleanrl.collectors.distributed import (
     RPCCollector,
     RPCDataCollector,
 )
+from gleanrl.collectors.evaluator import Evaluation, Evaluator
 from gleanrl.collectors.multi import (
     AsyncCollector,
     MultiAsyncCollector,
@@ -51,8 +52,6 @@ __getattr__ = refuse(
     {
         "AsyncBatchedCollector": "use MultiAsyncCollector, with num_envs= environments in every "
         "worker, which the policy acts in at once",
-        "Evaluator": "evaluate with a Collector of its own with trajs_per_batch= and "
-        "exploration_type=ExplorationType.DETERMINISTIC",
         "LLMCollector": "use TorchRL's collectors for language models",
     },
 )
@@ -67,6 +66,8 @@ __all__ = [
     "DistributedSyncCollector",
     "DistributedSyncDataCollector",
     "DistributedWeightSyncScheme",
+    "Evaluation",
+    "Evaluator",
     "Interruptor",
     "MultiAsyncCollector",
     "MultiCollector",

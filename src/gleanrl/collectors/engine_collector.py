@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -22,14 +25,18 @@ from gleanrl.core.errors import ClosedError, ConfigError, WorkerError
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import limit, read_device
+from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import Pipeline, Sink, make_sink
 from gleanrl.recording.recorder import Recorder
+from gleanrl.watch.measures import Measures
+from gleanrl.watch.status import StatusServer
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import Shapes
 
+Watcher: TypeAlias = Callable[[Rollouts, int], None]
 CLOSE_TIMEOUT_S = 2.0
 """Seconds environments get to close after a failure, and where nobody called `shutdown`."""
 
@@ -137,10 +144,25 @@ class EngineCollector(BaseCollector):
         except BaseException:
             self._engine.close(5.0)
             raise
+        self._measures = Measures(self._engine.workers)
+        self._watchers: list[Watcher] = [self._measures.add]
         self._batches = 0
         self._ready: deque[Any] = deque()
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, self._engine.close, CLOSE_TIMEOUT_S)
+        self._started = time.time()
+        self._server = StatusServer(self._status)
+        weakref.finalize(self, self._server.close)
+
+    def _status(self) -> dict[str, Any]:
+        """Return what ``gleanrl top`` shows."""
+        return {
+            "collector": repr(self),
+            "pid": os.getpid(),
+            "started": self._started,
+            "command": shlex.join(sys.orig_argv),
+            "stats": self.stats(),
+        }
 
     def _env_to_record(self) -> Any:
         """Return what a recording in this process is made of, ``None`` if that is elsewhere."""
@@ -190,8 +212,11 @@ class EngineCollector(BaseCollector):
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         self._touched = True
+        self._measures.begin()
         batch, reports = self._engine.collect(self._budget, self._timeout, feed)
         self._reports = reports
+        for watch in self._watchers:
+            watch(reports, self._models.number)
         if batch is None or MASK in batch.keys(True) or not self._cut_short(reports):
             self._batches += 1
             return batch
@@ -204,6 +229,7 @@ class EngineCollector(BaseCollector):
     def _cut_short(self, reports: Rollouts) -> bool:
         return any(report.steps < self._engine.steps[worker] for worker, report in reports.items())
 
+    @for_users
     def rollout(self) -> TensorDictBase | None:
         """Collect one batch and return it as it was collected.
 
@@ -258,6 +284,15 @@ class EngineCollector(BaseCollector):
             for key, value in fake.items(include_nested=True, leaves_only=True)
         )
         return Layout(tuple(fake.shape[:-1]), fields, fake.shape[-1], self.n_env)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Have ``watcher`` called for every batch that is gathered, by whoever collects it.
+
+        Args:
+            watcher: Gets the reports of the batch's rollouts, by worker, and the newest policy
+                version. It delays the batch.
+        """
+        self._watchers.append(watcher)
 
     def gathered(self) -> tuple[int, int]:
         """Return the valid frames of the newest batch and the oldest policy version in it."""
@@ -472,6 +507,7 @@ class EngineCollector(BaseCollector):
 
     # -- state -----------------------------------------------------------------------------------
 
+    @for_users
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed environments, action spaces and random streams, and reset all environments.
 
@@ -515,7 +551,14 @@ class EngineCollector(BaseCollector):
             return self._engine.request_each(commands, discard=self._budget)
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return a flat dictionary of scalars."""
+        """Return a flat dictionary of scalars. Safe in any thread; waits for nothing.
+
+        ``fps`` are frames per second over the last seconds (batches, if these take longer),
+        ``fps_mean`` over all; ``episodes`` have ended; ``return_mean|min|max`` and
+        ``length_mean|min|max`` are of the last 100 and NaN before the first; ``time_env``,
+        ``time_policy``, ``time_transfer`` and ``time_wait`` are shares of the workers' time;
+        ``lag`` is how many versions old the weights of the newest batch were.
+        """
         engine, total = self._engine, self._budget.limits.total_frames
         stats: dict[str, int | float | bool] = {
             "frames": self._budget.delivered,
@@ -531,6 +574,7 @@ class EngineCollector(BaseCollector):
             "closed": engine.closed,
             "running": self.is_running(),
             "failed": engine.failure is not None,
+            **self._measures.stats(),
         }
         if total is not None:
             stats["total_frames"] = total
@@ -584,6 +628,7 @@ class EngineCollector(BaseCollector):
         text: str = self._engine.ask(m.Call("explain"))
         return text
 
+    @for_users
     def shutdown(
         self,
         timeout: float | None = None,
@@ -597,6 +642,7 @@ class EngineCollector(BaseCollector):
             close_env: ``False`` leaves environments the user handed over open.
             raise_on_error: Raise what closing an environment raised.
         """
+        self._server.close()
         limit = 60.0 if timeout is None else timeout
         deadline = time.monotonic() + limit
         self._ready.clear()

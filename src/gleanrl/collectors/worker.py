@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -267,6 +267,20 @@ def batch_over(window: Window, layout: Layout) -> TensorDictBase:
 # -- workers that fill a buffer --------------------------------------------------------------------
 
 
+class Takes(Protocol):
+    """What rollouts go through where they are made."""
+
+    @property
+    def discarded(self) -> int:
+        """Frames that were dropped so far."""
+
+    def __call__(self, batch: TensorDictBase, hook: PostHook | None, /) -> object:
+        """Take a rollout in, and call the hook with what became of it."""
+
+    def forget(self) -> None:
+        """Drop episodes in the making."""
+
+
 @dataclass(frozen=True, slots=True)
 class FillingFactory:
     """Builds a source whose rollouts go into a buffer where they are made."""
@@ -288,11 +302,11 @@ class FillingFactory:
 class FillingSource:
     """A source that delivers into a buffer: what it reports are counts."""
 
-    def __init__(self, source: Source, pipeline: Pipeline) -> None:
+    def __init__(self, source: Source, pipeline: Takes) -> None:
         """Serve ``source``; its rollouts are written into memory of this worker's own first."""
         self._source = source
-        self.place, self.load, self.state = source.place, source.load, source.state
-        self.call, self.get, self.close = source.call, source.get, source.close
+        self.load, self.state = source.load, source.state
+        self.call, self.close = source.call, source.close
         self._pipeline = pipeline
         # A collector of the user's class calls its hooks itself.
         self._hook = source.hand_over_hook() if isinstance(source, WorkerSource) else _no_hook
@@ -322,13 +336,21 @@ class FillingSource:
         self._pipeline(batch, self._hook())
         dropped, self._dropped = self._pipeline.discarded - self._dropped, self._pipeline.discarded
         discarded = report.discarded + dropped
-        return Report(report.steps, report.frames, report.policy_version, discarded)
+        return replace(report, discarded=discarded, payload=None)
 
     def _memory(self, layout: Layout, steps: int) -> tuple[RolloutWindow, TensorDictBase]:
         if self._window is None or self._batch is None or self._window.steps != steps:
             self._window = RolloutWindow.allocate(layout.fields, layout.num_envs, steps)
             self._batch = batch_over(self._window, layout)
         return self._window, self._batch
+
+    def place(self, base: int, stride: int) -> None:
+        """Number the environments."""
+        self._source.place(base, stride)
+
+    def get(self, path: str) -> Any:
+        """Return what ``path`` names in the worker."""
+        return self._source.get(path)
 
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
         """Seed everything; trajectories in the making are dropped."""

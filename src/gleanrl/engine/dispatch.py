@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, GleanError, WorkerDied
+from gleanrl.core.options import users_stacklevel
 from gleanrl.core.protocols import Backend
 
 _NOTICE = 60.0
 """Seconds without a reply of a worker after which the user is warned of it."""
 _LOOKS = 12
 """How often replies are checked meanwhile."""
+_LOSSES = 100
+"""Losses of workers that are remembered."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +76,8 @@ class Dispatcher:
         self._number = 0
         self._arrivals = 0
         self._lost: dict[int, WorkerDied | CollectorTimeout] = {}
+        self.losses: deque[tuple[float, int, str]] = deque(maxlen=_LOSSES)
+        """When (seconds since the epoch) which workers were lost to what: the newest."""
         self.last_reply = [time.monotonic()] * workers
         """When each worker last replied."""
         self._next_look = 0.0
@@ -189,7 +195,9 @@ class Dispatcher:
             self._lose(worker, _failed(worker, "it was interrupted"))
             raise
         warnings.warn(
-            f"worker {worker} was replaced and takes part again", UserWarning, stacklevel=2
+            f"worker {worker} was replaced and takes part again",
+            UserWarning,
+            stacklevel=users_stacklevel(),
         )
         return None
 
@@ -327,7 +335,7 @@ class Dispatcher:
                 f"still waiting for workers {silent}, which live but have not replied for "
                 f"{_NOTICE:.0f} s; timeout= bounds how long a rollout may take",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=users_stacklevel(),
             )
 
     def _silent(self, now: float) -> list[int]:
@@ -349,8 +357,8 @@ class Dispatcher:
 
     def ended(self, worker: int | None) -> None:
         """Note that ``worker`` ended because it was asked to: it was not lost."""
-        if worker is not None:
-            self._lost.pop(worker, None)
+        if worker is not None and self._lost.pop(worker, None) is not None:
+            self.losses.pop()
 
     def give_up(self, workers: list[int], why: str) -> CollectorTimeout:
         """Count ``workers`` as lost, so that nothing is ever asked of them; return the error."""
@@ -364,6 +372,7 @@ class Dispatcher:
             new = worker not in self._lost or worker in self.joining
             if new:
                 self._lost[worker] = error
+                self.losses.append((time.time(), worker, str(error)))
                 self.last_reply[worker] = (
                     time.monotonic()
                 )  # from then on a replacement is waited for
@@ -376,7 +385,9 @@ class Dispatcher:
             if new and self.intact:
                 _let_frames_go(error)
                 warnings.warn(
-                    f"collection continues without it{more}: {error}", UserWarning, stacklevel=2
+                    f"collection continues without it{more}: {error}",
+                    UserWarning,
+                    stacklevel=users_stacklevel(),
                 )
         return error
 

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, Protocol
 
 import cloudpickle
@@ -57,6 +58,7 @@ class Worker:
         self._serials: dict[str, int] = {}
         self._newest, self._version = 0, 0
         self.source: Source = factory(index)
+        self._waited, self._idle_since, self._counted_until = 0.0, monotonic(), 0.0
 
     def ready(self) -> m.Ready:
         """Say what one step looks like."""
@@ -64,14 +66,33 @@ class Worker:
 
     def handle(self, ticket: int, command: m.Command) -> m.Reply:
         """Carry out ``command``; what the user's code raises becomes a `Failed` reply."""
+        began = monotonic()
+        self._waited += began - self._idle_since
         try:
             if not isinstance(command, m.Bind | m.Load | m.Close):
                 self._refresh()  # whoever asks for the state gets what was published before
             if isinstance(command, m.Collect):
-                return m.Rolled(self._index, ticket, self._collect(command))
+                report = self._collect(command)
+                self._complete(report.times, began)
+                return m.Rolled(self._index, ticket, report)
             return m.Done(self._index, ticket, self._other(command))
         except Exception as err:
             return m.Failed(self._index, ticket, err)
+        finally:
+            self.answered()
+
+    def answered(self) -> None:
+        """Note that the answer is on its way: from now on the worker waits."""
+        self._idle_since = monotonic()
+
+    def _complete(self, times: m.Times, began: float) -> None:
+        """Say where the seconds since the last rollout went that the source knows nothing of."""
+        now = monotonic()
+        if not self._counted_until:  # before the first rollout there was nothing to do
+            self._waited, self._counted_until = 0.0, began
+        total, self._counted_until = now - self._counted_until, now
+        times.wait, self._waited = self._waited, 0.0
+        times.transfer = max(0.0, total - times.wait - times.env - times.policy)
 
     def _refresh(self) -> None:
         if self._receiver is not None:
@@ -236,6 +257,7 @@ class Boot:
             if isinstance(stream, io.TextIOWrapper):  # what is printed last must not be lost
                 stream.reconfigure(line_buffering=True)
         enter_life(self.life)
+        os.environ["GLEANRL_TOP"] = "0"  # users watch the collector, not those in its workers
 
     def build(self, open_window: OpenWindow, stop: Stop, weights: WeightReceiver | None) -> Worker:
         """Build the worker here; raises what the user's code raises."""
@@ -256,6 +278,7 @@ def serve(boot: Boot, endpoint: Endpoint) -> None:
         if not isinstance(command, m.Collect):
             endpoint.answer(m.Begun(boot.worker, ticket))
         endpoint.answer(worker.handle(ticket, command))
+        worker.answered()
         if isinstance(command, m.Close):
             return
 

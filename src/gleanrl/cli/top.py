@@ -1,0 +1,211 @@
+"""``gleanrl top``: watch a collection that runs in another terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from gleanrl.cli.display import plain, plural
+from gleanrl.cli.options import TopOptions
+from gleanrl.watch.status import OFF, StatusError, collections
+
+_COLUMNS = (
+    *("worker", "frames", "frames/s", "env", "policy", "transfer", "wait"),
+    *("lag", "episodes", "return", "length"),
+)
+_WIDE, _PIPE_COLUMNS = 90, 120
+_SHARES = ("time_env", "time_policy", "time_transfer", "time_wait")
+_QUIT = {b"q", b"Q", b"\x1b", b"\x04"}
+Status = Mapping[str, Any]
+
+
+def run(options: TopOptions) -> int:
+    """Show collections, once or until the user or the collection ends, and return the exit code.
+
+    Raises:
+        StatusError: nothing runs here, or nothing in the process that was named, or the folder of
+            the sockets is not safe.
+    """
+    found = _of(options.pid)
+    if not found:
+        where = "of yours here" if options.pid is None else f"in process {options.pid}"
+        raise StatusError(
+            f"no collection runs {where}; collectors in a container, of another user or started "
+            f"with {OFF}=0 are not seen"
+        )
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPE_COLUMNS)
+    if options.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        return 0
+    pids = sorted({int(status["pid"]) for status in found})
+    if len(pids) > 1 and not options.once:
+        console.print(_listed(found))
+        sys.stdout.write("\n'gleanrl top PID' watches one of them.\n")
+        return 0
+    if options.once or not console.is_terminal:
+        console.print(_shown(found))
+        return 0
+    with contextlib.suppress(KeyboardInterrupt):
+        _watch(console, pids[0], found, options.every_s)
+    return 0
+
+
+def _of(pid: int | None) -> list[dict[str, Any]]:
+    found = collections()
+    return [status for status in found if pid is None or status["pid"] == pid]
+
+
+def _watch(console: Console, pid: int, found: list[dict[str, Any]], every_s: float) -> None:
+    """Show what runs in process ``pid`` until it ends or the user quits."""
+    hint = Text("q quits", style="dim")
+    with _keys() as quits, Live(console=console, auto_refresh=False, screen=False) as live:
+        while found:
+            live.update(Group(_shown(found), hint), refresh=True)
+            if quits(every_s):
+                return
+            last, found = found, _of(pid)
+        live.update(_shown(last), refresh=True)
+    sys.stdout.write(f"The collection in process {pid} has ended.\n")
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Any]:
+    """Give a function that waits so many seconds for the user to quit."""
+    if not sys.stdin.isatty():
+        yield lambda seconds: bool(select.select([], [], [], seconds)[0])
+        return
+    before = termios.tcgetattr(sys.stdin)
+
+    def quits(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if select.select([sys.stdin], [], [], left)[0]:
+                key = os.read(sys.stdin.fileno(), 1)
+                if not key or key in _QUIT:
+                    return True
+        return False
+
+    try:
+        tty.setcbreak(sys.stdin)
+        yield quits
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def _listed(found: Sequence[Status]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("PID", "collector", "frames", "frames/s", "command"):
+        table.add_column(name, justify="right" if name.startswith("frames") else "left")
+    for status in found:
+        stats = status.get("stats", {})
+        cells = (str(status["pid"]), _name(status), _count(stats.get("frames")))
+        table.add_row(*map(_safe, (*cells, _count(stats.get("fps")), status.get("command", ""))))
+    return table
+
+
+def _shown(found: Sequence[Status]) -> RenderableType:
+    parts: list[RenderableType] = []
+    for status in found:
+        parts += [*_one(status), ""]
+    return Group(*parts[:-1])
+
+
+def _one(status: Status) -> list[RenderableType]:
+    """Return a headline and a table of workers."""
+    stats = status.get("stats", {})
+    head = Text(plain(_name(status)), style="bold")
+    head.append(f"  process {status['pid']}, {_age(status)}", style="not bold dim")
+    lines: list[RenderableType] = [head]
+    if command := status.get("command"):
+        lines.append(Text(plain(command), style="dim", overflow="ellipsis", no_wrap=True))
+    if error := status.get("error"):
+        return [*lines, Text(plain(error), style="red")]
+    lines.append(Text(_progress(stats)))
+    wide = shutil.get_terminal_size().columns >= _WIDE
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1 + wide, 0, 0))
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
+    for worker in range(int(stats.get("workers", 0))):
+        prefix = f"worker_{worker}/"
+        own = {k.removeprefix(prefix): v for k, v in stats.items() if k.startswith(prefix)}
+        lost = own.get("alive") is False
+        table.add_row(*_cells(f"{worker}{' lost' * lost}", own), style="red" * lost)
+    table.add_row(*_cells("all", stats), style="bold")
+    return [*lines, table]
+
+
+def _cells(name: str, stats: Mapping[str, Any]) -> list[str]:
+    shares = (stats.get(key) for key in _SHARES)
+    return [
+        name,
+        _short(stats.get("frames")),
+        _count(stats.get("fps")),
+        *("-" if share is None else f"{100 * share:.0f} %" for share in shares),
+        _count(stats.get("lag")),
+        _short(stats.get("episodes")),
+        _decimal(stats.get("return_mean")),
+        _decimal(stats.get("length_mean")),
+    ]
+
+
+def _progress(stats: Mapping[str, Any]) -> str:
+    done, total = stats.get("frames", 0), stats.get("total_frames")
+    parts = [plural(int(done), "frame")]
+    if total:
+        parts = [f"{int(done):,} of {int(total):,} frames ({100 * done / total:.0f} %)"]
+    if lost := int(stats.get("workers", 0)) - int(stats.get("workers_alive", 0)):
+        parts.append(f"{plural(lost, 'worker')} lost")
+    parts += [word for word in ("completed", "closed", "failed") if stats.get(word)]
+    return ", ".join(parts)
+
+
+def _name(status: Status) -> str:
+    return str(status.get("collector", "a collector"))
+
+
+def _age(status: Status) -> str:
+    seconds = max(0, int(time.time() - float(status.get("started", time.time()))))
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    return f"for {hours}:{minutes:02}:{seconds % 60:02}"
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _short(value: float | None) -> str:
+    """Spell a count in at most six characters."""
+    if value is None:
+        return "-"
+    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= unit:
+            return f"{value / (1e3 if suffix == 'k' else unit):.4g}{suffix}"
+    return f"{value:,.0f}"
+
+
+def _decimal(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _safe(text: str) -> str:
+    return escape(plain(text))

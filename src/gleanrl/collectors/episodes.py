@@ -1,0 +1,225 @@
+"""Whole episodes, played and summed up in a worker: what an evaluation asks for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from gleanrl.collectors.distributed.ray import RayCollector
+from gleanrl.collectors.multi import MultiSyncCollector
+from gleanrl.collectors.worker import FillingSource
+from gleanrl.collectors.workers import WorkersCollector
+from gleanrl.core.errors import ClosedError, ConfigError
+from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, format_key
+from gleanrl.core.messages import Payload, Report
+from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
+from gleanrl.engine.trajectories import WholeTrajectories
+from gleanrl.rollout.build import SourceBuilder
+
+_STEPS = 64
+"""Steps between two looks at how many episodes have ended."""
+_POLL_INTERVAL_S = 0.2
+"""Seconds after which a wait for the worker looks whether the collector was shut down."""
+Metrics = Callable[[TensorDictBase], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodesPlan:
+    """Which episodes one evaluation is made of, and what is to be known of them."""
+
+    count: int
+    reward_key: Key
+    frames: int | None
+    """Frames, over all environments, between two looks at how many episodes have ended."""
+    metrics: Metrics | None
+
+
+class Episodes:
+    """Takes rollouts in until there are enough whole episodes.
+
+    Every environment contributes equally many, in the order in which it played them, so that short
+    episodes are not preferred. If ``count`` is no multiple of the environments, the last ones
+    contribute one less.
+    """
+
+    discarded = 0
+
+    def __init__(self, plan: EpisodesPlan, num_envs: int) -> None:
+        """Wait for ``plan.count`` episodes of ``num_envs`` environments."""
+        self._plan = plan
+        self._whole = WholeTrajectories(plan.count)
+        self._whole.belong_to(num_envs)
+        self._whole.share_out(num_envs)
+        share = self._whole.num_trajectories // num_envs
+        short = self._whole.num_trajectories - plan.count  # fewer than there are environments
+        last = [env * share + share - 1 for env in range(num_envs - short, num_envs)]
+        self._rows = [row for row in range(self._whole.num_trajectories) if row not in last]
+
+    def __call__(self, batch: TensorDictBase, hook: Callable[[Any], None] | None) -> None:
+        """Take in a rollout: all of it for the user's metrics, else rewards and end flags alone."""
+        if hook is not None:
+            hook(batch)
+        keys = {as_key(key) for key in batch.keys(True, True)}
+        if self._plan.reward_key not in keys:
+            raise ConfigError(
+                f"reward_keys: there is no {format_key(self._plan.reward_key)} in what was "
+                f"collected, only {', '.join(sorted(map(format_key, keys)))}"
+            )
+        if self._plan.metrics is None:
+            ends = {key for key in keys if key[0] == NEXT and key[-1] in END_FLAGS}
+            batch = batch.select(*(keys & {self._plan.reward_key, TRAJ_IDS, MASK} | ends))
+        self._whole.push(batch)
+
+    def forget(self) -> None:
+        """Drop what was taken in."""
+        self._whole.reset()
+
+    def summary(self) -> TensorDict | None:
+        """Return what is to be known of the episodes, ``None`` if some are still being played."""
+        whole = self._whole.pop()
+        if whole is None:
+            return None
+        episodes = whole[self._rows]
+        rewards = episodes.get(self._plan.reward_key)  # zero beyond the end
+        found = {} if self._plan.metrics is None else self._plan.metrics(episodes)
+        return TensorDict(
+            {
+                "returns": rewards.double().flatten(1).sum(1),
+                "lengths": episodes.get(MASK).sum(1),
+                "metrics": {name: torch.as_tensor(value) for name, value in found.items()},
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodesFactory:
+    """Builds a source whose rollouts are evaluations."""
+
+    factory: SourceFactory
+    plan: EpisodesPlan
+
+    def __call__(self, worker: int) -> EpisodesSource:
+        """Build the source."""
+        source = self.factory(worker)
+        envs = int(source.get("num_envs"))
+        source.place(0, envs)
+        steps = _STEPS if self.plan.frames is None else -(-self.plan.frames // envs)
+        return EpisodesSource(source, Episodes(self.plan, envs), steps)
+
+
+class EpisodesSource(FillingSource):
+    """A source of which one rollout is one evaluation: what it reports is a summary.
+
+    To the learner it is one environment, whatever number of them plays.
+    """
+
+    def __init__(self, source: Source, episodes: Episodes, steps: int) -> None:
+        """Serve ``source``, whose environments have just been reset and are numbered."""
+        super().__init__(source, episodes)
+        self._episodes, self._steps = episodes, steps
+        self._fresh = True
+
+    def place(self, base: int, stride: int) -> None:
+        """Keep the numbers of environments: there are no other workers."""
+
+    def get(self, path: str) -> Any:
+        """Return what ``path`` names in the worker."""
+        return 1 if path == "num_envs" else self._source.get(path)
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
+        """Reset all environments and play until there are enough episodes.
+
+        Raises:
+            ClosedError: the evaluation was stopped.
+        """
+        began = time.perf_counter()
+        if not self._fresh:
+            self.reset(None, {})
+        self._fresh, frames = False, 0
+        while True:
+            report = super().collect(window, self._steps, stop, random)
+            frames += report.frames
+            summary = self._episodes.summary()
+            if summary is not None:
+                summary.set("seconds", torch.tensor(time.perf_counter() - began))
+                return Report(steps, frames, report.policy_version, payload=Payload(summary))
+            if stop[0]:
+                raise ClosedError("the evaluator was shut down while it evaluated")
+
+    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
+        """Seed everything, which resets all environments."""
+        self._fresh = True
+        return super().seed(seed, static, stream)
+
+
+class _PlaysEpisodes(WorkersCollector):
+    """One worker, of which a batch is the summary of an evaluation."""
+
+    _episodes: EpisodesPlan
+
+    def _factory(
+        self,
+        arguments: Any,
+        own: Mapping[str, Any],
+        worker: int,
+        builder: SourceBuilder,
+    ) -> SourceFactory:
+        policy = builder.policy
+        make = partial(_in_evaluation_mode, policy.policy, policy.policy_factory)
+        builder = replace(builder, policy=replace(policy, policy=None, policy_factory=make))
+        return EpisodesFactory(super()._factory(arguments, own, worker, builder), self._episodes)
+
+    def play(
+        self, weights: Mapping[str, Any], version: int | None, seed: int | None
+    ) -> tuple[TensorDictBase, int]:
+        """Evaluate once; other threads can shut the collector down meanwhile.
+
+        Args:
+            weights: By model id; empty for those that the worker has.
+            version: The policy version that they get; by default the next one.
+            seed: Seed everything first.
+
+        Returns:
+            The summary, and the version that the episodes were played with.
+        """
+        if seed is not None:
+            self.set_seed(seed)
+        if weights or version is not None:
+            self._publish(weights, None, version)
+        while True:
+            with self._engine.turn(None):
+                if self._engine.ready(self._budget, True, self._timeout):
+                    summary = self._collect()[0]
+                    return summary, self.gathered()[1]
+            self._engine.backend.wait(_POLL_INTERVAL_S)
+
+
+def _in_evaluation_mode(policy: Any, factory: Callable[[], Any] | None) -> Any:
+    """Return the policy that acts in the worker, which is a copy there."""
+    acting = policy if factory is None else factory()
+    return acting.eval() if isinstance(acting, nn.Module) else acting
+
+
+class EpisodesCollector(_PlaysEpisodes, MultiSyncCollector):
+    """In a worker process, or in this one."""
+
+    def __init__(self, episodes: EpisodesPlan, env: Any, policy: Any, **kwargs: Any) -> None:
+        """Start the worker."""
+        self._episodes = episodes
+        super().__init__([env], policy, cat_results=0, **kwargs)
+
+
+class RayEpisodesCollector(_PlaysEpisodes, RayCollector):
+    """In a Ray actor."""
+
+    def __init__(self, episodes: EpisodesPlan, env: Any, policy: Any, **kwargs: Any) -> None:
+        """Start the actor."""
+        self._episodes = episodes
+        super().__init__([env], policy, cat_results=0, sync=True, **kwargs)

@@ -1,0 +1,652 @@
+"""Evaluation beside training: exact numbers of episodes, with weights that are frozen meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType
+from torch import nn
+
+from gleanrl.collectors.arguments import check_callables, read_seed
+from gleanrl.collectors.collector import Collector
+from gleanrl.collectors.engine_collector import CLOSE_TIMEOUT_S
+from gleanrl.collectors.episodes import (
+    EpisodesCollector,
+    EpisodesPlan,
+    Metrics,
+    RayEpisodesCollector,
+)
+from gleanrl.core.errors import ClosedError, ConfigError
+from gleanrl.core.keys import NestedKey, as_key
+from gleanrl.core.options import check_int
+from gleanrl.weights.snapshot import check_weights, cloned, weights_of
+
+_T_975 = {1: 12.7062, 2: 4.3027}
+"""The 97.5 % point of Student's t for few degrees of freedom, where the series is not exact."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation(Mapping[str, Any]):
+    """What an evaluation found. As a mapping: scalars for a log, such as ``"eval/reward"``.
+
+    The standard deviation is that of a sample (``n - 1``). The confidence interval is that of the
+    mean by Student's t distribution, which assumes independent episodes with about normal returns.
+
+    Attributes:
+        returns: ``[N]`` float64, sums of rewards; environment by environment, in order of play.
+        lengths: ``[N]`` int64, steps of the same episodes.
+        version: Version of the weights that the episodes were played with.
+        step: The label of the request.
+        seconds: How long the worker played.
+        metrics: What ``metrics_fn`` returned.
+        prefix: What names in the mapping begin with.
+    """
+
+    returns: torch.Tensor
+    lengths: torch.Tensor
+    version: int
+    step: int
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    prefix: str = "eval"
+
+    @property
+    def mean(self) -> float:
+        """Mean return."""
+        return float(self.returns.mean())
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the returns; zero for one episode."""
+        return float(self.returns.std()) if len(self.returns) > 1 else 0.0
+
+    @property
+    def ci95(self) -> tuple[float, float]:
+        """95 % confidence interval of the mean return; NaN for one episode."""
+        count = len(self.returns)
+        half = _t_975(count - 1) * self.std / math.sqrt(count) if count > 1 else math.nan
+        return self.mean - half, self.mean + half
+
+    @functools.cached_property
+    def _scalars(self) -> dict[str, Any]:
+        low, high = self.ci95
+        found = {
+            "reward": self.mean,
+            "reward_std": self.std,
+            "reward_ci95_low": low,
+            "reward_ci95_high": high,
+            "reward_min": float(self.returns.min()),
+            "reward_max": float(self.returns.max()),
+            "num_episodes": len(self.returns),
+            "episode_length": float(self.lengths.double().mean()),
+            "fps": int(self.lengths.sum()) / self.seconds,
+            "seconds": self.seconds,
+            "policy_version": self.version,
+            "step": self.step,
+            **self.metrics,
+        }
+        return {f"{self.prefix}/{name}": value for name, value in found.items()}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._scalars[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._scalars)
+
+    def __len__(self) -> int:
+        return len(self._scalars)
+
+    def __str__(self) -> str:
+        half = self.ci95[1] - self.mean
+        return (
+            f"{self.prefix} of version {self.version} (step {self.step}): return {self.mean:.1f} "
+            f"± {half:.1f} (95 % CI, {len(self.returns)} episodes of "
+            f"{self.lengths.double().mean():.1f} steps)"
+        )
+
+
+def _t_975(df: int) -> float:
+    """Return the 97.5 % point of Student's t: a series in ``1 / df`` (to 0.2 %, or exact)."""
+    z = 1.959964
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return _T_975.get(df) or z + sum(term / df**n for n, term in enumerate(terms, 1))
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """An evaluation that was asked for, and what came of it."""
+
+    weights: Mapping[str, Mapping[str, Any]]
+    step: int
+    version: int | None
+    seed: int | None
+    direct: bool
+    """Whether the caller waits for this very result."""
+    result: Evaluation | None = None
+
+
+class _Line:
+    """Carries requests out one after another, beside the thread that makes them or in it."""
+
+    closing: Any
+    """The finalizer of the evaluator, which ends the line when that is collected."""
+
+    def __init__(
+        self, collector: Any, prefix: str, on_result: Callable[[TensorDictBase], Any] | None
+    ) -> None:
+        self.collector = collector
+        self._prefix, self._on_result = prefix, on_result
+        self._changed = threading.Condition()
+        self._requests: deque[_Request] = deque()
+        self._results: deque[Evaluation] = deque()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a request is waited for."""
+        return bool(self._requests)
+
+    @property
+    def unread(self) -> bool:
+        """Whether there are results that nobody has taken."""
+        return bool(self._results)
+
+    def check(self) -> None:
+        """Raise what ended the evaluator."""
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise ClosedError("the evaluator was shut down; make a new one")
+
+    def put(self, request: _Request, *, here: bool) -> None:
+        """Carry ``request`` out: ``here`` and now, or in the thread."""
+        with self._changed:
+            self.check()
+            self._requests.append(request)
+            self._changed.notify_all()
+            if not here and self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="gleanrl-evaluate", daemon=True
+                )
+                self._thread.start()
+        if here:
+            self._carry_out()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._requests or self._closed)
+                if self._closed:
+                    return
+            self._carry_out()
+
+    def _carry_out(self) -> None:
+        """Carry out the oldest request; a failure ends the evaluator."""
+        request = self._requests[0]
+        try:
+            summary, version = self.collector.play(request.weights, request.version, request.seed)
+            result = _evaluation(summary, version, request.step, self._prefix)
+            if self._on_result is not None:
+                self._on_result(TensorDict({k: torch.as_tensor(v) for k, v in result.items()}))
+        except BaseException as err:
+            self.collector.shutdown(CLOSE_TIMEOUT_S, raise_on_error=False)
+            self.closing.detach()  # nothing is left to close, and the error refers to its callers
+            with self._changed:
+                self._failure, self._closed = None if self._closed else err, True
+                self._requests.clear()
+                self._changed.notify_all()
+            return
+        with self._changed:
+            request.result = result
+            if not request.direct:
+                self._results.append(result)
+            if self._requests:  # it was not shut down meanwhile
+                self._requests.popleft()
+            self._changed.notify_all()
+
+    def wait(self, request: _Request) -> Evaluation:
+        """Wait for the result of ``request``."""
+        with self._changed:
+            self._changed.wait_for(lambda: request.result is not None or self._closed)
+            if request.result is None:
+                self.check()
+            assert request.result is not None
+            return request.result
+
+    def take(self, timeout: float | None) -> Evaluation | None:
+        """Return the oldest result that nobody has taken; wait for it if one is on its way."""
+
+        def settled() -> bool:
+            return bool(self._results) or not self._requests
+
+        with self._changed:
+            self._changed.wait_for(settled, timeout)
+            if self._results:
+                return self._results.popleft()
+            self.check()
+            return None
+
+    def close(self, timeout: float, raise_on_error: bool = False) -> None:
+        """End everything; what is under way ends after a step, or is killed."""
+        with self._changed:
+            self._closed = True
+            self._requests.clear()
+            self._changed.notify_all()
+        self.collector.shutdown(timeout, raise_on_error=raise_on_error)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+
+def _evaluation(summary: TensorDictBase, version: int, step: int, prefix: str) -> Evaluation:
+    metrics = {str(name): value.item() for name, value in summary["metrics"].items()}
+    return Evaluation(
+        summary["returns"],
+        summary["lengths"],
+        version,
+        step,
+        float(summary["seconds"]),
+        metrics,
+        prefix,
+    )
+
+
+class _Acquainted:
+    """Hands the environment that was just made to a policy factory that asks for one."""
+
+    def __init__(self, make_env: Callable[..., Any], make_policy: Callable[[Any], Any]) -> None:
+        self._make_env, self._make_policy = make_env, make_policy
+        self._env: Any = None
+
+    def env(self, **kwargs: Any) -> Any:
+        self._env = self._make_env(**kwargs)
+        return self._env
+
+    def policy(self) -> Any:
+        return self._make_policy(self._env)
+
+
+class Evaluator:
+    """Plays episodes with a frozen copy of the policy while the learner goes on learning.
+
+    `trigger_eval` copies the weights and returns at once; a worker process plays exactly
+    ``num_trajectories`` episodes, each from a fresh reset. `poll` and `wait` give results in the
+    order of requests, `evaluate` waits for its own. Every environment contributes equally many
+    episodes, so short ones are not preferred. Modules act in evaluation mode (``eval()``).
+
+    What goes wrong in the worker (an exception, its death, a deadline) ends the evaluator: it is
+    raised by `wait` and `poll` after the results before it, and by all other calls.
+
+    Example:
+        >>> from gleanrl import Evaluator
+        >>> def lean(observation):
+        ...     return (observation[..., 2] > 0).long()
+        >>> with Evaluator("CartPole-v1", lean, num_trajectories=5) as evaluator:
+        ...     evaluator.trigger_eval(step=1000)
+        ...     result = evaluator.wait()
+        True
+        >>> len(result.returns), result.step, result["eval/num_episodes"]
+        (5, 1000, 5)
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        policy: Any = None,
+        *,
+        policy_factory: Callable[..., Any] | None = None,
+        num_trajectories: int = 10,
+        max_steps: int | None = None,
+        frames_per_batch: int | None = None,
+        collector_cls: Any = None,
+        collector_kwargs: Mapping[str, Any] | None = None,
+        weight_sync_schemes: Mapping[str, Any] | None = None,
+        log_prefix: str = "eval",
+        reward_keys: NestedKey = ("next", "reward"),
+        done_keys: NestedKey = ("next", "done"),
+        device: torch.device | str | int | None = None,
+        exploration_type: InteractionType | None = InteractionType.DETERMINISTIC,
+        metrics_fn: Metrics | None = None,
+        on_result: Callable[[TensorDictBase], Any] | None = None,
+        busy_policy: str = "skip",
+        backend: str = "process",
+        init_fn: Callable[[], Any] | None = None,
+        num_gpus: int | float = 0,
+        ray_kwargs: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Start the worker; it builds its environments and resets them once.
+
+        Args:
+            env: What to play in; all that `Collector` takes, sent to the worker.
+            policy: What acts; the worker gets a copy.
+            policy_factory: Called in the worker to make the policy, with the environment if it
+                takes an argument. With a ``policy`` beside it, weights are taken from that.
+            num_trajectories: Episodes of one evaluation.
+            max_steps: Truncate episodes after this many steps.
+            frames_per_batch: Frames, over all environments, between two looks at how many episodes
+                have ended; by default 64 steps of each environment.
+            collector_cls: Only `Collector`.
+            collector_kwargs: Further arguments of `MultiSyncCollector` (of `RayCollector`):
+                ``num_envs``, ``create_env_kwargs``, ….
+            weight_sync_schemes: Per model id; see `MultiSyncCollector`.
+            log_prefix: What names of results begin with.
+            reward_keys: The entry that is summed up; over all of its features.
+            done_keys: Only ``("next", "done")``: episodes end where the environment's flags say.
+            device: Where the policy runs.
+            exploration_type: How a probabilistic policy acts.
+            metrics_fn: Called in the worker with the whole episodes, padded, ``[N, T]`` with
+                ``("collector", "mask")``; returns further scalars by name. Without it, observations
+                are not kept.
+            on_result: Called with each result, a `TensorDict` of scalars, as soon as it is there;
+                in another thread than the caller's.
+            busy_policy: What `trigger_eval` does while a request is under way: ``"skip"`` (return
+                ``False``), ``"error"``, or ``"queue"``, where every request keeps its weights.
+            backend: ``"process"``; ``"ray"``; or ``"inline"``: in this process, which waits.
+            init_fn: Called first in the worker.
+            num_gpus: Of the Ray actor.
+            ray_kwargs: Further options of the Ray actor.
+            seed: What every evaluation begins with, so that all of them start from the same states;
+                by default each has fresh ones.
+            timeout: Seconds that an evaluation may take; a worker that takes longer is killed.
+
+        Raises:
+            ConfigError: an argument is wrong or contradicts another.
+            WorkerError: what the worker raised while it started.
+        """
+        if policy is None and policy_factory is None:
+            raise ConfigError("an Evaluator needs policy= or policy_factory=")
+        check_callables(
+            policy_factory=policy_factory,
+            metrics_fn=metrics_fn,
+            on_result=on_result,
+            init_fn=init_fn,
+        )
+        _check_words(backend, busy_policy, collector_cls, done_keys)
+        plan = EpisodesPlan(
+            count=check_int("num_trajectories", num_trajectories, least=1),
+            reward_key=as_key(reward_keys),
+            frames=None
+            if frames_per_batch is None
+            else check_int("frames_per_batch", frames_per_batch, least=1),
+            metrics=metrics_fn,
+        )
+        self._seed = None if seed is None else read_seed(seed)
+        self._policy, self._factory = policy, policy_factory
+        self._busy_policy, self._here = busy_policy, backend == "inline"
+        self._next_step = 0
+        given = {
+            "frames_per_batch": 1,  # a rollout is one evaluation
+            "max_frames_per_traj": max_steps,
+            "exploration_type": exploration_type,
+            "weight_sync_schemes": weight_sync_schemes,
+            "policy_device": device,
+            "init_fn": init_fn,
+            "timeout": timeout,
+        }
+        kwargs = _completed(given, collector_kwargs or {})
+        if policy_factory is not None and _takes_env(policy_factory):
+            if not callable(env):
+                raise ConfigError(
+                    "a policy_factory that takes the environment needs an env that is callable, "
+                    f"not {env!r:.80}"
+                )
+            both = _Acquainted(env, policy_factory)
+            env, policy_factory = both.env, both.policy
+        kwargs["policy_factory"] = policy_factory
+        if backend == "ray":
+            options = {"num_gpus": num_gpus, **(ray_kwargs or {})}
+            collector: Any = RayEpisodesCollector(
+                plan, env, policy, remote_configs=options, **kwargs
+            )
+        else:
+            collector = EpisodesCollector(plan, env, policy, backend=backend, **kwargs)
+        self._line = _Line(collector, log_prefix, on_result)
+        self._line.closing = weakref.finalize(self, self._line.close, CLOSE_TIMEOUT_S)
+
+    # -- evaluating ------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        weights: Any = None,
+        step: int | None = None,
+        *,
+        weights_dict: Mapping[str, Any] | None = None,
+        version: int | None = None,
+        seed: int | None = None,
+    ) -> Evaluation:
+        """Evaluate and wait for the result, after all requests made before.
+
+        Args:
+            weights: What to act with: a module (parameters and buffers), a `TensorDict` or a state
+                dict. By default the weights that ``policy`` has now, if it is a module; else those
+                that the worker has.
+            step: Label of the result; by default requests are counted.
+            weights_dict: Weights by model id, such as ``"env.transform[0]"``.
+            version: Version of the weights; by default updates are counted.
+            seed: Of this evaluation alone.
+
+        Raises:
+            WeightsError: weights that do not fit.
+            ClosedError: the evaluator was shut down.
+            WorkerError: what user code raised in the worker.
+            WorkerDied: the worker's process ended.
+            CollectorTimeout: it took longer than ``timeout`` seconds.
+        """
+        request = self._request(weights, step, weights_dict, version, seed, direct=True)
+        self._line.put(request, here=self._here)
+        return self._line.wait(request)
+
+    def trigger_eval(
+        self,
+        weights: Any = None,
+        step: int | None = None,
+        *,
+        weights_dict: Mapping[str, Any] | None = None,
+        version: int | None = None,
+        seed: int | None = None,
+    ) -> bool:
+        """Begin an evaluation with a copy of the weights as they are now.
+
+        Returns:
+            Whether it was accepted: ``False`` where another is under way and ``busy_policy`` is
+            ``"skip"``.
+
+        Raises:
+            RuntimeError: another is under way and ``busy_policy`` is ``"error"``.
+            Exception: as `evaluate`, of an earlier evaluation.
+        """
+        self._line.check()
+        if self._line.pending and self._busy_policy != "queue":
+            if self._busy_policy == "skip":
+                return False
+            raise RuntimeError(
+                "an evaluation is under way: wait() for it, or use busy_policy='skip' or 'queue'"
+            )
+        request = self._request(weights, step, weights_dict, version, seed, direct=False)
+        self._line.put(request, here=self._here)
+        return True
+
+    def _request(
+        self,
+        weights: Any,
+        step: int | None,
+        weights_dict: Mapping[str, Any] | None,
+        version: int | None,
+        seed: int | None,
+        *,
+        direct: bool,
+    ) -> _Request:
+        sources = dict(weights_dict or {})
+        if weights is None and isinstance(self._policy, nn.Module):
+            weights = self._policy
+        if weights is not None:
+            sources.setdefault("policy", weights)
+        frozen = {name: cloned(weights_of(source)) for name, source in sources.items()}
+        if "policy" in frozen and isinstance(self._policy, nn.Module) and self._factory is None:
+            check_weights(self._policy, frozen["policy"])
+        if step is None:
+            step, self._next_step = self._next_step, self._next_step + 1
+        seed = self._seed if seed is None else read_seed(seed)
+        return _Request(frozen, step, version, seed, direct)
+
+    def poll(self, timeout: float = 0) -> Evaluation | None:
+        """Return the oldest result that was not returned yet; ``None`` if there is none.
+
+        Args:
+            timeout: Seconds to wait for one that is on its way.
+
+        Raises:
+            Exception: as `evaluate`, of the evaluation whose turn it is.
+        """
+        return self._line.take(timeout)
+
+    def wait(self, timeout: float | None = None) -> Evaluation | None:
+        """Like `poll`, but wait for what is on its way; ``None`` if there is nothing to wait for.
+
+        Args:
+            timeout: Seconds to wait at most, after which ``None`` is returned.
+        """
+        return self._line.take(timeout)
+
+    @property
+    def pending(self) -> bool:
+        """Whether an evaluation is under way or queued."""
+        return self._line.pending
+
+    @staticmethod
+    def extract_weights(policy: nn.Module) -> TensorDictBase:
+        """Return a copy of the parameters and buffers of ``policy``, on the CPU."""
+        weights: TensorDictBase = TensorDict.from_module(policy).data.clone().cpu()
+        return weights
+
+    # -- state and end ---------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far requests were counted.
+
+        Raises:
+            RuntimeError: an evaluation is under way, or its result was not taken.
+        """
+        self._check_settled("saved")
+        return {"step_counter": self._next_step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on counting requests from a state.
+
+        Raises:
+            RuntimeError: an evaluation is under way, or its result was not taken.
+        """
+        self._check_settled("restored")
+        self._next_step = int(state_dict["step_counter"])
+
+    def _check_settled(self, what: str) -> None:
+        if self._line.pending or self._line.unread:
+            raise RuntimeError(
+                f"the evaluator's state cannot be {what} while an evaluation is under way or its "
+                "result was not taken: wait() first"
+            )
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """End the worker. Idempotent; results that are there can still be taken.
+
+        Args:
+            timeout: Seconds that the step under way may take; then the worker is killed.
+        """
+        self._line.closing.detach()
+        self._line.close(timeout)
+
+    def __enter__(self) -> Evaluator:
+        """Return the evaluator; it is shut down at the end of the block."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+
+def _takes_env(factory: Callable[..., Any]) -> bool:
+    """Tell whether a policy factory has an argument that must be given."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # written in C, or hidden
+        return False
+    return any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in parameters
+    )
+
+
+def _completed(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the collector.
+
+    Raises:
+        ConfigError: one that the evaluator sets.
+    """
+    taken = [name for name in more if name in given or name in _OWN]
+    if taken:
+        raise ConfigError(
+            f"collector_kwargs: {', '.join(sorted(taken))} cannot be given here; the evaluator "
+            "sets it, or has an argument of its own for it"
+        )
+    return {**given, **more}
+
+
+_OWN = (
+    "backend",
+    "cat_results",
+    "collector_class",
+    "num_collectors",
+    "num_workers",
+    "policy_factory",
+    "postproc",
+    "remote_configs",
+    "replay_buffer",
+    "split_trajs",
+    "sync",
+    "total_frames",
+    "trajs_per_batch",
+    "traj_quota",
+)
+
+
+def _check_words(backend: str, busy_policy: str, collector_cls: Any, done_keys: Any) -> None:
+    """Find words that are unknown, or that ask for what there is not."""
+    if backend == "thread":
+        raise ConfigError(
+            "backend='thread' is not available: the exploration type and the random generators "
+            "belong to the whole process, so a thread would change how the learner's own policy "
+            "acts; use backend='process', or 'inline' to wait for evaluations"
+        )
+    for name, value, known in (
+        ("backend", backend, ("process", "ray", "inline")),
+        ("busy_policy", busy_policy, ("skip", "error", "queue")),
+    ):
+        if value not in known:
+            raise ConfigError(f"{name} ({value!r}) must be one of {', '.join(map(repr, known))}")
+    if collector_cls not in (None, Collector, "Collector", "SyncDataCollector"):
+        raise ConfigError(
+            f"collector_cls ({collector_cls!r}) must be Collector: it runs in the evaluator's "
+            "worker; give its arguments as collector_kwargs="
+        )
+    if as_key(done_keys) != ("next", "done"):
+        raise ConfigError(
+            f"done_keys ({done_keys!r}) must be ('next', 'done'): episodes end where the "
+            "environment's end flags say so"
+        )
