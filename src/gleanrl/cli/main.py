@@ -97,7 +97,7 @@ examples:
   gleanrl inspect data/pendulum --html pendulum.html
       returns, their distribution and episode lengths, to look at in a browser
 
-Nothing in the directory is executed or unpickled.
+Nothing in the directory is executed or unpickled; --play makes environments that are registered.
 """,
     ),
     "top": _Command(
