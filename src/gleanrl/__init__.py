@@ -80,12 +80,14 @@ if TYPE_CHECKING:
     from gleanrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
     from gleanrl.recording.dataset import load_dataset
     from gleanrl.recording.recorder import Recorder
+    from gleanrl.watch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncCollector",
     "BaseCollector",
+    "CSVLogger",
     "ClosedError",
     "Collector",
     "CollectorTimeout",
@@ -107,6 +109,7 @@ __all__ = [
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "Logger",
     "MultiAsyncCollector",
     "MultiCollector",
     "MultiProcessWeightSyncScheme",
@@ -141,6 +144,7 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "SyncDataCollector",
+    "TensorBoardLogger",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
@@ -148,6 +152,7 @@ __all__ = [
     "UnknownEnvError",
     "UnknownModelError",
     "VanillaWeightUpdater",
+    "WandbLogger",
     "WeightSyncScheme",
     "WeightUpdaterBase",
     "WeightsError",
@@ -176,6 +181,7 @@ __getattr__ = lazy_exports(
             "envs.utils",
             "recording.dataset",
             "recording.recorder",
+            "watch.loggers",
         )
     ],
 )

@@ -24,7 +24,6 @@ from gleanrl.collectors.engine_collector import EngineCollector
 from gleanrl.core import messages as m
 from gleanrl.core.options import DevicePlan, FrameBudget
 from gleanrl.engine.batches import BatchOptions
-from gleanrl.engine.engine import Engine
 from gleanrl.engine.interruptor import stop_byte
 from gleanrl.engine.models import Models
 from gleanrl.transport.inline import InlineBackend
@@ -108,7 +107,7 @@ class Collector(EngineCollector):
             arguments["init_random_frames"],
         )
         self._user_policy = policy
-        self._engine = engine = Engine(
+        engine = self._build_engine(
             lambda windows: InlineBackend(windows, stop_byte(interruptor)), [builder]
         )
         with self._starting(options):
