@@ -15,13 +15,13 @@ BUDGETS = {
     "ppo": (12_000, "improves"),
     "ppo_continuous": (4_000, ""),
     "sac": (960, "moves"),
+    "dqn": (4_000, "moves"),
     "recurrent_ppo": (8_192, "improves"),
     "impala": (20_480, "improves"),
     "ippo": (4_800, "moves"),
     "ppo_torchrl_losses": (6_144, "improves"),
     "evaluate": (8_192, "moves"),
 }
-SCRIPTS = {"dqn": ["--frames", "3000"]}
 OTHERWISE = {"resume", "ppo_ray"}  # below, and in tests/distributed/test_ray.py, where a Ray is
 
 
@@ -50,41 +50,19 @@ def test_loss_and_return_of_an_example_move(name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_examples_run_as_scripts(python):
-    running = {
-        name: subprocess.Popen(
-            [python, str(EXAMPLES / f"{name}.py"), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, arguments in SCRIPTS.items()
-    }
-    try:
-        for name, process in running.items():
-            out, err = process.communicate(timeout=100)
-            assert process.returncode == 0, f"{name}: {err}"
-            assert out, name
-    finally:
-        for process in running.values():
-            process.kill()
-            process.communicate()
-
-
-@pytest.mark.slow
 def test_training_goes_on_after_sigterm(python, tmp_path):
     command = [python, str(EXAMPLES / "resume.py"), "--checkpoint", str(tmp_path / "ppo.pt")]
     begun = subprocess.Popen([*command, "--frames", "1024000"], stdout=subprocess.PIPE, text=True)
     with begun:  # ends by itself once told to
         rows = list(printed(begun.stdout, lambda row: row["return"] > 50 and begun.terminate()))
     assert begun.returncode == 0
-    first, frames = rows[-1]["frames"] + 1024, rows[-1]["frames"] + 4096
+    first, frames = rows[-1]["frames"] + 1024, rows[-1]["frames"] + 6144
     done = subprocess.run(
         [*command, "--frames", str(frames)], capture_output=True, text=True, timeout=60, check=True
     )
     again = list(printed(done.stdout.splitlines()))
     assert [row["frames"] for row in again] == list(range(first, frames + 1, 1024))
-    assert max(row["return"] for row in again) > 40, "an untrained policy reaches 22"
+    assert again[-1]["return"] > 40, "that of an untrained policy is 22"
 
 
 def printed(lines, look=lambda row: None):
@@ -97,4 +75,4 @@ def printed(lines, look=lambda row: None):
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*BUDGETS, *SCRIPTS, *OTHERWISE}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*BUDGETS, *OTHERWISE}

@@ -110,7 +110,7 @@ def draw(doc: dict[str, Any], path: Path) -> None:
     mean = np.mean([np.interp(frames, run["frames"], run["return"]) for run in runs], axis=0)
     axes.plot(frames, mean, color="#1b6e40", linewidth=2, label=f"mean of {len(runs)} seeds")
     axes.set_xlabel("frames")
-    axes.set_ylabel("mean return, latest episodes")
+    axes.set_ylabel("mean return")
     axes.set_title(f"examples/{doc['example']}.py, {doc['date']}", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize=8)

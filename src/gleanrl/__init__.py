@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         split_trajectories,
     )
     from gleanrl.core.errors import (
+        ArgumentTypeError,
         ClosedError,
         CollectorTimeout,
         ConfigError,
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentTypeError",
     "AsyncCollector",
     "BaseCollector",
     "CSVLogger",

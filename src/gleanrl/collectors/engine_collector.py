@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import sys
 import time
@@ -10,7 +11,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -27,16 +30,20 @@ from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import limit, read_device
 from gleanrl.core.protocols import SourceFactory
+from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import Pipeline, Sink, make_sink
 from gleanrl.recording.recorder import Recorder
 from gleanrl.transport.inline import InlineBackend
+from gleanrl.watch.history import History
 from gleanrl.watch.loggers import Loggers
 from gleanrl.watch.measures import Measures
+from gleanrl.watch.page import save
 from gleanrl.watch.progress import Progress
 from gleanrl.watch.status import StatusServer
+from gleanrl.watch.timeline import Timeline
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import Shapes
 
@@ -89,6 +96,7 @@ class EngineCollector(BaseCollector):
     _touched = False
     """Whether a batch, an update of weights, a seed, a reset or a state was asked for."""
     _progress: Progress | None = None
+    _timeline: Timeline | None = None
     _reports: Rollouts = {}
     """What workers said of the newest batch."""
 
@@ -170,7 +178,8 @@ class EngineCollector(BaseCollector):
             self._engine.close(5.0)
             raise
         self._measures = Measures(self._engine.workers)
-        self._watchers: list[Watcher] = [self._measures.add]
+        self._history = History()
+        self._watchers: list[Watcher] = [self._measures.add, self._history.add]
         self._batches = 0
         self._ready: deque[Any] = deque()
         # The finalizer must not hold the collector itself, or it would never be collected.
@@ -269,6 +278,7 @@ class EngineCollector(BaseCollector):
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         self._touched = True
         self._measures.begin()
+        self._gather_began = time.monotonic()
         batch, reports = self._engine.collect(self._budget, self._timeout, feed)
         self._reports = reports
         for watch in self._watchers:
@@ -287,6 +297,7 @@ class EngineCollector(BaseCollector):
     def _cut_short(self, reports: Rollouts) -> bool:
         return any(report.steps < self._engine.steps[worker] for worker, report in reports.items())
 
+    @for_users
     def rollout(self) -> TensorDictBase | None:
         """Collect one batch and return it as it was collected.
 
@@ -351,6 +362,87 @@ class EngineCollector(BaseCollector):
         """
         self._watchers.append(watcher)
 
+    def report(self, path: str | Path) -> None:
+        """Write a page about the collection so far: one HTML file that needs no network.
+
+        It shows returns and lengths of episodes, frames per second, policy lag, where workers spent
+        their time and which were lost. What the collector takes down for it is bounded: from 1000
+        batches or episodes on, every second, fourth, ... of them is kept. Works at any time, also
+        in another thread and after `shutdown`.
+
+        Args:
+            path: Of the file; one that is there is replaced at once.
+
+        Raises:
+            OSError: the file cannot be written.
+
+        Example:
+            >>> import tempfile, pathlib
+            >>> from gleanrl.collectors import Collector
+            >>> with Collector("CartPole-v1", frames_per_batch=100, total_frames=500) as collector:
+            ...     batches = list(collector)
+            ...     with tempfile.TemporaryDirectory() as folder:
+            ...         collector.report(f"{folder}/report.html")
+            ...         pathlib.Path(folder, "report.html").read_text()[:15]
+            '<!doctype html>'
+        """
+        status = self._status()
+        facts = [
+            ("collector", status["collector"]),
+            ("command", status["command"]),
+            ("process", f"{status['pid']} on {platform.node()}"),
+            ("started", f"{datetime.fromtimestamp(self._started):%d %B %Y, %H:%M:%S}"),
+        ]
+        if self._engine.failure is not None:
+            facts.append(("failed with", repr(self._engine.failure)))
+        losses = tuple(self._engine.dispatcher.losses)
+        page = self._history.page(type(self).__name__, facts, status["stats"], losses)
+        save(path, page)
+
+    @contextmanager
+    def timeline(self, path: str | Path) -> Iterator[None]:
+        """Write what workers and the learner do inside a ``with`` block as a trace.
+
+        The file opens in https://ui.perfetto.dev and in ``chrome://tracing``. Each worker has a
+        row with its rollouts, what of them was environment and policy, waiting and new weights;
+        the learner has one with the time that it waited for each batch, published weights, and did
+        other things. Events are written as batches come, so memory is bounded, and the trace of a
+        process that was killed opens, too.
+
+        Args:
+            path: Of the file, which is overwritten.
+
+        Raises:
+            OSError: the file cannot be written.
+            RuntimeError: another trace is being written.
+
+        Example:
+            >>> import json, tempfile
+            >>> from gleanrl.collectors import Collector
+            >>> collector = Collector("CartPole-v1", frames_per_batch=100, total_frames=500)
+            >>> with tempfile.NamedTemporaryFile() as file:
+            ...     with collector.timeline(file.name):
+            ...         batches = list(collector)
+            ...     names = {event["name"] for event in json.load(file)}
+            >>> {"batch", "rollout", "environment", "policy"} <= names
+            True
+            >>> collector.shutdown()
+        """
+        if self._timeline is not None:
+            raise RuntimeError("a timeline of this collector is being written: end that one first")
+        self._timeline = trace = Timeline(path, type(self).__name__, self._engine.workers)
+
+        def gathered(reports: Rollouts, version: int) -> None:
+            trace.gathered(reports, version, self._gather_began)
+
+        self._watchers = [*self._watchers, gathered]
+        try:
+            yield
+        finally:
+            self._watchers = [one for one in self._watchers if one is not gathered]
+            self._timeline = None
+            trace.close()
+
     def gathered(self) -> tuple[int, int]:
         """Return the valid frames of the newest batch and the oldest policy version in it."""
         reports = self._reports.values()
@@ -410,7 +502,10 @@ class EngineCollector(BaseCollector):
     def _update_weights(
         self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
     ) -> None:
+        asked = time.monotonic()
         self._updates.update(self, models, worker_ids, kwargs)
+        if self._timeline is not None:
+            self._timeline.published(asked, self._models.number)
 
     def _publish(
         self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
@@ -564,6 +659,7 @@ class EngineCollector(BaseCollector):
 
     # -- state -----------------------------------------------------------------------------------
 
+    @for_users
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed environments, action spaces and random streams, and reset all environments.
 
@@ -684,6 +780,7 @@ class EngineCollector(BaseCollector):
         text: str = self._engine.ask(m.Call("explain"))
         return text
 
+    @for_users
     def shutdown(
         self,
         timeout: float | None = None,
@@ -703,12 +800,14 @@ class EngineCollector(BaseCollector):
         self._ready.clear()
         failure = self._background.stop(limit / 2)
         left = max(0.0, deadline - time.monotonic())
-        self._engine.close(left, close_env, raise_on_error and failure is None)
+        try:
+            self._engine.close(left, close_env, raise_on_error and failure is None)
+        finally:
+            self._close_progress()
+            self._loggers.close()
         if self._background.thread is not None:
             self._background.thread.join(1.0)  # it has nothing left to do
         self._closing.detach()
-        self._close_progress()
-        self._loggers.close()
         if failure is not None and raise_on_error:
             raise failure
 

@@ -35,7 +35,7 @@ from gleanrl.collectors.worker import (
 )
 from gleanrl.core import messages as m
 from gleanrl.core import paths
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import FrameBudget, seconds
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.batches import BatchOptions
@@ -659,7 +659,7 @@ def _check(arguments: WorkersArguments, plan: WorkerPlan) -> None:
     factories = arguments["policy_factory"]
     both = plan.policy is not None and factories is not None
     if both and arguments["weight_updater"] is not None:
-        raise TypeError(
+        raise ArgumentTypeError(
             "policy and policy_factory exclude each other with a weight_updater; drop it, and "
             "weights are taken from policy"
         )

@@ -18,7 +18,7 @@ from tensordict.nn import (
 from torch import distributions as D
 from torch import nn
 
-from gleanrl.core.errors import PolicyError, PolicyTypeError
+from gleanrl.core.errors import PolicyError, PolicyTypeError, note
 from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, as_keys, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import users_stacklevel
@@ -447,7 +447,10 @@ def _first_call(
             result = run(guess)
         except PolicyError:
             raise
-        except _FAILURES as err:
+        except Exception as err:
+            note(err, "the policy raised this in its first call, on what the first reset gave")
+            if not isinstance(err, _FAILURES):
+                raise
             failure = failure or err
             continue
         after = ((fed(result, key), value) for key, value in guess.items())

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ConfigError, note
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
@@ -30,7 +30,11 @@ def dense(
 ) -> int:
     """Take ``steps`` steps into the window that all are bound to; return the steps taken."""
     for t in range(steps):
-        act(t)
+        try:
+            act(t)
+        except Exception as err:
+            note(err, f"the policy raised this at step {t} of the rollout")
+            raise
         ended = step(t, tracker.due(t) if t == tracker.next_due else ())
         if ended:
             tracker.end(t, ended)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gleanrl.core.errors import note
 from gleanrl.core.keys import (
     DONE,
     MASK,
@@ -120,7 +121,11 @@ def next_step(
 ) -> int:
     """Take raw steps ``first`` to ``last`` into the log that both are bound to; return the end."""
     for t in range(first, last):
-        act(t)
+        try:
+            act(t)
+        except Exception as err:
+            note(err, f"the policy raised this at step {t} of the rollout")
+            raise
         step(t)
         if follow is not None:
             follow(t)

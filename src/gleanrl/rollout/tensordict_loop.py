@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from gleanrl.core.errors import EnvError
+from gleanrl.core.errors import EnvError, note
 from gleanrl.core.keys import (
     IS_INIT,
     MASK,
@@ -203,9 +203,17 @@ class TensorDictRollout(BaseSource):
         )
         before, after = recorder.before, recorder.after
         for t in range(steps):
-            act()
+            try:
+                act()
+            except Exception as err:
+                note(err, f"the policy raised this at step {t} of the rollout")
+                raise
             before(handle.root)
-            ended = step(tracker.due(t) if t == tracker.next_due else (), after)
+            try:
+                ended = step(tracker.due(t) if t == tracker.next_due else (), after)
+            except Exception as err:
+                note(err, f"{type(handle.env).__name__} raised this at step {t} of the rollout")
+                raise
             if follow is not None:
                 follow()
             if ended:

@@ -31,10 +31,11 @@ import numpy as np
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, WorkerDied, WorkerError, error_text
+from gleanrl.core.tracebacks import hide_frames
 
 T = TypeVar("T")
 _COLLECT = struct.Struct("=cqiiq?")
-_ROLLED = struct.Struct("=cqiqqqq6d")
+_ROLLED = struct.Struct("=cqiqqqq8d")
 _HEAD = struct.Struct("=cqi")
 """How every frame begins: its kind, the ticket, and in replies the worker (in commands, a slot)."""
 _C, _R, _P = b"C", b"R", b"P"
@@ -106,6 +107,8 @@ def write_reply(reply: m.Reply, pickle: Callable[[Any], bytes] = cloudpickle.dum
             times.policy,
             times.transfer,
             times.wait,
+            times.taken,
+            times.weights,
         )
         return head + report.episodes.tobytes() if len(report.episodes) else head
     return _HEAD.pack(_P, reply.ticket, reply.worker) + bytes(pickle(reply))
@@ -160,6 +163,8 @@ class RemoteError:
     kind: str
     message: str
     traceback: str
+    """Without notes, which stay with the error."""
+    notes: tuple[str, ...] = ()
     passed_on: bool = False
     """Whether it was raised in a worker of the worker: ``message`` says where, and what it is."""
 
@@ -170,13 +175,17 @@ class RemoteError:
             pickled = cloudpickle.dumps((type(error), error.args, vars(error)))
         except Exception:  # whatever the user's exception does when pickled
             pickled = None
+        hide_frames(error)
         try:
-            text = "".join(traceback.format_exception(error))
+            lines = traceback.TracebackException.from_exception(error)
+            lines.__notes__ = []
+            text = "".join(lines.format())
         except Exception as err:
             text = f"(the traceback cannot be shown: {type(err).__name__})"
-        if isinstance(error, WorkerError) and error.headline:
-            return cls(pickled, type(error).__qualname__, error.headline, text, passed_on=True)
-        return cls(pickled, type(error).__qualname__, error_text(error), text)
+        notes = tuple(map(str, getattr(error, "__notes__", ())))
+        headline = error.headline if isinstance(error, WorkerError) else ""
+        message = headline or error_text(error)
+        return cls(pickled, type(error).__qualname__, message, text, notes, bool(headline))
 
 
 def frame_of(reply: m.Reply) -> bytes:
@@ -219,6 +228,8 @@ def raised(worker: int, remote: RemoteError) -> BaseException:
     text = f"{headline}\n\nTraceback in worker {worker}:\n{remote.traceback}"
     plain = WorkerError(text)
     plain.headline = headline
+    for note in remote.notes:
+        plain.add_note(note)
     if remote.error is None:
         return plain
     try:
