@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from gleanrl.envs import EnvCreator, GymEnv, ParallelEnv, SerialEnv
     from gleanrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
     from gleanrl.recording.dataset import load_dataset
-    from gleanrl.recording.recorder import Recorder
+    from gleanrl.recording.recorder import Recorder, convert_dataset
     from gleanrl.watch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 __version__ = "0.1.0"
@@ -162,6 +162,7 @@ __all__ = [
     "WorkerError",
     "__version__",
     "aSyncDataCollector",
+    "convert_dataset",
     "exploration_type",
     "load_dataset",
     "set_exploration_type",

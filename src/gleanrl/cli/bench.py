@@ -155,7 +155,10 @@ def run(options: BenchOptions) -> int:
 def plan(options: BenchOptions, cores: int) -> list[Topology]:
     """Return the settings to try: in this process, then with workers."""
     workers = default_workers(cores) if options.workers is None else options.workers
-    return [Topology(number, envs) for number in (0, *workers) for envs in options.num_envs]
+    found = [Topology(number, envs) for number in (0, *workers) for envs in options.num_envs]
+    for each in found:
+        each.check_memory()
+    return found
 
 
 def _check_file(path: Path | None) -> None:

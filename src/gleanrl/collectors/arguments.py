@@ -80,7 +80,7 @@ class CommonArguments(TypedDict, total=False):
         set_truncated: Mark the last step of every batch as truncated.
         replay_buffer: Anything with ``extend`` (and ``add``): batches go there, and iteration
             yields ``None``. Worker processes write into a `ReplayBuffer` of tensors by themselves,
-            and it is shared if it was not.
+            and it is shared if it was not. A `Recorder` keeps them on disk.
         extend_buffer: Store whole batches; ``False`` stores step by step with ``add``, one element
             per step and worker.
         trust_policy: Call the policy on a TensorDict as it is, without looking at it.
