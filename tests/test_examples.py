@@ -1,5 +1,6 @@
 """The examples learn: their losses and returns move within a tiny budget."""
 
+import json
 import math
 import runpy
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tools import curves
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # Frames for each example, and what its return does within them: "improves", "moves" or nothing,
@@ -76,3 +78,12 @@ def printed(lines, look=lambda row: None):
 
 def test_every_example_is_tested():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*BUDGETS, *OTHERWISE}
+
+
+def test_the_page_shows_what_the_curves_hold():
+    page = curves.PAGE.read_text()
+    found = [json.loads(path.read_text()) for path in curves.CURVES.glob("*.json")]
+    assert found
+    for doc in found:
+        assert curves.summary(doc) in page, f"python -m tools.curves {doc['example']} --plot-only"
+        assert curves.CURVES.joinpath(f"{doc['example']}.png").stat().st_size < 60_000
