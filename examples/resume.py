@@ -68,14 +68,13 @@ def save(path: Path, learner: nn.Module, optimizer, collector: MultiSyncCollecto
     unfinished.replace(path)
 
 
-def load(path: Path, learner: nn.Module, optimizer, collector: MultiSyncCollector) -> int:
-    """Take over a checkpoint; return how many frames had been collected."""
+def load(path: Path, learner: nn.Module, optimizer, collector: MultiSyncCollector) -> None:
+    """Take over a checkpoint: `total_frames` counts those before it, too."""
     state = torch.load(path)
     learner.load_state_dict(state["learner"])
     optimizer.load_state_dict(state["optimizer"])
     collector.load_state_dict(state["collector"])  # the workers have the weights, too
     torch.set_rng_state(state["generator"])
-    return state["collector"]["frames"]
 
 
 def update(learner: nn.ModuleDict, optimizer: torch.optim.Optimizer, batch: TensorDict) -> Tensor:
@@ -123,7 +122,6 @@ def train(
     torch.set_num_threads(1)  # small networks: more threads only wait for each other
     learner = nn.ModuleDict({"actor": mlp(2), "critic": mlp(1)})
     optimizer = torch.optim.Adam(learner.parameters(), RATE, fused=True)
-    running, finished = torch.zeros(WORKERS * ENVS), [0.0]
 
     with MultiSyncCollector(
         "CartPole-v1",
@@ -135,23 +133,16 @@ def train(
         cat_results=0,  # [environments of all workers, steps]
     ) as collector:
         collector.set_seed(seed)
-        seen = 0
         if checkpoint and checkpoint.exists():
-            seen = load(checkpoint, learner, optimizer, collector)
+            load(checkpoint, learner, optimizer, collector)
         for number, batch in enumerate(collector, 1):
-            seen += batch.numel()
-            for step in range(STEPS):
-                running += batch["next", "reward"][:, step, 0]
-                over = batch["next", "done"][:, step, 0]
-                finished += running[over].tolist()
-                running[over] = 0
             loss = update(learner, optimizer, batch)
             collector.update_policy_weights_()
             ending = stop is not None and stop.is_set()
             if checkpoint and (ending or number % EVERY == 0):
                 save(checkpoint, learner, optimizer, collector)
-            recent = finished[-100:]
-            yield {"frames": seen, "return": sum(recent) / len(recent), "loss": loss.item()}
+            stats = collector.stats()
+            yield {"frames": stats["frames"], "return": stats["return_mean"], "loss": loss.item()}
             if ending:
                 break
 

@@ -1,5 +1,6 @@
 """The examples learn: their losses and returns move within a tiny budget."""
 
+import json
 import math
 import runpy
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tools import curves
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # Frames for each example, and what its return does within them: "improves", "moves" or nothing,
@@ -15,12 +17,13 @@ BUDGETS = {
     "ppo": (12_000, "improves"),
     "ppo_continuous": (4_000, ""),
     "sac": (960, "moves"),
+    "dqn": (4_000, "moves"),
     "recurrent_ppo": (8_192, "improves"),
     "impala": (20_480, "improves"),
+    "ippo": (4_800, "moves"),
     "ppo_torchrl_losses": (6_144, "improves"),
     "evaluate": (8_192, "moves"),
 }
-SCRIPTS = {"dqn": ["--frames", "3000"]}
 OTHERWISE = {"resume", "ppo_ray"}  # below, and in tests/distributed/test_ray.py, where a Ray is
 
 
@@ -34,7 +37,8 @@ def _torch_threads():
 @pytest.mark.slow
 @pytest.mark.usefixtures("_torch_threads")
 @pytest.mark.parametrize("name", BUDGETS)
-def test_loss_and_return_of_an_example_move(name):
+def test_loss_and_return_of_an_example_move(name, monkeypatch):
+    monkeypatch.setenv("TCP_PORT", "0")  # the usual one may be another collector's: a warning
     frames, expected = BUDGETS[name]
     train = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)["train"]
     rows = list(train(frames=frames, seed=0))
@@ -48,41 +52,19 @@ def test_loss_and_return_of_an_example_move(name):
 
 
 @pytest.mark.slow
-def test_examples_run_as_scripts(python):
-    running = {
-        name: subprocess.Popen(
-            [python, str(EXAMPLES / f"{name}.py"), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, arguments in SCRIPTS.items()
-    }
-    try:
-        for name, process in running.items():
-            out, err = process.communicate(timeout=100)
-            assert process.returncode == 0, f"{name}: {err}"
-            assert out, name
-    finally:
-        for process in running.values():
-            process.kill()
-            process.communicate()
-
-
-@pytest.mark.slow
 def test_training_goes_on_after_sigterm(python, tmp_path):
     command = [python, str(EXAMPLES / "resume.py"), "--checkpoint", str(tmp_path / "ppo.pt")]
     begun = subprocess.Popen([*command, "--frames", "1024000"], stdout=subprocess.PIPE, text=True)
     with begun:  # ends by itself once told to
         rows = list(printed(begun.stdout, lambda row: row["return"] > 50 and begun.terminate()))
     assert begun.returncode == 0
-    first, frames = rows[-1]["frames"] + 1024, rows[-1]["frames"] + 4096
+    first, frames = rows[-1]["frames"] + 1024, rows[-1]["frames"] + 6144
     done = subprocess.run(
         [*command, "--frames", str(frames)], capture_output=True, text=True, timeout=60, check=True
     )
     again = list(printed(done.stdout.splitlines()))
     assert [row["frames"] for row in again] == list(range(first, frames + 1, 1024))
-    assert max(row["return"] for row in again) > 40, "an untrained policy reaches 22"
+    assert again[-1]["return"] > 40, "that of an untrained policy is 22"
 
 
 def printed(lines, look=lambda row: None):
@@ -95,4 +77,13 @@ def printed(lines, look=lambda row: None):
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*BUDGETS, *SCRIPTS, *OTHERWISE}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*BUDGETS, *OTHERWISE}
+
+
+def test_the_page_shows_what_the_curves_hold():
+    page = curves.PAGE.read_text()
+    found = [json.loads(path.read_text()) for path in curves.CURVES.glob("*.json")]
+    assert found
+    for doc in found:
+        assert curves.summary(doc) in page, f"python -m tools.curves {doc['example']} --plot-only"
+        assert curves.CURVES.joinpath(f"{doc['example']}.png").stat().st_size < 60_000

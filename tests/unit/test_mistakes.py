@@ -1,6 +1,9 @@
 """Mistakes of new users get an answer: what is wrong, the value, and what to do."""
 
 import re
+import traceback
+from functools import partial
+from pathlib import Path
 
 import gymnasium as gym
 import pytest
@@ -9,7 +12,16 @@ from tensordict.nn import TensorDictModule as Mod
 from tensordict.nn import TensorDictSequential
 from torch import nn
 
-from gleanrl import Collector, GleanError, MultiSyncCollector, PolicyError
+import gleanrl
+from gleanrl import (
+    ArgumentTypeError,
+    ClosedError,
+    Collector,
+    GleanError,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    PolicyError,
+)
 
 FRAMES = {"frames_per_batch": 8, "total_frames": 80}
 
@@ -108,3 +120,216 @@ def test_batches_that_workers_cannot_share_out_are_rounded_with_a_warning_at_thi
     with pytest.warns(UserWarning, match=r"\(41\).*batches hold 42 frames") as caught:
         MultiSyncCollector(["CartPole-v1"] * 2, frames_per_batch=41, backend="inline").shutdown()
     assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"n_envs": 2, **FRAMES}, {"backend": "process", "sync": 1, **FRAMES}]
+)
+def test_arguments_that_are_missing_unknown_or_of_the_wrong_type_are_errors_of_ours(arguments):
+    with pytest.raises(ArgumentTypeError) as caught:
+        Collector("CartPole-v1", **arguments)
+    assert isinstance(caught.value, GleanError)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_one_built_environment_for_several_workers_warns_of_copies():
+    with pytest.warns(UserWarning, match="one <.*CartPole.* for several workers.*pass an id"):
+        MultiSyncCollector([gym.make("CartPole-v1")] * 2, backend="inline", **FRAMES).shutdown()
+
+
+def test_an_id_without_its_namespace_is_suggested_with_it():
+    with pytest.raises(GleanError, match="did you mean 'ALE/Breakout-v5'"):
+        collect("Breakout-v5")
+
+
+# -- actions out of range --------------------------------------------------------------------------
+
+
+class Quiet(gym.Env):
+    """Takes any action, numpy's negative indices included."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+
+    def __init__(self, action_space):
+        self.action_space = action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.low, {}
+
+    def step(self, action):
+        return self.observation_space.low, 0.0, False, False, {}
+
+
+def late(bad, good):
+    """Return a policy whose third action is ``bad``."""
+    calls = []
+
+    def policy(observation):
+        calls.append(1)
+        action = torch.tensor(bad if len(calls) == 3 else good)
+        return action.expand((*observation.shape[:-1], *action.shape))
+
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("space", "bad", "good", "says"),
+    [
+        (gym.spaces.Discrete(3), 3, 0, "'action' 3 at step 2 of the rollout; it takes 0 to 2"),
+        (gym.spaces.Discrete(3), -1, 0, "'action' -1 at step 2"),
+        (gym.spaces.MultiDiscrete([2, 5]), [1, 5], [1, 4], r"\[1, 5\] at step 2.*0 to \[1, 4\]"),
+    ],
+)
+@pytest.mark.parametrize("arguments", [{}, {"num_envs": 2}, {"fast": False}])
+def test_an_action_out_of_range_that_no_environment_minds_is_found(
+    space, bad, good, says, arguments
+):
+    with pytest.raises(PolicyError, match=says if "fast" not in arguments else "environment 0 was"):
+        collect(lambda: Quiet(space), late(bad, good), **arguments)
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
+def test_an_action_out_of_range_that_the_environment_minds_is_named(kind):
+    env = "CartPole-v1" if kind is Collector else ["CartPole-v1"]
+    with (
+        kind(env, late(7, 0), **FRAMES) as collector,
+        pytest.raises(PolicyError, match="environment 0 was given 'action' 7 at step 2"),
+    ):
+        next(iter(collector))
+
+
+# -- user code that raises -------------------------------------------------------------------------
+
+
+class Failing(gym.Wrapper):
+    """Raises at its third step, or in its second reset."""
+
+    def __init__(self, where):
+        super().__init__(gym.make("CartPole-v1", max_episode_steps=2))
+        self.where, self.calls = where, 0
+
+    def step(self, action):
+        self.calls += 1
+        if self.where == "step" and self.calls == 3:
+            raise ValueError("mine")
+        return super().step(action)
+
+    def reset(self, **arguments):
+        if self.where == "reset" and self.calls:
+            raise ValueError("mine")
+        return super().reset(**arguments)
+
+
+def policy_that_fails(observation):
+    raise ValueError("mine")
+
+
+@pytest.mark.parametrize(
+    ("make", "note"),
+    [
+        (
+            lambda: Collector(lambda: Failing("step"), num_envs=2, **FRAMES),
+            "environment 0 raised this at step 2 of the rollout; its action was [01]",
+        ),
+        (
+            lambda: Collector(lambda: Failing("reset"), num_envs=2, **FRAMES),
+            "environment 0 raised this in its reset",
+        ),
+        (
+            lambda: Collector(lambda: Failing("step"), fast=False, **FRAMES),
+            "environment 0 raised this in its step; its action was [01]",
+        ),
+        (
+            lambda: MultiSyncCollector([lambda: Failing("step")], **FRAMES),
+            "environment 0 raised this at step 2",
+        ),
+        (
+            lambda: Collector("CartPole-v1", late("no number", 0), **FRAMES),
+            "the policy raised this at step 2 of the rollout",
+        ),
+        (lambda: Collector("CartPole-v1", policy_that_fails, **FRAMES), "in its first call"),
+    ],
+)
+def test_what_user_code_raises_keeps_its_class_and_says_where(make, note):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        list(make())
+    assert any(re.search(note, text) for text in caught.value.__notes__)
+
+
+# -- iterating -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Collector,
+        partial(MultiSyncCollector, num_workers=2),
+        partial(MultiAsyncCollector, num_workers=2),
+    ],
+)
+def test_a_closed_collector_cannot_be_iterated_in_any_way(kind):
+    collector = kind("CartPole-v1", **FRAMES)
+    half_used = iter(collector)
+    next(half_used)
+    collector.shutdown()
+    for ask in (
+        lambda: next(half_used),
+        lambda: next(iter(collector)),
+        lambda: list(collector),
+        collector.next,
+    ):
+        with pytest.raises(ClosedError, match="make a new one"):
+            ask()
+
+
+def test_iterators_share_the_stream_and_taking_turns_warns_once():
+    with Collector("CartPole-v1", **FRAMES) as collector:
+        with pytest.warns(UserWarning, match="each batch goes to only one") as caught:
+            pairs = list(zip(collector, collector, strict=True))
+        assert [warning.filename for warning in caught] == [__file__]
+        assert len(pairs) == 5
+
+
+def test_a_loop_that_asks_for_one_more_batch_is_not_warned():
+    with Collector("CartPole-v1", **FRAMES) as collector:
+        assert sum(collector.next() is not None for _ in collector) == 5
+
+
+# -- tracebacks ------------------------------------------------------------------------------------
+
+
+def ours(error):
+    """Return whether frames of the library are in the traceback of ``error``."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    return any(file.is_relative_to(Path(gleanrl.__file__).parent) for file in files)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Collector("CartPole-v1", net(5), **FRAMES),
+        lambda: Collector("CartPole-v1", **{**FRAMES, "frames_per_batch": "8"}),
+        lambda: Collector("CartPole-v1", net(5), num_collectors=1, **FRAMES),
+        lambda: Collector(lambda: Failing("step"), **FRAMES),
+        lambda: MultiSyncCollector([lambda: Failing("step")], **FRAMES),
+    ],
+)
+def test_errors_of_users_show_the_frames_of_users(make, monkeypatch):
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # any
+        list(make())
+    assert not ours(caught.value)
+    assert "gleanrl/engine" not in str(caught.value)
+    assert "gleanrl/rollout" not in str(caught.value)
+    monkeypatch.setenv("GLEANRL_TRACEBACK", "full")
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # any
+        list(make())
+    assert ours(caught.value)
+
+
+def test_an_error_that_code_of_the_library_raises_unintended_keeps_all_frames():
+    code = {"__name__": "gleanrl.broken"}
+    exec("def policy(observation): raise KeyError('ours')", code)
+    with pytest.raises(KeyError, match="ours") as caught:
+        Collector("CartPole-v1", code["policy"], **FRAMES)
+    assert ours(caught.value)

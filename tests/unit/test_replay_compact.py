@@ -319,6 +319,16 @@ def test_nan_and_negative_zero_are_compared_as_bits():
         assert torch.equal(rb[:][key].view(torch.int32), data[key].view(torch.int32))
 
 
+def test_observations_that_are_bits_are_stored_once_and_flags_are_not():
+    bits, flags = torch.rand(5, 16) < 0.5, torch.zeros(4, 16, dtype=torch.bool)
+    after = {"observation": bits[1:], "done": flags}
+    data = TensorDict({"observation": bits[:-1], "done": flags, "next": after}, [4])
+    rb = ReplayBuffer(storage=LazyTensorStorage(4, compact=True))
+    rb.extend(data)
+    assert set(rb.storage.rows.layout.dedup) == {("observation",)}
+    same(rb[:], data)
+
+
 def test_entries_can_be_chosen():
     data = Envs(1).take(0, 8)
     for compact, once in ((["small"], {("small",)}), (True, {("observation",)})):

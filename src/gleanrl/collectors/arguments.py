@@ -35,7 +35,7 @@ from tensordict.nn import InteractionType
 
 from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.compat import read_updater
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import (
     EnvOptions,
     InfoKeys,
@@ -46,11 +46,13 @@ from gleanrl.core.options import (
     seconds,
     users_stacklevel,
 )
+from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.policies.policy import parse_exploration_mode
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.transport.launchers import Launcher
+from gleanrl.watch.loggers import LogFunction
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import PolicyVersion
 
@@ -78,7 +80,7 @@ class CommonArguments(TypedDict, total=False):
         set_truncated: Mark the last step of every batch as truncated.
         replay_buffer: Anything with ``extend`` (and ``add``): batches go there, and iteration
             yields ``None``. Worker processes write into a `ReplayBuffer` of tensors by themselves,
-            and it is shared if it was not.
+            and it is shared if it was not. A `Recorder` keeps them on disk.
         extend_buffer: Store whole batches; ``False`` stores step by step with ``add``, one element
             per step and worker.
         trust_policy: Call the policy on a TensorDict as it is, without looking at it.
@@ -118,6 +120,12 @@ class CommonArguments(TypedDict, total=False):
         timeout: Seconds one rollout of a worker may take; a worker that takes longer is killed. By
             default a worker is waited for as long as it shows signs of life, with a warning every
             minute. No effect within one process.
+        progress: Show progress on standard error, also while workers and environments are started:
+            one line that moves on a terminal, a line every two seconds elsewhere. A string is its
+            label.
+        logger: Called with ``stats()`` after each batch, in the thread that collects it; or a
+            list of such callables. `CSVLogger`, `TensorBoardLogger` and `WandbLogger` are closed
+            with the collector. One that raises is not called again, and a warning says so.
     """
 
     total_frames: Annotated[int | None, -1]
@@ -152,6 +160,8 @@ class CommonArguments(TypedDict, total=False):
     check_finite: Annotated[bool, False]
     fast: Annotated[bool, True]
     timeout: Annotated[float | None, None]
+    progress: Annotated[bool | str, False]
+    logger: Annotated[LogFunction | Sequence[LogFunction] | None, None]
 
 
 class _OnThisMachine(TypedDict, total=False):
@@ -502,7 +512,7 @@ def shows(kind: Any) -> Callable[[Function], Function]:
                 for p in parameters
             )
             function.__doc__ = before + explained + after.partition("\n")[2]
-        return function
+        return cast("Function", for_users(function))
 
     return decorate
 
@@ -524,10 +534,10 @@ def read(kind: type[Kind], owner: str, arguments: Mapping[str, Any]) -> Kind:
     known = definitions(cast("Any", kind))
     for name in arguments:
         if name not in known:
-            raise TypeError(f"{owner} takes no {name}=" + instead(name, known))
+            raise ArgumentTypeError(f"{owner} takes no {name}=" + instead(name, known))
     missing = [n for n, (_, default) in known.items() if default is REQUIRED and n not in arguments]
     if missing:
-        raise TypeError(f"{owner} needs {missing[0]}=")
+        raise ArgumentTypeError(f"{owner} needs {missing[0]}=")
     for name, newer in _RETIRED.items():
         if arguments.get(name) is not None:
             warnings.warn(
@@ -559,7 +569,7 @@ def check(arguments: Arguments) -> None:
         TypeError: arguments that exclude each other.
     """
     if arguments["weight_updater"] is not None and arguments["weight_sync_schemes"] is not None:
-        raise TypeError("give weight_sync_schemes or weight_updater, not both")
+        raise ArgumentTypeError("give weight_sync_schemes or weight_updater, not both")
     _check_trajectories(arguments)
     check_callables(
         postproc=arguments["postproc"],
@@ -629,14 +639,14 @@ def _check_buffer(arguments: Arguments, extend: bool, same_td: bool) -> None:
             "a rollout ends: drop it, the buffer stores each observation once by itself"
         )
     if arguments["use_buffers"]:
-        raise TypeError("use_buffers=True and replay_buffer exclude each other")
+        raise ArgumentTypeError("use_buffers=True and replay_buffer exclude each other")
     if same_td:
-        raise TypeError(
+        raise ArgumentTypeError(
             "return_same_td=True and replay_buffer exclude each other: nothing is returned"
         )
     whole = arguments["split_trajs"] or arguments["trajs_per_batch"] is not None
     if not extend and (whole or arguments["postproc"] is not None):
-        raise TypeError(
+        raise ArgumentTypeError(
             "extend_buffer=False stores steps as they were made; it excludes split_trajs, "
             "trajs_per_batch and postproc, which work on whole batches"
         )
@@ -732,7 +742,9 @@ def _read_version(track: bool | PolicyVersion) -> PolicyVersion | None:
     if isinstance(track, PolicyVersion):
         return track
     if not isinstance(track, bool):
-        raise TypeError(f"track_policy_version ({track!r}) must be a bool or a PolicyVersion")
+        raise ArgumentTypeError(
+            f"track_policy_version ({track!r}) must be a bool or a PolicyVersion"
+        )
     return PolicyVersion() if track else None
 
 

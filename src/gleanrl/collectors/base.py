@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,17 +16,28 @@ from torch.utils.data import IterableDataset
 
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.options import users_stacklevel
+from gleanrl.core.tracebacks import for_users, hide_frames
 from gleanrl.engine.profiling import ProfileConfig, RolloutProfiler
 
 PreHook = Callable[[], None]
 PostHook = Callable[[Any], None]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Reader:
+    """An iterator over a collector."""
+
+    thread: int
+
+
 class BaseCollector(IterableDataset[Any], abc.ABC):
     """Base of all collectors. Iterate over it, or call `next`; use it as a context manager.
 
     A ``for`` loop that is left early can be entered again and continues; once ``total_frames`` were
-    delivered, iteration yields nothing more, but everything else still works until `shutdown`.
+    delivered, iteration yields nothing more, but everything else still works. After `shutdown`
+    iterating raises `ClosedError`. All iterators share one stream: each batch goes to one of them
+    only, and taking turns warns once.
     """
 
     def __init__(
@@ -39,6 +52,9 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         super().__init__()
         self._pre_hook, self._post_hook = pre_collect_hook, post_collect_hook
         self._iterating = False
+        self._reader: _Reader | None = None
+        """The newest iterator."""
+        self._warned_of_readers = False
         self._profiler: RolloutProfiler | None = None
         self._profile_config: ProfileConfig | None = None
 
@@ -47,18 +63,34 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
     def __iter__(self) -> Iterator[Any]:
         """Continue iteration; if collecting fails, shut down and raise what it raised."""
         self._iterating = True
+        self._reader = reader = _Reader(threading.get_ident())
         iterator = self.iterator()
         while True:
             self._check_not_started()  # a mistake, which ends nothing
+            if self._reader is not reader:
+                self._warn_of_readers(reader)
             try:
                 held = [next(iterator)]
             except StopIteration:
                 return
-            except BaseException:
+            except BaseException as err:
                 self._abandon()
+                hide_frames(err)
                 raise
             # Popped, so that this frame does not keep the batch's memory while the user works.
             yield held.pop()
+
+    def _warn_of_readers(self, reader: _Reader) -> None:
+        """Warn once of two iterators in one thread; threads may share the batches on purpose."""
+        newest = self._reader
+        if newest is not None and newest.thread == reader.thread and not self._warned_of_readers:
+            self._warned_of_readers = True
+            warnings.warn(
+                "two iterators take turns over one collector: each batch goes to only one of them; "
+                "iterate once and hand the batches on",
+                UserWarning,
+                stacklevel=users_stacklevel(),
+            )
 
     def _check_not_started(self) -> None:
         """Raise `RuntimeError` if it collects in the background."""
@@ -71,10 +103,13 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_frames`` are reached."""
 
+    @for_users
     def next(self) -> TensorDictBase | None:
         """Return the next batch, or ``None`` once ``total_frames`` are reached."""
         # No iterator is kept: it would keep this collector alive in turn. Its place is in us.
+        reader = self._reader  # a loop that calls this in its body goes on
         batch: TensorDictBase | None = next(iter(self), None)
+        self._reader = reader
         return batch
 
     @abc.abstractmethod
@@ -202,6 +237,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
 
     # -- weights ---------------------------------------------------------------------------------
 
+    @for_users
     def update_policy_weights_(
         self,
         policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,

@@ -22,9 +22,10 @@ from gleanrl.collectors.arguments import (
 )
 from gleanrl.collectors.engine_collector import EngineCollector
 from gleanrl.core import messages as m
+from gleanrl.core.errors import ArgumentTypeError
 from gleanrl.core.options import DevicePlan, FrameBudget
+from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.batches import BatchOptions
-from gleanrl.engine.engine import Engine
 from gleanrl.engine.interruptor import stop_byte
 from gleanrl.engine.models import Models
 from gleanrl.transport.inline import InlineBackend
@@ -108,7 +109,7 @@ class Collector(EngineCollector):
             arguments["init_random_frames"],
         )
         self._user_policy = policy
-        self._engine = engine = Engine(
+        engine = self._build_engine(
             lambda windows: InlineBackend(windows, stop_byte(interruptor)), [builder]
         )
         with self._starting(options):
@@ -145,7 +146,9 @@ class Collector(EngineCollector):
         self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
     ) -> None:
         if worker_ids is not None and self.weight_updater is None:
-            raise TypeError("worker_ids needs a collector with several workers; this one has none")
+            raise ArgumentTypeError(
+                "worker_ids needs a collector with several workers; this one has none"
+            )
         super()._update_weights(models, worker_ids, kwargs)
 
     def _publish(
@@ -154,6 +157,7 @@ class Collector(EngineCollector):
         with self._engine.turn(None):
             self._models.update(models, version)
 
+    @for_users
     def reset(self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Reset environments; they start new trajectories.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from gleanrl.collectors import per_worker
 from gleanrl.collectors.arguments import CollectorArguments, defaults, definitions, instead
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ArgumentTypeError, ConfigError
+from gleanrl.core.tracebacks import for_users
 
 _PROCESSES = ("process", "multiprocessing")
 _HERE = ("inline", "direct")
@@ -31,7 +32,7 @@ def like(shown: Callable[..., Any]) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         function.__signature__ = inspect.signature(shown)  # type: ignore[attr-defined]
-        return function
+        return cast("Function", for_users(function))
 
     return decorate
 
@@ -88,7 +89,7 @@ def check_subclass(kind: type, kwargs: Mapping[str, Any]) -> None:
     backend = kwargs.get("backend")
     others = [name for name in _SELECTORS[1:] if kwargs.get(name) is not None]
     if others or backend not in (None, *_HERE):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{', '.join(others or ['backend'])} chooses among the kinds of Collector itself; "
             f"{kind.__name__} collects in this process: give it to a MultiSyncCollector as "
             "collector_class="
@@ -112,7 +113,7 @@ def several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
     sync = kwargs.get("sync")
     if sync is not None and not isinstance(sync, bool):
-        raise TypeError(f"sync ({sync!r}) must be True, False or None (which means False)")
+        raise ArgumentTypeError(f"sync ({sync!r}) must be True, False or None (which means False)")
     kind: Any = MultiSyncCollector if sync else MultiAsyncCollector
     nodes = kwargs.get("backend") in _NODES
     preset: dict[str, Any] = {}
@@ -121,7 +122,7 @@ def several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         kind, preset = getattr(distributed, name), {**more, "sync": bool(sync)}
     given = {name: value for name, value in kwargs.items() if name not in _SELECTORS}
     if len(args) > 2:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{len(args)} positional arguments were given; create_env_fn and policy are those"
         )
     given.update(zip(("create_env_fn", "policy"), args, strict=False))
@@ -140,7 +141,7 @@ def _count(value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"num_collectors ({value!r}) must be a whole number")
+        raise ArgumentTypeError(f"num_collectors ({value!r}) must be a whole number")
     if value < 1:
         raise ConfigError(f"num_collectors ({value}) must be at least 1")
     return value
@@ -150,7 +151,7 @@ def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if options is None:
         return {}
     if not isinstance(options, Mapping):
-        raise TypeError(f"backend_options ({options!r:.100}) must map names to values")
+        raise ArgumentTypeError(f"backend_options ({options!r:.100}) must map names to values")
     for names, what in ((_RESERVED, "reserved"), (given, "duplicate")):
         found = sorted(set(options) & set(names))
         if found:
@@ -168,14 +169,14 @@ def _wanted(given: Mapping[str, Any], target: Any) -> dict[str, Any]:
         TypeError: an argument that the target does not take.
     """
     if "num_workers" in given:
-        raise TypeError("num_workers= is num_collectors= here: say that")
+        raise ArgumentTypeError("num_workers= is num_collectors= here: say that")
     usual, known = {"policy": None, **defaults(CollectorArguments)}, definitions(target)
     there = {"policy": None, **defaults(target)}
     wanted = {}
     for name, value in given.items():
         default = name in usual and value is usual[name]
         if name not in (*known, "create_env_fn", "policy") and not default:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{name}= has no meaning for a collector over processes" + instead(name, known)
             )
         if not default or (name in there and there[name] is value):

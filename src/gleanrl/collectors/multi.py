@@ -10,7 +10,7 @@ from gleanrl.collectors.arguments import MultiArguments, read, shows
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.dispatch import like
 from gleanrl.collectors.workers import WorkerPlan, WorkersCollector
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int, users_stacklevel
 from gleanrl.engine.engine import MakeBackend
 from gleanrl.engine.interruptor import Interruptor
@@ -86,10 +86,12 @@ class MultiCollector(WorkersCollector):
         """
         if cls is MultiCollector:
             if not isinstance(sync, bool):
-                raise TypeError(f"MultiCollector needs sync=True or sync=False, not {sync!r}")
+                raise ArgumentTypeError(
+                    f"MultiCollector needs sync=True or sync=False, not {sync!r}"
+                )
             return super().__new__(MultiSyncCollector if sync else MultiAsyncCollector)
         if sync is not None and sync != cls._sync:
-            raise TypeError(f"{cls.__name__} has sync={cls._sync}, not {sync!r}")
+            raise ArgumentTypeError(f"{cls.__name__} has sync={cls._sync}, not {sync!r}")
         return super().__new__(cls)
 
     def _read_threshold(self, threshold: float | None, workers: int) -> int | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase, is_leaf_nontensor
 
@@ -17,8 +19,8 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
 from gleanrl.core.layout import Layout
-from gleanrl.core.messages import Payload, Report, Snapshot
-from gleanrl.core.protocols import Stop, Window
+from gleanrl.core.messages import NO_EPISODES, Payload, Report, Snapshot, Times
+from gleanrl.core.protocols import Array, Stop, Window
 from gleanrl.core.streams import preserved
 from gleanrl.memory.trees import copied
 from gleanrl.rollout.build import SourceBuilder
@@ -154,8 +156,11 @@ class NestedSource:
         self._base, self._stride = 0, 1
         self._version = 0
         self._layout: Layout | None = None
+        self._reports: list[Report] = []
         if isinstance(collector, EngineCollector):
             self._layout = collector.batch_layout()
+            reports = self._reports
+            collector.watch(lambda new, _: reports.extend(new.values()))
 
     @property
     def num_envs(self) -> int:
@@ -183,22 +188,39 @@ class NestedSource:
             ClosedError: the collector has delivered all it was made for.
             ConfigError: the batch is not what the first ones were.
         """
+        begin = monotonic()
         batch = self._next()
+        times, episodes = self._times(begin), self._episodes()
+        self._reports.clear()
         frames, version = self._counted(batch)
         if batch is None:  # the collector has put it into a buffer of its own
-            return Report(steps, frames, version)
+            return Report(steps, frames, version, episodes=episodes, times=times)
         if self._layout is None or not window.keys():
             # It may be a view of memory that is used again: it is copied before it travels.
             batch = copied(batch)
             ids = batch.get(TRAJ_IDS, None)
             if ids is not None:
                 batch.set(TRAJ_IDS, self._numbered(ids))
-            return Report(steps, frames, version, payload=Payload(batch))
+            payload = Payload(batch)
+            return Report(steps, frames, version, 0, payload, episodes, times)
         taken = _write_batch(batch, self._layout, window)
         if TRAJ_IDS in window.keys():
             ids = window.tensor(TRAJ_IDS)
             ids.copy_(self._numbered(ids))
-        return Report(taken, frames, version)
+        return Report(taken, frames, version, episodes=episodes, times=times)
+
+    def _episodes(self) -> Array:
+        """Return the episodes that ended in the workers of the collector."""
+        return np.concatenate([NO_EPISODES, *(report.episodes for report in self._reports)])
+
+    def _times(self, begin: float) -> Times:
+        """Share out the seconds since ``begin`` as those that its workers were busy."""
+        end = monotonic()
+        inner = [report.times for report in self._reports]
+        env, policy = sum(t.env for t in inner), sum(t.policy for t in inner)
+        busy = env + policy + sum(t.transfer for t in inner)
+        share = (end - begin) / (busy or 1.0)
+        return Times(begin, end, env * share, policy * share)
 
     def _counted(self, batch: TensorDictBase | None) -> tuple[int, int]:
         """Return the valid frames of ``batch``, and the version that it was made with."""

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import gymnasium as gym
 import torch
 
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import DevicePlan, check_int, users_stacklevel
 
 
@@ -32,14 +33,29 @@ def env_functions(
                 UserWarning,
                 stacklevel=users_stacklevel(),
             )
+        _warn_of_copies(list(create_env_fn))
         return list(create_env_fn)
     num_workers = default if num_workers is None else num_workers
     if num_workers is None:
-        raise TypeError(
+        raise ArgumentTypeError(
             "one create_env_fn for several workers needs num_workers=; or pass a list with one "
             "entry per worker"
         )
-    return [create_env_fn] * check_int("num_workers", num_workers, least=1)
+    functions = [create_env_fn] * check_int("num_workers", num_workers, least=1)
+    _warn_of_copies(functions)
+    return functions
+
+
+def _warn_of_copies(functions: Sequence[Any]) -> None:
+    """Warn where one Gymnasium environment that exists already is meant for several workers."""
+    built = [env for env in functions if isinstance(env, gym.Env)]
+    if len({id(env) for env in built}) < len(built):
+        warnings.warn(
+            f"create_env_fn is one {built[0]} for several workers: each gets a copy in its present "
+            "state, random numbers included; pass an id or a callable that makes one",
+            UserWarning,
+            stacklevel=users_stacklevel(),
+        )
 
 
 def env_functions_of(create_env_fn: Any, num_collectors: int | None) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from gleanrl.collectors.arguments import check_schemes
 from gleanrl.collectors.compat import WeightUpdaterBase, read_updater
-from gleanrl.core.errors import UnknownModelError
+from gleanrl.core.errors import ArgumentTypeError, UnknownModelError
 from gleanrl.engine.engine import Engine
 from gleanrl.weights.scheme import WeightSyncScheme
 
@@ -70,7 +70,7 @@ class WeightUpdates:
         """Carry out an ``update_policy_weights_``."""
         if self._updater is None:
             if kwargs:
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"unexpected arguments {sorted(kwargs)}: there is no weight updater to take "
                     "them"
                 )

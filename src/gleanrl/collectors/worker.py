@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -336,7 +336,7 @@ class FillingSource:
         self._pipeline(batch, self._hook())
         dropped, self._dropped = self._pipeline.discarded - self._dropped, self._pipeline.discarded
         discarded = report.discarded + dropped
-        return Report(report.steps, report.frames, report.policy_version, discarded)
+        return replace(report, discarded=discarded, payload=None)
 
     def _memory(self, layout: Layout, steps: int) -> tuple[RolloutWindow, TensorDictBase]:
         if self._window is None or self._batch is None or self._window.steps != steps:

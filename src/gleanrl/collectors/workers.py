@@ -35,11 +35,11 @@ from gleanrl.collectors.worker import (
 )
 from gleanrl.core import messages as m
 from gleanrl.core import paths
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import FrameBudget, seconds
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.batches import BatchOptions
-from gleanrl.engine.engine import Engine, MakeBackend
+from gleanrl.engine.engine import MakeBackend
 from gleanrl.engine.models import WeightSync
 from gleanrl.engine.replacing import Replacements, reseeded
 from gleanrl.recording.recorder import Recorder
@@ -198,7 +198,7 @@ class WorkersCollector(EngineCollector):
         self._threads = weakref.finalize(self, threads.restore)
         with self._threads_back():
             factories = self._factories(arguments, options)
-            self._engine = Engine(make, factories, start_timeout=arguments["start_timeout"])
+            self._build_engine(make, factories, start_timeout=arguments["start_timeout"])
             with self._starting(options):
                 self._set_up(arguments, limits, batches)
 
@@ -519,6 +519,8 @@ class WorkersCollector(EngineCollector):
                 stats[f"worker_{worker}/requested_frames_per_batch"] = self._engine.sizes[worker]
                 stats[f"worker_{worker}/policy_version"] = tally.policy_version
                 stats[f"worker_{worker}/alive"] = worker in alive
+                for name, value in self._measures.worker_stats(worker).items():
+                    stats[f"worker_{worker}/{name}"] = value
         return stats
 
     def _status(self) -> dict[str, Any]:
@@ -657,7 +659,7 @@ def _check(arguments: WorkersArguments, plan: WorkerPlan) -> None:
     factories = arguments["policy_factory"]
     both = plan.policy is not None and factories is not None
     if both and arguments["weight_updater"] is not None:
-        raise TypeError(
+        raise ArgumentTypeError(
             "policy and policy_factory exclude each other with a weight_updater; drop it, and "
             "weights are taken from policy"
         )

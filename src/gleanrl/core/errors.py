@@ -2,6 +2,7 @@
 
 * GleanError
   * ConfigError            (ValueError)    arguments that are wrong or contradict each other
+    * ArgumentTypeError    (TypeError)     an argument is missing, unknown or of the wrong type
     * UnknownEnvError      (KeyError)      an environment id that is not registered
   * EnvError               (RuntimeError)  an environment broke its own declaration
   * PolicyError            (RuntimeError)  a policy that does not fit the environment
@@ -30,6 +31,10 @@ class _UnquotedKeyError(KeyError):
 
 class ConfigError(GleanError, ValueError):
     """An argument is wrong, or two of them contradict each other."""
+
+
+class ArgumentTypeError(ConfigError, TypeError):
+    """An argument is missing, unknown or of a type that it cannot have."""
 
 
 class UnknownEnvError(ConfigError, _UnquotedKeyError):
@@ -80,6 +85,12 @@ class WorkerDied(GleanError, RuntimeError):
 
 class CollectorTimeout(GleanError, TimeoutError):
     """Something took longer than its deadline."""
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add to an error of the user's code where it came from; errors of ours say it themselves."""
+    if not isinstance(error, GleanError):
+        error.add_note(text)
 
 
 def error_text(error: BaseException) -> str:

@@ -8,9 +8,10 @@ behind a `Payload` that the engine opens when it accepts the rollout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from gleanrl.core.layout import Field, Layout
@@ -171,6 +172,31 @@ class Payload:
     handle: Any
 
 
+@dataclass(slots=True)
+class Times:
+    """Where a worker's seconds went since its last rollout, this one included."""
+
+    begin: float = 0.0
+    """When the first step began, on the monotonic clock of the worker's machine."""
+    end: float = 0.0
+    """When the last step ended."""
+    env: float = 0.0
+    """Seconds in the environments: measured in some rollouts, estimated from these in others."""
+    policy: float = 0.0
+    """Seconds in the policy, likewise."""
+    transfer: float = 0.0
+    """Seconds in everything else: bookkeeping, hooks, loading weights, sending."""
+    wait: float = 0.0
+    """Seconds without a command."""
+    taken: float = 0.0
+    """When the worker turned to the rollout, on its clock."""
+    weights: float = 0.0
+    """Seconds of ``transfer`` that were spent on loading weights."""
+
+
+NO_EPISODES: np.ndarray[Any, Any] = np.empty((0, 2))
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a source says of one rollout."""
@@ -183,6 +209,10 @@ class Report:
     discarded: int = 0
     """Frames stepped that could not be delivered (0 but for bounded spill overflow)."""
     payload: Payload | None = None
+    episodes: np.ndarray[Any, Any] = field(default_factory=lambda: NO_EPISODES, compare=False)
+    """Return and length of each episode that ended in the rollout, in the order of their ends,
+    ``[N, 2]`` float64. The reward of a frame with several is their mean."""
+    times: Times = field(default_factory=Times, compare=False)
     block: Any = None
     """The rollout, if the backend leaves it where it arrived instead of in the window: a writable
     uint8 array, laid out like a slab of this worker alone. Set in the learner's process only."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, GleanError, WorkerDied
+from gleanrl.core.options import users_stacklevel
 from gleanrl.core.protocols import Backend
 
 _NOTICE = 60.0
@@ -194,7 +195,9 @@ class Dispatcher:
             self._lose(worker, _failed(worker, "it was interrupted"))
             raise
         warnings.warn(
-            f"worker {worker} was replaced and takes part again", UserWarning, stacklevel=2
+            f"worker {worker} was replaced and takes part again",
+            UserWarning,
+            stacklevel=users_stacklevel(),
         )
         return None
 
@@ -332,7 +335,7 @@ class Dispatcher:
                 f"still waiting for workers {silent}, which live but have not replied for "
                 f"{_NOTICE:.0f} s; timeout= bounds how long a rollout may take",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=users_stacklevel(),
             )
 
     def _silent(self, now: float) -> list[int]:
@@ -382,7 +385,9 @@ class Dispatcher:
             if new and self.intact:
                 _let_frames_go(error)
                 warnings.warn(
-                    f"collection continues without it{more}: {error}", UserWarning, stacklevel=2
+                    f"collection continues without it{more}: {error}",
+                    UserWarning,
+                    stacklevel=users_stacklevel(),
                 )
         return error
 

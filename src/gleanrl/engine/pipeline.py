@@ -104,7 +104,7 @@ class Pipeline:
                     "reset_at_each_iter=True an episode has to fit into one batch; raise "
                     "frames_per_batch or set max_frames_per_traj",
                     UserWarning,
-                    stacklevel=2,
+                    stacklevel=users_stacklevel(),
                 )
         return ready
 

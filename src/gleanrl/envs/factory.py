@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import gymnasium as gym
 
-from gleanrl.core.errors import ConfigError, UnknownEnvError
+from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownEnvError
 from gleanrl.envs.pettingzoo import PettingZooEnv, is_pettingzoo_env
 from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import is_tensordict_env
@@ -108,7 +108,7 @@ def check_ignored(name: str, arguments: Mapping[str, Any]) -> None:
     """
     unknown = sorted(arguments.keys() - _IGNORED)
     if unknown:
-        raise TypeError(f"{name} got unexpected arguments: {', '.join(unknown)}")
+        raise ArgumentTypeError(f"{name} got unexpected arguments: {', '.join(unknown)}")
 
 
 @contextlib.contextmanager
@@ -163,7 +163,10 @@ def _import_message(name: str, err: Exception) -> str:
 
 
 def _unknown_message(name: str, err: Exception) -> str:
-    close = difflib.get_close_matches(name, list(gym.registry), n=3, cutoff=0.6)
+    for plugin in _PLUGINS:
+        _import_plugin(f"{plugin}/{name}")  # its environments may be meant
+    same = [known for known in gym.registry if known.rpartition("/")[2] == name]
+    close = same or difflib.get_close_matches(name, list(gym.registry), n=3, cutoff=0.6)
     hint = "import the package that registers it first, or write 'module:id'"
     if close:
         hint = f"did you mean {' or '.join(map(repr, close))}?"

@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import InfoKeys, check_int
@@ -240,8 +240,15 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
 
     def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
         """Step every environment with the actions in row ``t``."""
-        moves = zip(self._steps, self._actions.read(t), strict=True)
-        results = [step(action) for step, action in moves]
+        actions = self._actions.read(t)
+        moves = zip(self._steps, actions, strict=True)
+        try:
+            results = [step(action) for step, action in moves]
+        except Exception as err:
+            env = len(actions) - 1 - len(list(moves))
+            _blame(err, env, actions[env], f" at step {t} of the rollout")
+            self._actions.check(t, t + 1, err)
+            raise
         try:
             observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
             ended = any(terminated) or any(truncated)
@@ -280,9 +287,11 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
 
         Raises:
             EnvError: a reward that is not a number, or a finite one that overflows float32.
+            PolicyError: a discrete action was out of range.
         """
         if self._unsettled:
             self._settle()
+        self._actions.check(0, steps)
         rewards = check_rewards(self._rewards)
         write_rewards(self._window.array(next_key(REWARD))[:, :steps, 0], rewards)
 
@@ -303,9 +312,17 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
 
         Raises:
             EnvError: an environment returned something else than it declares.
+            PolicyError: an action is not in the action space.
         """
-        moves = zip(self._calls.look_up(), self._actions.decode(actions), strict=True)
-        results: list[Any] = [step(action) for step, action in moves]
+        self._actions.check_values(actions)
+        values = self._actions.decode(actions)
+        moves = zip(self._calls.look_up(), values, strict=True)
+        try:
+            results: list[Any] = [step(action) for step, action in moves]
+        except Exception as err:
+            env = len(values) - 1 - len(list(moves))
+            _blame(err, env, values[env], " in its step")
+            raise
         for env, result in enumerate(results):
             if not isinstance(result, tuple) or len(result) != 5:
                 raise not_five(result, f"environment {env}: step")
@@ -332,7 +349,11 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
 
     def _reset_one(self, env: int, options: dict[str, Any] | None) -> tuple[Any, Any]:
         seed, self._seeds[env] = self._seeds[env], None
-        result = self._envs[env].reset(seed=seed, options=options)
+        try:
+            result = self._envs[env].reset(seed=seed, options=options)
+        except Exception as err:
+            note(err, f"environment {env} raised this in its reset")
+            raise
         if isinstance(result, tuple) and len(result) == 2:
             return result
         return check_reset(result, f"environment {env}: reset")
@@ -377,6 +398,10 @@ def check_same_spaces(envs: Sequence[gym.Env[Any, Any]]) -> None:
                     f"environment {env} has {name} {mine}, environment 0 has {first}; environments "
                     "collected in one batch must agree"
                 )
+
+
+def _blame(err: Exception, env: int, action: Any, when: str) -> None:
+    note(err, f"environment {env} raised this{when}; its action was {action!r:.200}")
 
 
 def _odd_result(results: Sequence[Any]) -> EnvError:

@@ -19,6 +19,7 @@ from gleanrl.envs.factory import (
     without_call_checks,
 )
 from gleanrl.envs.gymnasium import GymnasiumEnv, GymOptions, GymSource, check_same_spaces
+from gleanrl.envs.pettingzoo import PettingZooEnv
 from gleanrl.envs.serial import SerialEnv, gym_parts, gym_source
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
 from gleanrl.envs.vector import NextStepPool, is_vector_env, make_vector
@@ -101,7 +102,8 @@ def _batch(built: list[Any], options: EnvOptions, made: Sequence[Any]) -> Made:
         check_same_spaces(envs)
         return GymnasiumEnv(GymSource(tuple(envs), (len(envs),), _gym_options(options)))
     if all(is_tensordict_env(env) for env in built):
-        return _adapt(SerialEnv.of(built), options, fresh=len(made) == len(built))
+        batch = PettingZooEnv.joined(built) or SerialEnv.of(built)
+        return _adapt(batch, options, fresh=len(made) == len(built))
     vector = next(filter(is_vector_env, built), None)
     if vector is not None and options.num_envs is not None:
         raise _vector_already(vector, options.num_envs)

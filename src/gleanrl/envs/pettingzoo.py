@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import importlib
 import importlib.util
@@ -22,7 +23,9 @@ from gleanrl.core.protocols import Array
 from gleanrl.envs.base import OwnBatch
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded
-from gleanrl.envs.validation import check_reset, check_rewards, write_rewards
+from gleanrl.envs.stock import is_stock, stock
+from gleanrl.envs.tensordict import spec_trees, widened
+from gleanrl.envs.validation import check_reset
 from gleanrl.memory.trees import tensordict_over
 
 ALIVE: Key = ("mask",)
@@ -55,6 +58,7 @@ class MarlGroupMapType(enum.Enum):
         return {name: [name] for name in agent_names}
 
 
+@stock
 class PettingZooEnv(OwnBatch):
     """A PettingZoo environment, parallel or turn-based (AEC).
 
@@ -114,9 +118,8 @@ class PettingZooEnv(OwnBatch):
             EnvError: agents are absent at first, and there is no mask to say so.
         """
         super().__init__(device=device)
-        self.env: Any = _make(task, parallel, make_kwargs)
-        """The PettingZoo environment."""
-        self.parallel = not _is_a(self.env, "AECEnv")
+        env: Any = _make(task, parallel, make_kwargs)
+        self.parallel = not _is_a(env, "AECEnv")
         if not self.parallel and use_mask is False:
             raise ConfigError(
                 "use_mask=False: a turn-based environment needs the mask, which says whose turn it "
@@ -125,26 +128,46 @@ class PettingZooEnv(OwnBatch):
         self.done_on_any = self.parallel if done_on_any is None else done_on_any
         self.use_mask = not (self.parallel and self.done_on_any) if use_mask is None else use_mask
         self.return_state = return_state
-        self._game: Any = self.env if self.parallel else _Turns(self.env)
-        agents = list(self.env.possible_agents)
-        self.group_map = _grouped(group_map, agents, self.parallel)
-        self._seed: int | None = None if seed is None else check_int("seed", seed, least=0)
-        self._first: tuple[Any, Any] | None = self._restart({})
-        self._groups = [
-            _Agents(name, members, self.env, self._first, categorical_actions)
-            for name, members in self.group_map.items()
-        ]
-        self._sizes = [Group((g.name,), (len(g.agents),), (None,)) for g in self._groups]
-        self._agents = tuple(agent for group in self._groups for agent in group.agents)
-        self._flags = np.zeros((3, len(self._agents), 1), bool)
-        """Each agent's flags, as in `_FLAGS`."""
-        self._alive: list[str] = list(self._game.agents)
-        absent = sorted(set(self._agents) - set(self._alive))
+        self.categorical_actions = categorical_actions
+        self.group_map = _grouped(group_map, list(env.possible_agents), self.parallel)
+        agents = [agent for names in self.group_map.values() for agent in names]
+        game = _Game(env, env if self.parallel else _Turns(env), agents, self.done_on_any)
+        game.seed = None if seed is None else check_int("seed", seed, least=0)
+        game.restart({})
+        game.fresh = True
+        absent = sorted(set(agents) - set(game.alive))
         if absent and not self.use_mask:
             raise EnvError(f"agents {absent} do not take part at first; pass use_mask=True")
-        self._declare(*self._specs())
+        self._take([game])
+
+    @classmethod
+    def joined(cls, envs: Sequence[Any]) -> PettingZooEnv | None:
+        """Return single environments as one batch, taken over; ``None`` if they are not alike."""
+        first = envs[0]
+        if any(not isinstance(env, PettingZooEnv) or env.batch_size for env in envs):
+            return None
+        if not is_stock(*envs) or any(env._alike() != first._alike() for env in envs):
+            return None
+        batch: PettingZooEnv = copy.copy(first)
+        batch._batch = torch.Size((len(envs),))
+        batch._take([env._games[0] for env in envs])
+        return batch
+
+    def _alike(self) -> tuple[Any, ...]:
+        own = self.group_map, self.done_on_any, self.use_mask, self.device, self.specs_assigned
+        return *own, spec_trees(self)
+
+    def _take(self, games: list[_Game]) -> None:
+        self._games = games
+        self._groups = [
+            _Agents(name, agents, games, self.categorical_actions)
+            for name, agents in self.group_map.items()
+        ]
+        self._sizes = [Group((g.name,), (len(g.agents),), (None,)) for g in self._groups]
+        self._declare(*(widened(tree, self._batch) for tree in self._specs()))
 
     def _specs(self) -> list[Composite]:
+        """Return the specs of one environment."""
         shown, acted, rewarded, ended = (Composite() for _ in range(4))
         flag = Binary(shape=(1,), dtype=torch.bool)
         ended.update({key: flag.clone() for key in _FLAGS})
@@ -162,115 +185,95 @@ class PettingZooEnv(OwnBatch):
             shown.set("state", Unbounded(state.shape, dtype=state.dtype))
         return [shown, acted, rewarded, ended]
 
-    # -- stepping --------------------------------------------------------------------------------
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """The PettingZoo environments inside, wrappers included."""
+        return tuple(game.env for game in self._games)
 
-    def _restart(self, options: Mapping[str, Any]) -> tuple[Any, Any]:
-        seed, self._seed = self._seed, None
-        found = self._game.reset(seed=seed, options=dict(options) or None)
-        return check_reset(found, f"{self.env}: reset", "(observations, infos)")
+    @property
+    def env(self) -> Any:
+        """The PettingZoo environment; the first, if this is a batch of them."""
+        return self._games[0].env
+
+    # -- stepping --------------------------------------------------------------------------------
 
     def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
-        if tensordict is not None and mask is not None and not bool(mask.any()):
-            # Single agents are not reset: the root decides.
-            known = self._env_specs
-            return tensordict.select(*known.observation.leaves(), *known.done.leaves())
-        first, self._first = self._first, None
-        if first is None or self._seed is not None or options:
-            first = self._restart(options)
-        self._alive = list(self._game.agents)
-        self._flags.fill(False)
-        return self._pack(*first, (False, False, False))
+        chosen = self._games
+        if mask is not None:  # that of the root: single agents are not reset
+            flat = mask.reshape(len(chosen), -1).any(1).tolist()
+            chosen = [game for game, wanted in zip(chosen, flat, strict=True) if wanted]
+        for game in chosen:
+            if not game.fresh or options:
+                game.restart(options)
+            game.fresh = False
+        return self._pack()
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        moves: Moves = {}
+        moves: list[Moves] = [{} for _ in self._games]
         for group in self._groups:
-            moves |= group.moves(tensordict)
-        if len(moves) != len(self._alive):
-            moves = {agent: moves[agent] for agent in self._alive}
-        observations, rewards, dead, late, infos = self._game.step(moves)
-        over = (False, False, False)
-        agents = self._game.agents
-        if any(dead.values()) or any(late.values()) or agents != self._alive or not agents:
-            over = self._end(dead, late)
-        return self._pack(observations, infos, over, rewards)
+            group.add_moves(moves, tensordict)
+        rewards = [game.step(own) for game, own in zip(self._games, moves, strict=True)]
+        return self._pack(rewards)
 
-    def _end(self, dead: Mapping[str, Any], late: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-        """Note which agents ended; return the flags of the root."""
-        agents, flags = self._game.agents, self._flags
-        alive = [a for a in self._agents if a in agents and not (dead.get(a) or late.get(a))]
-        left = set(self._alive) - set(alive)
-        for index, agent in enumerate(self._agents):
-            if agent in alive:
-                flags[:, index] = False
-            elif agent in left:  # also without a flag
-                cut = bool(late.get(agent, False))
-                flags[:, index, 0] = True, bool(dead.get(agent, False)) or not cut, cut
-        self._alive = alive
-        done, terminated, truncated = flags
-        if self.done_on_any:
-            over = bool(done.any()), bool(terminated.any()), bool(truncated.any())
-        else:
-            whole = bool((terminated == done).all())
-            over = (True, whole, not whole) if not alive else (False, False, False)
-        if over[0]:
-            flags[2] |= ~done
-            flags[0] = True
-        return over
-
-    def _pack(
-        self,
-        observations: Mapping[str, Any],
-        infos: Mapping[str, Any],
-        over: tuple[bool, bool, bool],
-        rewards: Mapping[str, Any] | None = None,
-    ) -> TensorDictBase:
+    def _pack(self, rewards: Sequence[Moves] | None = None) -> TensorDictBase:
+        games, start = self._games, 0
         data: dict[Key, Array] = {}
-        acting = () if over[0] else self._alive if self.parallel else self._game.turn
-        start = 0
+        flags = np.stack([game.flags for game in games], 1)
         for group in self._groups:
             name, end = group.name, start + len(group.agents)
-            group.show(data, observations, infos, acting)
+            group.show(data)
             if self.use_mask:
-                data[name, *ALIVE] = np.array([agent in acting for agent in group.agents])
-            for key, flags in zip(_FLAGS, self._flags, strict=True):
-                data[name, *key] = flags[start:end].copy()
+                acting = [[agent in game.acting for agent in group.agents] for game in games]
+                data[name, *ALIVE] = np.array(acting)
+            for key, own in zip(_FLAGS, flags, strict=True):
+                data[name, *key] = own[:, start:end]
             if rewards is not None:
-                given = [rewards.get(agent, 0.0) for agent in group.agents]
-                narrow = data[name, *REWARD] = np.empty((len(given), 1), np.float32)
-                write_rewards(narrow, check_rewards([given], when=""), when="")
+                data[name, *REWARD] = _narrow(
+                    [[r.get(a, 0.0) for a in group.agents] for r in rewards]
+                )
             start = end
-        for key, flag in zip(_FLAGS, over, strict=True):
-            data[key] = np.array([flag])
+        over = np.array([game.over for game in games])
+        for index, key in enumerate(_FLAGS):
+            data[key] = over[:, index : index + 1]
         if self.return_state:
-            data[("state",)] = np.array(self.env.state())
+            data[("state",)] = np.stack([game.env.state() for game in games])
         tensors = {key: torch.from_numpy(value) for key, value in data.items()}
-        packed = tensordict_over(tensors, (), (), self._sizes)
+        if not self._batch:
+            tensors = {key: value[0] for key, value in tensors.items()}
+        packed = tensordict_over(tensors, self._batch, [None] * len(self._batch), self._sizes)
         return packed if self.device is None else packed.to(self.device)
 
     def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Reset if the root's end flag is set: those of single agents reset nothing."""
-        return self.reset(tensordict) if bool(tensordict.get("done")) else tensordict
+        """Reset where the root's end flag is set: those of single agents reset nothing."""
+        done = tensordict.get("done")
+        return self.reset(tensordict.set("_reset", done)) if bool(done.any()) else tensordict
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw actions, of those that are allowed now."""
         for group in self._groups:
             if group.allowed is not None:
+                allowed = torch.from_numpy(group.allowed).reshape(
+                    *self._batch, *group.allowed.shape[1:]
+                )
                 for spec in self._env_specs.action.get(group.name).values(True, True):
-                    spec.update_mask(torch.from_numpy(group.allowed))
+                    spec.update_mask(allowed)
         return super().rand_action(tensordict)
 
     # -- life ------------------------------------------------------------------------------------
 
     def _spread_seed(self, seed: int, static: bool) -> None:
-        self._seed, self._first = seed, None
+        for index, game in enumerate(self._games):
+            game.seed, game.fresh = seed if static else seed + index, False
 
     def _close(self) -> None:
-        self.env.close()
+        for game in self._games:
+            game.env.close()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {len(agents)}" for name, agents in self.group_map.items())
-        return f"{type(self).__name__}({self.env}, agents={{{sizes}}}, device={self.device})"
+        batch = f"batch_size={tuple(self.batch_size)}, device={self.device}"
+        return f"{type(self).__name__}({self.env}, agents={{{sizes}}}, {batch})"
 
 
 class PettingZooWrapper(PettingZooEnv):
@@ -281,86 +284,166 @@ class PettingZooWrapper(PettingZooEnv):
         super().__init__(env, **options)
 
 
+class _Game:
+    """One environment: what its agents saw last, and which of them have ended."""
+
+    def __init__(self, env: Any, play: Any, agents: Sequence[str], done_on_any: bool) -> None:
+        """Step ``env`` by the methods of ``play``; ``agents`` are in the order of `flags`."""
+        self.env, self._play, self._agents, self._any = env, play, agents, done_on_any
+        self.flags = np.zeros((3, len(agents), 1), bool)
+        """Each agent's flags, as in `_FLAGS`."""
+        self.over = (False, False, False)
+        """The flags of the episode."""
+        self.alive: list[str] = []
+        self.acting: Sequence[str] = ()
+        """The agents whose actions the next step carries out."""
+        self.observations: Mapping[str, Any] = {}
+        self.infos: Mapping[str, Any] = {}
+        self.seed: int | None = None
+        """Of the next reset."""
+        self.fresh = False
+        """Whether the next reset is made already."""
+
+    def restart(self, options: Mapping[str, Any]) -> None:
+        """Begin an episode."""
+        seed, self.seed = self.seed, None
+        found = self._play.reset(seed=seed, options=dict(options) or None)
+        pair = check_reset(found, f"{self.env}: reset", "(observations, infos)")
+        self.observations, self.infos = pair
+        self.alive = list(self._play.agents)
+        self.flags.fill(False)
+        self.over = (False, False, False)
+        self._choose()
+
+    def step(self, moves: Moves) -> Moves:
+        """Return the rewards; an episode that is over stays as it is."""
+        if self.over[0]:
+            return {}
+        if len(moves) != len(self.alive):
+            moves = {agent: moves[agent] for agent in self.alive}
+        rewards: Moves
+        self.observations, rewards, dead, late, self.infos = self._play.step(moves)
+        if any(dead.values()) or any(late.values()) or self._play.agents != self.alive:
+            self._end(dead, late)
+        self._choose()
+        return rewards
+
+    def _choose(self) -> None:
+        turn = self._play.turn if isinstance(self._play, _Turns) else self.alive
+        self.acting = () if self.over[0] else turn
+
+    def _end(self, dead: Mapping[str, Any], late: Mapping[str, Any]) -> None:
+        """Note which agents ended, and whether the episode did."""
+        present, flags = self._play.agents, self.flags
+        alive = [a for a in self._agents if a in present and not (dead.get(a) or late.get(a))]
+        left = set(self.alive) - set(alive)
+        for index, agent in enumerate(self._agents):
+            if agent in alive:
+                flags[:, index] = False
+            elif agent in left:  # also without a flag
+                cut = bool(late.get(agent, False))
+                flags[:, index, 0] = True, bool(dead.get(agent, False)) or not cut, cut
+        self.alive = alive
+        done, terminated, truncated = flags
+        if self._any:
+            self.over = bool(done.any()), bool(terminated.any()), bool(truncated.any())
+        elif not alive:
+            whole = bool((terminated == done).all())
+            self.over = True, whole, not whole
+        if self.over[0]:
+            flags[2] |= ~done
+            flags[0] = True
+
+
 class _Agents:
-    """One group: agents that see and do alike."""
+    """One group of every game: agents that see and do alike."""
 
     def __init__(
-        self,
-        name: str,
-        agents: Sequence[str],
-        env: Any,
-        first: tuple[Mapping[str, Any], Mapping[str, Any]],
-        categorical: bool,
+        self, name: str, agents: Sequence[str], games: Sequence[_Game], categorical: bool
     ) -> None:
-        """Read the spaces of ``agents``; ``first`` is what the first reset returned.
+        """Read the spaces of ``agents``; ``games`` were reset.
 
         Raises:
             ConfigError: agents that differ.
             EnvError: an observation that its space does not declare.
         """
-        self.name, self.agents = name, tuple(agents)
+        self.name, self.agents, self._games = name, tuple(agents), games
+        env, first = games[0].env, games[0].observations
         observed, acted = (
             _same(name, agents, kind) for kind in (env.observation_space, env.action_space)
         )
-        leaves = {leaf.key: leaf for leaf in observation_leaves(observed)}
-        mask = leaves.pop(ALLOWED, None)
-        self._leaves = [(leaf, leaf_field(leaf)) for leaf in leaves.values()]
-        self._spaces = leaves
-        self.actions = Actions(acted, len(agents), categorical)
-        for agent in set(agents) & set(first[0]):
+        self._spaces = {leaf.key: leaf for leaf in observation_leaves(observed)}
+        mask = self._spaces.pop(ALLOWED, None)
+        self._leaves = [(leaf, leaf_field(leaf)) for leaf in self._spaces.values()]
+        self.actions = Actions(acted, len(agents) * len(games), categorical)
+        for agent in set(agents) & set(first):
             for leaf, field in self._leaves:
-                shape = np.shape(leaf.of(first[0][agent]))
+                shape = np.shape(leaf.of(first[agent]))
                 if shape != field.shape:
                     raise EnvError(
                         f"agent {agent!r} observes {'.'.join(field.key)!r} with shape {shape}, "
                         f"its observation space declares {field.shape}; correct one of them"
                     )
-        self._mask_place = 0
-        """Where action masks are: 0 for observations, 1 for infos."""
-        told = [info["action_mask"] for info in first[1].values() if "action_mask" in info]
+        infos = games[0].infos.values()
+        told = [info["action_mask"] for info in infos if "action_mask" in info]
+        self._in_info = mask is None
         self.allowed: Array | None = None
-        """Which actions are allowed now, ``[n_agents, n_actions]``."""
-        if mask is not None:
-            self.allowed = np.ones((len(agents), *(mask.space.shape or ())), bool)
-        elif told and isinstance(acted, spaces.Discrete):
-            self.allowed, self._mask_place = np.ones((len(agents), len(told[0])), bool), 1
+        """Which actions are allowed now, ``[n_games, n_agents, n_actions]``."""
+        if mask is not None or (told and isinstance(acted, spaces.Discrete)):
+            shape = np.shape(told[0]) if mask is None else mask.space.shape or ()
+            self.allowed = np.ones((len(games), len(agents), *shape), bool)
 
     def specs(self) -> dict[Key, TensorSpec]:
         """Return what one agent is shown."""
         found = {key: space_spec(leaf.space) for key, leaf in self._spaces.items()}
         if self.allowed is not None:
-            found[ALLOWED] = Binary(shape=self.allowed.shape[1:], dtype=torch.bool)
+            found[ALLOWED] = Binary(shape=self.allowed.shape[2:], dtype=torch.bool)
         return found
 
-    def moves(self, tensordict: TensorDictBase) -> Moves:
-        """Return each agent's action."""
-        part = tensordict.get(self.name)
-        actions = [part.get(key).detach().cpu().numpy() for key in self.actions.specs]
-        return dict(zip(self.agents, self.actions.decode(actions), strict=True))
+    def add_moves(self, moves: Sequence[Moves], tensordict: TensorDictBase) -> None:
+        """Add each agent's action to the moves of its game."""
+        part, n = tensordict.get(self.name), len(self.agents)
+        rows = []
+        for key, spec in self.actions.specs.items():
+            action = part.get(key).detach().cpu().numpy()
+            rows.append(action.reshape((len(moves) * n, *spec.shape)))
+        values = self.actions.decode(rows)
+        for index, own in enumerate(moves):
+            own.update(zip(self.agents, values[index * n : index * n + n], strict=True))
 
-    def show(
-        self,
-        data: dict[Key, Array],
-        observations: Mapping[str, Any],
-        infos: Mapping[str, Any],
-        acting: Sequence[str],
-    ) -> None:
+    def show(self, data: dict[Key, Array]) -> None:
         """Add what the agents see to ``data``; zero for those that see nothing."""
+        agents, games = self.agents, self._games
         for leaf, field in self._leaves:
-            rows = data[self.name, *field.key] = np.zeros(
-                (len(self.agents), *field.shape), field.numpy_dtype
-            )
-            for index, agent in enumerate(self.agents):
-                if agent in observations:
-                    rows[index] = leaf.of(observations[agent])
+            rows = np.zeros((len(games), len(agents), *field.shape), field.numpy_dtype)
+            for mine, game in zip(rows, games, strict=True):
+                for index, agent in enumerate(agents):
+                    if agent in game.observations:
+                        mine[index] = leaf.of(game.observations[agent])
+            data[self.name, *field.key] = rows
         if self.allowed is not None:
             # Agents that do not act, or have no choice, may do anything: something must be drawn.
             self.allowed = np.ones_like(self.allowed)
-            for index, agent in enumerate(self.agents):
-                told = (observations, infos)[self._mask_place].get(agent, {})
-                if agent in acting and np.any(told.get("action_mask", False)):
-                    self.allowed[index] = told["action_mask"]
+            for mine, game in zip(self.allowed, games, strict=True):
+                said = game.infos if self._in_info else game.observations
+                for index, agent in enumerate(agents):
+                    told = said[agent].get("action_mask", False) if agent in game.acting else False
+                    if np.any(told):
+                        mine[index] = told
             data[self.name, *ALLOWED] = self.allowed
+
+
+def _narrow(rewards: Sequence[Sequence[Any]]) -> Array:
+    """Return rewards ``[n_games, n_agents, 1]`` as float32."""
+    try:
+        with np.errstate(over="raise"):
+            values = np.array(rewards, np.float64).astype(np.float32)
+        return values.reshape(len(rewards), -1, 1)
+    except (TypeError, ValueError, FloatingPointError) as err:
+        raise EnvError(
+            f"the environment returned the rewards {rewards!r:.200}; each must be a number that "
+            "float32 can hold"
+        ) from err
 
 
 class _Turns:

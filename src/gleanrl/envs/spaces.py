@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import ACTION, OBSERVATION, Key
+from gleanrl.core.errors import ConfigError, PolicyError
+from gleanrl.core.keys import ACTION, OBSERVATION, Key, format_key
 from gleanrl.core.layout import Field
 from gleanrl.core.protocols import Array, Spec, Window
 from gleanrl.envs.specs import Binary, Bounded, Categorical, MultiCategorical, OneHot, TensorSpec
@@ -43,7 +43,12 @@ class Leaf:
         return value
 
 
-def _walk(space: gym.Space[Any], key: Key, path: Path) -> list[Leaf]:
+def space_leaves(space: gym.Space[Any], key: Key, path: Path = ()) -> list[Leaf]:
+    """Return the leaves of a space that is under ``key``.
+
+    Raises:
+        ConfigError: a space without fixed shape.
+    """
     parts: Iterable[tuple[str | int, gym.Space[Any]]]
     if isinstance(space, spaces.Dict):
         parts = space.spaces.items()
@@ -57,7 +62,9 @@ def _walk(space: gym.Space[Any], key: Key, path: Path) -> list[Leaf]:
             "wrap the environment to return arrays, or give it as a TensorDict environment"
         )
     return [
-        leaf for name, inner in parts for leaf in _walk(inner, (*key, str(name)), (*path, name))
+        leaf
+        for name, inner in parts
+        for leaf in space_leaves(inner, (*key, str(name)), (*path, name))
     ]
 
 
@@ -68,7 +75,7 @@ def observation_leaves(space: gym.Space[Any]) -> tuple[Leaf, ...]:
         ConfigError: a space without fixed shape, or a ``Dict`` entry with a reserved name.
     """
     root: Key = () if isinstance(space, spaces.Dict) else OBSERVATION
-    leaves = tuple(_walk(space, root, ()))
+    leaves = tuple(space_leaves(space, root))
     taken = sorted({leaf.key[0] for leaf in leaves} & RESERVED)
     if taken:
         raise ConfigError(
@@ -137,7 +144,7 @@ class Actions:
         Raises:
             ConfigError: a space without fixed shape, or with nothing in it.
         """
-        self._leaves = _walk(space, ACTION, ())
+        self._leaves = space_leaves(space, ACTION)
         if not self._leaves:
             raise ConfigError(
                 f"the action space {space} has nothing to choose; "
@@ -149,6 +156,11 @@ class Actions:
         self.fields = tuple(
             Field(key, tuple(spec.shape), spec.dtype) for key, spec in specs.items()
         )
+        self._limits = [
+            (field, limits)
+            for leaf, field in zip(self._leaves, self.fields, strict=True)
+            if (limits := _limits(leaf.space, field)) is not None
+        ]
         self._stepwise = [spec.stepwise for spec in specs.values()] == [True]
         self._decoders = [_decoder(leaf.space, categorical, batched) for leaf in self._leaves]
         self._decode = self._decoders[0]
@@ -181,6 +193,36 @@ class Actions:
         values = {leaf.path: part for leaf, part in zip(self._leaves, parts, strict=True)}
         return rebuild(self._space, (), values)
 
+    def check(self, start: int, stop: int, cause: BaseException | None = None) -> None:
+        """Check the actions in rows ``start`` to ``stop``, once the environments had them.
+
+        Args:
+            start: The first row.
+            stop: The row behind the last one.
+            cause: What an environment raised about them.
+
+        Raises:
+            PolicyError: an index outside of its discrete space; floats are the environment's to
+                judge.
+        """
+        for field, limits in self._limits:
+            values = self._window.array(field.key)[:, start:stop]
+            outside = values.view(limits.dtype) >= limits
+            if outside.any():
+                env, t, *_ = np.argwhere(outside)[0]
+                raise _out_of_range(
+                    field, limits, env, values[env, t], f" at step {t + start} of the rollout"
+                ) from cause
+
+    def check_values(self, arrays: Sequence[Array]) -> None:
+        """Check actions, ``[P, ...]`` for each action key; see `check`."""
+        for field, limits in self._limits:
+            values = arrays[self.fields.index(field)]
+            outside = values.view(limits.dtype) >= limits
+            if outside.any():
+                env = np.argwhere(outside)[0][0]
+                raise _out_of_range(field, limits, env, values[env], "")
+
     def random(self, t: int) -> None:
         """Write random actions into row ``t``."""
         if self._stepwise:
@@ -193,6 +235,30 @@ class Actions:
             return
         for key, spec in self.specs.items():
             self._window.tensor_rows(key)[t].copy_(spec.rand((self._envs,)))
+
+
+def _limits(space: gym.Space[Any], field: Field) -> Array | None:
+    """Return the first index that is none, for each entry of a discrete action.
+
+    It has an unsigned dtype: seen with that, a negative index is beyond all limits.
+    """
+    if isinstance(space, spaces.Discrete):
+        limits: Any = space.n if field.shape == () else 2
+    elif isinstance(space, spaces.MultiDiscrete):
+        limits = space.nvec
+    elif isinstance(space, spaces.MultiBinary):
+        limits = 2
+    else:
+        return None
+    return np.asarray(limits, f"u{field.numpy_dtype.itemsize}")
+
+
+def _out_of_range(field: Field, limits: Array, env: int, value: Any, when: str) -> PolicyError:
+    most = (limits.astype(np.int64) - 1).tolist()
+    return PolicyError(
+        f"environment {env} was given {format_key(field.key)} {value.tolist()}{when}; it takes 0 "
+        f"to {most}"
+    )
 
 
 def rebuild(space: gym.Space[Any], path: Path, values: Mapping[Path, Any]) -> Any:

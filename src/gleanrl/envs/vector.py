@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import check_int
@@ -89,7 +89,12 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
 
     def _advance(self, t: int) -> Mapping[str, Any]:
         """Step with the actions in row ``t``, keep what comes back, and return ``infos``."""
-        result = self._step(self._actions.read(t))
+        try:
+            result = self._step(self._actions.read(t))
+        except Exception as err:
+            note(err, f"the vector environment raised this at step {t} of the rollout")
+            self._actions.check(t, t + 1, err)
+            raise
         infos: Mapping[str, Any]
         try:
             observation, reward, terminated, truncated, infos = result
@@ -113,9 +118,11 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
 
         Raises:
             EnvError: a finite reward that overflows float32.
+            PolicyError: a discrete action was out of range.
         """
         if self._unsettled:
             self._settle()
+        self._actions.check(0, steps)
         self._outcomes.finish(self._window, steps)
 
     # -- resets ----------------------------------------------------------------------------------

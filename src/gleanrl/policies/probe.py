@@ -18,9 +18,10 @@ from tensordict.nn import (
 from torch import distributions as D
 from torch import nn
 
-from gleanrl.core.errors import PolicyError, PolicyTypeError
+from gleanrl.core.errors import PolicyError, PolicyTypeError, note
 from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, as_keys, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
+from gleanrl.core.options import users_stacklevel
 from gleanrl.policies.adapt import Adapted
 from gleanrl.policies.diagnosis import diagnose
 from gleanrl.policies.inspect import children_of, modules_of, selects, units_of
@@ -277,7 +278,7 @@ def learn(
             f"the policy gives indices as {', '.join(indices)}; the environment was made with "
             "categorical_action_encoding=False and wants one-hot vectors; they are converted",
             UserWarning,
-            stacklevel=2,
+            stacklevel=users_stacklevel(),
         )
         converted = replace(adapted, call=IndexToOneHot(adapted, wanted))
         return learn(policy, converted, env, root, exploration, as_written=as_written)
@@ -446,7 +447,10 @@ def _first_call(
             result = run(guess)
         except PolicyError:
             raise
-        except _FAILURES as err:
+        except Exception as err:
+            note(err, "the policy raised this in its first call, on what the first reset gave")
+            if not isinstance(err, _FAILURES):
+                raise
             failure = failure or err
             continue
         after = ((fed(result, key), value) for key, value in guess.items())

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ConfigError, note
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
@@ -20,11 +20,21 @@ from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
 
 
-def dense(env: Env, policy: Policy, tracker: Tracker, steps: int, stop: Stop) -> int:
-    """Take ``steps`` steps into the window all three are bound to; return the steps taken."""
-    act, step = policy.act, env.step
+def dense(
+    act: Callable[[int], None],
+    step: Callable[[int, Sequence[int]], Sequence[int]],
+    policy: Policy,
+    tracker: Tracker,
+    steps: int,
+    stop: Stop,
+) -> int:
+    """Take ``steps`` steps into the window that all are bound to; return the steps taken."""
     for t in range(steps):
-        act(t)
+        try:
+            act(t)
+        except Exception as err:
+            note(err, f"the policy raised this at step {t} of the rollout")
+            raise
         ended = step(t, tracker.due(t) if t == tracker.next_due else ())
         if ended:
             tracker.end(t, ended)
@@ -93,7 +103,9 @@ class DenseRollout(BaseSource):
             self.tracker.begin(window, self._next_root)
             self._env.begin(window, self._next_root)
             policy.begin(window, self._next_root)
-            taken = dense(self._env, policy, self.tracker, steps, stop)
+            act, step = self._clock.begin(policy.act, self._env.step)
+            taken = dense(act, step, policy, self.tracker, steps, stop)
+            times = self._clock.end()
             self._env.finish(taken)
             policy.finish(taken)
             if taken < window.steps:
@@ -101,7 +113,13 @@ class DenseRollout(BaseSource):
                     last = window.tensor(field.key)[:, taken : taken + 1]
                     self._next_root.tensor(field.key).copy_(last)
             self._plan.finish(window, self.tracker, taken, self.policy_version)
-        return Report(taken, taken * window.envs, self.policy_version)
+        return Report(
+            taken,
+            taken * window.envs,
+            self.policy_version,
+            episodes=self.tracker.episodes,
+            times=times,
+        )
 
     def explain(self) -> str:
         """Say which path every part takes, and why."""

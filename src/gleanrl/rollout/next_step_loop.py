@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gleanrl.core.errors import note
 from gleanrl.core.keys import (
     DONE,
     MASK,
@@ -111,17 +112,20 @@ class ResetTracker:
 
 
 def next_step(
-    pool: Pool,
-    policy: Policy,
+    act: Callable[[int], None],
+    step: Callable[[int], None],
     follow: Callable[[int], None] | None,
     first: int,
     last: int,
     stop: Stop,
 ) -> int:
-    """Take raw steps ``first`` to ``last`` into the log both are bound to; return the end."""
-    act, step = policy.act, pool.step
+    """Take raw steps ``first`` to ``last`` into the log that both are bound to; return the end."""
     for t in range(first, last):
-        act(t)
+        try:
+            act(t)
+        except Exception as err:
+            note(err, f"the policy raised this at step {t} of the rollout")
+            raise
         step(t)
         if follow is not None:
             follow(t)
@@ -166,13 +170,21 @@ class NextStepRollout(DenseRollout):
             self._pool.begin(log.window, log.next_root)
             policy.begin(log.window, log.next_root)
             taken, ready = self._fill(policy, log, steps, stop)
+            times = self._clock.end()
             self._pool.finish(taken)
             policy.finish(taken)
             self._resets.finish(taken)
             log.append(taken, self.policy_version)
             self._deliver(window, log, ready)
         discarded, self._discarded = self._discarded, 0
-        return Report(ready, ready * window.envs, self.policy_version, discarded)
+        return Report(
+            ready,
+            ready * window.envs,
+            self.policy_version,
+            discarded,
+            episodes=self.tracker.episodes,
+            times=times,
+        )
 
     def _fill(self, policy: Policy, log: StepLog, steps: int, stop: Stop) -> tuple[int, int]:
         """Step until every environment has ``steps`` transitions, or some once stopped.
@@ -181,10 +193,11 @@ class NextStepRollout(DenseRollout):
             Raw steps taken, and transitions every environment has.
         """
         taken, goal, follow = 0, steps, self._resets.begin(policy, log)
+        act, step = self._clock.begin(policy.act, self._pool.step)
         ready = int(log.counts(0).min())
         while ready < goal:
             end = taken + goal - ready
-            taken = next_step(self._pool, policy, follow, taken, end, stop)
+            taken = next_step(act, step, follow, taken, end, stop)
             ready = int(log.counts(taken).min())
             if stop[0]:
                 goal = max(1, min(goal, ready))

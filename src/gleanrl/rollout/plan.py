@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from gleanrl.core.keys import (
     is_private,
     next_key,
 )
-from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout
+from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout, numpy_dtype
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Array, Policy, Window
 from gleanrl.memory.arena import RolloutWindow
@@ -37,6 +37,8 @@ class _Bound:
     flags: list[Array]
     firsts: list[tuple[torch.Tensor, Key]]
     ids: Array | None
+    rewards: Callable[[], Array]
+    """Returns one reward per frame, ``[P, T]``."""
 
 
 class RolloutPlan:
@@ -51,6 +53,7 @@ class RolloutPlan:
         *,
         dones: Sequence[DoneGroup],
         finite: Container[Key],
+        rewards: Sequence[Field],
         root_fields: tuple[Field, ...] = (),
         groups: tuple[Group, ...] = (),
     ) -> None:
@@ -63,6 +66,7 @@ class RolloutPlan:
             options: What the user asked for.
             dones: The environment's end flags.
             finite: Keys of observations and rewards, without ``"next"``.
+            rewards: The rewards, their keys without ``"next"``.
             root_fields: Root fields that pass from one rollout to the next in rows.
             groups: Nested parts with a batch size of their own.
 
@@ -74,6 +78,7 @@ class RolloutPlan:
         # Windows come back rollout after rollout; what begin and finish touch is looked up once.
         self._bound: WeakKeyDictionary[Window, _Bound] = WeakKeyDictionary()
         self._groups = end_groups(options, dones)
+        self._rewards = [next_key(field.key) for field in rewards]
         self.root_fields = root_fields
         self._flags = [
             Field(key, group.shape, torch.bool) for group in self._groups for key in group.keys()
@@ -112,6 +117,7 @@ class RolloutPlan:
             options,
             dones=env.dones,
             finite={field.key for field in (*env.observations, *env.rewards)},
+            rewards=env.rewards,
             root_fields=root_fields,
         )
 
@@ -167,6 +173,7 @@ class RolloutPlan:
             flags=[window.array(key) for key in keys],
             firsts=[(window.tensor(field.key)[:, 0], field.key) for field in self.root_fields],
             ids=window.array(TRAJ_IDS) if self._options.track_traj_ids else None,
+            rewards=_frame_rewards([window.tensor(key) for key in self._rewards]),
         )
 
     def finish(self, window: Window, tracker: Tracker, steps: int, version: int) -> None:
@@ -177,7 +184,8 @@ class RolloutPlan:
         counts = None
         if options.max_frames_per_traj is not None:
             counts = np.zeros((window.envs, window.steps + 1), np.int64)
-        tracker.finish(steps, self._bound[window].ids, counts)
+        bound = self._bound[window]
+        tracker.finish(steps, bound.rewards(), bound.ids, counts)
         if counts is not None:
             window.array(STEP_COUNT)[:, :steps, 0] = counts[:, :steps]
             window.array(next_key(STEP_COUNT))[:, :steps, 0] = counts[:, :steps] + 1
@@ -205,6 +213,24 @@ class RolloutPlan:
                     f"environment {env} returned {values[env, step].flatten()[:4].tolist()} as "
                     f"{format_key(field.key)} at step {step} of the rollout (check_finite=True)"
                 )
+
+
+def _frame_rewards(rewards: Sequence[torch.Tensor]) -> Callable[[], Array]:
+    """Return what gives one reward per frame: the mean where there are several (of agents, say).
+
+    Args:
+        rewards: ``[P, T, ...]`` each.
+    """
+    if len(rewards) == 1 and rewards[0].shape[2:] == (1,) and numpy_dtype(rewards[0].dtype):
+        single = rewards[0].numpy()[:, :, 0]
+        return lambda: single
+    return lambda: mean_rewards(rewards, 2)
+
+
+def mean_rewards(rewards: Sequence[torch.Tensor], dims: int) -> Array:
+    """Return the mean of all ``rewards`` over what is behind their first ``dims`` dimensions."""
+    flat = [r.detach().to("cpu", torch.float64).reshape(*r.shape[:dims], -1) for r in rewards]
+    return torch.cat(flat, -1).mean(-1).numpy()
 
 
 def end_groups(options: RolloutOptions, dones: Iterable[DoneGroup]) -> tuple[DoneGroup, ...]:

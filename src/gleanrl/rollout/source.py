@@ -16,6 +16,7 @@ from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Env, Pool
 from gleanrl.core.streams import preserved
 from gleanrl.envs.tensordict import TensorDictHandle
+from gleanrl.rollout.step_clock import StepClock
 from gleanrl.rollout.streams import Streams
 from gleanrl.rollout.tracker import Tracker
 from gleanrl.weights.snapshot import Shapes, check_weights, cloned, load_weights, shapes_of
@@ -47,6 +48,7 @@ class BaseSource:
         self.policy = user_policy
         self.streams = Streams()
         self.streams.begin(options.stream)
+        self._clock = StepClock()
         self.policy_version = 0
         self.inconsistent = False
         """Whether something failed half-way: environments and counters no longer agree."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from gleanrl.core.errors import EnvError
+from gleanrl.core.errors import EnvError, note
 from gleanrl.core.keys import (
     IS_INIT,
     MASK,
@@ -41,7 +41,7 @@ from gleanrl.memory.arena import RolloutWindow, batch_rows
 from gleanrl.memory.trees import copied, groups_of, stacked, tensordict_over, time_named
 from gleanrl.policies.policy import Actor
 from gleanrl.policies.probe import leaves
-from gleanrl.rollout.plan import RolloutPlan, check_options, end_groups
+from gleanrl.rollout.plan import RolloutPlan, check_options, end_groups, mean_rewards
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
 
@@ -122,6 +122,7 @@ class TensorDictRollout(BaseSource):
         self.tracker = Tracker(envs, options.max_frames_per_traj)
         # The tracker looks for "is_init" rows, which are part of the steps here.
         self._no_rows = RolloutWindow({}, envs, 1)
+        self._rewards = [next_key(key) for key, _ in spec_leaves(env.full_reward_spec)]
         self._finite = {
             key
             for spec in (env.full_observation_spec, env.full_reward_spec)
@@ -176,24 +177,43 @@ class TensorDictRollout(BaseSource):
                 self._plan.begin(window, self._no_rows)
             self.tracker.begin(self._no_rows, self._no_rows)
             self._handle.begin()
-            taken = self._loop(act, steps, stop)
+            act, step = self._clock.begin(act, self._handle.step)
+            taken = self._loop(act, step, steps, stop)
+            times = self._clock.end()
             if policy is not None:
                 policy.finish()
             payload = self._finish(window, taken, steps)
-        return Report(taken, taken * self.num_envs, self.policy_version, payload=payload)
+        return Report(
+            taken,
+            taken * self.num_envs,
+            self.policy_version,
+            payload=payload,
+            episodes=self.tracker.episodes,
+            times=times,
+        )
 
     # -- one step --------------------------------------------------------------------------------
 
-    def _loop(self, act: Callable[[], None], steps: int, stop: Stop) -> int:
+    def _loop(
+        self, act: Callable[[], None], step: Callable[..., Sequence[int]], steps: int, stop: Stop
+    ) -> int:
         handle, tracker, recorder = self._handle, self.tracker, self._recorder
         follow = (
             self._follow if self._actor.policy_written_state or self._actor.needs_is_init else None
         )
-        before, after, step = recorder.before, recorder.after, handle.step
+        before, after = recorder.before, recorder.after
         for t in range(steps):
-            act()
+            try:
+                act()
+            except Exception as err:
+                note(err, f"the policy raised this at step {t} of the rollout")
+                raise
             before(handle.root)
-            ended = step(tracker.due(t) if t == tracker.next_due else (), after)
+            try:
+                ended = step(tracker.due(t) if t == tracker.next_due else (), after)
+            except Exception as err:
+                note(err, f"{type(handle.env).__name__} raised this at step {t} of the rollout")
+                raise
             if follow is not None:
                 follow()
             if ended:
@@ -292,7 +312,7 @@ class TensorDictRollout(BaseSource):
         batch = time_named(self._delivered(stack), len(self._batch))
         ids = np.zeros((self.num_envs, steps), np.int64)
         counts = np.zeros((self.num_envs, steps + 1), np.int64)
-        self.tracker.finish(valid, ids, counts)
+        self.tracker.finish(valid, self._payload_rewards(taken), ids, counts)
         if options.track_traj_ids:
             batch.set(TRAJ_IDS, self._shaped(ids))
         self._add_flags(batch)
@@ -310,6 +330,14 @@ class TensorDictRollout(BaseSource):
         if options.set_truncated:
             self._truncate(batch, valid - 1)
         return batch
+
+    def _payload_rewards(self, steps: list[TensorDictBase]) -> Array:
+        """Return one reward per frame, ``[P, T]``; steps need not be alike."""
+        size, found = len(self._batch), []
+        for step in steps:
+            rewards = [step.get(key) for key in self._rewards]
+            found.append(mean_rewards(rewards, size).reshape(-1))
+        return np.stack(found, 1)
 
     def _add_flags(self, batch: TensorDictBase) -> None:
         """Add flags that steps lack: at the root they are down, others follow from each other."""
@@ -455,6 +483,7 @@ def expect(
         options,
         dones=layout.dones,
         finite={field.key for field in (*layout.observations, *layout.rewards)},
+        rewards=layout.rewards,
         groups=tuple(_groups(env, root, size)),
     )
     unset = plan.flags - flags

@@ -10,6 +10,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import IS_INIT
+from gleanrl.core.messages import NO_EPISODES
 from gleanrl.core.protocols import Array, Window
 
 _NEVER = np.iinfo(np.int64).max
@@ -31,6 +32,10 @@ class Tracker:
         self._episode = np.zeros(envs, np.int64)
         self._age = np.zeros(envs, np.int64)
         """Steps each environment has taken in its running episode, at rollout start."""
+        self._return = np.zeros(envs)
+        """The sum of their rewards."""
+        self.episodes: Array = NO_EPISODES
+        """Return and length of each episode that ended in the last rollout, as `Report` has it."""
         self._due = np.full(envs, _NEVER)
         self._ended: list[int] = []
         self._ended_at: list[int] = []
@@ -76,17 +81,20 @@ class Tracker:
         ended = ends // steps
         self._all_ends = ended, ends - ended * steps + 1
 
-    def finish(self, steps: int, ids: Array | None, counts: Array | None) -> None:
+    def finish(self, steps: int, rewards: Array, ids: Array | None, counts: Array | None) -> None:
         """Close a rollout of ``steps`` steps.
 
         Args:
             steps: Steps taken; may be less than the arrays hold.
+            rewards: ``[P, T]``, one per frame.
             ids: ``[P, T]`` int64, receives trajectory ids, -1 from ``steps`` on. Or ``None``.
             counts: ``[P, T + 1]`` int64, receives steps taken in the episode before each root row.
                 Or ``None``.
         """
+        if steps < rewards.shape[1]:
+            rewards = rewards[:, :steps]
         if not self._ended and self._all_ends is None:
-            self._finish_without_ends(steps, ids, counts)
+            self._finish_without_ends(steps, rewards, ids, counts)
             return
         envs = len(self._episode)
         rows, columns = self._all_ends or (
@@ -105,13 +113,36 @@ class Tracker:
             time = np.arange(steps + 1)
             started = np.where(begins, time, -self._age[:, None])
             counts[:, : steps + 1] = time - np.maximum.accumulate(started, 1)
+        self.episodes = self._add_up(begins, rewards)
         self._age += steps
         # Of several ends of one environment the last assignment stays: they come in step order.
         self._age[rows] = steps - columns
         self._episode += np.bincount(rows, minlength=envs)
 
-    def _finish_without_ends(self, steps: int, ids: Array | None, counts: Array | None) -> None:
+    def _add_up(self, begins: Array, rewards: Array) -> Array:
+        """Sum the rewards of every run of frames of one episode; return the episodes that ended."""
+        steps = rewards.shape[1]
+        ends = begins[:, 1:].reshape(-1)
+        last = begins[:, 1:].copy()
+        last[:, -1] = True
+        runs = np.flatnonzero(last) + 1
+        first = np.append(0, runs[:-1])
+        returns = np.add.reduceat(rewards.reshape(-1), first, dtype=np.float64)
+        lengths = runs - first
+        opening, closing = first % steps == 0, runs % steps == 0
+        returns[opening] += self._return
+        lengths[opening] += self._age
+        done = ends[runs - 1]
+        self._return = np.where(done[closing], 0.0, returns[closing])
+        order = np.argsort((runs[done] - 1) % steps, kind="stable")
+        return np.stack((returns[done], lengths[done]), 1)[order]
+
+    def _finish_without_ends(
+        self, steps: int, rewards: Array, ids: Array | None, counts: Array | None
+    ) -> None:
         """Do the same for a rollout in which no episode ended: most short ones."""
+        self.episodes = NO_EPISODES
+        self._return += np.add.reduce(rewards, 1, np.float64)
         if ids is not None:
             ids[:, :steps] = (self._episode * self._stride + self._index)[:, None]
             ids[:, steps:] = -1
@@ -126,6 +157,7 @@ class Tracker:
         chosen &= self._age > 0
         self._episode[chosen] += 1
         self._age[chosen] = 0
+        self._return[chosen] = 0
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the counters, ``[P]`` int64 each."""

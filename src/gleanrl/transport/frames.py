@@ -1,7 +1,7 @@
 """How messages are written as bytes: one frame each, its first byte says what it is.
 
     C numbers         collect into a window that was described before (from the learner)
-    R numbers         a rollout is done (from the worker)
+    R numbers         a rollout is done (from the worker); its episodes follow
     P head pickle     any other command or reply (both ways)
 
 and, on the connection of a node only:
@@ -27,13 +27,15 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import cloudpickle
+import numpy as np
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, WorkerDied, WorkerError, error_text
+from gleanrl.core.tracebacks import hide_frames
 
 T = TypeVar("T")
 _COLLECT = struct.Struct("=cqiiq?")
-_ROLLED = struct.Struct("=cqiqqqq")
+_ROLLED = struct.Struct("=cqiqqqq8d")
 _HEAD = struct.Struct("=cqi")
 """How every frame begins: its kind, the ticket, and in replies the worker (in commands, a slot)."""
 _C, _R, _P = b"C", b"R", b"P"
@@ -90,8 +92,8 @@ class CommandReader:
 def write_reply(reply: m.Reply, pickle: Callable[[Any], bytes] = cloudpickle.dumps) -> bytes:
     """Return the frame of ``reply``."""
     if isinstance(reply, m.Rolled) and reply.report.payload is None:
-        report = reply.report
-        return _ROLLED.pack(
+        report, times = reply.report, reply.report.times
+        head = _ROLLED.pack(
             _R,
             reply.ticket,
             reply.worker,
@@ -99,7 +101,16 @@ def write_reply(reply: m.Reply, pickle: Callable[[Any], bytes] = cloudpickle.dum
             report.frames,
             report.policy_version,
             report.discarded,
+            times.begin,
+            times.end,
+            times.env,
+            times.policy,
+            times.transfer,
+            times.wait,
+            times.taken,
+            times.weights,
         )
+        return head + report.episodes.tobytes() if len(report.episodes) else head
     return _HEAD.pack(_P, reply.ticket, reply.worker) + bytes(pickle(reply))
 
 
@@ -110,8 +121,12 @@ def read_reply(frame: bytes) -> m.Reply:
         Exception: what the user's objects raise when they are unpickled.
     """
     if frame[:1] == _R:
-        _, ticket, worker, steps, frames, version, discarded = _ROLLED.unpack(frame)
-        return m.Rolled(worker, ticket, m.Report(steps, frames, version, discarded))
+        _, ticket, worker, steps, frames, version, discarded, *times = _ROLLED.unpack_from(frame)
+        episodes = m.NO_EPISODES
+        if len(frame) > _ROLLED.size:
+            episodes = np.frombuffer(frame, offset=_ROLLED.size).reshape(-1, 2)
+        report = m.Report(steps, frames, version, discarded, None, episodes, m.Times(*times))
+        return m.Rolled(worker, ticket, report)
     reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
     return reply
 
@@ -148,6 +163,8 @@ class RemoteError:
     kind: str
     message: str
     traceback: str
+    """Without notes, which stay with the error."""
+    notes: tuple[str, ...] = ()
     passed_on: bool = False
     """Whether it was raised in a worker of the worker: ``message`` says where, and what it is."""
 
@@ -158,13 +175,17 @@ class RemoteError:
             pickled = cloudpickle.dumps((type(error), error.args, vars(error)))
         except Exception:  # whatever the user's exception does when pickled
             pickled = None
+        hide_frames(error)
         try:
-            text = "".join(traceback.format_exception(error))
+            lines = traceback.TracebackException.from_exception(error)
+            lines.__notes__ = []
+            text = "".join(lines.format())
         except Exception as err:
             text = f"(the traceback cannot be shown: {type(err).__name__})"
-        if isinstance(error, WorkerError) and error.headline:
-            return cls(pickled, type(error).__qualname__, error.headline, text, passed_on=True)
-        return cls(pickled, type(error).__qualname__, error_text(error), text)
+        notes = tuple(map(str, getattr(error, "__notes__", ())))
+        headline = error.headline if isinstance(error, WorkerError) else ""
+        message = headline or error_text(error)
+        return cls(pickled, type(error).__qualname__, message, text, notes, bool(headline))
 
 
 def frame_of(reply: m.Reply) -> bytes:
@@ -207,6 +228,8 @@ def raised(worker: int, remote: RemoteError) -> BaseException:
     text = f"{headline}\n\nTraceback in worker {worker}:\n{remote.traceback}"
     plain = WorkerError(text)
     plain.headline = headline
+    for note in remote.notes:
+        plain.add_note(note)
     if remote.error is None:
         return plain
     try:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from gleanrl.core.errors import ConfigError, WorkerDied
+from gleanrl.core.options import users_stacklevel
 from gleanrl.transport.handshake import Guest, HandshakeError, Introduction, Invitation
 from gleanrl.transport.launchers import Launcher
 
@@ -49,7 +50,9 @@ def listen(host: str, ports: Sequence[int]) -> socket.socket:
             ) from err
         if port != ports[0]:
             warnings.warn(
-                f"port {ports[0]} is taken; nodes connect to {port} instead", UserWarning, 3
+                f"port {ports[0]} is taken; nodes connect to {port} instead",
+                UserWarning,
+                stacklevel=users_stacklevel(),
             )
         return listener
     raise ConfigError("no port to listen for nodes on was given")

@@ -20,6 +20,7 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, WorkerDied
 from gleanrl.core.messages import WeightsRef, WindowRef
+from gleanrl.core.options import users_stacklevel
 from gleanrl.core.protocols import Array, SourceFactory
 from gleanrl.memory.arena import RolloutWindow
 from gleanrl.memory.slab import packed
@@ -74,7 +75,7 @@ class Session:
                     f"ray_init_config ({dict(config)}) has no effect: this process is connected "
                     "to Ray already",
                     UserWarning,
-                    stacklevel=2,
+                    stacklevel=users_stacklevel(),
                 )
             if self._node is not None:
                 self._users.add(id(user))
@@ -135,7 +136,7 @@ def check_room(options: Sequence[Mapping[str, Any]]) -> None:
                 f"{there.get(resource, 0.0):g}: those that do not fit wait for more; lower "
                 f"{option} in remote_configs (0 is allowed)",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=users_stacklevel(),
             )
 
 

@@ -32,6 +32,7 @@ from torch.distributed import autograd, rpc
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError
+from gleanrl.core.options import users_stacklevel
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.memory.arena import RolloutWindow
 from gleanrl.transport.frames import WEIGHTS, CommandReader, InOrder, frame_of, head_of, key_frame
@@ -233,7 +234,7 @@ def warn_of_strangers(address: str) -> None:
         f"{interface} ({address}), here and on all nodes, and asks for no secret: keep others off "
         "that network with a firewall, or use DistributedCollector, which authenticates first",
         UserWarning,
-        stacklevel=2,
+        stacklevel=users_stacklevel(),
     )
 
 

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, Protocol
 
 import cloudpickle
@@ -57,6 +58,8 @@ class Worker:
         self._serials: dict[str, int] = {}
         self._newest, self._version = 0, 0
         self.source: Source = factory(index)
+        self._waited, self._idle_since, self._counted_until = 0.0, monotonic(), 0.0
+        self._loading = 0.0
 
     def ready(self) -> m.Ready:
         """Say what one step looks like."""
@@ -64,14 +67,35 @@ class Worker:
 
     def handle(self, ticket: int, command: m.Command) -> m.Reply:
         """Carry out ``command``; what the user's code raises becomes a `Failed` reply."""
+        began = monotonic()
+        self._waited += began - self._idle_since
         try:
             if not isinstance(command, m.Bind | m.Load | m.Close):
                 self._refresh()  # whoever asks for the state gets what was published before
             if isinstance(command, m.Collect):
-                return m.Rolled(self._index, ticket, self._collect(command))
+                report = self._collect(command)
+                self._complete(report.times, began)
+                return m.Rolled(self._index, ticket, report)
             return m.Done(self._index, ticket, self._other(command))
         except Exception as err:
             return m.Failed(self._index, ticket, err)
+        finally:
+            self.answered()
+
+    def answered(self) -> None:
+        """Note that the answer is on its way: from now on the worker waits."""
+        self._idle_since = monotonic()
+
+    def _complete(self, times: m.Times, began: float) -> None:
+        """Say where the seconds since the last rollout went that the source knows nothing of."""
+        now = monotonic()
+        if not self._counted_until:  # before the first rollout there was nothing to do
+            self._waited, self._counted_until = 0.0, began
+        total, self._counted_until = now - self._counted_until, now
+        times.wait, self._waited = self._waited, 0.0
+        times.weights, self._loading = self._loading, 0.0
+        times.taken = began
+        times.transfer = max(0.0, total - times.wait - times.env - times.policy)
 
     def _refresh(self) -> None:
         if self._receiver is not None:
@@ -89,12 +113,14 @@ class Worker:
 
     def _load(self, snapshot: m.Snapshot) -> None:
         """Load what is newer than what was loaded: messages and memory may overtake each other."""
+        began = monotonic()
         serial, models = snapshot.serial, snapshot.models
         version = snapshot.version if serial >= self._newest else self._version
         newer = {name: w for name, w in models.items() if serial >= self._serials.get(name, 0)}
         self.source.load(m.Snapshot(version, newer, serial))
         self._newest, self._version = max(serial, self._newest), version
         self._serials.update(dict.fromkeys(newer, serial))
+        self._loading += monotonic() - began
 
     def _other(self, command: m.Command) -> Any:
         source = self.source
@@ -257,6 +283,7 @@ def serve(boot: Boot, endpoint: Endpoint) -> None:
         if not isinstance(command, m.Collect):
             endpoint.answer(m.Begun(boot.worker, ticket))
         endpoint.answer(worker.handle(ticket, command))
+        worker.answered()
         if isinstance(command, m.Close):
             return
 

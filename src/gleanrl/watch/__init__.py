@@ -1,1 +1,1 @@
-"""Views of a running or finished collection."""
+"""What users see of collection while it goes on: rates, returns, workers' time, progress."""

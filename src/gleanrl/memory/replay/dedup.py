@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import Key, NestedKey, as_key, format_key, next_key
+from gleanrl.core.keys import END_FLAGS, Key, NestedKey, as_key, format_key, next_key
 from gleanrl.memory.replay.ring import STEP, Reservation, RingIndex, Words
 from gleanrl.memory.replay.rows import RowLayout, Rows
 
@@ -60,7 +60,7 @@ def _chosen(layout: RowLayout, compact: bool | Sequence[NestedKey]) -> tuple[Key
     ]
     if isinstance(compact, bool):
         large = [key for key in twins if fields[key].nbytes > _LINK_BYTES]
-        chosen = tuple(key for key in large if fields[key].dtype != torch.bool)
+        chosen = tuple(key for key in large if key[-1] not in END_FLAGS)
     else:
         chosen = tuple(as_key(key) for key in compact)
         for key in chosen:

@@ -181,4 +181,4 @@ def all_cases() -> list[Case]:
     ]
 
 
-SUITE = Suite("benchmarks.training", all_cases, alone=True, rounds=7, seconds=3.0)
+SUITE = Suite("benchmarks.training_rates", all_cases, alone=True, rounds=7, seconds=3.0)

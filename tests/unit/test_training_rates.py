@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 from benchmarks import policies
-from benchmarks.cases.training import all_cases
+from benchmarks.cases.training_rates import all_cases
 from benchmarks.harness import run_case
 from benchmarks.systems import training
 from benchmarks.systems.ours import inline
@@ -18,7 +18,7 @@ from torch.distributions import Categorical
 )
 def test_loops_of_the_benchmark_train(name, peers, monkeypatch):
     for size, count in {"ENVS": 2, "STEPS": 16, "DQN_ENVS": 2, "DQN_STEPS": 4}.items():
-        monkeypatch.setattr(f"benchmarks.cases.training.{size}", count)
+        monkeypatch.setattr(f"benchmarks.cases.training_rates.{size}", count)
     (case,) = (case for case in all_cases() if case.name == name)
     if not peers:
         case = dataclasses.replace(case, references=[])

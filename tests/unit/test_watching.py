@@ -1,0 +1,236 @@
+"""What `stats()` says of collection: episodes, rates, and where the time of workers went."""
+
+import csv
+import gc
+import math
+import threading
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from gleanrl import CSVLogger, TensorBoardLogger
+from gleanrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from gleanrl.data import LazyTensorStorage, ReplayBuffer
+
+SHARES = ("time_env", "time_policy", "time_transfer", "time_wait")
+
+
+class Counting(gym.Env):
+    """Ends after ``length`` steps, each of which is worth its number."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, length=5, truncates=False):
+        self.length, self.truncates, self.taken = length, truncates, 0
+
+    def reset(self, *, seed=None, options=None):
+        self.taken = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.taken += 1
+        over = self.taken == self.length
+        ended = (over and not self.truncates, over and self.truncates)
+        return np.zeros(1, np.float32), float(self.taken), *ended, {}
+
+
+def check_against(collector, batches):
+    running, ended = {}, []
+    for batch in batches:
+        rows = batch.reshape(-1, batch.shape[-1])
+        for step in rows.unbind(1):
+            after = step["next"]
+            ids, rewards, done = step["collector", "traj_ids"], after["reward"], after["done"]
+            for i, reward, over in zip(ids.tolist(), rewards.tolist(), done.tolist(), strict=True):
+                running.setdefault(i, []).append(reward[0])
+                if over[0]:
+                    ended.append(running.pop(i))
+    stats = collector.stats()
+    assert stats["episodes"] == len(ended) > 0
+    last = ended[-100:]
+    assert stats["return_mean"] == pytest.approx(np.mean([sum(rewards) for rewards in last]))
+    assert stats["length_max"] == max(map(len, last))
+    assert sum(stats[name] for name in SHARES) == pytest.approx(1)
+    assert stats["fps"] > 0
+    return stats
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("envs", [1, 3])
+def test_returns_and_lengths_are_those_of_the_batches(envs, fast):
+    with Collector(
+        "CartPole-v1", num_envs=envs, frames_per_batch=6 * envs, total_frames=720, fast=fast
+    ) as collector:
+        assert math.isnan(collector.stats()["return_mean"])
+        check_against(collector, collector)
+
+
+def test_pools_are_counted_without_their_resets():
+    env = gym.make_vec("CartPole-v1", num_envs=3)
+    with Collector(env, frames_per_batch=12, total_frames=720) as collector:
+        check_against(collector, collector)
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_workers_are_added_up_and_told_apart(kind):
+    with kind(["CartPole-v1"] * 2, frames_per_batch=100, total_frames=600) as collector:
+        stats = check_against(collector, [batch.clone() for batch in collector])
+        workers = collector.stats("per_worker")
+    assert stats["episodes"] == sum(workers[f"worker_{i}/episodes"] for i in (0, 1))
+    assert stats["lag"] == 0
+
+
+def test_episodes_that_run_over_batches_keep_their_rewards():
+    with Collector(Counting, frames_per_batch=2, total_frames=12) as collector:
+        for _ in collector:
+            pass
+        stats = collector.stats()
+    assert (stats["episodes"], stats["return_min"], stats["return_max"]) == (2, 15, 15)
+    assert (stats["length_min"], stats["length_max"]) == (5, 5)
+
+
+def test_a_reset_drops_what_running_episodes_have():
+    with Collector(Counting, frames_per_batch=3, total_frames=9) as collector:
+        for _ in collector:
+            collector.reset()
+        assert collector.stats()["episodes"] == 0
+    with Collector(
+        Counting, frames_per_batch=7, total_frames=21, reset_at_each_iter=True
+    ) as collector:
+        for _ in collector:
+            pass
+        stats = collector.stats()
+    assert (stats["episodes"], stats["return_mean"]) == (3, 15)
+
+
+def test_episodes_that_were_cut_count():
+    with Collector(
+        Counting, frames_per_batch=10, total_frames=20, max_frames_per_traj=2
+    ) as collector:
+        for _ in collector:
+            pass
+        stats = collector.stats()
+    assert (stats["episodes"], stats["return_mean"], stats["length_mean"]) == (10, 3, 2)
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_frames_that_go_into_a_buffer_are_counted(workers):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    with Collector(
+        Counting,
+        frames_per_batch=10,
+        total_frames=60,
+        replay_buffer=buffer,
+        num_collectors=workers,
+        sync=None if workers is None else False,
+    ) as collector:
+        for _ in collector:
+            pass
+        stats = collector.stats()
+    assert (stats["episodes"], stats["return_mean"]) == (12, 15)
+
+
+def test_collectors_in_workers_report_what_theirs_do():
+    with MultiSyncCollector(
+        [Counting] * 2, collector_class=Collector, frames_per_batch=20, total_frames=60
+    ) as collector:
+        for _ in collector:
+            pass
+        stats = collector.stats()
+    assert (stats["episodes"], stats["return_mean"]) == (12, 15)
+    assert stats["time_env"] > 0
+
+
+# -- progress, loggers, repr -----------------------------------------------------------------------
+
+
+def progress_threads():
+    return [t for t in threading.enumerate() if t.name == "gleanrl-progress"]
+
+
+def test_progress_is_lines_without_a_terminal_and_the_last_says_all(capsys):
+    with Collector(Counting, frames_per_batch=10, total_frames=20, progress="count") as collector:
+        for _ in collector:
+            pass
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("count: 20/20 frames (100%), ")
+    assert "return 15.0" in last
+    assert not progress_threads()
+
+
+def test_progress_ends_with_construction_that_fails_and_with_the_collector():
+    def broken():
+        raise OSError("no such simulator")
+
+    with pytest.raises(OSError, match="simulator"):
+        Collector(broken, frames_per_batch=10, progress=True)
+    assert not progress_threads()
+    collector = Collector(Counting, frames_per_batch=10, progress=True)
+    next(iter(collector))
+    del collector
+    gc.collect()
+    assert not progress_threads()
+
+
+def test_stats_are_logged_after_every_batch(tmp_path):
+    seen, path = [], tmp_path / "logs" / "stats.csv"
+    for _ in range(2):  # the second run continues the file
+        with Collector(
+            Counting,
+            frames_per_batch=10,
+            total_frames=20,
+            logger=[seen.append, CSVLogger(path), CSVLogger(tmp_path / "few.csv", every_s=1e6)],
+        ) as collector:
+            for _ in collector:
+                pass
+    assert [stats["frames"] for stats in seen] == [10, 20, 10, 20]
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["frames"] for row in rows] == ["10", "20", "10", "20"]
+    assert rows[1]["return_mean"] == "15.0"
+    with (tmp_path / "few.csv").open() as file:  # the last one is written at the end
+        assert [row["frames"] for row in csv.DictReader(file)] == ["10", "20", "10", "20"]
+
+
+def test_curves_go_to_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Collector(
+        Counting, frames_per_batch=10, total_frames=20, logger=TensorBoardLogger(tmp_path)
+    ) as collector:
+        for _ in collector:
+            pass
+    events = EventAccumulator(str(tmp_path)).Reload()
+    points = events.Scalars("collector/return_mean")
+    assert [(point.step, point.value) for point in points] == [(10, 15.0), (20, 15.0)]
+
+
+def test_a_logger_that_raises_is_left_out_and_no_batch_is_lost():
+    def full(stats):
+        raise OSError("disk full")
+
+    with Collector(Counting, frames_per_batch=10, total_frames=20, logger=full) as collector:
+        with pytest.warns(UserWarning, match="not called any more, it raised OSError"):
+            batches = [batch.clone() for batch in collector]
+        assert len(batches) == 2
+    with pytest.raises(ValueError, match="logger \\(3\\) must be a callable"):
+        Collector(Counting, frames_per_batch=10, logger=3)
+
+
+def test_a_collector_says_what_it_is_and_what_it_does():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    with MultiAsyncCollector(
+        [Counting] * 2, frames_per_batch=10, total_frames=40, replay_buffer=buffer
+    ) as collector:
+        assert repr(collector) == "MultiAsyncCollector(workers=2, envs=2, frames=0/40, collecting)"
+        for _ in collector:
+            pass
+        assert "frames=40/40, completed" in repr(collector)
+    assert "closed" in repr(collector)
+    with Collector(Counting, frames_per_batch=10, replay_buffer=buffer) as collector:
+        collector.start()
+        assert "collecting in the background" in repr(collector)
+        with collector.pause():
+            assert "paused" in repr(collector)
