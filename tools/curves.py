@@ -12,6 +12,7 @@ import argparse
 import datetime
 import inspect
 import json
+import math
 import re
 import runpy
 import subprocess
@@ -84,6 +85,7 @@ def _rows(name: str, frames: int | None, seed: int) -> list[list[float]]:
 
 def _columns(rows: list[list[float]]) -> dict[str, list[float]]:
     """Return at most ``POINTS`` rows, the last one among them, by column, to five digits."""
+    rows = [row for row in rows if not math.isnan(row[1])]  # no episode had ended
     kept = rows[:: -(-len(rows) // POINTS)]
     kept += [] if kept[-1] is rows[-1] else [rows[-1]]
     columns = zip(COLUMNS, zip(*kept, strict=True), strict=True)
@@ -110,7 +112,7 @@ def draw(doc: dict[str, Any], path: Path) -> None:
     mean = np.mean([np.interp(frames, run["frames"], run["return"]) for run in runs], axis=0)
     axes.plot(frames, mean, color="#1b6e40", linewidth=2, label=f"mean of {len(runs)} seeds")
     axes.set_xlabel("frames")
-    axes.set_ylabel("mean return, latest episodes")
+    axes.set_ylabel("mean return")
     axes.set_title(f"examples/{doc['example']}.py, {doc['date']}", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize=8)

@@ -54,7 +54,7 @@ examples:
       act at random for 10,000 frames and print returns and speed
   gleanrl collect Pendulum-v1 --num-envs 8 --frames 100_000 --out data/pendulum
       keep the frames as a memory-mapped TensorDict; load them with
-      TensorDict.load_memmap("data/pendulum")
+      gleanrl.load_dataset("data/pendulum"); --format parquet or minari for others
   gleanrl collect CartPole-v1 --policy my_policy.py:make_policy --seed 0
       call make_policy() for the policy; the same seed gives the same frames
   gleanrl collect CartPole-v1 --workers 4 --num-envs 16
@@ -62,6 +62,10 @@ examples:
       no worker waits for another ('gleanrl bench' says what is fastest here)
   gleanrl collect CartPole-v1 --backend distributed --nodes 8 --launcher submitit --async
       eight Slurm jobs; with --backend ray, eight actors
+
+Frames of several environments are stored batch after batch; in a batch environment after
+environment, each with its steps in order. ("collector", "traj_ids") tells episodes apart, and
+modulo the number of environments it is the environment.
 
 Ctrl-C stops after the current step; what was collected until then is kept.
 """,
@@ -90,10 +94,11 @@ examples:
 examples:
   gleanrl inspect data/pendulum
   gleanrl inspect data/pendulum --plot pendulum.png
+  gleanrl inspect data/pendulum --play 3 --video pendulum.mp4
   gleanrl inspect data/pendulum --html pendulum.html
       returns, their distribution and episode lengths, to look at in a browser
 
-Nothing in the directory is executed or unpickled.
+Nothing in the directory is executed or unpickled; --play makes environments that are registered.
 """,
     ),
     "top": _Command(
