@@ -1,6 +1,6 @@
 """DQN on MinAtar's Breakout: two workers fill a replay buffer, this process learns from it.
 
-python examples/dqn.py [--frames 300000] [--seed 0]                          (pip install minatar)
+python examples/dqn.py [--frames 200000] [--seed 0]                          (pip install minatar)
 
 An observation is ``[10, 10, 4]`` bits, and is stored once. One of the four channels shows where the
 ball came from, so no frames are stacked; for Atari, return
@@ -69,7 +69,7 @@ def loss_of(actor: EpsilonGreedy, target: EpsilonGreedy, batch) -> Tensor:
     return nn.functional.smooth_l1_loss(value, wanted)
 
 
-def train(frames: int = 300_000, seed: int = 0) -> Iterator[dict]:
+def train(frames: int = 200_000, seed: int = 0) -> Iterator[dict]:
     """Train, and yield frames, mean return of the last 100 episodes and loss every 200 updates."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # the other cores are the workers'
@@ -119,7 +119,7 @@ def train(frames: int = 300_000, seed: int = 0) -> Iterator[dict]:
 def main() -> None:
     """Train and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--frames", type=int, default=300_000)
+    parser.add_argument("--frames", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
     for row in train(**vars(parser.parse_args())):
         print(f"{row['frames']:7d} frames  return {row['return']:6.2f}  loss {row['loss']:8.5f}")

@@ -12,6 +12,7 @@ import argparse
 import datetime
 import inspect
 import json
+import math
 import re
 import runpy
 import subprocess
@@ -84,6 +85,7 @@ def _rows(name: str, frames: int | None, seed: int) -> list[list[float]]:
 
 def _columns(rows: list[list[float]]) -> dict[str, list[float]]:
     """Return at most ``POINTS`` rows, the last one among them, by column, to five digits."""
+    rows = [row for row in rows if not math.isnan(row[1])]  # no episode had ended
     kept = rows[:: -(-len(rows) // POINTS)]
     kept += [] if kept[-1] is rows[-1] else [rows[-1]]
     columns = zip(COLUMNS, zip(*kept, strict=True), strict=True)

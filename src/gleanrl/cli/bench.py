@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gleanrl.cli.display import Display, print_table
+from gleanrl.cli.display import print_table
 from gleanrl.cli.main import INTERRUPTED
 from gleanrl.cli.options import BenchOptions
 from gleanrl.cli.policies import load_policy
@@ -20,6 +20,7 @@ from gleanrl.collectors import BaseCollector
 from gleanrl.core.errors import ConfigError, WorkerError
 from gleanrl.memory import tensor_files
 from gleanrl.recording.recorder import versions
+from gleanrl.watch.progress import Display
 
 _PILOT_STEPS = 4
 _PILOT_SECONDS = 0.3

@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 from tensordict import TensorDictBase
 
-from gleanrl.cli.display import Display, plural, print_table
+from gleanrl.cli.display import plural, print_table
 from gleanrl.cli.histogram import print_histogram
 from gleanrl.cli.main import INTERRUPTED
 from gleanrl.cli.options import CollectOptions
@@ -27,6 +27,7 @@ from gleanrl.recording import formats
 from gleanrl.recording.dataset import size
 from gleanrl.recording.episodes import EpisodeStats, describe_episodes
 from gleanrl.recording.recorder import Recorder, make_way
+from gleanrl.watch.progress import Display
 
 _RECENT = 100
 """Episodes that the display averages over."""
@@ -114,9 +115,15 @@ class Run:
             del batch
             self._seconds = time.perf_counter() - start
             text = describe_progress(self.stats, self.total, self._seconds)
-            display.show(self.stats.frames, text, f": {text}")
+            display.show(self.stats.frames, self._summary(), f": {text}")
             if interruptor.collection_stopped() and drained(collector):
                 break
+
+    def _summary(self) -> str:
+        """Return what stands beside the bar."""
+        recent = self.stats.recent(_RECENT)
+        found = "" if recent is None else f"  return {recent[0]:,.1f}"
+        return f"{self._rate:,.0f} frames/s{found}"
 
     @property
     def _rate(self) -> float:

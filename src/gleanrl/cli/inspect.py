@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.cli.display import plain, print_table
+from gleanrl.cli.display import print_table
 from gleanrl.cli.options import InspectOptions
 from gleanrl.cli.replay import play
 from gleanrl.core.errors import GleanError
@@ -16,6 +16,7 @@ from gleanrl.memory.tensor_files import dtype_name
 from gleanrl.recording.dataset import Dataset, size
 from gleanrl.recording.episodes import EpisodeStats, describe_episodes, total
 from gleanrl.watch.page import Page, Plot, Table, episode_plots, save
+from gleanrl.watch.progress import plain
 
 _SHOWN = ("env", "num_envs", "workers", "async", "policy", "seed", "command", "created", "versions")
 _WINDOW = 100
