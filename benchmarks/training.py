@@ -2,7 +2,7 @@
 
 Runs ``examples/ppo.py`` as it is, and with only its collector exchanged for TorchRL's, in turns,
 each in a fresh process. What counts is the seconds from the call of ``train``, so with starting the
-workers, until the mean return of the latest 100 episodes reaches the target.
+workers, until the mean return of the last 100 episodes reaches the target.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import datetime
 import json
 import runpy
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class TorchRLCollector:
         self._collector = MultiSyncCollector(
             workers, policy, **frames, **options, **peers.TORCHRL_SHORTCUTS
         )
+        self._returns: deque[float] = deque(maxlen=100)
         self.set_seed = self._collector.set_seed
         self.update_policy_weights_ = self._collector.update_policy_weights_
 
@@ -51,7 +53,17 @@ class TorchRLCollector:
         self._collector.shutdown()
 
     def __iter__(self) -> Any:
-        return iter(self._collector)
+        running: Any = 0.0
+        for batch in self._collector:
+            for step in batch["next"].unbind(-1):
+                running = running + step["reward"]
+                self._returns.extend(running[step["done"]].tolist())
+                running = running * ~step["done"]
+            yield batch
+
+    def stats(self) -> dict[str, float]:
+        """Return what the example asks for."""
+        return {"return_mean": sum(self._returns) / max(1, len(self._returns))}
 
 
 def run(system: str, seed: int, target: float, frames: int) -> dict[str, Any]:

@@ -94,7 +94,6 @@ def train(
     actor, critic = mlp(2), mlp(1)
     weights = [*actor.parameters(), *critic.parameters()]
     optimizer = torch.optim.Adam(weights, RATE, fused=True)
-    finished, running = [0.0], {}
 
     with DistributedCollector(
         ["CartPole-v1"] * nodes,
@@ -108,36 +107,22 @@ def train(
     ) as collector:
         collector.set_seed(seed)
         for number, batch in enumerate(collector, 1):
-            finished += returns(batch, running)
-            seen = number * batch.numel()
             loss = loss_of(actor, critic, batch)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(weights, 1.0)
-            optimizer.param_groups[0]["lr"] = RATE * max(0.0, 1 - seen / frames)
+            optimizer.param_groups[0]["lr"] = RATE * max(0.0, 1 - number * batch.numel() / frames)
             optimizer.step()
             collector.update_policy_weights_()  # rollouts that begin from now on use these weights
             if number % EVERY == 0:
                 age = collector.policy_version - batch["policy_version"].float().mean()
-                recent = finished[-100:]
+                stats = collector.stats()
                 yield {
-                    "frames": seen,
-                    "return": sum(recent) / len(recent),
+                    "frames": stats["frames"],
+                    "return": stats["return_mean"],
                     "loss": loss.item(),
                     "age": age.item(),
                 }
-
-
-def returns(batch: TensorDict, running: dict[int, float]) -> list[float]:
-    """Return those of the episodes that end in a batch; ``running`` holds those under way."""
-    over = []
-    ends = batch["next"]
-    columns = batch["collector", "traj_ids"], ends["reward"], ends["done"]
-    for episode, reward, done in zip(*(x.flatten().tolist() for x in columns), strict=True):
-        running[episode] = running.get(episode, 0.0) + reward
-        if done:
-            over.append(running.pop(episode))
-    return over
 
 
 def main() -> None:

@@ -72,12 +72,11 @@ def loss_of(actor: nn.Module, critic: nn.Module, rows: tuple[Tensor, ...]) -> Te
 
 
 def train(frames: int = 200_000, seed: int = 0) -> Iterator[dict]:
-    """Train, and yield frames, mean return of the latest 100 episodes and loss after each batch."""
+    """Train, and yield frames, mean return of the last 100 episodes and loss after each batch."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # small networks: more threads only wait for each other
     actor, critic = mlp(2), mlp(1)
     optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], RATE, fused=True)
-    running, finished = torch.zeros(WORKERS * ENVS), [0.0]
 
     with MultiSyncCollector(
         "CartPole-v1",
@@ -90,11 +89,6 @@ def train(frames: int = 200_000, seed: int = 0) -> Iterator[dict]:
         collector.set_seed(seed)
         for number, batch in enumerate(collector, 1):
             batch = batch.flatten(0, 1)  # [environments, steps]
-            for step in range(batch.shape[1]):
-                running += batch["next", "reward"][:, step, 0]
-                over = batch["next", "done"][:, step, 0]
-                finished += running[over].tolist()
-                running[over] = 0
             with torch.no_grad():
                 value = critic(batch["observation"])
                 advantage = advantages(batch, value, critic(batch["next", "observation"]))
@@ -109,10 +103,9 @@ def train(frames: int = 200_000, seed: int = 0) -> Iterator[dict]:
                     loss.backward()
                     optimizer.step()
             collector.update_policy_weights_()  # the next batch is made with these weights
-            recent = finished[-100:]
             yield {
                 "frames": number * batch.numel(),
-                "return": sum(recent) / len(recent),
+                "return": collector.stats()["return_mean"],
                 "loss": loss.item(),
             }
 

@@ -158,14 +158,13 @@ def loss_of(actor: nn.Module, critic: nn.Module, rows: tuple[Tensor, ...]) -> Te
 
 
 def train(frames: int = 1_000_000, seed: int = 0) -> Iterator[dict]:
-    """Train, and yield frames, mean return of the latest 30 episodes and loss after each batch."""
+    """Train, and yield frames, mean return of the last 100 episodes and loss after each batch."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # small networks: more threads only wait for each other
     actor, critic = Actor(), mlp(1, gain=1.0)
     parameters = [*actor.parameters(), *critic.parameters()]
     optimizer = torch.optim.Adam(parameters, RATE, eps=1e-5, fused=True)
     rewards, sums = Normalizer(1), torch.zeros(WORKERS * ENVS)
-    running, finished = torch.zeros(WORKERS * ENVS), []
 
     with MultiSyncCollector(
         "HalfCheetah-v5",
@@ -179,11 +178,6 @@ def train(frames: int = 1_000_000, seed: int = 0) -> Iterator[dict]:
         collector.set_seed(seed)
         for number, batch in enumerate(collector, 1):
             batch = batch.flatten(0, 1)  # [environments, steps]
-            for step in range(batch.shape[1]):
-                running += batch["next", "reward"][:, step, 0]
-                over = batch["next", "done"][:, step, 0]
-                finished += running[over].tolist()
-                running[over] = 0
 
             # Rewards are divided by the standard deviation of their discounted sums: whatever the
             # task, values are of the order of one.
@@ -212,10 +206,9 @@ def train(frames: int = 1_000_000, seed: int = 0) -> Iterator[dict]:
             # Only now: the log-probabilities above were made with the former statistics.
             actor.normalizer.update(columns[0])
             collector.update_policy_weights_()  # weights and statistics
-            recent = finished[-30:]
             yield {
                 "frames": number * batch.numel(),
-                "return": sum(recent) / len(recent) if recent else math.nan,
+                "return": collector.stats()["return_mean"],  # NaN until an episode ended
                 "loss": loss.item(),
             }
 

@@ -74,7 +74,6 @@ def train(frames: int = 200_704, seed: int = 0, actors: int = 2) -> Iterator[dic
     torch.set_num_threads(1)  # small networks, and the other cores are the actors'
     actor, critic = mlp(2), mlp(1)
     optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], RATE, fused=True)
-    running, finished = torch.zeros(actors * ENVS), [0.0]
 
     with RayCollector(
         ["CartPole-v1"] * actors,
@@ -85,13 +84,8 @@ def train(frames: int = 200_704, seed: int = 0, actors: int = 2) -> Iterator[dic
         sync=True,  # a batch is one rollout of every actor, made with the same weights
     ) as collector:
         collector.set_seed(seed)
-        for number, batch in enumerate(collector, 1):
+        for batch in collector:
             batch = batch.flatten(0, 1)  # [environments, steps]
-            for step in range(STEPS):
-                running += batch["next", "reward"][:, step, 0]
-                over = batch["next", "done"][:, step, 0]
-                finished += running[over].tolist()
-                running[over] = 0
             with torch.no_grad():
                 advantage, target = (x.flatten() for x in advantages(critic, batch))
                 advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
@@ -103,12 +97,8 @@ def train(frames: int = 200_704, seed: int = 0, actors: int = 2) -> Iterator[dic
                     loss.backward()
                     optimizer.step()
             collector.update_policy_weights_()  # one object in Ray's store, for all actors
-            recent = finished[-100:]
-            yield {
-                "frames": number * len(rows),
-                "return": sum(recent) / len(recent),
-                "loss": loss.item(),
-            }
+            stats = collector.stats()
+            yield {"frames": stats["frames"], "return": stats["return_mean"], "loss": loss.item()}
 
 
 def main() -> None:

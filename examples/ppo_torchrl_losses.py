@@ -51,7 +51,6 @@ def train(frames: int = 102_400, seed: int = 0) -> Iterator[dict]:
     estimate = GAE(gamma=0.99, lmbda=0.95, value_network=critic, average_gae=True)
     loss_of = ClipPPOLoss(actor, critic, clip_epsilon=0.2, entropy_coeff=1e-3)
     optimizer = torch.optim.Adam(loss_of.parameters(), RATE, fused=True)
-    running, finished = torch.zeros(ENVS), [0.0]
 
     with Collector(
         "InvertedPendulum-v5",
@@ -62,12 +61,7 @@ def train(frames: int = 102_400, seed: int = 0) -> Iterator[dict]:
         observation_dtype=torch.float32,  # MuJoCo's are float64
     ) as collector:
         collector.set_seed(seed)
-        for number, batch in enumerate(collector, 1):
-            for step in range(STEPS):
-                running += batch["next", "reward"][:, step, 0]
-                over = batch["next", "done"][:, step, 0]
-                finished += running[over].tolist()
-                running[over] = 0
+        for batch in collector:
             for _ in range(EPOCHS):
                 estimate(batch)  # writes "advantage" and "value_target"
                 rows = batch.reshape(-1)
@@ -78,12 +72,8 @@ def train(frames: int = 102_400, seed: int = 0) -> Iterator[dict]:
                     loss.backward()
                     nn.utils.clip_grad_norm_(loss_of.parameters(), 1.0)
                     optimizer.step()
-            recent = finished[-100:]
-            yield {
-                "frames": number * batch.numel(),
-                "return": sum(recent) / len(recent),
-                "loss": loss.item(),
-            }
+            stats = collector.stats()
+            yield {"frames": stats["frames"], "return": stats["return_mean"], "loss": loss.item()}
 
 
 def main() -> None:

@@ -126,7 +126,6 @@ def train(frames: int = 200_704, seed: int = 0, memoryless: bool = False) -> Ite
     torch.set_num_threads(1)  # small networks: more threads only wait for each other
     network = Network(memoryless)
     optimizer = torch.optim.Adam(network.parameters(), RATE, fused=True)
-    running, finished = torch.zeros(ENVS), [0.0]
 
     with Collector(
         Positions,
@@ -136,12 +135,7 @@ def train(frames: int = 200_704, seed: int = 0, memoryless: bool = False) -> Ite
         total_frames=frames,
     ) as collector:
         collector.set_seed(seed)
-        for number, batch in enumerate(collector, 1):
-            for step in range(STEPS):
-                running += batch["next", "reward"][:, step, 0]
-                over = batch["next", "done"][:, step, 0]
-                finished += running[over].tolist()
-                running[over] = 0
+        for batch in collector:
             with torch.no_grad():
                 advantage = advantages(network, batch)
                 target = advantage + batch["state_value"]
@@ -153,12 +147,8 @@ def train(frames: int = 200_704, seed: int = 0, memoryless: bool = False) -> Ite
                     loss.backward()
                     nn.utils.clip_grad_norm_(network.parameters(), 0.5)
                     optimizer.step()  # the collector runs this very network: nothing to send
-            recent = finished[-100:]
-            yield {
-                "frames": number * batch.numel(),
-                "return": sum(recent) / len(recent),
-                "loss": loss.item(),
-            }
+            stats = collector.stats()
+            yield {"frames": stats["frames"], "return": stats["return_mean"], "loss": loss.item()}
 
 
 def main() -> None:

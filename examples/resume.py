@@ -23,11 +23,12 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 
-from gleanrl import MultiSyncCollector
+from gleanrl import MultiSyncCollector, WorkerDied
 
 WORKERS, ENVS, STEPS = 2, 8, 64  # a batch is [16, 64]: 1,024 frames
 GAMMA, LAMBDA, CLIP, ENTROPY = 0.99, 0.95, 0.2, 0.01
 EPOCHS, MINIBATCH, RATE = 4, 256, 1e-3
+NEVER = threading.Event()
 EVERY = 20  # batches from one checkpoint to the next, for ends that give no warning
 
 
@@ -51,13 +52,13 @@ def as_policy(actor: nn.Module) -> ProbabilisticTensorDictSequential:
     )
 
 
-# What is saved. `collector.state_dict()` asks the workers; it fits a collector with as many.
-def save(path: Path, learner: nn.Module, optimizer, collector: MultiSyncCollector) -> None:
+# What is saved. The collector's state asks for as many workers; it also holds their weights.
+def save(path: Path, learner: nn.Module, optimizer, counters: dict) -> None:
     """Write a checkpoint; whatever happens meanwhile, the file at ``path`` is a complete one."""
     state = {
         "learner": learner.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "collector": collector.state_dict(),
+        "collector": counters,
         "generator": torch.get_rng_state(),
     }
     unfinished = path.with_name(f"{path.name}.unfinished")
@@ -68,14 +69,14 @@ def save(path: Path, learner: nn.Module, optimizer, collector: MultiSyncCollecto
     unfinished.replace(path)
 
 
-def load(path: Path, learner: nn.Module, optimizer, collector: MultiSyncCollector) -> int:
-    """Take over a checkpoint; return how many frames had been collected."""
+def load(path: Path, learner: nn.Module, optimizer, collector: MultiSyncCollector) -> None:
+    """Take over a checkpoint: `total_frames` counts those before it, too."""
     state = torch.load(path)
     learner.load_state_dict(state["learner"])
     optimizer.load_state_dict(state["optimizer"])
-    collector.load_state_dict(state["collector"])  # the workers have the weights, too
+    collector.load_state_dict(state["collector"])
+    collector.update_policy_weights_()  # the workers had those from before the last update
     torch.set_rng_state(state["generator"])
-    return state["collector"]["frames"]
 
 
 def update(learner: nn.ModuleDict, optimizer: torch.optim.Optimizer, batch: TensorDict) -> Tensor:
@@ -109,7 +110,7 @@ def train(
     frames: int = 200_704,
     seed: int = 0,
     checkpoint: Path | None = None,
-    stop: threading.Event | None = None,
+    stop: threading.Event = NEVER,
 ) -> Iterator[dict]:
     """Train, and yield frames, mean return of the latest 100 episodes and loss after each batch.
 
@@ -123,37 +124,40 @@ def train(
     torch.set_num_threads(1)  # small networks: more threads only wait for each other
     learner = nn.ModuleDict({"actor": mlp(2), "critic": mlp(1)})
     optimizer = torch.optim.Adam(learner.parameters(), RATE, fused=True)
-    running, finished = torch.zeros(WORKERS * ENVS), [0.0]
 
-    with MultiSyncCollector(
-        "CartPole-v1",
-        as_policy(learner["actor"]),
-        num_workers=WORKERS,
-        num_envs=ENVS,  # of each worker
-        frames_per_batch=WORKERS * ENVS * STEPS,
-        total_frames=frames,
-        cat_results=0,  # [environments of all workers, steps]
-    ) as collector:
-        collector.set_seed(seed)
-        seen = 0
-        if checkpoint and checkpoint.exists():
-            seen = load(checkpoint, learner, optimizer, collector)
-        for number, batch in enumerate(collector, 1):
-            seen += batch.numel()
-            for step in range(STEPS):
-                running += batch["next", "reward"][:, step, 0]
-                over = batch["next", "done"][:, step, 0]
-                finished += running[over].tolist()
-                running[over] = 0
-            loss = update(learner, optimizer, batch)
-            collector.update_policy_weights_()
-            ending = stop is not None and stop.is_set()
-            if checkpoint and (ending or number % EVERY == 0):
-                save(checkpoint, learner, optimizer, collector)
-            recent = finished[-100:]
-            yield {"frames": seen, "return": sum(recent) / len(recent), "loss": loss.item()}
-            if ending:
-                break
+    counters = None
+    try:
+        with MultiSyncCollector(
+            "CartPole-v1",
+            as_policy(learner["actor"]),
+            num_workers=WORKERS,
+            num_envs=ENVS,  # of each worker
+            frames_per_batch=WORKERS * ENVS * STEPS,
+            total_frames=frames,
+            cat_results=0,  # [environments of all workers, steps]
+        ) as collector:
+            collector.set_seed(seed)
+            if checkpoint and checkpoint.exists():
+                load(checkpoint, learner, optimizer, collector)
+            for number, batch in enumerate(collector, 1):
+                counters = collector.state_dict()
+                loss = update(learner, optimizer, batch)
+                collector.update_policy_weights_()
+                if checkpoint and number % EVERY == 0:
+                    save(checkpoint, learner, optimizer, counters)
+                stats = collector.stats()
+                yield {
+                    "frames": stats["frames"],
+                    "return": stats["return_mean"],
+                    "loss": loss.item(),
+                }
+                if stop.is_set():
+                    break
+    except WorkerDied:
+        if not stop.is_set():  # what ends a job may signal all of its processes
+            raise
+    if checkpoint and counters:
+        save(checkpoint, learner, optimizer, counters)
 
 
 def main() -> None:

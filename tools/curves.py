@@ -12,6 +12,7 @@ import argparse
 import datetime
 import inspect
 import json
+import math
 import re
 import runpy
 import subprocess
@@ -84,6 +85,7 @@ def _rows(name: str, frames: int | None, seed: int) -> list[list[float]]:
 
 def _columns(rows: list[list[float]]) -> dict[str, list[float]]:
     """Return at most ``POINTS`` rows, the last one among them, by column, to five digits."""
+    rows = [row for row in rows if not math.isnan(row[1])]  # no episode had ended
     kept = rows[:: -(-len(rows) // POINTS)]
     kept += [] if kept[-1] is rows[-1] else [rows[-1]]
     columns = zip(COLUMNS, zip(*kept, strict=True), strict=True)
@@ -110,7 +112,7 @@ def draw(doc: dict[str, Any], path: Path) -> None:
     mean = np.mean([np.interp(frames, run["frames"], run["return"]) for run in runs], axis=0)
     axes.plot(frames, mean, color="#1b6e40", linewidth=2, label=f"mean of {len(runs)} seeds")
     axes.set_xlabel("frames")
-    axes.set_ylabel("mean return, latest episodes")
+    axes.set_ylabel("mean return")
     axes.set_title(f"examples/{doc['example']}.py, {doc['date']}", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize=8)
@@ -119,12 +121,16 @@ def draw(doc: dict[str, Any], path: Path) -> None:
 
 
 def summary(doc: dict[str, Any]) -> str:
-    """Return one line: what each seed ended with, after how many frames, when, and on what."""
+    """Return one line: what each seed ended with, after how many frames, when, and on what.
+
+    A ``note`` that somebody put into the file, about that recording, follows.
+    """
     runs, found = doc["runs"], doc["versions"]
     ends = ", ".join(f"{run['return'][-1]:.4g}" for run in runs)
     return (
         f"Return at the end of each seed: {ends} ({runs[0]['frames'][-1]:,} frames; {doc['date']}, "
         f"{doc['machine']['cpu']}, {doc['machine']['usable_cores']} cores, torch {found['torch']})."
+        f"{doc.get('note', '')}"
     )
 
 

@@ -80,7 +80,8 @@ if TYPE_CHECKING:
     from gleanrl.envs import EnvCreator, GymEnv, ParallelEnv, SerialEnv
     from gleanrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
     from gleanrl.recording.dataset import load_dataset
-    from gleanrl.recording.recorder import Recorder
+    from gleanrl.recording.recorder import Recorder, convert_dataset
+    from gleanrl.watch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 __version__ = "0.1.0"
 
@@ -88,6 +89,7 @@ __all__ = [
     "ArgumentTypeError",
     "AsyncCollector",
     "BaseCollector",
+    "CSVLogger",
     "ClosedError",
     "Collector",
     "CollectorTimeout",
@@ -109,6 +111,7 @@ __all__ = [
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "Logger",
     "MultiAsyncCollector",
     "MultiCollector",
     "MultiProcessWeightSyncScheme",
@@ -143,6 +146,7 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "SyncDataCollector",
+    "TensorBoardLogger",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
@@ -150,6 +154,7 @@ __all__ = [
     "UnknownEnvError",
     "UnknownModelError",
     "VanillaWeightUpdater",
+    "WandbLogger",
     "WeightSyncScheme",
     "WeightUpdaterBase",
     "WeightsError",
@@ -157,6 +162,7 @@ __all__ = [
     "WorkerError",
     "__version__",
     "aSyncDataCollector",
+    "convert_dataset",
     "exploration_type",
     "load_dataset",
     "set_exploration_type",
@@ -178,6 +184,7 @@ __getattr__ = lazy_exports(
             "envs.utils",
             "recording.dataset",
             "recording.recorder",
+            "watch.loggers",
         )
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import shlex
@@ -11,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
 from tensordict import TensorDict
 
 from gleanrl import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -18,11 +21,11 @@ from gleanrl.cli import topology
 from gleanrl.cli.bench import Result, Results
 from gleanrl.cli.bench import plan as plan_bench
 from gleanrl.cli.collect import describe_progress, plan
-from gleanrl.cli.display import Display, plain
 from gleanrl.cli.main import parser
 from gleanrl.cli.options import BenchOptions, CollectOptions
 from gleanrl.cli.topology import Topology
 from gleanrl.recording.episodes import EpisodeStats, summary
+from gleanrl.watch.progress import Display, plain
 
 # -- episodes --------------------------------------------------------------------------------------
 
@@ -174,6 +177,18 @@ def test_lines_come_every_few_seconds_and_say_where_collection_stands(capsys):
         f"CartPole-v1: 2,000/10,000 frames (20%), 2,000 frames/s, 100 {facts}",
         f"CartPole-v1: 4,000/10,000 frames (40%), 2,000 frames/s, 200 {facts}",
     ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_terminal_shows_one_line_that_fits_and_cuts_the_label_last(width):
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    with Display("A label " * 5, 100_000, console=console, clock=iter([0.0, 3.0]).__next__) as d:
+        d.show(60_000, "1,234,567 frames/s  return -123.4")
+    line = console.file.getvalue().splitlines()[0].split("\x1b")[-1]
+    assert "60%  1,234,567 frames/s  return -123.4  ETA 0:02" in line
+    assert "━" in line
+    assert ("A label A label A label A label A label" in line) == (width == 200)
+    assert cell_len(line.partition("l")[2]) <= width
 
 
 def test_text_from_files_cannot_drive_the_terminal():

@@ -363,7 +363,11 @@ def test_a_policy_that_fails_is_one_line_and_the_data_so_far_are_kept(
     path = tmp_path / "data"
     arguments = ["--policy", f"{policy_file}:act", "--frames-per-batch", 100, "--out", path]
     code, _, err = run(capsys, "collect", "CartPole-v1", *arguments)
-    assert (code, err) == (1, "gleanrl: error: OverflowError: too much\n")
+    assert (code, err) == (
+        1,
+        "gleanrl: error: OverflowError: too much; "
+        "the policy raised this at step 30 of the rollout\n",
+    )
     assert (card_of(path)["status"], card_of(path)["frames"]) == ("failed", 100)
     assert run(capsys, "inspect", path)[0] == 0
     arguments[-1] = tmp_path / "again"
@@ -385,8 +389,13 @@ def test_a_policy_that_fails_is_one_line_and_the_data_so_far_are_kept(
         (["collect", "CartPole-v1", "--out", "/"], "is not empty"),
         (["collect"], "required: ENV"),
         (["inspect", "/nowhere/at/all"], "is not a directory"),
-        (["gather"], "invalid choice: 'gather'"),
-        ([], "required: COMMAND"),
+        (["gather"], "there is no command 'gather'"),
+        (["colect"], "did you mean collect. .see gleanrl --help"),
+        (["collect", "X", "--num-env3=2"], "did you mean --num-envs. .see gleanrl collect --help"),
+        (["inspect", "X", "Y"], "'Y' is one argument too many .see gleanrl inspect --help"),
+        (["collect", "CartPole-v1", "--num_envs=100000000"], "500.0 GB.*this machine has"),
+        (["bench", "CartPole-v1", "--num-envs", "100000000"], "500.0 GB.*this machine has"),
+        (["collect", "Breakout-v5"], "did you mean 'ALE/Breakout-v5'"),
         (["collect", "CartPole-v1", "--workers", "0"], "'0' is not a whole number of 1 or more"),
         (["collect", "CartPole-v1", "--async"], "say how many with --workers N"),
         (["collect", "CartPol-v1", "--workers", "1"], "error: no environment is .*CartPole-v1"),
@@ -459,6 +468,21 @@ def test_help_shows_examples_and_version_is_printed(capsys):
     code, out, _ = run(capsys, "--version")
     assert code == 0
     assert out.startswith("gleanrl 0.")
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert "examples:" in out
+
+
+def test_collect_ends_with_a_histogram_that_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = run(capsys, "collect", "CartPole-v1", "--frames", "500", "--num_envs", "2")
+    title, *rows, how = out.partition("\n\n")[2].splitlines()
+    assert code == 0
+    assert re.fullmatch(r"returns of \d+ episodes", title)
+    episodes = int(title.split()[2])
+    assert sum(int(row.split()[-1]) for row in rows) == episodes
+    assert max(map(len, rows)) == 80
+    assert how.endswith("--out DIR, then: gleanrl inspect DIR")
 
 
 @pytest.mark.parametrize(

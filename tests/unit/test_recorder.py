@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -242,3 +243,181 @@ def test_whatever_is_killed_every_frame_that_was_written_is_read(
 def groups(ids, frames):
     """The frames of each episode."""
     return [(number, frames[ids == number]) for number in ids.unique().tolist()]
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """The same 400 frames of two environments in every format, by seed."""
+    root = tmp_path_factory.mktemp("recorded")
+    for format in ("tensordict", "minari", "parquet"):
+        record(root / f"{format}-v0", format, workers=0)
+    return root
+
+
+def in_order(frames):
+    """Frames by episode, as all formats have them."""
+    keys = ["observation", "action", ("collector", "traj_ids")]
+    keys += [("next", name) for name in ("observation", "reward", "terminated", "truncated")]
+    order = frames["collector", "traj_ids"].argsort(stable=True)
+    return frames.select(*keys)[order]
+
+
+def test_one_seed_gives_the_same_frames_in_every_format(recorded, capsys):
+    expected = in_order(load_dataset(recorded / "tensordict-v0"))
+    said = set()
+    for format in ("tensordict", "minari", "parquet"):
+        equal(in_order(load_dataset(recorded / f"{format}-v0")), expected)
+        assert main(["inspect", str(recorded / f"{format}-v0")]) == 0
+        out = capsys.readouterr().out
+        said.add(tuple(re.findall("^(?:episodes|return|length|frames) .*", out, re.M)))
+    assert len(said) == 1
+
+
+def test_minari_reads_whole_episodes(recorded, monkeypatch):
+    minari = pytest.importorskip("minari")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(recorded))
+    dataset = minari.load_dataset("minari-v0")
+    expected = load_dataset(recorded / "tensordict-v0")
+    card = card_of(recorded / "minari-v0")
+    assert dataset.total_steps == 400
+    assert dataset.total_episodes == len(expected["collector", "traj_ids"].unique())
+    assert len(card["episodes_cut"]) <= 2
+    environment = dataset.recover_environment()
+    assert environment.spec.id == "CartPole-v1"
+    for number, (_, frames) in enumerate(groups(expected["collector", "traj_ids"], expected)):
+        episode = dataset[number]
+        assert len(episode.observations) == len(frames) + 1
+        assert (episode.observations[:-1] == frames["observation"].numpy()).all()
+        assert (episode.observations[-1] == frames["next", "observation"][-1].numpy()).all()
+        assert (episode.actions == frames["action"].numpy()).all()
+        assert episode.rewards.sum() == len(frames)
+        assert episode.terminations[-1] | episode.truncations[-1]
+        assert (number in card["episodes_cut"]) == (not frames["next", "done"][-1].item())
+    metadata = list(dataset.storage.get_episode_metadata([0, 1]))
+    assert [found["seed"] for found in metadata] == [3, 4]
+    assert (environment.reset(seed=3)[0] == dataset[0].observations[0]).all()
+
+
+def test_pandas_and_hugging_face_read_a_row_per_frame(recorded):
+    pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
+    expected = load_dataset(recorded / "tensordict-v0")
+    table = pandas.read_parquet(recorded / "parquet-v0" / "data")
+    assert len(table) == 400
+    assert table["observation"].tolist()[7].tolist() == expected["observation"][7].tolist()
+    assert (table["action"] == expected["action"].numpy()).all()
+    assert (table["terminated"] == expected["next", "terminated"].squeeze(1).numpy()).all()
+    assert (table["env"] == expected["collector", "traj_ids"].numpy() % 2).all()
+    episode = table[table["episode"] == 3]
+    assert episode["step"].tolist() == list(range(len(episode)))
+    files = str(recorded / "parquet-v0" / "data" / "*.parquet")
+    cache = str(recorded / "cache")
+    rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache)
+    assert rows.column_names == list(table.columns)
+    assert (
+        rows.with_format("torch")[7]["observation"].tolist() == expected["observation"][7].tolist()
+    )
+
+
+def dict_frames(number):
+    def observed(index):
+        image = index.to(torch.uint8).reshape(-1, 1, 1, 1).expand(-1, 16, 20, 3)
+        return {"image": image.clone(), "inner": {"speed": index.double()}}
+
+    index = torch.arange(number)
+    ended = ((index + 1) % 4 == 0).unsqueeze(1)
+    after = {"reward": torch.ones(number, 1), "terminated": ended, "truncated": ended & False}
+    return TensorDict(
+        {
+            **observed(index),
+            "action": torch.eye(3)[index % 3],
+            "policy_version": index,
+            "collector": {"traj_ids": index // 4},
+            "next": {**observed(index + 1), **after},
+        },
+        [number],
+    )
+
+
+def test_dict_observations_images_and_other_entries_are_kept(tmp_path):
+    minari, pq = pytest.importorskip("minari"), pytest.importorskip("pyarrow.parquet")
+    for format in ("tensordict", "parquet", "minari"):
+        with Recorder(tmp_path / f"{format}-v0", format) as recorder:
+            recorder.write(dict_frames(10))
+            recorder.write(dict_frames(20)[10:])
+        equal(load_dataset(tmp_path / f"{format}-v0"), dict_frames(20))
+    episode = minari.MinariDataset(tmp_path / "minari-v0" / "data")[1]
+    assert episode.observations["image"].shape == (5, 16, 20, 3)
+    assert episode.observations["inner"]["speed"].tolist() == [4, 5, 6, 7, 8]
+    assert episode.infos["policy_version"].tolist() == [4, 5, 6, 7]
+    (file,) = (tmp_path / "parquet-v0" / "data").iterdir()
+    shapes = json.loads(pq.read_schema(file).metadata[b"gleanrl.shapes"])
+    assert shapes["image"] == [16, 20, 3]
+
+
+def test_a_killed_recording_is_converted(tmp_path, recorded):
+    pytest.importorskip("pyarrow")
+    left = shutil.copytree(recorded / "tensordict-v0", tmp_path / "left")
+    gleanrl.convert_dataset(left, tmp_path / "parquet", "parquet")
+    gleanrl.convert_dataset(tmp_path / "parquet", tmp_path / "again-v0", "minari")
+    expected = in_order(load_dataset(left))
+    equal(in_order(load_dataset(tmp_path / "again-v0")), expected)
+    assert card_of(tmp_path / "again-v0")["seed"] == 3
+
+
+def test_what_minari_needs_is_asked_for_at_the_first_write(tmp_path):
+    pytest.importorskip("minari")
+    recorder = Recorder(tmp_path / "data-v0", "minari")
+    with pytest.raises(GleanError, match=r"need .*traj_ids.*, 'action'; the frames have none"):
+        recorder.write(make_frames(4).exclude("collector"))
+    recorder.close()
+
+
+# -- playing an episode ----------------------------------------------------------------------------
+
+
+def play(capsys, path, number, *more):
+    code = main(["inspect", str(path), "--play", str(number), *map(str, more)])
+    captured = capsys.readouterr()
+    return code, re.sub(" +", " ", captured.out), captured.err
+
+
+@pytest.fixture
+def _headless(monkeypatch):
+    pytest.importorskip("imageio")
+    pytest.importorskip("pygame")
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+
+
+@pytest.mark.usefixtures("_headless")
+def test_an_episode_is_played_from_its_seed(recorded, capsys, tmp_path):
+    import imageio.v3 as imageio
+
+    for format, video in (("tensordict", tmp_path / "a.mp4"), ("minari", tmp_path / "a.gif")):
+        code, out, err = play(capsys, recorded / f"{format}-v0", 5, "--video", video)
+        assert (code, err) == (0, "")
+        assert "replay every observation is the recorded one" in out
+    steps = int(re.search(r"episode 5 \((\d+) steps", out)[1])
+    assert 1 < len(imageio.imread(video)) <= steps + 1  # a GIF has pictures that repeat once
+    code, _, err = play(capsys, recorded / "minari-v0", 10**6)
+    assert (code, "are numbered from 0" in err) == (2, True)
+
+
+@pytest.mark.usefixtures("_headless")
+def test_a_replay_that_differs_or_cannot_be_says_so(recorded, capsys, tmp_path):
+    path = shutil.copytree(recorded / "tensordict-v0", tmp_path / "data")
+    for change, found in (
+        ({"seed": 4}, "video is NOT the recorded episode: observations differ from step 0"),
+        ({"seed": None}, "has no seed"),
+        ({"env": "os:system"}, "names no registered environment"),
+    ):
+        card = {**card_of(recorded / "tensordict-v0"), **change}
+        (path / "card.json").write_text(json.dumps(card))
+        _, out, err = play(capsys, path, 5)
+        assert found in out + err
+    with Recorder(tmp_path / "images") as recorder:
+        recorder.write(dict_frames(20))
+    code, out, _ = play(capsys, tmp_path / "images", 2)
+    assert (code, "replay recorded images: the card has no seed" in out) == (0, True)

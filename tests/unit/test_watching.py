@@ -1,11 +1,15 @@
 """What `stats()` says of collection: episodes, rates, and where the time of workers went."""
 
+import csv
+import gc
 import math
+import threading
 
 import gymnasium as gym
 import numpy as np
 import pytest
 
+from gleanrl import CSVLogger, TensorBoardLogger
 from gleanrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from gleanrl.data import LazyTensorStorage, ReplayBuffer
 
@@ -137,3 +141,96 @@ def test_collectors_in_workers_report_what_theirs_do():
         stats = collector.stats()
     assert (stats["episodes"], stats["return_mean"]) == (12, 15)
     assert stats["time_env"] > 0
+
+
+# -- progress, loggers, repr -----------------------------------------------------------------------
+
+
+def progress_threads():
+    return [t for t in threading.enumerate() if t.name == "gleanrl-progress"]
+
+
+def test_progress_is_lines_without_a_terminal_and_the_last_says_all(capsys):
+    with Collector(Counting, frames_per_batch=10, total_frames=20, progress="count") as collector:
+        for _ in collector:
+            pass
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("count: 20/20 frames (100%), ")
+    assert "return 15.0" in last
+    assert not progress_threads()
+
+
+def test_progress_ends_with_construction_that_fails_and_with_the_collector():
+    def broken():
+        raise OSError("no such simulator")
+
+    with pytest.raises(OSError, match="simulator"):
+        Collector(broken, frames_per_batch=10, progress=True)
+    assert not progress_threads()
+    collector = Collector(Counting, frames_per_batch=10, progress=True)
+    next(iter(collector))
+    del collector
+    gc.collect()
+    assert not progress_threads()
+
+
+def test_stats_are_logged_after_every_batch(tmp_path):
+    seen, path = [], tmp_path / "logs" / "stats.csv"
+    for _ in range(2):  # the second run continues the file
+        with Collector(
+            Counting,
+            frames_per_batch=10,
+            total_frames=20,
+            logger=[seen.append, CSVLogger(path), CSVLogger(tmp_path / "few.csv", every_s=1e6)],
+        ) as collector:
+            for _ in collector:
+                pass
+    assert [stats["frames"] for stats in seen] == [10, 20, 10, 20]
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["frames"] for row in rows] == ["10", "20", "10", "20"]
+    assert rows[1]["return_mean"] == "15.0"
+    with (tmp_path / "few.csv").open() as file:  # the last one is written at the end
+        assert [row["frames"] for row in csv.DictReader(file)] == ["10", "20", "10", "20"]
+
+
+def test_curves_go_to_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Collector(
+        Counting, frames_per_batch=10, total_frames=20, logger=TensorBoardLogger(tmp_path)
+    ) as collector:
+        for _ in collector:
+            pass
+    events = EventAccumulator(str(tmp_path)).Reload()
+    points = events.Scalars("collector/return_mean")
+    assert [(point.step, point.value) for point in points] == [(10, 15.0), (20, 15.0)]
+
+
+def test_a_logger_that_raises_is_left_out_and_no_batch_is_lost():
+    def full(stats):
+        raise OSError("disk full")
+
+    with Collector(Counting, frames_per_batch=10, total_frames=20, logger=full) as collector:
+        with pytest.warns(UserWarning, match="not called any more, it raised OSError"):
+            batches = [batch.clone() for batch in collector]
+        assert len(batches) == 2
+    with pytest.raises(ValueError, match="logger \\(3\\) must be a callable"):
+        Collector(Counting, frames_per_batch=10, logger=3)
+
+
+def test_a_collector_says_what_it_is_and_what_it_does():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    with MultiAsyncCollector(
+        [Counting] * 2, frames_per_batch=10, total_frames=40, replay_buffer=buffer
+    ) as collector:
+        assert repr(collector) == "MultiAsyncCollector(workers=2, envs=2, frames=0/40, collecting)"
+        for _ in collector:
+            pass
+        assert "frames=40/40, completed" in repr(collector)
+    assert "closed" in repr(collector)
+    with Collector(Counting, frames_per_batch=10, replay_buffer=buffer) as collector:
+        collector.start()
+        assert "collecting in the background" in repr(collector)
+        with collector.pause():
+            assert "paused" in repr(collector)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gleanrl.cli.display import Display, print_table
+from gleanrl.cli.display import print_table
 from gleanrl.cli.main import INTERRUPTED
 from gleanrl.cli.options import BenchOptions
 from gleanrl.cli.policies import load_policy
@@ -20,6 +20,7 @@ from gleanrl.collectors import BaseCollector
 from gleanrl.core.errors import ConfigError, WorkerError
 from gleanrl.memory import tensor_files
 from gleanrl.recording.recorder import versions
+from gleanrl.watch.progress import Display
 
 _PILOT_STEPS = 4
 _PILOT_SECONDS = 0.3
@@ -154,7 +155,10 @@ def run(options: BenchOptions) -> int:
 def plan(options: BenchOptions, cores: int) -> list[Topology]:
     """Return the settings to try: in this process, then with workers."""
     workers = default_workers(cores) if options.workers is None else options.workers
-    return [Topology(number, envs) for number in (0, *workers) for envs in options.num_envs]
+    found = [Topology(number, envs) for number in (0, *workers) for envs in options.num_envs]
+    for each in found:
+        each.check_memory()
+    return found
 
 
 def _check_file(path: Path | None) -> None:

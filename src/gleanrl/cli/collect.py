@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shlex
 import signal
 import threading
 import time
@@ -14,7 +15,8 @@ from types import FrameType
 import torch
 from tensordict import TensorDictBase
 
-from gleanrl.cli.display import Display, plural, print_table
+from gleanrl.cli.display import plural, print_table
+from gleanrl.cli.histogram import print_histogram
 from gleanrl.cli.main import INTERRUPTED
 from gleanrl.cli.options import CollectOptions
 from gleanrl.cli.policies import load_policy
@@ -25,6 +27,7 @@ from gleanrl.recording import formats
 from gleanrl.recording.dataset import size
 from gleanrl.recording.episodes import EpisodeStats, describe_episodes
 from gleanrl.recording.recorder import Recorder, make_way
+from gleanrl.watch.progress import Display
 
 _RECENT = 100
 """Episodes that the display averages over."""
@@ -112,9 +115,15 @@ class Run:
             del batch
             self._seconds = time.perf_counter() - start
             text = describe_progress(self.stats, self.total, self._seconds)
-            display.show(self.stats.frames, text, f": {text}")
+            display.show(self.stats.frames, self._summary(), f": {text}")
             if interruptor.collection_stopped() and drained(collector):
                 break
+
+    def _summary(self) -> str:
+        """Return what stands beside the bar."""
+        recent = self.stats.recent(_RECENT)
+        found = "" if recent is None else f"  return {recent[0]:,.1f}"
+        return f"{self._rate:,.0f} frames/s{found}"
 
     @property
     def _rate(self) -> float:
@@ -149,6 +158,19 @@ class Run:
         if self._nbytes:
             lines.append(("data", f"{options.out} ({size(self._nbytes)})"))
         return lines
+
+    def draw(self) -> None:
+        """Print a small picture of the returns, and how to get the full one."""
+        episodes = self.stats.episodes
+        if not episodes:
+            return
+        print()  # noqa: T201  # this is the command's output
+        print_histogram(f"returns of {plural(episodes, 'episode')}", self.stats.returns)
+        out = self._options.out
+        how = "keep the frames with --out DIR, then: gleanrl inspect DIR"
+        if out is not None:
+            how = shlex.join(["gleanrl", "inspect", str(out)])
+        print(f"returns over time: {how}")  # noqa: T201  # this is the command's output
 
 
 def describe_progress(stats: EpisodeStats, total: int, seconds: float) -> str:
@@ -193,6 +215,7 @@ def run(options: CollectOptions) -> int:
         with _recording(task), display, _stop_on_interrupt(interruptor):
             task.collect(collector, interruptor, display)
     print_table(task.report())
+    task.draw()
     return INTERRUPTED if task.stats.frames < total else 0
 
 
@@ -210,6 +233,7 @@ def _check_counts(options: CollectOptions) -> None:
         raise ConfigError("--nodes needs --backend distributed or --backend ray")
     if options.asynchronous and not (options.workers or options.nodes):
         raise ConfigError("--async is about worker processes: say how many with --workers N")
+    topology(options).check_memory()
 
 
 @contextlib.contextmanager

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.cli.display import plain, print_table
+from gleanrl.cli.display import print_table
 from gleanrl.cli.options import InspectOptions
+from gleanrl.cli.replay import play
 from gleanrl.core.errors import GleanError
 from gleanrl.memory.tensor_files import dtype_name
 from gleanrl.recording.dataset import Dataset, size
 from gleanrl.recording.episodes import EpisodeStats, describe_episodes, total
 from gleanrl.watch.page import Page, Plot, Table, episode_plots, save
+from gleanrl.watch.progress import plain
 
 _SHOWN = ("env", "num_envs", "workers", "async", "policy", "seed", "command", "created", "versions")
 _WINDOW = 100
@@ -32,6 +34,7 @@ def run(options: InspectOptions) -> int:
         ConfigError: there is no such directory.
         TensorFileError: its files are damaged.
         PlotError: the picture that was asked for cannot be drawn.
+        ReplayError: the episode that was asked for cannot be shown.
         OSError: the page that was asked for cannot be written.
     """
     dataset = Dataset(options.directory)
@@ -47,6 +50,8 @@ def run(options: InspectOptions) -> int:
         if options.plot is not None:
             raise
         lines.append(("plot", f"none: {err}"))
+    if options.play is not None:
+        lines += play(dataset, options.play, options.video)
     if options.html is not None:
         save(options.html, page(dataset, stats))
         lines.append(("page", str(options.html)))

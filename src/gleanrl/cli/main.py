@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
@@ -53,7 +54,7 @@ examples:
       act at random for 10,000 frames and print returns and speed
   gleanrl collect Pendulum-v1 --num-envs 8 --frames 100_000 --out data/pendulum
       keep the frames as a memory-mapped TensorDict; load them with
-      TensorDict.load_memmap("data/pendulum")
+      gleanrl.load_dataset("data/pendulum"); --format parquet or minari for others
   gleanrl collect CartPole-v1 --policy my_policy.py:make_policy --seed 0
       call make_policy() for the policy; the same seed gives the same frames
   gleanrl collect CartPole-v1 --workers 4 --num-envs 16
@@ -61,6 +62,10 @@ examples:
       no worker waits for another ('gleanrl bench' says what is fastest here)
   gleanrl collect CartPole-v1 --backend distributed --nodes 8 --launcher submitit --async
       eight Slurm jobs; with --backend ray, eight actors
+
+Frames of several environments are stored batch after batch; in a batch environment after
+environment, each with its steps in order. ("collector", "traj_ids") tells episodes apart, and
+modulo the number of environments it is the environment.
 
 Ctrl-C stops after the current step; what was collected until then is kept.
 """,
@@ -89,10 +94,11 @@ examples:
 examples:
   gleanrl inspect data/pendulum
   gleanrl inspect data/pendulum --plot pendulum.png
+  gleanrl inspect data/pendulum --play 3 --video pendulum.mp4
   gleanrl inspect data/pendulum --html pendulum.html
       returns, their distribution and episode lengths, to look at in a browser
 
-Nothing in the directory is executed or unpickled.
+Nothing in the directory is executed or unpickled; --play makes environments that are registered.
 """,
     ),
     "top": _Command(
@@ -133,14 +139,46 @@ The node ends with its learner. SIGTERM ends it after the current step, and the 
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Says what is wrong in one line, and what may have been meant."""
+
+    commands: Mapping[str, _Parser] = {}
+
+    def read(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Return what ``arguments`` say; exits if they make no sense."""
+        name = next((text for text in arguments if not text.startswith("-")), "")
+        if name and name not in self.commands:
+            self.error(f"there is no command {name!r}" + _meant(name, self.commands))
+        if not name and not set(arguments) & set(self._option_string_actions):
+            self.refuse(arguments[0])
+        found, unknown = self.parse_known_args(_hyphenated(arguments))
+        if unknown:
+            self.commands[found.name].refuse(unknown[0])
+        return vars(found)
+
+    def refuse(self, text: str) -> NoReturn:
+        """Exit because of an argument that does not exist."""
+        if not text.startswith("-"):
+            self.error(f"{text!r} is one argument too many")
+        option = text.partition("=")[0]
+        self.error(f"there is no option {option}" + _meant(option, self._option_string_actions))
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
         self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def parser() -> argparse.ArgumentParser:
+def _meant(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _hyphenated(arguments: Sequence[str]) -> list[str]:
+    """Spell ``--num_envs`` as ``--num-envs``."""
+    split = [text.partition("=") if text.startswith("--") else ("", "", text) for text in arguments]
+    return [option.replace("_", "-") + equals + value for option, equals, value in split]
+
+
+def parser() -> _Parser:
     """Return the parser of the whole command line."""
     raw = argparse.RawDescriptionHelpFormatter
     top = _Parser(
@@ -152,6 +190,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"gleanrl {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", dest="name", required=True)
+    top.commands = commands.choices
     for name, command in _COMMANDS.items():
         below = commands.add_parser(
             name,
@@ -177,7 +216,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        found = vars(parser().parse_args(arguments))
+        if not arguments:
+            parser().print_help()
+            return 0
+        found = parser().read(arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     found["command"] = shlex.join(["gleanrl", *arguments])
@@ -197,10 +239,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = err.args[0] if isinstance(err, WorkerError) else err
         return _fail(USAGE_ERROR, str(message), found["traceback"])
     except WorkerError as err:
-        return _fail(FAILURE, err.headline, found["traceback"])
+        return _fail(FAILURE, err.headline + _notes(err), found["traceback"])
     except Exception as err:
         name = "" if type(err).__module__.startswith("gleanrl.") else f"{type(err).__name__}: "
-        return _fail(FAILURE, name + str(err), found["traceback"])
+        return _fail(FAILURE, name + str(err) + _notes(err), found["traceback"])
+
+
+def _notes(error: Exception) -> str:
+    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
 def _fail(code: int, message: str, with_traceback: bool) -> int:

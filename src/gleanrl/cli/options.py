@@ -242,6 +242,19 @@ class InspectOptions:
         None,
         "write a page of plots: one file that needs no network",
     )
+    play: int | None = option(
+        "--play EPISODE",
+        index,
+        None,
+        "write a video of this episode (from 0): make the registered environment that the card "
+        "names again, with the recorded seed and actions, and compare observations",
+    )
+    video: Path | None = option(
+        "--video FILE.mp4",
+        Path,
+        None,
+        "where to write the video, .mp4 or .gif (default: DIR/episode-EPISODE.mp4)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gleanrl.cli.display import plain, plural
+from gleanrl.cli.display import plural
 from gleanrl.cli.options import TopOptions
+from gleanrl.watch.progress import plain
 from gleanrl.watch.status import OFF, StatusError, collections
 
 _COLUMNS = (

@@ -11,11 +11,15 @@ from typing import Any
 
 from gleanrl.cli.display import plural
 from gleanrl.collectors import BaseCollector, Collector, Interruptor
+from gleanrl.core.errors import ConfigError
+from gleanrl.recording.dataset import size
 
 _BATCH_FRAMES = 500
 _WORKER_FRAMES = 1000
 """More, because a batch of several processes has to be handed over and waited for."""
 _MIN_STEPS = 8
+_ENV_BYTES, _WORKER_BYTES = 5_000, 20_000_000
+"""What the smallest environments and their processes take."""
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -46,6 +50,24 @@ class Topology:
         kind = "worker" if self.backend == "process" else f"{self.backend} node"
         kind = f"asynchronous {kind}" if self.asynchronous else kind
         return f"{plural(self.workers, kind)} with {envs}{' each' * (self.workers > 1)}"
+
+    def check_memory(self) -> None:
+        """Refuse what this machine cannot hold, before anything is built.
+
+        Raises:
+            ConfigError: the least memory that it would take is more than this machine has.
+        """
+        if self.workers and self.backend != "process":
+            return  # it may be on other machines
+        processes = max(1, self.workers)
+        least = processes * self.num_envs * _ENV_BYTES + self.workers * _WORKER_BYTES
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if least > there:
+            raise ConfigError(
+                f"{self} would take {size(least)} of memory at the very least "
+                f"({size(_ENV_BYTES)} an environment, {size(_WORKER_BYTES)} a worker); this "
+                f"machine has {size(there)}: ask for fewer (--num-envs, --workers)"
+            )
 
     def steps(self, most: int) -> int:
         """Return the steps of a batch that shows progress often, at most ``most``."""

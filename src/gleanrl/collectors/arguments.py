@@ -52,6 +52,7 @@ from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.policies.policy import parse_exploration_mode
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.transport.launchers import Launcher
+from gleanrl.watch.loggers import LogFunction
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import PolicyVersion
 
@@ -79,7 +80,7 @@ class CommonArguments(TypedDict, total=False):
         set_truncated: Mark the last step of every batch as truncated.
         replay_buffer: Anything with ``extend`` (and ``add``): batches go there, and iteration
             yields ``None``. Worker processes write into a `ReplayBuffer` of tensors by themselves,
-            and it is shared if it was not.
+            and it is shared if it was not. A `Recorder` keeps them on disk.
         extend_buffer: Store whole batches; ``False`` stores step by step with ``add``, one element
             per step and worker.
         trust_policy: Call the policy on a TensorDict as it is, without looking at it.
@@ -119,6 +120,12 @@ class CommonArguments(TypedDict, total=False):
         timeout: Seconds one rollout of a worker may take; a worker that takes longer is killed. By
             default a worker is waited for as long as it shows signs of life, with a warning every
             minute. No effect within one process.
+        progress: Show progress on standard error, also while workers and environments are started:
+            one line that moves on a terminal, a line every two seconds elsewhere. A string is its
+            label.
+        logger: Called with ``stats()`` after each batch, in the thread that collects it; or a
+            list of such callables. `CSVLogger`, `TensorBoardLogger` and `WandbLogger` are closed
+            with the collector. One that raises is not called again, and a warning says so.
     """
 
     total_frames: Annotated[int | None, -1]
@@ -153,6 +160,8 @@ class CommonArguments(TypedDict, total=False):
     check_finite: Annotated[bool, False]
     fast: Annotated[bool, True]
     timeout: Annotated[float | None, None]
+    progress: Annotated[bool | str, False]
+    logger: Annotated[LogFunction | Sequence[LogFunction] | None, None]
 
 
 class _OnThisMachine(TypedDict, total=False):

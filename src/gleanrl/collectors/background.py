@@ -49,6 +49,11 @@ class Background:
         """Whether it still collects, or will when no longer paused."""
         return self._thread.is_alive() and not self._stopping
 
+    @property
+    def paused(self) -> bool:
+        """Whether a block that suspends it is being run."""
+        return self._paused > 0
+
     def _run(self) -> None:
         try:
             self._active(True)

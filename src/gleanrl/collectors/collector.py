@@ -26,7 +26,6 @@ from gleanrl.core.errors import ArgumentTypeError
 from gleanrl.core.options import DevicePlan, FrameBudget
 from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.batches import BatchOptions
-from gleanrl.engine.engine import Engine
 from gleanrl.engine.interruptor import stop_byte
 from gleanrl.engine.models import Models
 from gleanrl.transport.inline import InlineBackend
@@ -110,7 +109,7 @@ class Collector(EngineCollector):
             arguments["init_random_frames"],
         )
         self._user_policy = policy
-        self._engine = engine = Engine(
+        engine = self._build_engine(
             lambda windows: InlineBackend(windows, stop_byte(interruptor)), [builder]
         )
         with self._starting(options):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import datetime
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -25,14 +29,21 @@ from gleanrl.core.errors import ClosedError, ConfigError, WorkerError
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import limit, read_device
+from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.budget import Budget
-from gleanrl.engine.engine import Engine
+from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import Pipeline, Sink, make_sink
 from gleanrl.recording.recorder import Recorder
+from gleanrl.transport.inline import InlineBackend
+from gleanrl.watch.history import History
+from gleanrl.watch.loggers import Loggers
 from gleanrl.watch.measures import Measures
+from gleanrl.watch.page import save
+from gleanrl.watch.progress import Progress
 from gleanrl.watch.status import StatusServer
+from gleanrl.watch.timeline import Timeline
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import Shapes
 
@@ -84,6 +95,8 @@ class EngineCollector(BaseCollector):
     _announced = False
     _touched = False
     """Whether a batch, an update of weights, a seed, a reset or a state was asked for."""
+    _progress: Progress | None = None
+    _timeline: Timeline | None = None
     _reports: Rollouts = {}
     """What workers said of the newest batch."""
 
@@ -115,6 +128,8 @@ class EngineCollector(BaseCollector):
         self._version = options.version
         self._worker_idx = arguments["worker_idx"]
         self._timeout = arguments["timeout"]
+        self._loggers = Loggers(arguments["logger"])
+        self._progress_label = progress_label(arguments["progress"], type(self).__name__)
         self._fills = fills
         self.replay_buffer = arguments["replay_buffer"]
         self.storing_device = storing
@@ -132,6 +147,23 @@ class EngineCollector(BaseCollector):
         )
         self.register_scheme_receiver(arguments["weight_recv_schemes"] or {})
 
+    def _build_engine(
+        self, make: MakeBackend, factories: Sequence[SourceFactory], start_timeout: float = 120.0
+    ) -> Engine:
+        """Start the workers, and show meanwhile that this is going on."""
+        if self._progress_label:
+            self._progress = Progress(self._progress_label)
+        try:
+            self._engine = Engine(make, factories, start_timeout=start_timeout)
+        except BaseException:
+            self._close_progress()
+            raise
+        return self._engine
+
+    def _close_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+
     @contextmanager
     def _starting(self, options: Options) -> Iterator[None]:
         """Run the body with the engine up; if it fails, shut the engine down again."""
@@ -142,17 +174,47 @@ class EngineCollector(BaseCollector):
             if isinstance(self.replay_buffer, Recorder):
                 self.replay_buffer.attach(self, self._env_to_record(), self._engine.num_envs)
         except BaseException:
+            self._close_progress()
             self._engine.close(5.0)
             raise
         self._measures = Measures(self._engine.workers)
-        self._watchers: list[Watcher] = [self._measures.add]
+        self._history = History()
+        self._watchers: list[Watcher] = [self._measures.add, self._history.add]
         self._batches = 0
         self._ready: deque[Any] = deque()
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, self._engine.close, CLOSE_TIMEOUT_S)
+        if self._progress is not None:
+            facts = partial(_facts, self._engine, self._budget, self._measures)
+            self._progress.follow(facts, self._budget.limits.total_frames)
+            weakref.finalize(self, self._progress.close)
+        weakref.finalize(self, self._loggers.close)
         self._started = time.time()
         self._server = StatusServer(self._status)
         weakref.finalize(self, self._server.close)
+
+    def __repr__(self) -> str:
+        """Say what this is, what it consists of, how far it is and what it does."""
+        engine = vars(self).get("_engine")
+        if engine is None or "_batches" not in vars(self):
+            return f"{type(self).__name__}(starting)"
+        total = self._budget.limits.total_frames
+        frames = f"{self._budget.delivered:,}" + (f"/{total:,}" if total else "")
+        workers = "" if type(engine.backend) is InlineBackend else f"workers={engine.workers}, "
+        return (
+            f"{type(self).__name__}({workers}envs={engine.num_envs}, frames={frames}, "
+            f"{self._state()})"
+        )
+
+    def _state(self) -> str:
+        engine, thread = self._engine, self._background.thread
+        if engine.failure is not None:
+            return "failed"
+        if engine.closed:
+            return "closed"
+        if thread is not None and thread.running:
+            return "paused" if thread.paused else "collecting in the background"
+        return "completed" if self._budget.exhausted else "collecting"
 
     def _status(self) -> dict[str, Any]:
         """Return what ``gleanrl top`` shows."""
@@ -191,6 +253,9 @@ class EngineCollector(BaseCollector):
                         raise WorkerError(
                             f"an environment, the policy or a hook raised StopIteration: {err}"
                         ) from err
+                    except BaseException:
+                        self._close_progress()
+                        raise
                 held = [self._ready.popleft()]
             # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
             yield held.pop()
@@ -213,12 +278,15 @@ class EngineCollector(BaseCollector):
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         self._touched = True
         self._measures.begin()
+        self._gather_began = time.monotonic()
         batch, reports = self._engine.collect(self._budget, self._timeout, feed)
         self._reports = reports
         for watch in self._watchers:
             watch(reports, self._models.number)
         if batch is None or MASK in batch.keys(True) or not self._cut_short(reports):
             self._batches += 1
+            if self._loggers:
+                self._loggers.log(self.stats())
             return batch
         # Shutting down stopped it, and nothing in it says which of its frames are valid.
         frames = sum(report.frames for report in reports.values())
@@ -294,6 +362,87 @@ class EngineCollector(BaseCollector):
         """
         self._watchers.append(watcher)
 
+    def report(self, path: str | Path) -> None:
+        """Write a page about the collection so far: one HTML file that needs no network.
+
+        It shows returns and lengths of episodes, frames per second, policy lag, where workers spent
+        their time and which were lost. What the collector takes down for it is bounded: from 1000
+        batches or episodes on, every second, fourth, ... of them is kept. Works at any time, also
+        in another thread and after `shutdown`.
+
+        Args:
+            path: Of the file; one that is there is replaced at once.
+
+        Raises:
+            OSError: the file cannot be written.
+
+        Example:
+            >>> import tempfile, pathlib
+            >>> from gleanrl.collectors import Collector
+            >>> with Collector("CartPole-v1", frames_per_batch=100, total_frames=500) as collector:
+            ...     batches = list(collector)
+            ...     with tempfile.TemporaryDirectory() as folder:
+            ...         collector.report(f"{folder}/report.html")
+            ...         pathlib.Path(folder, "report.html").read_text()[:15]
+            '<!doctype html>'
+        """
+        status = self._status()
+        facts = [
+            ("collector", status["collector"]),
+            ("command", status["command"]),
+            ("process", f"{status['pid']} on {platform.node()}"),
+            ("started", f"{datetime.fromtimestamp(self._started):%d %B %Y, %H:%M:%S}"),
+        ]
+        if self._engine.failure is not None:
+            facts.append(("failed with", repr(self._engine.failure)))
+        losses = tuple(self._engine.dispatcher.losses)
+        page = self._history.page(type(self).__name__, facts, status["stats"], losses)
+        save(path, page)
+
+    @contextmanager
+    def timeline(self, path: str | Path) -> Iterator[None]:
+        """Write what workers and the learner do inside a ``with`` block as a trace.
+
+        The file opens in https://ui.perfetto.dev and in ``chrome://tracing``. Each worker has a
+        row with its rollouts, what of them was environment and policy, waiting and new weights;
+        the learner has one with the time that it waited for each batch, published weights, and did
+        other things. Events are written as batches come, so memory is bounded, and the trace of a
+        process that was killed opens, too.
+
+        Args:
+            path: Of the file, which is overwritten.
+
+        Raises:
+            OSError: the file cannot be written.
+            RuntimeError: another trace is being written.
+
+        Example:
+            >>> import json, tempfile
+            >>> from gleanrl.collectors import Collector
+            >>> collector = Collector("CartPole-v1", frames_per_batch=100, total_frames=500)
+            >>> with tempfile.NamedTemporaryFile() as file:
+            ...     with collector.timeline(file.name):
+            ...         batches = list(collector)
+            ...     names = {event["name"] for event in json.load(file)}
+            >>> {"batch", "rollout", "environment", "policy"} <= names
+            True
+            >>> collector.shutdown()
+        """
+        if self._timeline is not None:
+            raise RuntimeError("a timeline of this collector is being written: end that one first")
+        self._timeline = trace = Timeline(path, type(self).__name__, self._engine.workers)
+
+        def gathered(reports: Rollouts, version: int) -> None:
+            trace.gathered(reports, version, self._gather_began)
+
+        self._watchers = [*self._watchers, gathered]
+        try:
+            yield
+        finally:
+            self._watchers = [one for one in self._watchers if one is not gathered]
+            self._timeline = None
+            trace.close()
+
     def gathered(self) -> tuple[int, int]:
         """Return the valid frames of the newest batch and the oldest policy version in it."""
         reports = self._reports.values()
@@ -353,7 +502,10 @@ class EngineCollector(BaseCollector):
     def _update_weights(
         self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
     ) -> None:
+        asked = time.monotonic()
         self._updates.update(self, models, worker_ids, kwargs)
+        if self._timeline is not None:
+            self._timeline.published(asked, self._models.number)
 
     def _publish(
         self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
@@ -648,9 +800,35 @@ class EngineCollector(BaseCollector):
         self._ready.clear()
         failure = self._background.stop(limit / 2)
         left = max(0.0, deadline - time.monotonic())
-        self._engine.close(left, close_env, raise_on_error and failure is None)
+        try:
+            self._engine.close(left, close_env, raise_on_error and failure is None)
+        finally:
+            self._close_progress()
+            self._loggers.close()
         if self._background.thread is not None:
             self._background.thread.join(1.0)  # it has nothing left to do
         self._closing.detach()
         if failure is not None and raise_on_error:
             raise failure
+
+
+def _facts(engine: Engine, budget: Budget, measures: Measures) -> dict[str, Any]:
+    """Return what progress is shown of, without a reference to the collector."""
+    return {
+        "frames": budget.delivered,
+        "completed": budget.exhausted,
+        "failed": engine.failure is not None,
+        "busy": not engine.idle,
+        **measures.stats(),
+    }
+
+
+def progress_label(progress: bool | str, name: str) -> str:
+    """Return what progress is shown under, nothing if it is not shown.
+
+    Raises:
+        ConfigError: neither a flag nor a label.
+    """
+    if not isinstance(progress, bool | str):
+        raise ConfigError(f"progress must be True, False or a label, not {progress!r:.80}")
+    return name if progress is True else progress or ""

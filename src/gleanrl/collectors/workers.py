@@ -39,7 +39,7 @@ from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import FrameBudget, seconds
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.batches import BatchOptions
-from gleanrl.engine.engine import Engine, MakeBackend
+from gleanrl.engine.engine import MakeBackend
 from gleanrl.engine.models import WeightSync
 from gleanrl.engine.replacing import Replacements, reseeded
 from gleanrl.recording.recorder import Recorder
@@ -198,7 +198,7 @@ class WorkersCollector(EngineCollector):
         self._threads = weakref.finalize(self, threads.restore)
         with self._threads_back():
             factories = self._factories(arguments, options)
-            self._engine = Engine(make, factories, start_timeout=arguments["start_timeout"])
+            self._build_engine(make, factories, start_timeout=arguments["start_timeout"])
             with self._starting(options):
                 self._set_up(arguments, limits, batches)
 

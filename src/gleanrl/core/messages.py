@@ -188,6 +188,10 @@ class Times:
     """Seconds in everything else: bookkeeping, hooks, loading weights, sending."""
     wait: float = 0.0
     """Seconds without a command."""
+    taken: float = 0.0
+    """When the worker turned to the rollout, on its clock."""
+    weights: float = 0.0
+    """Seconds of ``transfer`` that were spent on loading weights."""
 
 
 NO_EPISODES: np.ndarray[Any, Any] = np.empty((0, 2))

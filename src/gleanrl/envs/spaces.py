@@ -43,7 +43,12 @@ class Leaf:
         return value
 
 
-def _walk(space: gym.Space[Any], key: Key, path: Path) -> list[Leaf]:
+def space_leaves(space: gym.Space[Any], key: Key, path: Path = ()) -> list[Leaf]:
+    """Return the leaves of a space that is under ``key``.
+
+    Raises:
+        ConfigError: a space without fixed shape.
+    """
     parts: Iterable[tuple[str | int, gym.Space[Any]]]
     if isinstance(space, spaces.Dict):
         parts = space.spaces.items()
@@ -57,7 +62,9 @@ def _walk(space: gym.Space[Any], key: Key, path: Path) -> list[Leaf]:
             "wrap the environment to return arrays, or give it as a TensorDict environment"
         )
     return [
-        leaf for name, inner in parts for leaf in _walk(inner, (*key, str(name)), (*path, name))
+        leaf
+        for name, inner in parts
+        for leaf in space_leaves(inner, (*key, str(name)), (*path, name))
     ]
 
 
@@ -68,7 +75,7 @@ def observation_leaves(space: gym.Space[Any]) -> tuple[Leaf, ...]:
         ConfigError: a space without fixed shape, or a ``Dict`` entry with a reserved name.
     """
     root: Key = () if isinstance(space, spaces.Dict) else OBSERVATION
-    leaves = tuple(_walk(space, root, ()))
+    leaves = tuple(space_leaves(space, root))
     taken = sorted({leaf.key[0] for leaf in leaves} & RESERVED)
     if taken:
         raise ConfigError(
@@ -137,7 +144,7 @@ class Actions:
         Raises:
             ConfigError: a space without fixed shape, or with nothing in it.
         """
-        self._leaves = _walk(space, ACTION, ())
+        self._leaves = space_leaves(space, ACTION)
         if not self._leaves:
             raise ConfigError(
                 f"the action space {space} has nothing to choose; "

@@ -9,11 +9,12 @@ is not finished. Nothing is ever unpickled, so a directory may come from anyone.
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict
@@ -30,6 +31,7 @@ SHARDS, DATA = "shards", "data"
 """Folders: of those that write, and of what is not raw files."""
 LOCK = ".lock"
 """Locked by the process that records, for as long as it lives."""
+_PACKAGES = {"minari": "minari", "parquet": "pyarrow"}
 _STATUSES = ("collecting", "complete", "interrupted", "failed")
 
 
@@ -105,7 +107,22 @@ def _abandoned(directory: Path) -> bool:
     return True
 
 
-class Part:
+class Part(Protocol):
+    """Frames that lie together: what one writer wrote, or a whole dataset."""
+
+    @property
+    def frames(self) -> int:
+        """How many there are."""
+
+    @property
+    def files(self) -> Sequence[TensorFile]:
+        """The entries that can be read."""
+
+    def read(self, key: Key) -> torch.Tensor:
+        """Return an entry as ``[frames, ...]``."""
+
+
+class RawPart:
     """Raw files of one directory: a whole dataset, or what one writer wrote."""
 
     def __init__(self, directory: Path) -> None:
@@ -115,7 +132,7 @@ class Part:
             TensorFileError: a file is missing, leads out of the directory or has another size.
         """
         self.directory, self.metadata = directory, Metadata.read(directory)
-        files = self.metadata.files
+        files = self.files = self.metadata.files
         self.frames = self.metadata.frames
         """Frames that are whole in every file."""
         if self.metadata.facts.get("shard") is True:  # a kill leaves what was written until then
@@ -146,30 +163,21 @@ class Dataset:
             raise ConfigError(f"{directory} is not a directory")
         self.directory = directory
         metadata = Metadata.read(directory)
-        self.parts: list[Part] = []
+        self.parts = parts = _parts(directory, metadata)
         """Where the frames are, in order."""
+        frames = sum(part.frames for part in parts)
         if metadata.data == SHARDS:
-            self.parts = [part for part in map(Part, shards(directory)) if part.frames]
-            self._agree()
-        elif metadata.data == "tensordict":
-            self.parts = [Part(directory)]
-        if self.parts:
-            files, frames = self.parts[0].metadata.files, sum(part.frames for part in self.parts)
-            metadata = replace(metadata, files=files, frames=frames)
-        self.metadata = metadata
+            metadata = replace(metadata, frames=frames)
+        elif frames != metadata.frames:
+            raise TensorFileError(
+                f"{directory} holds {frames:,} frames, its card counts {metadata.frames:,}"
+            )
+        self.metadata = replace(metadata, files=tuple(parts[0].files)) if parts else metadata
 
-    def _agree(self) -> None:
-        for part in self.parts[1:]:
-            layouts = [
-                {(f.key, f.shape, f.dtype) for f in one.metadata.files}
-                for one in (self.parts[0], part)
-            ]
-            if layouts[0] != layouts[1]:
-                raise TensorFileError(
-                    f"{part.directory} and {self.parts[0].directory} hold different entries: "
-                    f"{sorted({format_key(entry[0]) for entry in layouts[0] ^ layouts[1]})}; read "
-                    "them one by one"
-                )
+    @property
+    def raw(self) -> list[RawPart]:
+        """The parts, if they are raw files."""
+        return [part for part in self.parts if isinstance(part, RawPart)]
 
     @property
     def nbytes(self) -> int:
@@ -193,6 +201,45 @@ class Dataset:
         return entries[0] if len(entries) == 1 else torch.cat(entries)
 
 
+def _parts(directory: Path, metadata: Metadata) -> Sequence[Part]:
+    require(metadata.data)
+    if metadata.data == "parquet":
+        from gleanrl.recording import in_parquet
+
+        return in_parquet.parts(directory, metadata)
+    if metadata.data == "minari":
+        from gleanrl.recording import in_minari
+
+        return in_minari.parts(directory, metadata)
+    if metadata.data == "tensordict":
+        return [RawPart(directory)]
+    found = [part for part in map(RawPart, shards(directory)) if part.frames]
+    for part in found[1:]:
+        layouts = [{(f.key, f.shape, f.dtype) for f in one.files} for one in (found[0], part)]
+        if odd := layouts[0] ^ layouts[1]:
+            raise TensorFileError(
+                f"{part.directory} and {found[0].directory} hold different entries: "
+                f"{sorted({format_key(entry[0]) for entry in odd})}; read them one by one"
+            )
+    return found
+
+
+def require(format: str) -> None:
+    """Check that the package of a format is installed.
+
+    Raises:
+        ConfigError: it is missing.
+    """
+    package = _PACKAGES.get(format)
+    try:
+        if package is not None:
+            importlib.import_module(package)
+    except ImportError as err:
+        raise ConfigError(
+            f"{format} data need {package}; install it with: pip install 'gleanrl[{format}]'"
+        ) from err
+
+
 def shards(directory: Path) -> list[Path]:
     """Return the folders of those that wrote a recording, which hold whole frames."""
     found = sorted(directory.glob(f"{SHARDS}/*/{CARD}"))
@@ -202,16 +249,18 @@ def shards(directory: Path) -> list[Path]:
 
 
 def load_dataset(path: str | os.PathLike[str]) -> TensorDict:
-    """Open what a `Recorder` or ``gleanrl collect --out`` wrote in the ``tensordict`` format.
+    """Open what a `Recorder` or ``gleanrl collect --out`` wrote.
 
     Nothing is unpickled. Recordings that were killed are opened, too: with every frame that was
-    written. Frames of several workers that were killed are copied into memory.
+    written.
 
     Returns:
-        A `TensorDict` ``[frames]``, mapped from the files, which it cannot change.
+        A `TensorDict` ``[frames]``. In the ``tensordict`` format it is mapped from the files, which
+        it cannot change. Minari and Parquet data, and what several killed workers left, are copied
+        into memory.
 
     Raises:
-        ConfigError: there is no such directory, or it holds Minari or Parquet data.
+        ConfigError: there is no such directory, or a package that reads it is missing.
         TensorFileError: its files are damaged.
 
     Example:
@@ -226,14 +275,6 @@ def load_dataset(path: str | os.PathLike[str]) -> TensorDict:
         torch.Size([100, 4])
     """
     dataset = Dataset(Path(path))
-    kind = dataset.metadata.data
-    if kind in ("minari", "parquet"):
-        folder = os.path.join(path, DATA)
-        how = {
-            "minari": f"minari.MinariDataset({folder!r})",
-            "parquet": f"pandas.read_parquet({folder!r})",
-        }
-        raise ConfigError(f"{path} holds {kind} data; read them with {how[kind]}")
     if not dataset.metadata.frames:
         raise TensorFileError(f"{path} holds no frames (yet)")
     frames = TensorDict(batch_size=[dataset.metadata.frames])

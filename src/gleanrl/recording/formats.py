@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +12,10 @@ from tensordict import TensorDictBase
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import ACTION, END_FLAGS, NEXT, TRAJ_IDS, Key, as_key, format_key
 from gleanrl.memory.tensor_files import TensorFileError
-from gleanrl.recording.dataset import Dataset
+from gleanrl.recording.dataset import Dataset, require
 from gleanrl.recording.episodes import summary as summary_of
 from gleanrl.recording.episodes import total
 from gleanrl.recording.shard import join
-
-_PACKAGES = {"minari": "minari", "parquet": "pyarrow"}
 
 
 def check(format: str, path: Path) -> None:
@@ -27,15 +24,7 @@ def check(format: str, path: Path) -> None:
     Raises:
         ConfigError: a package is missing, or the path names no Minari dataset.
     """
-    package = _PACKAGES.get(format)
-    if package is not None:
-        try:
-            importlib.import_module(package)
-        except ImportError as err:
-            raise ConfigError(
-                f"format={format!r} needs {package}; install it with: pip install "
-                f"'gleanrl[{format}]'"
-            ) from err
+    require(format)
     if format == "minari" and not re.fullmatch(r"[-\w]+-v\d+", path.name):
         raise ConfigError(
             f"Minari names a dataset NAME-vNUMBER, so {path.name!r} has to end like "
@@ -75,14 +64,14 @@ def write(format: str, dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, 
         TensorFileError: the data do not suit the format.
     """
     if format == "parquet":
-        from gleanrl.recording import to_parquet
+        from gleanrl.recording import in_parquet
 
-        return to_parquet.write(dataset, facts)
+        return in_parquet.write(dataset, facts)
     if format == "minari":
-        from gleanrl.recording import to_minari
+        from gleanrl.recording import in_minari
 
-        return to_minari.write(dataset, facts)
-    join(dataset.parts, dataset.directory)
+        return in_minari.write(dataset, facts)
+    join(dataset.raw, dataset.directory)
     return {}
 
 

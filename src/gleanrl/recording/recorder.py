@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK
@@ -32,6 +32,9 @@ from gleanrl.recording.shard import Shard
 
 _ROOM, _ROOM_NBYTES = ".room", 1 << 16
 """Room for the last card, if the disk is full by then: a file that is removed before."""
+_OF_FILES = ("format", "format_version", "data", "frames", "recording", "keys", "columns")
+"""What a card says of the files, not of where the frames came from."""
+_CONVERTED_BYTES = 1 << 26
 _ROWS = (
     "writer after writer (workers in order), each batch after batch; in a batch environment after "
     "environment, each with its steps in order; ('collector', 'traj_ids') tells episodes apart; "
@@ -259,6 +262,44 @@ class Recorder:
         self.close("complete" if kind is None else "interrupted" if interrupted else "failed")
 
 
+def convert_dataset(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], format: str
+) -> None:
+    """Write a dataset in another format, also one whose recording was killed.
+
+    Args:
+        source: What a `Recorder` wrote, in any format.
+        target: A new directory.
+        format: One of the formats of a `Recorder`.
+
+    Raises:
+        ConfigError: there is no dataset, or something is at ``target`` already.
+        TensorFileError: files are damaged, the disk is full, or the data do not suit the format.
+    """
+    dataset = Dataset(Path(source))
+    facts = dict(dataset.metadata.facts)
+    for raw in dataset.raw[:1]:
+        facts |= {name: raw.metadata.facts[name] for name in OF_ENV if name in raw.metadata.facts}
+    for name in (*_OF_FILES, "rows", "status"):
+        facts.pop(name, None)
+    row = sum(file.nbytes for file in dataset.metadata.files)
+    size = max(1, _CONVERTED_BYTES // max(row, 1))
+    recorder = Recorder(target, format, facts=facts)
+    try:
+        for part in dataset.parts:
+            entries = {file.key: part.read(file.key) for file in part.files}
+            for start in range(0, part.frames, size):
+                rows = {key: value[start : start + size] for key, value in entries.items()}
+                frames = TensorDict(batch_size=[min(size, part.frames - start)])
+                for key, value in rows.items():
+                    frames[key] = value
+                recorder.write(frames)
+    except BaseException:
+        recorder.close("failed")
+        raise
+    recorder.close(dataset.metadata.status)
+
+
 def make_way(path: Path, overwrite: bool = False) -> None:
     """Check that a dataset can be written to ``path``; remove the one that is to be overwritten.
 
@@ -310,7 +351,7 @@ def _finish(
         if not dataset.metadata.frames:
             _discard(directory, made)
             return
-        own = dataset.parts[0].metadata.facts
+        own = dataset.raw[0].metadata.facts
         facts |= {name: own[name] for name in OF_ENV if own.get(name) is not None}
         data, entries, frames = SHARDS, [], 0
         try:

@@ -16,7 +16,7 @@ from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_te
 from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError
-from gleanrl.recording.dataset import CARD, FORMAT, VERSION, Part, size
+from gleanrl.recording.dataset import CARD, FORMAT, VERSION, RawPart, size
 
 _COPY_BYTES = 1 << 24
 
@@ -156,7 +156,7 @@ def _tensor_keys(frames: TensorDictBase) -> list[Key]:
     return [key for key, value in entries.items() if isinstance(value, torch.Tensor)]
 
 
-def join(parts: list[Part], directory: Path) -> list[TensorFile]:
+def join(parts: list[RawPart], directory: Path) -> list[TensorFile]:
     """Put the frames of ``parts`` into one memory-mapped TensorDict in ``directory``.
 
     The files of a single part are linked, those of several are copied one after the other; the

@@ -35,7 +35,7 @@ from gleanrl.core.tracebacks import hide_frames
 
 T = TypeVar("T")
 _COLLECT = struct.Struct("=cqiiq?")
-_ROLLED = struct.Struct("=cqiqqqq6d")
+_ROLLED = struct.Struct("=cqiqqqq8d")
 _HEAD = struct.Struct("=cqi")
 """How every frame begins: its kind, the ticket, and in replies the worker (in commands, a slot)."""
 _C, _R, _P = b"C", b"R", b"P"
@@ -107,6 +107,8 @@ def write_reply(reply: m.Reply, pickle: Callable[[Any], bytes] = cloudpickle.dum
             times.policy,
             times.transfer,
             times.wait,
+            times.taken,
+            times.weights,
         )
         return head + report.episodes.tobytes() if len(report.episodes) else head
     return _HEAD.pack(_P, reply.ticket, reply.worker) + bytes(pickle(reply))

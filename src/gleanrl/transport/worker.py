@@ -59,6 +59,7 @@ class Worker:
         self._newest, self._version = 0, 0
         self.source: Source = factory(index)
         self._waited, self._idle_since, self._counted_until = 0.0, monotonic(), 0.0
+        self._loading = 0.0
 
     def ready(self) -> m.Ready:
         """Say what one step looks like."""
@@ -92,6 +93,8 @@ class Worker:
             self._waited, self._counted_until = 0.0, began
         total, self._counted_until = now - self._counted_until, now
         times.wait, self._waited = self._waited, 0.0
+        times.weights, self._loading = self._loading, 0.0
+        times.taken = began
         times.transfer = max(0.0, total - times.wait - times.env - times.policy)
 
     def _refresh(self) -> None:
@@ -110,12 +113,14 @@ class Worker:
 
     def _load(self, snapshot: m.Snapshot) -> None:
         """Load what is newer than what was loaded: messages and memory may overtake each other."""
+        began = monotonic()
         serial, models = snapshot.serial, snapshot.models
         version = snapshot.version if serial >= self._newest else self._version
         newer = {name: w for name, w in models.items() if serial >= self._serials.get(name, 0)}
         self.source.load(m.Snapshot(version, newer, serial))
         self._newest, self._version = max(serial, self._newest), version
         self._serials.update(dict.fromkeys(newer, serial))
+        self._loading += monotonic() - began
 
     def _other(self, command: m.Command) -> Any:
         source = self.source

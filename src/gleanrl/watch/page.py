@@ -99,7 +99,7 @@ def episode_plots(frames: Array, returns: Array, lengths: Array, every: int = 1)
     frames, returns, lengths = frames[good], returns[good], lengths[good]
     if not len(frames):
         return []
-    dots = "an episode" if every == 1 else f"every {every:,}th episode"
+    dots = "an episode" if every == 1 else f"one of {every:,} episodes"
     window = max(1, _WINDOW // every)
     first = np.maximum(np.arange(len(frames)) + 1 - window, 0)
 

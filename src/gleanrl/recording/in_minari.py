@@ -1,8 +1,7 @@
-"""A dataset as Minari's: episodes with one observation more than actions, written by Minari."""
+"""Frames in Minari's episodes, which have one observation more than actions, written by Minari."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import gymnasium as gym
+import h5py
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -20,12 +20,20 @@ from minari.dataset.minari_storage import MinariStorage
 from minari.serialization import deserialize_space
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import ACTION, END_FLAGS, NEXT, OBSERVATION, Key
-from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, rebuild
+from gleanrl.core.keys import ACTION, END_FLAGS, NEXT, OBSERVATION, TRAJ_IDS, Key, format_key
+from gleanrl.envs.spaces import (
+    Leaf,
+    leaf_field,
+    observation_leaves,
+    rebuild,
+    space_leaves,
+)
+from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError
-from gleanrl.recording.dataset import DATA, Dataset
+from gleanrl.recording.dataset import DATA, Dataset, Metadata
 from gleanrl.recording.index import Array, Episode, end_keys, episodes_of
 from gleanrl.recording.origin import env_spec
+from gleanrl.recording.spaces import decoder
 
 Space: TypeAlias = gym.Space[Any]
 Files: TypeAlias = Mapping[Key, TensorFile]
@@ -56,11 +64,92 @@ def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
             if sum(map(len, waiting)) * row > _BATCH_BYTES or number == len(episodes) - 1:
                 storage.update_episodes(waiting)
                 waiting = []
+        storage.update_episode_metadata(
+            {"traj_id": episode.id, "cut": not episode.ended} for episode in episodes
+        )
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     cut = [number for number, episode in enumerate(episodes) if not episode.ended]
     return {"minari_id": name, "episodes_cut": cut, "infos": [".".join(key) for key in shape.infos]}
+
+
+def parts(directory: Path, metadata: Metadata) -> list[EpisodePart]:
+    """Open a dataset: each episode is a part.
+
+    Raises:
+        TensorFileError: the file is damaged.
+    """
+    try:
+        # Not by Minari, which would make an environment that the file names.
+        texts = tensor_files.read_description(directory / DATA / "metadata.json")
+        spaces_of = [
+            deserialize_space(texts[f"{name}_space"]) for name in ("observation", "action")
+        ]
+        file = h5py.File(directory / DATA / "main_data.hdf5", "r")
+        return [
+            EpisodePart(file[f"episode_{number}"], metadata, *spaces_of)
+            for number in range(len(file))
+        ]
+    except (OSError, KeyError, ValueError, TypeError, AssertionError) as err:
+        raise TensorFileError(
+            f"{directory / DATA} cannot be read as a Minari dataset: {err}"
+        ) from err
+
+
+class EpisodePart:
+    """One episode; entries are where Minari has them."""
+
+    def __init__(self, group: Any, metadata: Metadata, observation: Space, action: Space) -> None:
+        """Find the entries in the HDF5 ``group`` of an episode."""
+        self._group = group
+        self.frames = len(group["rewards"])
+        self._paths: dict[Key, str] = {
+            (NEXT, "reward"): "rewards",
+            (NEXT, "terminated"): "terminations",
+            (NEXT, "truncated"): "truncations",
+        }
+        self._starts = {
+            leaf.key: getattr(leaf.space, "start", 0) for leaf in space_leaves(action, ACTION)
+        }
+        for leaf in observation_leaves(observation):
+            self._paths[leaf.key] = _path("observations", leaf)
+            self._paths[NEXT, *leaf.key] = _path("observations", leaf)
+        for leaf in space_leaves(action, ACTION):
+            self._paths[leaf.key] = _path("actions", leaf)
+        for name in metadata.facts.get("infos", ()):
+            self._paths[tuple(name.split("."))] = f"infos/{name}"
+        numbers = {
+            leaf.key: (tuple(leaf.space.shape or ()), torch.int64)
+            for leaf in space_leaves(action, ACTION)
+            if isinstance(leaf.space, spaces.Discrete)
+        }  # whatever they were recorded as
+        self.files = [
+            TensorFile(f.key, *numbers.get(f.key, (f.shape, f.dtype)), f.file)
+            for f in metadata.files
+            if f.key in self._paths or f.key == TRAJ_IDS
+        ]
+
+    def read(self, key: Key) -> torch.Tensor:
+        """Return an entry as ``[frames, ...]``; discrete actions as numbers from 0."""
+        file = next(file for file in self.files if file.key == key)
+        if key == TRAJ_IDS:
+            return torch.full((self.frames,), int(self._group.attrs["traj_id"]))
+        values = self._group[self._paths[key]][...]
+        if self._paths[key].startswith("observations"):
+            values = values[1:] if key[0] == NEXT else values[:-1]
+        if key == (NEXT, "truncated") and self._group.attrs.get("cut"):
+            values[-1] = False  # as it was recorded
+        found = torch.from_numpy(np.asarray(values - self._starts.get(key, 0)))
+        try:
+            return found.reshape(self.frames, *file.shape).to(file.dtype)
+        except RuntimeError as err:
+            raise TensorFileError(f"{format_key(key)} is not as its card says") from err
+
+
+def _path(group: str, leaf: Leaf) -> str:
+    parts = [f"_index_{part}" if isinstance(part, int) else part for part in leaf.path]
+    return "/".join([group, *parts])
 
 
 def dataset_id(directory: Path) -> str:
@@ -88,8 +177,9 @@ class _Shape:
         self.spec = env_spec(facts)
         self.observation, self.action = _spaces(facts, self.spec, files) or _boxes(files)
         self._seen = observation_leaves(self.observation)
-        self._actions = _actions(self.action, files)
-        assert self._actions is not None
+        actions = decoder(self.action, files, 1, batched=True)
+        assert actions is not None  # such spaces were chosen
+        self._actions = actions
         self._rewards = [key for key in files if key[0] == NEXT and key[-1] == "reward"]
         self._flags = end_keys(tuple(files))
         used = {leaf.key for leaf in self._seen} | set(self._actions.specs)
@@ -108,7 +198,6 @@ class _Shape:
             ).astype(leaf.space.dtype)
             for leaf in self._seen
         }
-        assert self._actions is not None
         actions = self._actions.decode([_array(episode.read(key)) for key in self._actions.specs])
         rewards = [episode.read(key).reshape(len(episode), -1).sum(1) for key in self._rewards]
         over = {key[-1]: False for key in self._flags}
@@ -153,17 +242,7 @@ def _spaces(facts: Mapping[str, Any], spec: Any, files: Files) -> tuple[Space, S
     except ConfigError:  # a space without fixed shape
         return None
     fit = all(file.key in files and files[file.key].shape == file.shape for file in seen)
-    return (observation, action) if fit and _actions(action, files) is not None else None
-
-
-def _actions(space: Space, files: Files) -> Actions | None:
-    """Return what decodes recorded actions of ``space``, as numbers or one-hot vectors."""
-    for categorical in (True, False):
-        with contextlib.suppress(ConfigError):
-            actions = Actions(space, 1, categorical, batched=True)
-            if all(f.key in files and files[f.key].shape == f.shape for f in actions.fields):
-                return actions
-    return None
+    return (observation, action) if fit and decoder(action, files, 1) is not None else None
 
 
 def _boxes(files: Files) -> tuple[Space, Space]:

@@ -1,4 +1,4 @@
-"""A dataset as Parquet: one row per frame, one file per writer."""
+"""Frames in Parquet: one row per frame, one file per writer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from gleanrl.core.keys import DONE, END_FLAGS, NEXT, TRAJ_IDS, Key
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError
-from gleanrl.recording.dataset import DATA, Dataset, Part
+from gleanrl.recording.dataset import DATA, Dataset, Metadata, Part
 from gleanrl.recording.index import Array, Episode, episodes_of
 
 _GROUP_BYTES, _GROUP_ROWS = 1 << 25, 1 << 16
@@ -57,9 +57,40 @@ def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
     return {"columns": schema.names}
 
 
-def files_of(directory: Path) -> list[Path]:
-    """Return the files of a dataset."""
-    return sorted((directory / DATA).glob("part-*.parquet"))
+def parts(directory: Path, metadata: Metadata) -> list[ParquetPart]:
+    """Open the files of a dataset.
+
+    Raises:
+        TensorFileError: a file is no Parquet, or lacks columns.
+    """
+    paths = sorted((directory / DATA).glob("part-*.parquet"))
+    return [ParquetPart(path, metadata) for path in paths]
+
+
+class ParquetPart:
+    """One file, read column by column."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        """Read how long the file is and which entries it has."""
+        try:
+            self._file = pq.ParquetFile(path, memory_map=True)
+        except (pa.ArrowInvalid, OSError) as err:
+            raise TensorFileError(f"{path} cannot be read: {err}") from err
+        self._path = path
+        self.frames: int = self._file.metadata.num_rows
+        there = set(self._file.schema_arrow.names)
+        self.files = [file for file in metadata.files if _name(file.key) in there]
+
+    def read(self, key: Key) -> torch.Tensor:
+        """Return an entry as ``[frames, ...]``."""
+        file = next(file for file in self.files if file.key == key)
+        try:
+            column = self._file.read([_name(key)]).column(0).combine_chunks()
+            flat = column.flatten() if pa.types.is_fixed_size_list(column.type) else column
+            values = torch.from_numpy(flat.to_numpy(zero_copy_only=False).copy())
+            return values.reshape(self.frames, *file.shape).to(file.dtype)
+        except (pa.ArrowInvalid, RuntimeError, TypeError) as err:
+            raise TensorFileError(f"{self._path}: {_name(key)!r} is not as its card says") from err
 
 
 def _columns(dataset: Dataset) -> dict[str, TensorFile]:
@@ -71,8 +102,6 @@ def _columns(dataset: Dataset) -> dict[str, TensorFile]:
             continue  # never True: environments are reset
         if file.key == (NEXT, *DONE) and {(NEXT, "terminated"), (NEXT, "truncated")} <= keys:
             continue  # either of these two
-        if file.key == TRAJ_IDS:
-            continue  # "episode" numbers them
         if not file.nbytes:
             continue
         name = _name(file.key)
@@ -105,7 +134,7 @@ def _values(rows: torch.Tensor) -> pa.Array:
 
 
 def _groups(part: Part) -> Iterator[slice]:
-    row = sum(file.nbytes for file in part.metadata.files)
+    row = sum(file.nbytes for file in part.files)
     size = max(1, min(_GROUP_ROWS, _GROUP_BYTES // max(row, 1)))
     for start in range(0, part.frames, size):
         yield slice(start, start + size)

@@ -1,0 +1,158 @@
+"""What happened to a collection from its beginning on, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from gleanrl.core.messages import Report
+from gleanrl.watch.page import (
+    Array,
+    Lines,
+    Page,
+    Plot,
+    Series,
+    Shares,
+    Table,
+    episode_plots,
+    in_unit,
+)
+
+_MOST = 1000
+_SPEEDS = 150
+"""Points of the curve of the speed."""
+_SHARE_KEYS = ("time_env", "time_policy", "time_transfer", "time_wait")
+Stats = Mapping[str, int | float | bool]
+
+
+class Thinned:
+    """Every k-th of the rows that were added: ``most`` at most, k grows with their number.
+
+    >>> rows = Thinned(4)
+    >>> rows.extend([(i, i) for i in range(7)])
+    >>> rows.extend([(i, i) for i in range(7, 10)])
+    >>> rows.every, rows.array().tolist()
+    (4, [[0.0, 0.0], [4.0, 4.0], [8.0, 8.0]])
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        """Start empty; ``most`` is even."""
+        self.every = 1
+        """k: how many rows each one stands for."""
+        self._rows: list[tuple[float, ...]] = []
+        self._most, self._skip = most, 0
+
+    def extend(self, rows: Array | Sequence[Sequence[float]]) -> None:
+        """Add rows of numbers: a sequence of sequences, or an array ``[N, columns]``."""
+        place = self._skip
+        while place < len(rows):
+            self._rows.append(tuple(rows[place]))
+            if len(self._rows) > self._most:
+                del self._rows[1::2]
+                self.every *= 2
+            place += self.every
+        self._skip = place - len(rows)
+
+    def array(self) -> Array:
+        """Return the rows, float64 ``[N, columns]``."""
+        return np.array(self._rows, np.float64)
+
+
+class History:
+    """Takes down what each batch brought; see `EngineCollector.watch`."""
+
+    def __init__(self) -> None:
+        """Begin now."""
+        self._began = monotonic()
+        self._frames = 0
+        self._batches = Thinned()
+        self._episodes = Thinned()
+        self._batches.extend([(0.0, 0, 0)])
+
+    def add(self, reports: Mapping[int, Report], version: int) -> None:
+        """Take down a batch, and the learner's newest policy version."""
+        lag = 0
+        for report in reports.values():
+            self._frames += report.frames
+            lag = max(lag, version - report.policy_version)
+            if len(report.episodes):
+                self._episodes.extend(np.insert(report.episodes, 0, self._frames, 1))
+        self._batches.extend([(monotonic() - self._began, self._frames, lag)])
+
+    def page(self, title: str, facts: Lines, stats: Stats, losses: Iterable[Any] = ()) -> Page:
+        """Return the page of a collection.
+
+        Args:
+            title: What collects.
+            facts: What else is known of it.
+            stats: Its ``stats("both")``.
+            losses: When (seconds since the epoch) which worker was lost, and why.
+        """
+        seconds, frames, lag = self._batches.array().T
+        unit, elapsed = in_unit(seconds)
+        episodes = self._episodes.array().reshape(-1, 3)
+        ends, returns, lengths = episodes.T
+        parts: list[Plot | Shares | Table] = []
+        parts += episode_plots(ends, returns, lengths, self._episodes.every)
+        if len(seconds) > 1:
+            grid = np.linspace(0.0, max(seconds[-1], 1e-9), min(_SPEEDS, len(seconds)))
+            rates = np.diff(np.interp(grid, seconds, frames)) / np.diff(grid)
+            over = in_unit(grid)[1][1:]
+            parts.append(Plot("Speed", unit, "frames per second", [Series("", over, rates)], True))
+            behind = Series("", elapsed[1:], lag[1:], "dots")
+            parts.append(Plot("Policy lag of batches", unit, "versions old", [behind], True))
+        if shares := _shares(stats):
+            parts.append(Shares("Workers' time", shares))
+        rows = [
+            (f"{datetime.fromtimestamp(when):%d %b %H:%M:%S}", str(worker), why.splitlines()[0])
+            for when, worker, why in losses
+        ]
+        if rows:
+            parts.append(Table("Losses", ("when", "worker", "why"), rows))
+        return Page(title, _state(stats), _figures(stats, seconds[-1]), facts, parts)
+
+
+def _shares(stats: Stats) -> list[tuple[str, list[float]]]:
+    rows = []
+    prefixes = [(f"worker {i}", f"worker_{i}/") for i in range(int(stats.get("workers", 0)))]
+    for name, prefix in (*prefixes, ("all", "")):
+        parts = [float(stats.get(prefix + key, np.nan)) for key in _SHARE_KEYS]
+        if np.isfinite(parts).all():
+            rows.append((name, parts))
+    return rows[-1:] if len(rows) == 2 else rows
+
+
+def _state(stats: Stats) -> str:
+    for word in ("failed", "completed", "closed"):
+        if stats.get(word):
+            return word
+    return "collecting"
+
+
+def _figures(stats: Stats, seconds: float) -> Lines:
+    figures = [("frames", f"{stats['frames']:,}"), ("time", _duration(seconds))]
+    figures.append(("frames per second", f"{stats.get('fps_mean', 0):,.0f}"))
+    figures.append(("episodes", f"{stats.get('episodes', 0):,}"))
+    if stats.get("episodes"):
+        figures.append(("return, last 100", f"{stats['return_mean']:,.1f}"))
+        figures.append(("length, last 100", f"{stats['length_mean']:,.1f}"))
+    if stats.get("workers"):
+        figures.append(("workers", f"{stats['workers_alive']:,} of {stats['workers']:,}"))
+    return figures
+
+
+def _duration(seconds: float) -> str:
+    """Spell a time.
+
+    >>> _duration(7.25), _duration(75), _duration(7325)
+    ('7.2 s', '1:15', '2:02:05')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,202 @@
+"""Where the numbers of `stats()` go after every batch: files, TensorBoard, W&B, or a callable.
+
+A collector calls its loggers with `stats()` after each batch, in the thread that collects it.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import math
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any, TypeAlias
+
+from gleanrl.core.errors import ConfigError
+
+Stats: TypeAlias = Mapping[str, int | float | bool]
+LogFunction: TypeAlias = Callable[[Any], object]
+
+
+class Logger:
+    """Writes stats down, at most every few seconds. Its collector closes it at shutdown.
+
+    Subclasses define `write`, and `close` if there is something to close.
+    """
+
+    def __init__(self, every_s: float = 0.0) -> None:
+        """Write what comes at least ``every_s`` seconds after what was written last."""
+        self._every_s, self._due = every_s, 0.0
+        self._skipped: Stats | None = None
+
+    def __call__(self, stats: Stats) -> None:
+        """Write ``stats`` down if it is time; the newest that were left out are written at last."""
+        now = monotonic()
+        self._skipped = stats
+        if now >= self._due:
+            self._due = now + self._every_s
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what was left out."""
+        stats, self._skipped = self._skipped, None
+        if stats is not None:
+            self.write(stats)
+
+    def write(self, stats: Stats) -> None:
+        """Write ``stats`` down."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close what `write` writes to."""
+
+
+class CSVLogger(Logger):
+    """One row per batch. Columns are those of the first row, also of a file that is continued.
+
+    Example:
+        >>> import csv, tempfile
+        >>> from gleanrl import Collector, CSVLogger
+        >>> path = tempfile.mkdtemp() + "/stats.csv"
+        >>> with Collector(
+        ...     "CartPole-v1", frames_per_batch=50, total_frames=100, logger=CSVLogger(path)
+        ... ) as collector:
+        ...     for batch in collector:
+        ...         pass
+        >>> [row["frames"] for row in csv.DictReader(open(path))]
+        ['50', '100']
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every_s: float = 0.0) -> None:
+        """Append to ``path``; its folder is made if need be."""
+        super().__init__(every_s)
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+", newline="")
+        self._file.seek(0)
+        self._columns = next(csv.reader(self._file), [])
+
+    def write(self, stats: Stats) -> None:
+        """Append a row."""
+        writer = csv.DictWriter(self._file, self._columns or list(stats), extrasaction="ignore")
+        if not self._columns:
+            self._columns = list(stats)
+            writer.writeheader()
+        writer.writerow(dict(stats))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardLogger(Logger):
+    """Scalars over frames for TensorBoard (extra ``tensorboard``)."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], every_s: float = 0.0, prefix: str = "collector/"
+    ) -> None:
+        """Write event files into the folder ``path``; names begin with ``prefix``."""
+        super().__init__(every_s)
+        self._prefix = prefix
+        module = _imported("torch.utils.tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(os.fspath(path))
+
+    def write(self, stats: Stats) -> None:
+        """Add one point to every curve."""
+        for name, value in _numbers(stats).items():
+            self._writer.add_scalar(self._prefix + name, value, int(stats["frames"]))
+
+    def close(self) -> None:
+        """Write what is buffered and close the files."""
+        self._writer.close()
+
+
+class WandbLogger(Logger):
+    """Scalars for Weights & Biases (extra ``wandb``)."""
+
+    def __init__(
+        self, run: Any = None, every_s: float = 0.0, prefix: str = "collector/", **init: Any
+    ) -> None:
+        """Log to ``run``, which stays open at the end, or to one made by ``wandb.init(**init)``."""
+        super().__init__(every_s)
+        self._own, self._prefix = run is None, prefix
+        self._run = _imported("wandb", "wandb").init(**init) if run is None else run
+
+    def write(self, stats: Stats) -> None:
+        """Log one point of every curve."""
+        self._run.log({self._prefix + name: value for name, value in _numbers(stats).items()})
+
+    def close(self) -> None:
+        """Finish the run if it was made here."""
+        if self._own:
+            self._run.finish()
+
+
+def _numbers(stats: Stats) -> dict[str, int | float]:
+    """Leave out what is not known yet."""
+    return {name: value for name, value in stats.items() if not math.isnan(value)}
+
+
+def _imported(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as err:
+        raise ImportError(
+            f"this logger needs the package {extra}: pip install 'gleanrl[{extra}]'"
+        ) from err
+
+
+class Loggers:
+    """The loggers of a collector. One that raises is left out from then on, with a warning."""
+
+    def __init__(self, loggers: LogFunction | Sequence[LogFunction] | None) -> None:
+        """Take one, several or none.
+
+        Raises:
+            ConfigError: one that cannot be called.
+        """
+        several = loggers if isinstance(loggers, list | tuple) else (loggers,)
+        self._loggers = [logger for logger in several if logger is not None]
+        for logger in self._loggers:
+            if not callable(logger):
+                raise ConfigError(
+                    f"logger ({logger!r:.80}) must be a callable that takes a dictionary, or a "
+                    "list of such; gleanrl.CSVLogger(path) is one"
+                )
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._loggers)
+
+    def log(self, stats: Stats) -> None:
+        """Call all of them."""
+        for logger in tuple(self._loggers):
+            self._attempt(logger, partial(logger, stats))
+
+    def close(self) -> None:
+        """Close those that are a `Logger`. Idempotent."""
+        loggers, self._loggers = self._loggers, []
+        for logger in loggers:
+            if isinstance(logger, Logger):
+                self._attempt(logger, logger.finish)
+                self._attempt(logger, logger.close)
+
+    def _attempt(self, logger: LogFunction, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception as err:
+            if logger in self._loggers:
+                self._loggers.remove(logger)
+            frames = "".join(traceback.format_exception(err))
+            warnings.warn(
+                f"{logger!r:.80} is not called any more, it raised {type(err).__name__}; "
+                f"collection continues\n{frames}",
+                UserWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,203 @@
+"""Progress of long work: one line that moves on a terminal, lines of text elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions
+from rich.live import Live
+from rich.text import Text
+
+_REFRESH_S = 0.1
+_TICK_S = 0.25
+_LINE_EVERY_S = 2.0
+"""Seconds between two lines where there is no terminal: nothing is silent for longer."""
+_SHORTEST_BAR = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Label, bar, percentage, text and remaining time in one line.
+
+    If there is not room for everything, the bar shrinks first, then the label.
+    """
+
+    label: str
+    share: float | None
+    text: str
+    left: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        percent = "" if self.share is None else f"{self.share:4.0%}  "
+        tail = f"  {percent}{self.text}" + (f"  ETA {self.left}" if self.left else "")
+        room = max(0, options.max_width - cell_len(tail))
+        label, bar = self.label, 0 if self.share is None else _SHORTEST_BAR
+        if cell_len(label) > room - bar - 1:
+            kept = max(0, room - bar - 2)
+            label = set_cell_size(label, kept) + ("…" if kept else "")
+        line = Text(label, style="bold", no_wrap=True, overflow="crop", end="")
+        if self.share is not None:
+            width = max(0, room - cell_len(label) - 1)
+            full = round(width * min(1.0, self.share))
+            on, off = ("#", "-") if options.ascii_only else ("━", "─")
+            line.append(" " + on * full, style="green").append(off * (width - full), style="dim")
+        yield line.append(tail, style="not bold")
+
+
+class Display:
+    """Shows how far something is while it is entered."""
+
+    def __init__(
+        self,
+        label: str,
+        total: float | None,
+        every_s: float = 0.0,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare to show ``total`` things; lines come at least ``every_s`` seconds apart.
+
+        Args:
+            label: What is done.
+            total: How much of it there is; ``None`` if that is not known.
+            every_s: Seconds between two lines where there is no terminal.
+            console: Standard error by default.
+            clock: Returns seconds.
+        """
+        console = Console(stderr=True) if console is None else console
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(
+                console=console,
+                auto_refresh=False,
+                redirect_stdout=sys.stdout.isatty(),
+                vertical_overflow="crop",
+            )
+        self.total = total
+        self._label, self._every_s, self._clock = plain(label), every_s, clock
+        self._began = clock()
+        self._due = self._began + (every_s if self._live is None else 0.0)
+
+    def __enter__(self) -> Display:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, done: float, text: str, line: str | None = None, *, last: bool = False) -> None:
+        """Say that ``done`` are done.
+
+        Args:
+            done: How many of ``total``.
+            text: What is said beside the bar.
+            line: What is written after the label where there is no terminal; nothing by default.
+            last: Whether nothing will follow: it is shown in any case.
+        """
+        if self._live is None and line is None:
+            return
+        now = self._clock()
+        if now < self._due and not last:
+            return
+        if self._live is None:
+            self._due = now + self._every_s
+            sys.stderr.write(f"{self._label}{line}\n")
+            sys.stderr.flush()
+            return
+        self._due = now + _REFRESH_S
+        share = done / self.total if self.total else None
+        left = "" if share is None else "-:--"
+        if self.total and done:
+            left = clock_time((now - self._began) * (self.total - done) / done)
+        self._live.update(_Line(self._label, share, plain(text), left), refresh=True)
+
+
+class Progress:
+    """Shows how a collection goes, from a thread of its own, until it is over or `close` is called.
+
+    It holds no reference to the collector: that can be collected, which closes it.
+    """
+
+    def __init__(self, label: str, display: Display | None = None) -> None:
+        """Begin to show that ``label`` is being started."""
+        self._label = label
+        self._display = Display(label, None, _LINE_EVERY_S) if display is None else display
+        self._began = time.monotonic()
+        self._facts: Callable[[], Mapping[str, Any]] | None = None
+        self._shown = -1
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gleanrl-progress", daemon=True)
+        self._thread.start()
+
+    def follow(self, facts: Callable[[], Mapping[str, Any]], total: int | None) -> None:
+        """Show what ``facts`` returns from now on.
+
+        Args:
+            facts: Returns some of what ``stats()`` does and ``"busy"``, whether a batch is awaited.
+            total: Frames in all.
+        """
+        self._display.total, self._facts = total, facts
+
+    def close(self) -> None:
+        """Show where it stands for the last time. Idempotent."""
+        self._over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        # Standard error may be closed: that is no reason to print a traceback there.
+        with contextlib.suppress(OSError, ValueError), self._display:
+            while not self._over.wait(_TICK_S):
+                facts = self._facts
+                if facts is None:
+                    text = f"starting workers and environments, {self._elapsed}"
+                    self._display.show(0, text, f": {text}")
+                elif self._tell(facts(), last=False):
+                    return
+            if self._facts is not None:
+                self._tell({**self._facts(), "completed": True}, last=True)
+
+    @property
+    def _elapsed(self) -> str:
+        return clock_time(time.monotonic() - self._began)
+
+    def _tell(self, facts: Mapping[str, Any], *, last: bool) -> bool:
+        """Show ``facts``; return whether nothing will follow."""
+        frames, total = facts["frames"], self._display.total
+        last = last or bool(facts["completed"] or facts["failed"])
+        text = f"{facts['fps_mean' if last else 'fps']:,.0f} frames/s"
+        if facts["episodes"]:
+            text += f"  return {facts['return_mean']:,.1f}"
+        many = f"{frames:,}" + (f"/{total:,} frames ({frames / total:.0%})" if total else " frames")
+        line = None
+        if last or facts["busy"] or frames != self._shown:
+            line = f": {many}, {text.replace('  ', ', ')}, {self._elapsed}"
+            self._shown = frames
+        self._display.show(frames, text if total else f"{many}  {text}", line, last=last)
+        return last
+
+
+def clock_time(seconds: float) -> str:
+    """Spell a duration.
+
+    >>> clock_time(75.4), clock_time(3600)
+    ('1:15', '1:00:00')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def plain(text: str) -> str:
+    """Replace what a terminal might act on; text may come from a file written by anyone."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -1,0 +1,144 @@
+"""A trace of a collection for Perfetto (ui.perfetto.dev) and other viewers of Chrome's format.
+
+The file is a JSON array to which events are appended as batches come; its closing bracket is
+optional in that format, so the trace of a process that was killed opens as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic
+
+from gleanrl.core.messages import Report, Times
+
+_FAR_S = 3600.0
+"""A worker whose clock shows times that long ago has another clock than the learner."""
+
+
+class Timeline:
+    """Appends what workers and the learner did to a file, until it is closed.
+
+    Everything is on one clock, the learner's; of a worker on another machine, the first rollout is
+    taken to have ended when it arrived. Within a rollout, steps and calls of the policy alternate:
+    the sum of each is shown as one slice, one after the other.
+    """
+
+    def __init__(self, path: str | Path, title: str, workers: int) -> None:
+        """Begin a trace of ``workers`` workers.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._lock = threading.Lock()
+        self._file = Path(path).open("w", encoding="utf-8", buffering=1 << 16)  # noqa: SIM115
+        self._began = monotonic()
+        self._delivered = self._began
+        self._ended = [self._began] * workers
+        """Until when what each worker did is in the trace."""
+        self._shifts: dict[int, float] = {}
+        self._loaded: list[int | None] = [None] * workers
+        self._pid = os.getpid()
+        self._file.write("[\n" + self._name("process_name", 0, title))
+        for tid, name in enumerate(["learner", *(f"worker {i}" for i in range(workers))]):
+            self._file.write(self._name("thread_name", tid, name))
+            self._file.write(self._meta("thread_sort_index", tid, {"sort_index": tid}))
+
+    def _name(self, kind: str, tid: int, name: str) -> str:
+        return self._meta(kind, tid, {"name": name})
+
+    def _meta(self, kind: str, tid: int, args: Mapping[str, object]) -> str:
+        event = {"ph": "M", "name": kind, "pid": self._pid, "tid": tid, "ts": 0, "args": args}
+        return json.dumps(event) + ",\n"
+
+    def _slice(self, tid: int, name: str, begin: float, end: float, args: str = "") -> str:
+        """Return the event of something that lasted; what was before the trace is cut off."""
+        start = round(1e6 * max(0.0, begin - self._began), 3)
+        duration = round(max(0.0, 1e6 * (end - self._began) - start), 3)
+        return (
+            f'{{"ph":"X","name":"{name}","pid":{self._pid},"tid":{tid},"ts":{start},'
+            f'"dur":{duration},"args":{{{args}}}}},\n'
+        )
+
+    def _write(self, events: str) -> None:
+        """Append events; a disk that is full ends the trace, not the collection."""
+        with self._lock:
+            if self._file.closed:
+                return
+            try:
+                self._file.write(events)
+            except OSError as err:
+                with contextlib.suppress(OSError):
+                    self._file.close()
+                warnings.warn(f"the timeline ends here: {err}", UserWarning, stacklevel=3)
+
+    def gathered(self, reports: Mapping[int, Report], version: int, asked: float) -> None:
+        """Add a batch of ``reports``, by worker.
+
+        Args:
+            reports: Of its rollouts.
+            version: The newest policy version.
+            asked: When the learner asked for it.
+        """
+        now = monotonic()
+        frames = sum(report.frames for report in reports.values())
+        events = [
+            self._slice(0, "learner", self._delivered, asked),
+            self._slice(0, "batch", asked, now, f'"frames":{frames},"policy version":{version}'),
+        ]
+        self._delivered = now
+        for worker, report in reports.items():
+            events += self._rollout(worker, report, now)
+        self._write("".join(events))
+
+    def _rollout(self, worker: int, report: Report, now: float) -> list[str]:
+        times, tid = report.times, worker + 1
+        if not times.end:  # of a source that does not measure itself
+            return []
+        shift = self._shift(worker, times, now)
+        taken, begin, end = times.taken + shift, times.begin + shift, times.end + shift
+        before, self._ended[worker] = self._ended[worker], end
+        middle = min(begin + times.env, end)
+        args = f'"frames":{report.frames},"policy version":{report.policy_version}'
+        return [
+            self._slice(tid, "waiting", max(before, taken - times.wait), taken),
+            *self._weights(tid, report.policy_version, taken, min(taken + times.weights, begin)),
+            self._slice(tid, "rollout", begin, end, args),
+            self._slice(tid, "environment", begin, middle),
+            self._slice(tid, "policy", middle, min(middle + times.policy, end)),
+        ]
+
+    def _weights(self, tid: int, version: int, begin: float, end: float) -> list[str]:
+        known, self._loaded[tid - 1] = self._loaded[tid - 1], version
+        if known in (None, version):
+            return []
+        return [self._slice(tid, "weights", begin, end, f'"policy version":{version}')]
+
+    def _shift(self, worker: int, times: Times, now: float) -> float:
+        """Return what to add to times of ``worker`` to have them on the learner's clock."""
+        if worker not in self._shifts:
+            same = now - _FAR_S < times.end <= now
+            self._shifts[worker] = 0.0 if same else now - times.end
+        return self._shifts[worker]
+
+    def published(self, asked: float, version: int) -> None:
+        """Add an update of weights that began when it was ``asked`` for."""
+        args = f'"policy version":{version}'
+        self._write(self._slice(0, "publish weights", asked, monotonic(), args))
+
+    def close(self) -> None:
+        """Complete the file. Idempotent.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        with self._lock:
+            if not self._file.closed:
+                end = self._slice(0, "learner", self._delivered, monotonic())
+                self._file.write(end.removesuffix(",\n") + "\n]\n")
+                self._file.close()
