@@ -1,7 +1,7 @@
 """Independent PPO on simple_spread: three agents share one network and learn to cover three places.
 
 pip install gleanrl[pettingzoo] mpe2
-python examples/ippo.py [--frames 400000] [--seed 0]
+python examples/ippo.py [--frames 120000] [--seed 0]
 
 de Witt et al. 2020, "Is Independent Learning All You Need in the StarCraft Multi-Agent Challenge?"
 """
@@ -74,7 +74,7 @@ def loss_of(actor: nn.Module, critic: nn.Module, rows: list[Tensor]) -> Tensor:
     return 0.5 * error - gain - ENTROPY * choice.entropy().mean()
 
 
-def train(frames: int = 400_000, seed: int = 0) -> Iterator[dict]:
+def train(frames: int = 120_000, seed: int = 0) -> Iterator[dict]:
     """Train, and yield frames, mean return of the latest 100 episodes and loss after each batch.
 
     The return of an episode is the mean of the three agents' returns.
@@ -128,7 +128,7 @@ def train(frames: int = 400_000, seed: int = 0) -> Iterator[dict]:
 def main() -> None:
     """Train and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--frames", type=int, default=400_000)
+    parser.add_argument("--frames", type=int, default=120_000)
     parser.add_argument("--seed", type=int, default=0)
     for row in train(**vars(parser.parse_args())):
         print(f"{row['frames']:7d} frames  return {row['return']:6.1f}  loss {row['loss']:8.3f}")

@@ -121,12 +121,16 @@ def draw(doc: dict[str, Any], path: Path) -> None:
 
 
 def summary(doc: dict[str, Any]) -> str:
-    """Return one line: what each seed ended with, after how many frames, when, and on what."""
+    """Return one line: what each seed ended with, after how many frames, when, and on what.
+
+    A ``note`` that somebody put into the file, about that recording, follows.
+    """
     runs, found = doc["runs"], doc["versions"]
     ends = ", ".join(f"{run['return'][-1]:.4g}" for run in runs)
     return (
         f"Return at the end of each seed: {ends} ({runs[0]['frames'][-1]:,} frames; {doc['date']}, "
         f"{doc['machine']['cpu']}, {doc['machine']['usable_cores']} cores, torch {found['torch']})."
+        f"{doc.get('note', '')}"
     )
 
 

@@ -93,12 +93,25 @@ def test_a_script_registers_what_its_workers_make(tmp_path, python):
                 def step(self, action):
                     return np.zeros(1, np.float32), 3.0, False, False, {}
 
+            class Doubling(gym.RewardWrapper):
+                def reward(self, reward):
+                    return 2 * reward
+
+            def vector(num_envs, **kwargs):
+                return gym.vector.SyncVectorEnv([Mine] * num_envs)
+
             gym.register("Mine-v0", entry_point=Mine)
+            gym.register("mine/Text-v0", entry_point="__main__:Mine")
+            gym.register("Doubled-v0", entry_point=Mine,
+                         additional_wrappers=[Doubling.wrapper_spec()])
+            gym.register("Vector-v0", vector_entry_point="__main__:vector")
             from gleanrl import MultiSyncCollector
+            makes = ["Mine-v0", "mine/Text-v0", "Doubled-v0",
+                     lambda: gym.make_vec("Vector-v0", num_envs=1).envs[0]]
             collector = MultiSyncCollector(
-                ["Mine-v0"], None, frames_per_batch=2, total_frames=2
+                makes, None, frames_per_batch=8, total_frames=8, cat_results="stack"
             )
-            print([data["next", "reward"].sum().item() for data in collector])
+            print([data["next", "reward"].flatten(1).sum(1).tolist() for data in collector])
             collector.shutdown()
             """
         )
@@ -106,7 +119,7 @@ def test_a_script_registers_what_its_workers_make(tmp_path, python):
     done = subprocess.run(
         [python, str(script)], capture_output=True, text=True, timeout=200, check=False
     )
-    assert done.stdout.strip() == "[6.0]", done.stderr
+    assert done.stdout.strip() == "[[6.0, 6.0, 12.0, 6.0]]", done.stderr
 
 
 @pytest.mark.parametrize("make", ["Locked-v0", lambda: gym.make("Locked-v0")])

@@ -1,5 +1,6 @@
 """PettingZoo environments as TensorDict environments, held against loops written by hand."""
 
+import warnings
 from functools import partial
 
 import numpy as np
@@ -9,9 +10,11 @@ from gymnasium import spaces
 from mpe2 import simple_adversary_v3, simple_spread_v3, simple_world_comm_v3
 from pettingzoo import AECEnv, ParallelEnv
 from tensordict.nn import TensorDictModule
+from torchrl.envs.libs.pettingzoo import PettingZooWrapper as TorchPettingZoo
 from torchrl.envs.utils import MarlGroupMapType as TorchGroupMapType
 
-from gleanrl import Collector, ConfigError, MultiAsyncCollector, MultiSyncCollector
+from gleanrl import Collector, ConfigError, MultiSyncCollector
+from gleanrl.data import LazyTensorStorage, ListStorage, ReplayBuffer
 from gleanrl.envs import MarlGroupMapType, PettingZooEnv, PettingZooWrapper
 
 SEED = 7
@@ -84,21 +87,14 @@ def test_a_built_environment_is_taken_over():
     collector.shutdown()
 
 
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_workers_make_the_environment_and_keep_nested_batch_sizes(kind):
-    collector = kind(
-        [make_spread] * 2,
-        argmax_policy(),
-        frames_per_batch=16,
-        total_frames=32,
-        cat_results="stack",
-    )
+def test_workers_make_the_environment_and_keep_nested_batch_sizes():
+    makes, frames = [make_spread] * 2, {"frames_per_batch": 16, "total_frames": 16}
+    collector = MultiSyncCollector(makes, argmax_policy(), cat_results="stack", **frames)
     collector.set_seed(SEED)
     batch = next(iter(collector))
     assert batch["next", "agent"].batch_size == (*batch.shape, 3)
-    if kind is MultiSyncCollector:
-        for worker, part in enumerate(batch):
-            check_spread(part, SEED + worker)
+    for worker, part in enumerate(batch):
+        check_spread(part, SEED + worker)
     collector.shutdown()
 
 
@@ -113,6 +109,36 @@ def test_environments_in_processes_are_those_of_one_process():
             found.append(env.rollout(9, argmax_policy(), break_when_any_done=False))
     assert (found[0] == found[1]).all()
     assert found[0]["agent"].batch_size == (2, 9, 3)
+
+
+def torchrl_spread():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says which version of PettingZoo it was made for
+        return TorchPettingZoo(make_spread(), use_mask=True)
+
+
+@pytest.mark.parametrize(
+    "make", [torchrl_spread, partial(PettingZooEnv, make_spread, use_mask=True)]
+)
+def test_nested_batch_sizes_pass_through_splitting_and_replay(make):
+    collector = Collector(make, frames_per_batch=16, total_frames=16, split_trajs=True)
+    (split,) = collector
+    collector.shutdown()
+    assert split.shape == (3, 6)
+    assert split["next", "agent"].batch_size == (3, 6, 3)
+    for storage in (LazyTensorStorage, ListStorage):
+        buffer = ReplayBuffer(storage=storage(20), batch_size=4)
+        buffer.extend(split.flatten(0, 1))
+        assert buffer.sample()["next", "agent"].batch_size == (4, 3)
+
+
+def test_stats_count_the_mean_of_the_agents_as_an_episodes_return():
+    collector = Collector(make_spread, frames_per_batch=12, total_frames=12)
+    (batch,) = collector
+    stats = collector.stats()
+    assert stats["episodes"] == 2
+    expected = batch["next", "agent", "reward"].mean((1, 2)).sum().item() / 2
+    assert stats["return_mean"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_specs_describe_what_steps_return():

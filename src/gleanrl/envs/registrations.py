@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +49,18 @@ class Registrations:
     process: tuple[uuid.UUID, int]
     specs: tuple[tuple[tuple[str, ...], bytes], ...]
     """Ids, and their specs as bytes."""
+    script: tuple[tuple[str, bytes], ...] = ()
+    """What specs name as ``"__main__:..."``, by name, as bytes."""
 
     def restore(self) -> None:
         """Register here what is not, or differs."""
         if self.process == _this_process():
             return
+        # A package that registers its environments when one of them is made finds them here.
+        warnings.filterwarnings("ignore", ".*Overriding environment .* already in registry")
+        for name, blob in self.script:
+            if name not in vars(sys.modules["__main__"]):
+                setattr(sys.modules["__main__"], name, cloudpickle.loads(blob))
         for ids, blob in self.specs:
             try:
                 specs = cloudpickle.loads(blob)
@@ -84,4 +93,19 @@ def registrations(dump: Callable[[Any], bytes]) -> Registrations:
                 groups += [[spec] for spec in group]
             else:
                 sent.append((ids, dump([_not_sent(ids[0], err)])))
-    return Registrations(_this_process(), tuple(sent))
+    return Registrations(_this_process(), tuple(sent), tuple(_named_in_script(specs, dump)))
+
+
+def _named_in_script(
+    specs: Iterable[gym.envs.registration.EnvSpec], dump: Callable[[Any], bytes]
+) -> Iterator[tuple[str, bytes]]:
+    """Yield what ``specs`` name as ``"__main__:..."``: other processes have another script."""
+    paths: set[Any] = {p for spec in specs for p in (spec.entry_point, spec.vector_entry_point)}
+    paths |= {each.entry_point for spec in specs for each in spec.additional_wrappers}
+    for path in paths:
+        module, _, name = path.partition(":") if isinstance(path, str) else ("", "", "")
+        if module == "__main__" and name in vars(sys.modules[module]):
+            try:
+                yield name, dump(vars(sys.modules[module])[name])
+            except Exception as err:  # whatever the user's objects do when pickled
+                yield name, dump(_NotSent(path, f"{type(err).__name__}: {err}"))
