@@ -18,6 +18,8 @@ from typing import Any
 
 from tools.torchrl_scripts import Result, rate
 
+from benchmarks.harness import OURS, summary
+
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = Path(__file__).with_name("published")
 PAGES = ("README.md", "docs/benchmarks.md", "docs/migrating.md")
@@ -43,6 +45,10 @@ def take(name: str, results: Path) -> None:
             "frames_per_second": {
                 system: round(rates["median"]) for system, rates in entry["systems"].items()
             },
+            "quartiles": {
+                system: [round(summary(rates["rates"])[q]) for q in ("q1", "q3")]
+                for system, rates in entry["systems"].items()
+            },
             "ratios": entry["ratios"],
             "cpu_ratios": entry["cpu_ratios"],
         }
@@ -57,9 +63,10 @@ def table(name: str, only: str = "") -> str:
     if "scripts" in document:
         return _scripts(document)
     chosen = [case.strip() for case in only.split(",")] if only else list(document["cases"])
-    rows = ["| work | against | ratio (quartiles) | asked for |", "|---|---|---|---|"]
+    head, lines = _TABLES.get(name, (_AGAINST, _rows))
+    rows = [*head]
     for case in chosen:
-        rows += _rows(document["cases"][case])
+        rows += lines(document["cases"][case])
     entries = [document["cases"][case] for case in chosen]
     return "\n".join([*rows, "", *sorted({_origin(entry) for entry in entries}), ""])
 
@@ -73,6 +80,25 @@ def _rows(entry: dict[str, Any]) -> Iterator[str]:
         spread = f"{_times(ratio['q1'])} to {_times(ratio['q3'])}"
         yield f"| {title} | {other} | {_times(ratio['median'])} ({spread}) | {asked} |"
         title = ""
+
+
+def _systems(entry: dict[str, Any]) -> Iterator[str]:
+    """Yield a row per system, with its rate."""
+    title = entry["title"]
+    for system, rate_of in entry["frames_per_second"].items():
+        low, high = entry["quartiles"][system]
+        ratio = entry["ratios"].get(system)
+        share = "" if ratio is None else _times(ratio["median"])
+        spread = "" if ratio is None else f" ({_times(ratio['q1'])} to {_times(ratio['q3'])})"
+        name = "GleanRL" if system == OURS else system
+        yield f"| {title} | {name} | {rate_of:,} ({low:,} to {high:,}) | {share}{spread} |"
+        title = ""
+
+
+_AGAINST = "| work | against | ratio (quartiles) | asked for |", "|---|---|---|---|"
+_RATES = "| work | loop | frames/s (quartiles) | GleanRL is faster by |", "|---|---|---|---|"
+_TABLES = {"training_rates": (_RATES, _systems)}
+"""Head and rows of suites whose rates are shown, not only ratios."""
 
 
 def _scripts(document: dict[str, Any]) -> str:

@@ -81,6 +81,14 @@ def _quiet_serial(factories: Sequence[EnvFactory]) -> Any:
     return torchrl_serial(factories)
 
 
+DistributionOf = Callable[[Any], Any]
+"""Makes what a network returns the distribution of actions."""
+
+
+def _categorical(logits: torch.Tensor) -> Categorical:
+    return Categorical(logits=logits)
+
+
 class CleanRL(System):
     """A rollout phase as single-file PPO scripts write it, over Gymnasium's ``SyncVectorEnv``.
 
@@ -88,38 +96,57 @@ class CleanRL(System):
     critic is left out, so that everybody runs the same network.
     """
 
-    def __init__(self, factories: Sequence[EnvFactory], net: nn.Module, steps: int) -> None:
+    def __init__(
+        self,
+        factories: Sequence[EnvFactory],
+        net: nn.Module,
+        steps: int,
+        distribution: DistributionOf = _categorical,
+    ) -> None:
         same = gym.vector.AutoresetMode.SAME_STEP
         self._envs = gym.vector.SyncVectorEnv(list(factories), autoreset_mode=same)
-        self._net, self._steps = net, steps
+        self._net, self._steps, self._distribution = net, steps, distribution
         count = self._envs.num_envs
         shape = self._envs.single_observation_space.shape
+        action_shape = self._envs.single_action_space.shape
         assert shape is not None
+        assert action_shape is not None
         self._obs = torch.zeros((steps, count, *shape))
-        self._actions = torch.zeros((steps, count))
+        self._actions = torch.zeros((steps, count, *action_shape))
         self._logprobs = torch.zeros((steps, count))
         self._rewards = torch.zeros((steps, count))
         self._dones = torch.zeros((steps, count))
-        self._next_obs = torch.Tensor(self._envs.reset()[0])
-        self._next_done = torch.zeros(count)
+        self.next_obs = torch.Tensor(self._envs.reset()[0])
+        self.next_done = torch.zeros(count)
 
     def collect_batch(self) -> int:
-        next_obs, next_done = self._next_obs, self._next_done
+        next_obs, next_done = self.next_obs, self.next_done
         for step in range(self._steps):
             self._obs[step] = next_obs
             self._dones[step] = next_done
             with torch.no_grad():
-                probs = Categorical(logits=self._net(next_obs))
-                action = probs.sample()  # type: ignore[no-untyped-call]
-                logprob = probs.log_prob(action)  # type: ignore[no-untyped-call]
+                probs = self._distribution(self._net(next_obs))
+                action = probs.sample()
+                logprob = probs.log_prob(action)
             self._actions[step] = action
             self._logprobs[step] = logprob
             obs, reward, terminations, truncations, _ = self._envs.step(action.numpy())
             self._rewards[step] = torch.tensor(reward).view(-1)
             next_done = torch.Tensor(np.logical_or(terminations, truncations))
             next_obs = torch.Tensor(obs)
-        self._next_obs, self._next_done = next_obs, next_done
+        self.next_obs, self.next_done = next_obs, next_done
         return self._steps * self._envs.num_envs
+
+    @property
+    def stored(self) -> dict[str, torch.Tensor]:
+        """What was stored, ``[T, P, ...]``; ``before``: whether the step before was an end."""
+        return {
+            "observation": self._obs,
+            "action": self._actions,
+            "log_prob": self._logprobs,
+            "reward": self._rewards,
+            "before": self._dones,
+        }
 
     def fields(self) -> Fields:
         named = {
@@ -148,30 +175,33 @@ class SB3(System):
         steps: int,
         lean: bool = False,
         vectorise: Callable[[list[EnvFactory]], Any] | None = None,
+        **options: Any,
     ) -> None:
-        """Build it; ``vectorise`` makes the vectorised environment, else it is ``DummyVecEnv``."""
+        """Build it with further ``options`` of `PPO`.
+
+        ``vectorise`` makes the vectorised environment, else it is ``DummyVecEnv``.
+        """
         from stable_baselines3 import PPO
         from stable_baselines3.common.vec_env import DummyVecEnv
 
         env = (vectorise or DummyVecEnv)(list(factories))
         layers = {"pi": [HIDDEN, HIDDEN], "vf": [] if lean else [HIDDEN, HIDDEN]}
-        self._model = PPO(
-            "MlpPolicy", env, n_steps=steps, policy_kwargs={"net_arch": layers}, device="cpu"
-        )
-        policy: Any = self._model.policy
+        options |= {"n_steps": steps, "policy_kwargs": {"net_arch": layers}, "device": "cpu"}
+        self.model = PPO("MlpPolicy", env, **options)
+        policy: Any = self.model.policy
         policy.mlp_extractor.policy_net.load_state_dict(net[:-1].state_dict())
         policy.action_net.load_state_dict(net[-1].state_dict())
-        _, self._callback = self._model._setup_learn(total_timesteps=10**12)
+        _, self._callback = self.model._setup_learn(total_timesteps=10**12)
         self._steps, self._frames = steps, steps * len(factories)
 
     def collect_batch(self) -> int:
-        model = self._model
+        model = self.model
         assert model.env is not None
         model.collect_rollouts(model.env, self._callback, model.rollout_buffer, self._steps)
         return self._frames
 
     def fields(self) -> Fields:
-        buffer = self._model.rollout_buffer
+        buffer = self.model.rollout_buffer
         named = {
             "observation": buffer.observations,
             "action": buffer.actions[..., 0],
@@ -181,8 +211,8 @@ class SB3(System):
         return {name: value.swapaxes(0, 1).copy() for name, value in named.items()}
 
     def close(self) -> None:
-        assert self._model.env is not None
-        self._model.env.close()
+        assert self.model.env is not None
+        self.model.env.close()
 
 
 # -- environments in processes, the policy in front of them ----------------------------------------

@@ -197,6 +197,17 @@ def test_workers_write_the_frames_that_the_learner_would_get(tmp_path, where):
     assert main(["inspect", str(tmp_path / "data")]) == 0
 
 
+def test_a_worker_that_does_not_see_the_disk_says_so(tmp_path):
+    with Recorder(tmp_path / "data") as recorder:
+        card = tmp_path / "data" / "card.json"
+        away = card.rename(tmp_path / "away")  # as on another machine's disk
+        with pytest.raises(ConfigError, match="worker 0 on .* record with .*where='learner'"):
+            MultiSyncCollector(
+                ["CartPole-v1"], frames_per_batch=10, replay_buffer=recorder, backend="inline"
+            )
+        away.rename(card)
+
+
 SCRIPT = """
 import os, signal, sys
 import torch

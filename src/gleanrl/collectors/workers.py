@@ -38,6 +38,7 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import FrameBudget, seconds
 from gleanrl.core.protocols import SourceFactory
+from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.engine import MakeBackend
 from gleanrl.engine.models import WeightSync
@@ -383,6 +384,7 @@ class WorkersCollector(EngineCollector):
                 self._replacements.seeds = self._seeds(read_seed(seed), static_seed)
             return super().set_seed(seed, static_seed)
 
+    @for_users
     def reset(self, reset_idx: Sequence[bool] | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Reset all environments of workers; they start new trajectories.
 
@@ -512,6 +514,8 @@ class WorkersCollector(EngineCollector):
             stats = super().stats()
             stats["worker_frames"] = sum(tally.frames for tally in tallies)
         stats["workers"], stats["workers_alive"] = self.num_workers, len(alive)
+        stats["workers_lost"] = self._engine.losses
+        stats["rollouts_queued"] = self._engine.queued
         if workers != "aggregate":
             for worker, tally in enumerate(tallies):
                 stats[f"worker_{worker}/frames"] = tally.frames

@@ -341,6 +341,16 @@ class Engine:
             raise ClosedError(f"the collector was shut down{advice}")
 
     @property
+    def queued(self) -> int:
+        """Rollouts that have arrived and wait to be delivered."""
+        return 0 if self._gather is None else self._gather.queued
+
+    @property
+    def losses(self) -> int:
+        """How often a worker was lost."""
+        return sum(self.lives) + self.workers - len(self.dispatcher.alive)
+
+    @property
     def copies(self) -> int:
         """Batches copied because the user held every slot."""
         return 0 if self._gather is None else self._gather.copies

@@ -64,6 +64,11 @@ class Gather(abc.ABC):
     def idle(self) -> bool:
         """Whether no rollout is under way."""
 
+    @property
+    @abc.abstractmethod
+    def queued(self) -> int:
+        """Rollouts that have arrived and wait to be delivered; safe in any thread."""
+
     @abc.abstractmethod
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
         """Drop rollouts of each worker that arrived before its given arrival; return frames."""
@@ -255,6 +260,12 @@ class SyncGather(Gather):
         """Whether no rollout is under way."""
         return self._begun is None
 
+    @property
+    def queued(self) -> int:
+        """Rollouts that have arrived and wait for those of other workers."""
+        begun = self._begun
+        return 0 if begun is None else begun.finished
+
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
         """Have the rollouts that are to go made again, each by its worker; the others stay.
 
@@ -345,6 +356,11 @@ class AsyncGather(Gather):
     def idle(self) -> bool:
         """Whether no rollout is under way."""
         return not any(self._queues)
+
+    @property
+    def queued(self) -> int:
+        """Rollouts that have arrived and wait for the learner."""
+        return sum(t.reply is not None for queue in self._queues for t, *_ in queue.copy())
 
     def renew(self, worker: int) -> None:
         """Have a replacement write elsewhere: the lost ``worker`` may still be writing."""

@@ -167,11 +167,12 @@ def _unknown_message(name: str, err: Exception) -> str:
         _import_plugin(f"{plugin}/{name}")  # its environments may be meant
     same = [known for known in gym.registry if known.rpartition("/")[2] == name]
     close = same or difflib.get_close_matches(name, list(gym.registry), n=3, cutoff=0.6)
-    hint = "import the package that registers it first, or write 'module:id'"
+    hint = (
+        "import the package that registers it first, or write 'module:id'; Atari environments are "
+        "'ALE/...' and need `pip install ale-py`"
+    )
     if close:
         hint = f"did you mean {' or '.join(map(repr, close))}?"
-    elif name.startswith("ALE/"):
-        hint = "Atari environments need `pip install ale-py`"
     return f"no environment is registered as {name!r}: {hint} ({err})"
 
 

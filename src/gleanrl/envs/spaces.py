@@ -157,9 +157,9 @@ class Actions:
             Field(key, tuple(spec.shape), spec.dtype) for key, spec in specs.items()
         )
         self._limits = [
-            (field, limits)
+            (field, limits, int(limits.min()))
             for leaf, field in zip(self._leaves, self.fields, strict=True)
-            if (limits := _limits(leaf.space, field)) is not None
+            if (limits := _limits(leaf.space, field)) is not None and limits.size
         ]
         self._stepwise = [spec.stepwise for spec in specs.values()] == [True]
         self._decoders = [_decoder(leaf.space, categorical, batched) for leaf in self._leaves]
@@ -205,22 +205,20 @@ class Actions:
             PolicyError: an index outside of its discrete space; floats are the environment's to
                 judge.
         """
-        for field, limits in self._limits:
+        for field, limits, lowest in self._limits:
             values = self._window.array(field.key)[:, start:stop]
-            outside = values.view(limits.dtype) >= limits
-            if outside.any():
-                env, t, *_ = np.argwhere(outside)[0]
+            if (outside := _outside(values, limits, lowest)) is not None:
+                env, t, *_ = outside
                 raise _out_of_range(
                     field, limits, env, values[env, t], f" at step {t + start} of the rollout"
                 ) from cause
 
     def check_values(self, arrays: Sequence[Array]) -> None:
         """Check actions, ``[P, ...]`` for each action key; see `check`."""
-        for field, limits in self._limits:
+        for field, limits, lowest in self._limits:
             values = arrays[self.fields.index(field)]
-            outside = values.view(limits.dtype) >= limits
-            if outside.any():
-                env = np.argwhere(outside)[0][0]
+            if (outside := _outside(values, limits, lowest)) is not None:
+                env = outside[0]
                 raise _out_of_range(field, limits, env, values[env], "")
 
     def random(self, t: int) -> None:
@@ -251,6 +249,15 @@ def _limits(space: gym.Space[Any], field: Field) -> Array | None:
     else:
         return None
     return np.asarray(limits, f"u{field.numpy_dtype.itemsize}")
+
+
+def _outside(values: Array, limits: Array, lowest: int) -> list[int] | None:
+    """Return where the first of ``values`` that reaches its limit is."""
+    indices = values.view(limits.dtype)
+    if indices.max(initial=0) < lowest:
+        return None  # as it is nearly always
+    found: list[list[int]] = np.argwhere(indices >= limits).tolist()
+    return found[0] if found else None
 
 
 def _out_of_range(field: Field, limits: Array, env: int, value: Any, when: str) -> PolicyError:

@@ -180,6 +180,12 @@ class Dataset:
         return [part for part in self.parts if isinstance(part, RawPart)]
 
     @property
+    def writers(self) -> int:
+        """How many wrote the frames, each its own after the other's."""
+        count = self.metadata.facts.get("writers", len(self.parts))
+        return count if tensor_files.is_count(count) else 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all frames."""
         return self.metadata.frames * sum(file.nbytes for file in self.metadata.files)

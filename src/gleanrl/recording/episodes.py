@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, as_key, outermost
 from gleanrl.engine.trajectories import end_flags
+from gleanrl.memory import tensor_files
 from gleanrl.recording.dataset import Dataset
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -66,6 +67,17 @@ class EpisodeStats:
     def ends(self) -> Array:
         """How many frames had been collected when each episode ended, int64 ``[N]``."""
         return self._ended("frames")
+
+    def in_turns(self, num_envs: int) -> None:
+        """Order episodes by their turn in each of ``num_envs`` environments.
+
+        For frames that lie writer after writer: `ends` are then about when episodes ended.
+        """
+        self._ended("id")
+        done = self._done[0]
+        done = done[np.argsort(done["id"] // num_envs, kind="stable")]
+        done["frames"] = np.cumsum(done["length"])
+        self._done = [done]
 
     def recent(self, number: int) -> tuple[float, float] | None:
         """Return mean return and mean length of the last ``number`` episodes, if there are any."""
@@ -207,6 +219,9 @@ def total(dataset: Dataset) -> EpisodeStats | None:
                 _side_by_side(flags, rows, torch.bool).max(-1, keepdims=True).T,
                 None if ids is None else ids[rows].reshape(1, -1).numpy(),
             )
+    count = dataset.metadata.facts.get("num_envs")
+    if TRAJ_IDS in keys and dataset.writers > 1 and tensor_files.is_count(count) and count:
+        stats.in_turns(count)
     return stats
 
 

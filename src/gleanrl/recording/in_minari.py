@@ -91,7 +91,7 @@ def parts(directory: Path, metadata: Metadata) -> list[EpisodePart]:
             EpisodePart(file[f"episode_{number}"], metadata, *spaces_of)
             for number in range(len(file))
         ]
-    except (OSError, KeyError, ValueError, TypeError, AssertionError) as err:
+    except (OSError, LookupError, ValueError, TypeError, AttributeError, AssertionError) as err:
         raise TensorFileError(
             f"{directory / DATA} cannot be read as a Minari dataset: {err}"
         ) from err

@@ -353,6 +353,7 @@ def _finish(
             return
         own = dataset.raw[0].metadata.facts
         facts |= {name: own[name] for name in OF_ENV if own.get(name) is not None}
+        facts["writers"] = facts.get("writers", len(dataset.raw))
         data, entries, frames = SHARDS, [], 0
         try:
             facts |= formats.summary(dataset)

@@ -113,29 +113,41 @@ class Tracker:
             time = np.arange(steps + 1)
             started = np.where(begins, time, -self._age[:, None])
             counts[:, : steps + 1] = time - np.maximum.accumulate(started, 1)
-        self.episodes = self._add_up(begins, rewards)
+        ends = np.bincount(rows, minlength=envs)
+        self.episodes = self._add_up(begins, rewards, ends)
         self._age += steps
         # Of several ends of one environment the last assignment stays: they come in step order.
         self._age[rows] = steps - columns
-        self._episode += np.bincount(rows, minlength=envs)
+        self._episode += ends
 
-    def _add_up(self, begins: Array, rewards: Array) -> Array:
-        """Sum the rewards of every run of frames of one episode; return the episodes that ended."""
-        steps = rewards.shape[1]
-        ends = begins[:, 1:].reshape(-1)
-        last = begins[:, 1:].copy()
-        last[:, -1] = True
-        runs = np.flatnonzero(last) + 1
-        first = np.append(0, runs[:-1])
-        returns = np.add.reduceat(rewards.reshape(-1), first, dtype=np.float64)
-        lengths = runs - first
-        opening, closing = first % steps == 0, runs % steps == 0
+    def _add_up(self, begins: Array, rewards: Array, ends: Array) -> Array:
+        """Sum the rewards of every run of frames of one episode; return the episodes that ended.
+
+        Args:
+            begins: ``[P, T + 1]``, where runs begin; the first column is set here.
+            rewards: ``[P, T]``.
+            ends: ``[P]``, how many episodes ended.
+        """
+        envs, width = begins.shape
+        begins[:, 0] = True
+        first = begins.reshape(-1).nonzero()[0]
+        padded = np.zeros((envs, width))  # the run that begins behind the last step is worth 0
+        padded[:, :-1] = rewards
+        returns = np.add.reduceat(padded.reshape(-1), first)
+        lengths = np.zeros(len(first))
+        np.subtract(first[1:], first[:-1], out=lengths[:-1], casting="unsafe")
+        last = (ends + 1).cumsum() - 1
+        opening = last - ends
         returns[opening] += self._return
         lengths[opening] += self._age
-        done = ends[runs - 1]
-        self._return = np.where(done[closing], 0.0, returns[closing])
-        order = np.argsort((runs[done] - 1) % steps, kind="stable")
-        return np.stack((returns[done], lengths[done]), 1)[order]
+        self._return = returns[last]
+        over = np.ones(len(first), bool)
+        over[last] = False
+        order = (first[1:] % width)[over[:-1]].argsort(kind="stable")
+        episodes = np.empty((len(order), 2))
+        episodes[:, 0] = returns[over][order]
+        episodes[:, 1] = lengths[over][order]
+        return episodes
 
     def _finish_without_ends(
         self, steps: int, rewards: Array, ids: Array | None, counts: Array | None

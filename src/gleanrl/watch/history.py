@@ -46,11 +46,11 @@ class Thinned:
         self._rows: list[tuple[float, ...]] = []
         self._most, self._skip = most, 0
 
-    def extend(self, rows: Array | Sequence[Sequence[float]]) -> None:
-        """Add rows of numbers: a sequence of sequences, or an array ``[N, columns]``."""
+    def extend(self, rows: Array | Sequence[Sequence[float]], *first: float) -> None:
+        """Add rows of numbers (an array ``[N, columns]``, say) that all begin with ``first``."""
         place = self._skip
         while place < len(rows):
-            self._rows.append(tuple(rows[place]))
+            self._rows.append((*first, *rows[place]))
             if len(self._rows) > self._most:
                 del self._rows[1::2]
                 self.every *= 2
@@ -80,7 +80,7 @@ class History:
             self._frames += report.frames
             lag = max(lag, version - report.policy_version)
             if len(report.episodes):
-                self._episodes.extend(np.insert(report.episodes, 0, self._frames, 1))
+                self._episodes.extend(report.episodes, self._frames)
         self._batches.extend([(monotonic() - self._began, self._frames, lag)])
 
     def page(self, title: str, facts: Lines, stats: Stats, losses: Iterable[Any] = ()) -> Page:
@@ -99,7 +99,7 @@ class History:
         parts: list[Plot | Shares | Table] = []
         parts += episode_plots(ends, returns, lengths, self._episodes.every)
         if len(seconds) > 1:
-            grid = np.linspace(0.0, max(seconds[-1], 1e-9), min(_SPEEDS, len(seconds)))
+            grid = np.linspace(0.0, max(seconds[-1], 1e-9), min(_SPEEDS, 2 + len(seconds) // 4))
             rates = np.diff(np.interp(grid, seconds, frames)) / np.diff(grid)
             over = in_unit(grid)[1][1:]
             parts.append(Plot("Speed", unit, "frames per second", [Series("", over, rates)], True))
@@ -135,7 +135,7 @@ def _state(stats: Stats) -> str:
 
 def _figures(stats: Stats, seconds: float) -> Lines:
     figures = [("frames", f"{stats['frames']:,}"), ("time", _duration(seconds))]
-    figures.append(("frames per second", f"{stats.get('fps_mean', 0):,.0f}"))
+    figures.append(("frames/s", f"{stats.get('fps_mean', 0):,.0f}"))
     figures.append(("episodes", f"{stats.get('episodes', 0):,}"))
     if stats.get("episodes"):
         figures.append(("return, last 100", f"{stats['return_mean']:,.1f}"))

@@ -372,11 +372,11 @@ h1{margin:0;font-size:1.6rem;line-height:1.2;letter-spacing:-.01em;overflow-wrap
 header p{margin:.3rem 0 0;color:var(--dim);overflow-wrap:anywhere}
 dl,dd{margin:0}
 dt{color:var(--dim);font-size:.8rem}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));gap:.9rem;
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(7.6rem,1fr));gap:.9rem;
 margin:1.6rem 0 .9rem}
 .figures div,figure,.facts{background:var(--card);border:1px solid var(--line);border-radius:10px}
 .figures div{padding:.7rem 1rem}
-.figures dd{font-size:1.45rem;font-weight:600;line-height:1.3;letter-spacing:-.01em}
+.figures dd{font-size:1.35rem;font-weight:600;line-height:1.3;letter-spacing:-.01em}
 main{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:.9rem}
 figure{margin:0;padding:.9rem 1.1rem .8rem;min-width:0}
 figcaption{display:flex;flex-wrap:wrap;justify-content:space-between;gap:.1rem 1rem;font-weight:600;

@@ -56,9 +56,13 @@ class StatusServer:
         if self._listener is not None:
             _listening.add(self)
             answering = (self._listener, weakref.WeakMethod(status))
-            threading.Thread(
+            thread = threading.Thread(
                 target=_answer_all, args=answering, name="gleanrl-status", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads are allowed: collection goes on without
+                self.close()
 
     def _listen(self, folder: int, name: str) -> None:
         """Listen in an open folder; nobody sees the socket before it does."""
