@@ -202,7 +202,9 @@ def test_a_worker_that_does_not_see_the_disk_says_so(tmp_path):
         card = tmp_path / "data" / "card.json"
         away = card.rename(tmp_path / "away")  # as on another machine's disk
         with pytest.raises(ConfigError, match="worker 0 on .* record with .*where='learner'"):
-            MultiSyncCollector(["CartPole-v1"], frames_per_batch=10, replay_buffer=recorder)
+            MultiSyncCollector(
+                ["CartPole-v1"], frames_per_batch=10, replay_buffer=recorder, backend="inline"
+            )
         away.rename(card)
 
 
