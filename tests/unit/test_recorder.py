@@ -386,6 +386,42 @@ def test_what_minari_needs_is_asked_for_at_the_first_write(tmp_path):
     recorder.close()
 
 
+def test_a_dataset_of_anyone_neither_runs_code_nor_reads_other_files(recorded, tmp_path):
+    path = shutil.copytree(recorded / "tensordict-v0", tmp_path / "data")
+    called = tmp_path / "called"
+    spec = json.loads(card_of(path)["env_spec"])
+    spec |= {"id": "Evil-v0", "entry_point": "os:mkdir", "kwargs": {"path": str(called)}}
+    card = {**card_of(path), "env": "Evil-v0", "env_spec": json.dumps(spec)}
+    (path / "card.json").write_text(json.dumps(card))
+    gleanrl.convert_dataset(path, tmp_path / "converted-v0", "minari")
+    assert not called.exists()
+    card |= {"observation_space": {"type": "Box"}, "action_space": {"type": "Box"}}
+    (path / "card.json").write_text(json.dumps(card))
+    gleanrl.convert_dataset(path, tmp_path / "no-spaces-v0", "minari")
+
+    h5py = pytest.importorskip("h5py")
+    other = tmp_path / "converted-v0/data/main_data.hdf5"
+    path = shutil.copytree(recorded / "minari-v0", tmp_path / "linked")
+    with h5py.File(path / "data/main_data.hdf5", "r+") as file:
+        rewards = file["episode_0/rewards"]
+        shape, dtype = rewards.shape, rewards.dtype
+        del file["episode_0/rewards"]
+        file["episode_0/rewards"] = h5py.ExternalLink(str(other), "episode_0/rewards")
+    with pytest.raises(GleanError, match="leads out of the file"):
+        load_dataset(path)
+    with h5py.File(path / "data/main_data.hdf5", "r+") as file:
+        del file["episode_0/rewards"]
+        raw = [(str(other), 0, h5py.h5f.UNLIMITED)]
+        file["episode_0"].create_dataset("rewards", shape, dtype, external=raw)
+    with pytest.raises(GleanError, match="leads out of the file"):
+        load_dataset(path)
+    path = shutil.copytree(recorded / "parquet-v0", tmp_path / "parquet")
+    (path / "data").rename(tmp_path / "elsewhere")
+    (path / "data").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(GleanError, match="leads out of the dataset"):
+        load_dataset(path)
+
+
 # -- playing an episode ----------------------------------------------------------------------------
 
 

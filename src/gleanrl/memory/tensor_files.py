@@ -114,15 +114,7 @@ class TensorFile:
         Raises:
             TensorFileError: it is missing or leads out of ``directory``.
         """
-        root = directory.resolve()
-        path = (root / self.file).resolve()
-        if not path.is_relative_to(root):
-            raise TensorFileError(f"{self.file!r} of {directory} leads out of the dataset")
-        if not path.is_file():
-            raise TensorFileError(
-                f"{directory} has no file {self.file!r}, which its description names"
-            )
-        return path
+        return inside(directory, self.file)
 
     def locate(self, directory: Path, rows: int | None = None) -> Path:
         """Return the path of the file, after checking that it holds such a tensor.
@@ -150,6 +142,21 @@ class TensorFile:
             return torch.empty(shape, dtype=self.dtype)
         data = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
         return data.view(self.dtype).view(shape)
+
+
+def inside(directory: Path, file: str) -> Path:
+    """Return the path of ``file`` in ``directory``, which may come from anyone.
+
+    Raises:
+        TensorFileError: it is missing or leads out of ``directory``.
+    """
+    root = directory.resolve()
+    path = (root / file).resolve()
+    if not path.is_relative_to(root):
+        raise TensorFileError(f"{file!r} of {directory} leads out of the dataset")
+    if not path.is_file():
+        raise TensorFileError(f"{directory} has no file {file!r}, which its description names")
+    return path
 
 
 def save(directory: Path, key: Key, tensor: torch.Tensor, file: str) -> TensorFile:

@@ -81,6 +81,7 @@ class Tracker:
         ended = ends // steps
         self._all_ends = ended, ends - ended * steps + 1
 
+    @np.errstate(invalid="ignore")  # the sum of both infinities is NaN, as it should be
     def finish(self, steps: int, rewards: Array, ids: Array | None, counts: Array | None) -> None:
         """Close a rollout of ``steps`` steps.
 
@@ -188,4 +189,5 @@ class Tracker:
         """Continue from saved counters; running episodes count as over (environments restart)."""
         self._episode = torch.as_tensor(state["episode"]).numpy().copy()
         self._age = torch.as_tensor(state["age"]).numpy().copy()
+        self._return[:] = 0
         self.restart()

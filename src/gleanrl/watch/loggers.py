@@ -68,7 +68,8 @@ class CSVLogger(Logger):
         ... ) as collector:
         ...     for batch in collector:
         ...         pass
-        >>> [row["frames"] for row in csv.DictReader(open(path))]
+        >>> with open(path) as file:
+        ...     [row["frames"] for row in csv.DictReader(file)]
         ['50', '100']
     """
 
