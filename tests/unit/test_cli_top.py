@@ -26,6 +26,7 @@ def runtime(tmp_path, monkeypatch):
     """The folder of the sockets."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("GLEANRL_TOP", raising=False)  # what workers are told, also in this process
     monkeypatch.setattr("tempfile.tempdir", None)
     return tmp_path / "gleanrl"
 

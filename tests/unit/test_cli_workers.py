@@ -131,7 +131,11 @@ def test_what_a_worker_raises_is_one_line(capsys, tmp_path, policy_file):
     policy = policy_file("raise OverflowError('too\\n   much')")
     arguments = ("--policy", policy, "--workers", 1, "--frames-per-batch", 100)
     code, _, err = run(capsys, "collect", "CartPole-v1", *arguments, "--out", path)
-    assert (code, err) == (1, "gleanrl: error: worker 0 raised OverflowError: too much\n")
+    assert (code, err) == (
+        1,
+        "gleanrl: error: worker 0 raised OverflowError: too much; "
+        "the policy raised this at step 30 of the rollout\n",
+    )
     assert (card_of(path)["status"], card_of(path)["frames"]) == ("failed", 100)
     assert run(capsys, "inspect", path)[0] == 0
     code, _, err = run(capsys, "collect", "CartPole-v1", *arguments, "--traceback")

@@ -85,6 +85,14 @@ def test_frames_that_differ_are_refused_and_those_before_kept(tmp_path):
             recorder.write(make_frames(10).exclude("a/b"))
         with pytest.raises(GleanError, match="'word' cannot be recorded: not a tensor"):
             recorder.write(make_frames(2).set("word", NonTensorStack("a", "b")))
+        with Recorder(tmp_path / "names") as other:
+            for key in ("../above", ("shards", "main"), "a:b"):
+                with pytest.raises(GleanError, match="no file can be called so"):
+                    other.write(TensorDict(batch_size=[1]).set(key, torch.zeros(1)))
+            with pytest.raises(GleanError, match="without entries"):
+                other.write(TensorDict(batch_size=[1]))
+            other.write(make_frames(5)[:0])
+        assert other.frames == 0
         recorder.write(make_frames(10, 10))
     equal(load_dataset(tmp_path / "data"), make_frames(20))
 
@@ -115,6 +123,10 @@ def test_only_a_dataset_is_overwritten_and_only_if_told_to(tmp_path):
     for number in (10, 20):
         with Recorder(tmp_path / "data", overwrite=True) as recorder:
             recorder.write(make_frames(number))
+            with pytest.raises(ConfigError, match="is being recorded to"):
+                Recorder(tmp_path / "data", overwrite=True)
+            with pytest.raises(ConfigError, match="status"):
+                recorder.close("done")
     assert len(load_dataset(tmp_path / "data")) == 20
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -126,6 +138,8 @@ def test_only_a_dataset_is_overwritten_and_only_if_told_to(tmp_path):
         ({"where": "here"}, "must be 'workers' or 'learner'"),
         ({"format": "minari"}, "has to end like 'data-v0'"),
         ({"num_envs": 0}, "num_envs"),
+        ({"total_frames": "1"}, "total_frames"),
+        ({"facts": {"model": object()}}, "as JSON"),
     ],
 )
 def test_arguments_that_are_wrong_are_named_before_anything_is_made(tmp_path, arguments, message):
@@ -195,6 +209,14 @@ def test_workers_write_the_frames_that_the_learner_would_get(tmp_path, where):
     assert "environment after environment" in card["rows"]
     assert card["episodes"] == int(delivered["next", "done"].sum())
     assert main(["inspect", str(tmp_path / "data")]) == 0
+
+
+def test_collectors_whose_episodes_have_the_same_numbers_are_kept_apart(tmp_path):
+    arguments = {"frames_per_batch": 10, "total_frames": 10}
+    with Recorder(tmp_path / "data") as recorder:
+        Collector("CartPole-v1", replay_buffer=recorder, **arguments).shutdown()
+        with pytest.raises(ConfigError, match="records another collector already"):
+            Collector("CartPole-v1", replay_buffer=recorder, **arguments)
 
 
 def test_a_worker_that_does_not_see_the_disk_says_so(tmp_path):
@@ -384,6 +406,42 @@ def test_what_minari_needs_is_asked_for_at_the_first_write(tmp_path):
     with pytest.raises(GleanError, match=r"need .*traj_ids.*, 'action'; the frames have none"):
         recorder.write(make_frames(4).exclude("collector"))
     recorder.close()
+
+
+def test_a_dataset_of_anyone_neither_runs_code_nor_reads_other_files(recorded, tmp_path):
+    path = shutil.copytree(recorded / "tensordict-v0", tmp_path / "data")
+    called = tmp_path / "called"
+    spec = json.loads(card_of(path)["env_spec"])
+    spec |= {"id": "Evil-v0", "entry_point": "os:mkdir", "kwargs": {"path": str(called)}}
+    card = {**card_of(path), "env": "Evil-v0", "env_spec": json.dumps(spec)}
+    (path / "card.json").write_text(json.dumps(card))
+    gleanrl.convert_dataset(path, tmp_path / "converted-v0", "minari")
+    assert not called.exists()
+    card |= {"observation_space": {"type": "Box"}, "action_space": {"type": "Box"}}
+    (path / "card.json").write_text(json.dumps(card))
+    gleanrl.convert_dataset(path, tmp_path / "no-spaces-v0", "minari")
+
+    h5py = pytest.importorskip("h5py")
+    other = tmp_path / "converted-v0/data/main_data.hdf5"
+    path = shutil.copytree(recorded / "minari-v0", tmp_path / "linked")
+    with h5py.File(path / "data/main_data.hdf5", "r+") as file:
+        rewards = file["episode_0/rewards"]
+        shape, dtype = rewards.shape, rewards.dtype
+        del file["episode_0/rewards"]
+        file["episode_0/rewards"] = h5py.ExternalLink(str(other), "episode_0/rewards")
+    with pytest.raises(GleanError, match="leads out of the file"):
+        load_dataset(path)
+    with h5py.File(path / "data/main_data.hdf5", "r+") as file:
+        del file["episode_0/rewards"]
+        raw = [(str(other), 0, h5py.h5f.UNLIMITED)]
+        file["episode_0"].create_dataset("rewards", shape, dtype, external=raw)
+    with pytest.raises(GleanError, match="leads out of the file"):
+        load_dataset(path)
+    path = shutil.copytree(recorded / "parquet-v0", tmp_path / "parquet")
+    (path / "data").rename(tmp_path / "elsewhere")
+    (path / "data").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(GleanError, match="leads out of the dataset"):
+        load_dataset(path)
 
 
 # -- playing an episode ----------------------------------------------------------------------------

@@ -8,10 +8,13 @@ import threading
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
+from tensordict import TensorDict
 
 from gleanrl import CSVLogger, TensorBoardLogger
 from gleanrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from gleanrl.data import LazyTensorStorage, ReplayBuffer
+from gleanrl.data import Categorical, Composite, LazyTensorStorage, ReplayBuffer, Unbounded
+from gleanrl.envs import EnvBase
 
 SHARES = ("time_env", "time_policy", "time_transfer", "time_wait")
 
@@ -103,6 +106,63 @@ def test_a_reset_drops_what_running_episodes_have():
             pass
         stats = collector.stats()
     assert (stats["episodes"], stats["return_mean"]) == (3, 15)
+
+
+def test_a_state_that_is_loaded_brings_no_rewards_of_the_episodes_it_ends():
+    with Collector(Counting, frames_per_batch=3, total_frames=15) as collector:
+        fresh = collector.state_dict()
+        next(iter(collector))
+        collector.load_state_dict(fresh)
+        for _ in collector:
+            pass
+        stats = collector.stats()
+    assert (stats["episodes"], stats["return_min"], stats["return_max"]) == (3, 15, 15)
+
+
+class Unrewarded(EnvBase):
+    """Has no rewards; ends after four steps, and shows as many numbers as it took, if it grows."""
+
+    def __init__(self, grows):
+        super().__init__()
+        self.observation_spec = Composite(at=Unbounded((1,)))
+        self.action_spec = Unbounded((1,))
+        self.reward_spec = Composite()
+        self.done_spec = Categorical(2, shape=(1,), dtype=torch.bool)
+        self.grows, self.taken = grows, 0
+
+    def _reset(self, tensordict=None, **options):
+        self.taken = 0
+        return TensorDict({"at": torch.zeros(1)}, [])
+
+    def _step(self, tensordict):
+        self.taken += 1
+        more = {"more": torch.zeros(self.taken)} if self.grows else {}
+        return TensorDict({"at": torch.zeros(1), "done": torch.tensor([self.taken == 4]), **more})
+
+    def _set_seed(self, seed):
+        pass
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_episodes_without_rewards_return_nothing(grows):
+    with Collector(Unrewarded(grows), frames_per_batch=6, total_frames=24) as collector:
+        for _ in collector:
+            pass
+        stats = collector.stats()
+    assert (stats["episodes"], stats["return_mean"], stats["length_mean"]) == (6, 0, 4)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_both_infinities_in_one_episode_are_worth_nan_without_a_warning():
+    class Extreme(Counting):
+        def step(self, action):
+            state, reward, *rest = super().step(action)
+            return state, math.inf * (-1) ** reward, *rest
+
+    with Collector(Extreme, frames_per_batch=10, total_frames=20) as collector:
+        for _ in collector:
+            pass
+        assert math.isnan(collector.stats()["return_min"])
 
 
 def test_episodes_that_were_cut_count():

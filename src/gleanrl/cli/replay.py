@@ -7,17 +7,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, GleanError
 from gleanrl.core.keys import NEXT
-from gleanrl.envs.factory import make_gym
 from gleanrl.envs.spaces import Actions, Leaf, observation_leaves
 from gleanrl.recording.dataset import Dataset
 from gleanrl.recording.index import Array, Episode, episodes_of
-from gleanrl.recording.origin import env_spec
+from gleanrl.recording.origin import make_env
 from gleanrl.recording.spaces import decoder
 
 _FPS = 30
@@ -81,6 +79,7 @@ class Replay:
 
         Raises:
             ReplayError: the card does not say how.
+            ConfigError: it is not registered, or cannot be made.
         """
         facts, self._episode = dataset.metadata.facts, episodes[number]
         count = facts.get("num_envs")
@@ -96,7 +95,7 @@ class Replay:
                 f"episode {number} is number {turn} of environment {index} since it was seeded, "
                 "and earlier ones are not in the dataset"
             )
-        self.env = _make(facts)
+        self.env = make_env(facts, render_mode="rgb_array")
         self.fps = int(self.env.metadata.get("render_fps") or _FPS)
         self._leaves: Sequence[Leaf] = observation_leaves(self.env.observation_space)
         self._differs: int | None = None
@@ -152,19 +151,6 @@ class Replay:
             f"the video is NOT the recorded episode: observations differ from step {self._differs} "
             "on (another version, wrappers, or an environment that draws elsewhere)"
         )
-
-
-def _make(facts: Any) -> gym.Env[Any, Any]:
-    """Make the environment of a card, which may come from anyone: only a registered one."""
-    name, spec = facts.get("env"), env_spec(facts)
-    if not isinstance(name, str) or ":" in name:
-        raise ReplayError(f"the card names no registered environment ({name!r:.50})")
-    kwargs = {} if spec is None else dict(spec.kwargs)
-    try:
-        made: gym.Env[Any, Any] = make_gym(name, **{**kwargs, "render_mode": "rgb_array"})
-    except Exception as err:
-        raise ReplayError(f"{name} cannot be made again with pictures: {err}") from err
-    return made
 
 
 def _image_key(episode: Episode) -> Any:

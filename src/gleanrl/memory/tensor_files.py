@@ -102,7 +102,7 @@ class TensorFile:
             raise TensorFileError(
                 f"{source}: the dtype of {key} ({entry.get('dtype')!r:.50}) is not known"
             )
-        if not isinstance(file, str) or not _stays_inside(file):
+        if not isinstance(file, str) or not stays_inside(file):
             raise TensorFileError(
                 f"{source}: the file of {key} ({file!r:.100}) must be within the dataset"
             )
@@ -114,15 +114,7 @@ class TensorFile:
         Raises:
             TensorFileError: it is missing or leads out of ``directory``.
         """
-        root = directory.resolve()
-        path = (root / self.file).resolve()
-        if not path.is_relative_to(root):
-            raise TensorFileError(f"{self.file!r} of {directory} leads out of the dataset")
-        if not path.is_file():
-            raise TensorFileError(
-                f"{directory} has no file {self.file!r}, which its description names"
-            )
-        return path
+        return inside(directory, self.file)
 
     def locate(self, directory: Path, rows: int | None = None) -> Path:
         """Return the path of the file, after checking that it holds such a tensor.
@@ -150,6 +142,21 @@ class TensorFile:
             return torch.empty(shape, dtype=self.dtype)
         data = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
         return data.view(self.dtype).view(shape)
+
+
+def inside(directory: Path, file: str) -> Path:
+    """Return the path of ``file`` in ``directory``, which may come from anyone.
+
+    Raises:
+        TensorFileError: it is missing or leads out of ``directory``.
+    """
+    root = directory.resolve()
+    path = (root / file).resolve()
+    if not path.is_relative_to(root):
+        raise TensorFileError(f"{file!r} of {directory} leads out of the dataset")
+    if not path.is_file():
+        raise TensorFileError(f"{directory} has no file {file!r}, which its description names")
+    return path
 
 
 def save(directory: Path, key: Key, tensor: torch.Tensor, file: str) -> TensorFile:
@@ -194,7 +201,8 @@ def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _stays_inside(file: str) -> bool:
+def stays_inside(file: str) -> bool:
+    """Tell whether a path of a description is within its directory, links left aside."""
     parts = file.split("/")
     tame = file.isprintable() and not set(file) & set("\\:")
     return tame and all(part not in ("", ".", "..") for part in parts)

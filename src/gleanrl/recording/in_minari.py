@@ -29,16 +29,18 @@ from gleanrl.envs.spaces import (
     space_leaves,
 )
 from gleanrl.memory import tensor_files
-from gleanrl.memory.tensor_files import TensorFile, TensorFileError
+from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
 from gleanrl.recording.dataset import DATA, Dataset, Metadata
 from gleanrl.recording.index import Array, Episode, end_keys, episodes_of
-from gleanrl.recording.origin import env_spec
+from gleanrl.recording.origin import env_spec, make_env
 from gleanrl.recording.spaces import decoder
 
 Space: TypeAlias = gym.Space[Any]
 Files: TypeAlias = Mapping[Key, TensorFile]
 _BATCH_BYTES = 1 << 25
 """Episodes of so many bytes are handed to Minari at once."""
+_NOT_A_SPACE = (LookupError, ValueError, TypeError, AttributeError, AssertionError)
+"""What Minari raises about JSON that describes no space."""
 
 
 def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,19 +84,35 @@ def parts(directory: Path, metadata: Metadata) -> list[EpisodePart]:
     """
     try:
         # Not by Minari, which would make an environment that the file names.
-        texts = tensor_files.read_description(directory / DATA / "metadata.json")
+        texts = tensor_files.read_description(inside(directory, f"{DATA}/metadata.json"))
         spaces_of = [
             deserialize_space(texts[f"{name}_space"]) for name in ("observation", "action")
         ]
-        file = h5py.File(directory / DATA / "main_data.hdf5", "r")
+        file = h5py.File(inside(directory, f"{DATA}/main_data.hdf5"), "r")
         return [
-            EpisodePart(file[f"episode_{number}"], metadata, *spaces_of)
+            EpisodePart(_own(file, f"episode_{number}"), metadata, *spaces_of)
             for number in range(len(file))
         ]
-    except (OSError, LookupError, ValueError, TypeError, AttributeError, AssertionError) as err:
+    except (OSError, *_NOT_A_SPACE) as err:
         raise TensorFileError(
             f"{directory / DATA} cannot be read as a Minari dataset: {err}"
         ) from err
+
+
+def _own(file: h5py.Group, name: str) -> Any:
+    """Return a group or array below ``file`` that lies in it; HDF5 can name other files.
+
+    Raises:
+        LookupError: it is not there, or leads elsewhere.
+    """
+    found: Any = file
+    for part in name.split("/"):
+        if not isinstance(found.get(part, getlink=True), h5py.HardLink):
+            raise LookupError(f"{name!r} is missing or leads out of the file")
+        found = found[part]
+    if isinstance(found, h5py.Dataset) and (found.external or found.is_virtual):
+        raise LookupError(f"{name!r} leads out of the file")
+    return found
 
 
 class EpisodePart:
@@ -103,7 +121,7 @@ class EpisodePart:
     def __init__(self, group: Any, metadata: Metadata, observation: Space, action: Space) -> None:
         """Find the entries in the HDF5 ``group`` of an episode."""
         self._group = group
-        self.frames = len(group["rewards"])
+        self.frames = len(_own(group, "rewards"))
         self._paths: dict[Key, str] = {
             (NEXT, "reward"): "rewards",
             (NEXT, "terminated"): "terminations",
@@ -133,18 +151,20 @@ class EpisodePart:
     def read(self, key: Key) -> torch.Tensor:
         """Return an entry as ``[frames, ...]``; discrete actions as numbers from 0."""
         file = next(file for file in self.files if file.key == key)
+        try:
+            return self._read(key).reshape(self.frames, *file.shape).to(file.dtype)
+        except (LookupError, OSError, RuntimeError, TypeError, ValueError) as err:
+            raise TensorFileError(f"{format_key(key)} is not as its card says: {err}") from err
+
+    def _read(self, key: Key) -> torch.Tensor:
         if key == TRAJ_IDS:
             return torch.full((self.frames,), int(self._group.attrs["traj_id"]))
-        values = self._group[self._paths[key]][...]
+        values = _own(self._group, self._paths[key])[...]
         if self._paths[key].startswith("observations"):
             values = values[1:] if key[0] == NEXT else values[:-1]
         if key == (NEXT, "truncated") and self._group.attrs.get("cut"):
             values[-1] = False  # as it was recorded
-        found = torch.from_numpy(np.asarray(values - self._starts.get(key, 0)))
-        try:
-            return found.reshape(self.frames, *file.shape).to(file.dtype)
-        except RuntimeError as err:
-            raise TensorFileError(f"{format_key(key)} is not as its card says") from err
+        return torch.from_numpy(np.asarray(values - self._starts.get(key, 0)))
 
 
 def _path(group: str, leaf: Leaf) -> str:
@@ -175,7 +195,7 @@ class _Shape:
         """Take the spaces of the environment if they fit the data, else boxes like the data."""
         files = {file.key: file for file in dataset.metadata.files}
         self.spec = env_spec(facts)
-        self.observation, self.action = _spaces(facts, self.spec, files) or _boxes(files)
+        self.observation, self.action = _spaces(facts, files) or _boxes(files)
         self._seen = observation_leaves(self.observation)
         actions = decoder(self.action, files, 1, batched=True)
         assert actions is not None  # such spaces were chosen
@@ -227,19 +247,17 @@ def _array(values: torch.Tensor) -> Array:
     return (values.float() if values.dtype is torch.bfloat16 else values).numpy()
 
 
-def _spaces(facts: Mapping[str, Any], spec: Any, files: Files) -> tuple[Space, Space] | None:
+def _spaces(facts: Mapping[str, Any], files: Files) -> tuple[Space, Space] | None:
     """Return the spaces of the environment, if they are known and the data are of them."""
     texts = [facts.get(name) for name in ("observation_space", "action_space")]
-    if all(texts):
-        observation, action = (deserialize_space(json.dumps(text)) for text in texts)
-    elif spec is not None:
-        with gym.make(spec) as env:
-            observation, action = env.observation_space, env.action_space
-    else:
-        return None
     try:
+        if all(texts):
+            observation, action = (deserialize_space(json.dumps(text)) for text in texts)
+        else:
+            with make_env(facts) as env:
+                observation, action = env.observation_space, env.action_space
         seen = [leaf_field(leaf) for leaf in observation_leaves(observation)]
-    except ConfigError:  # a space without fixed shape
+    except (*_NOT_A_SPACE, ConfigError):  # not registered here, or without fixed shape
         return None
     fit = all(file.key in files and files[file.key].shape == file.shape for file in seen)
     return (observation, action) if fit and decoder(action, files, 1) is not None else None

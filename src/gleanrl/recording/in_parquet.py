@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 
 from gleanrl.core.keys import DONE, END_FLAGS, NEXT, TRAJ_IDS, Key
-from gleanrl.memory.tensor_files import TensorFile, TensorFileError
+from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
 from gleanrl.recording.dataset import DATA, Dataset, Metadata, Part
 from gleanrl.recording.index import Array, Episode, episodes_of
 
@@ -63,8 +63,8 @@ def parts(directory: Path, metadata: Metadata) -> list[ParquetPart]:
     Raises:
         TensorFileError: a file is no Parquet, or lacks columns.
     """
-    paths = sorted((directory / DATA).glob("part-*.parquet"))
-    return [ParquetPart(path, metadata) for path in paths]
+    names = sorted(path.name for path in (directory / DATA).glob("part-*.parquet"))
+    return [ParquetPart(inside(directory, f"{DATA}/{name}"), metadata) for name in names]
 
 
 class ParquetPart:

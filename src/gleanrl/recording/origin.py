@@ -10,6 +10,9 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
+from gleanrl.core.errors import ConfigError
+from gleanrl.envs.factory import make_gym
+
 OF_ENV = ("env_spec", "observation_space", "action_space")
 
 
@@ -55,10 +58,30 @@ def _of_spaces(env: Any) -> dict[str, Any]:
 
 
 def env_spec(facts: Mapping[str, Any]) -> EnvSpec | None:
-    """Return the spec that a card has, if Gymnasium can read it."""
+    """Return the spec that a card has, if Gymnasium can read it.
+
+    A spec may name any callable, so it must not be made: see `make_env`.
+    """
     text = facts.get("env_spec")
     if not isinstance(text, str):
         return None
     with contextlib.suppress(Exception):  # whatever a file written by anyone may hold
         return EnvSpec.from_json(text)
     return None
+
+
+def make_env(facts: Mapping[str, Any], **kwargs: Any) -> gym.Env[Any, Any]:
+    """Make the environment of a card, which may come from anyone.
+
+    Only its id and its ``kwargs`` are used, of what is registered here.
+
+    Raises:
+        ConfigError: it is not registered, or cannot be made.
+    """
+    name, spec = facts.get("env"), env_spec(facts)
+    if not isinstance(name, str) or ":" in name:
+        raise ConfigError(f"the card names no registered environment ({name!r:.50})")
+    try:
+        return make_gym(name, **{**({} if spec is None else spec.kwargs), **kwargs})
+    except Exception as err:
+        raise ConfigError(f"{name} cannot be made again: {err}") from err

@@ -173,7 +173,9 @@ class RolloutPlan:
             flags=[window.array(key) for key in keys],
             firsts=[(window.tensor(field.key)[:, 0], field.key) for field in self.root_fields],
             ids=window.array(TRAJ_IDS) if self._options.track_traj_ids else None,
-            rewards=_frame_rewards([window.tensor(key) for key in self._rewards]),
+            rewards=_frame_rewards(
+                [window.tensor(key) for key in self._rewards], (window.envs, window.steps)
+            ),
         )
 
     def finish(self, window: Window, tracker: Tracker, steps: int, version: int) -> None:
@@ -215,21 +217,29 @@ class RolloutPlan:
                 )
 
 
-def _frame_rewards(rewards: Sequence[torch.Tensor]) -> Callable[[], Array]:
-    """Return what gives one reward per frame: the mean where there are several (of agents, say).
+def _frame_rewards(rewards: Sequence[torch.Tensor], size: tuple[int, int]) -> Callable[[], Array]:
+    """Return what gives one reward per frame, see `mean_rewards`.
 
     Args:
-        rewards: ``[P, T, ...]`` each.
+        rewards: ``[P, T, ...]`` each; may be written later.
+        size: ``P`` and ``T``.
     """
     if len(rewards) == 1 and rewards[0].shape[2:] == (1,) and numpy_dtype(rewards[0].dtype):
         single = rewards[0].numpy()[:, :, 0]
         return lambda: single
-    return lambda: mean_rewards(rewards, 2)
+    return lambda: mean_rewards(rewards, size)
 
 
-def mean_rewards(rewards: Sequence[torch.Tensor], dims: int) -> Array:
-    """Return the mean of all ``rewards`` over what is behind their first ``dims`` dimensions."""
-    flat = [r.detach().to("cpu", torch.float64).reshape(*r.shape[:dims], -1) for r in rewards]
+def mean_rewards(rewards: Sequence[torch.Tensor], size: Sequence[int]) -> Array:
+    """Return the mean of all rewards of each frame (of agents, say), 0 where there are none.
+
+    Args:
+        rewards: ``[*size, ...]`` each.
+        size: The shape of the result.
+    """
+    if not rewards:
+        return np.zeros(size)
+    flat = [r.detach().to("cpu", torch.float64).reshape(*size, -1) for r in rewards]
     return torch.cat(flat, -1).mean(-1).numpy()
 
 

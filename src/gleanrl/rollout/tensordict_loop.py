@@ -333,10 +333,10 @@ class TensorDictRollout(BaseSource):
 
     def _payload_rewards(self, steps: list[TensorDictBase]) -> Array:
         """Return one reward per frame, ``[P, T]``; steps need not be alike."""
-        size, found = len(self._batch), []
+        found = []
         for step in steps:
             rewards = [step.get(key) for key in self._rewards]
-            found.append(mean_rewards(rewards, size).reshape(-1))
+            found.append(mean_rewards(rewards, self._batch).reshape(-1))
         return np.stack(found, 1)
 
     def _add_flags(self, batch: TensorDictBase) -> None:

@@ -81,6 +81,7 @@ class Tracker:
         ended = ends // steps
         self._all_ends = ended, ends - ended * steps + 1
 
+    @np.errstate(invalid="ignore")  # the sum of both infinities is NaN, as it should be
     def finish(self, steps: int, rewards: Array, ids: Array | None, counts: Array | None) -> None:
         """Close a rollout of ``steps`` steps.
 
@@ -154,7 +155,7 @@ class Tracker:
     ) -> None:
         """Do the same for a rollout in which no episode ended: most short ones."""
         self.episodes = NO_EPISODES
-        self._return += np.add.reduce(rewards, 1, np.float64)
+        self._return += rewards[:, 0] if steps == 1 else np.add.reduce(rewards, 1, np.float64)
         if ids is not None:
             ids[:, :steps] = (self._episode * self._stride + self._index)[:, None]
             ids[:, steps:] = -1
@@ -188,4 +189,5 @@ class Tracker:
         """Continue from saved counters; running episodes count as over (environments restart)."""
         self._episode = torch.as_tensor(state["episode"]).numpy().copy()
         self._age = torch.as_tensor(state["age"]).numpy().copy()
+        self._return[:] = 0
         self.restart()

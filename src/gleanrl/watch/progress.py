@@ -85,6 +85,8 @@ class Display:
         self._label, self._every_s, self._clock = plain(label), every_s, clock
         self._began = clock()
         self._due = self._began + (every_s if self._live is None else 0.0)
+        self._not_drawn: tuple[float, str, float] | None = None
+        """What was shown last and when, if it came too soon to be drawn."""
 
     def __enter__(self) -> Display:
         if self._live is not None:
@@ -93,6 +95,8 @@ class Display:
 
     def __exit__(self, *exc: object) -> None:
         if self._live is not None:
+            if self._not_drawn is not None:
+                self._draw(self._live, *self._not_drawn)
             self._live.stop()
 
     def show(self, done: float, text: str, line: str | None = None, *, last: bool = False) -> None:
@@ -108,6 +112,7 @@ class Display:
             return
         now = self._clock()
         if now < self._due and not last:
+            self._not_drawn = done, text, now
             return
         if self._live is None:
             self._due = now + self._every_s
@@ -115,11 +120,15 @@ class Display:
             sys.stderr.flush()
             return
         self._due = now + _REFRESH_S
+        self._draw(self._live, done, text, now)
+
+    def _draw(self, live: Live, done: float, text: str, now: float) -> None:
+        self._not_drawn = None
         share = done / self.total if self.total else None
         left = "" if share is None else "-:--"
         if self.total and done:
             left = clock_time((now - self._began) * (self.total - done) / done)
-        self._live.update(_Line(self._label, share, plain(text), left), refresh=True)
+        live.update(_Line(self._label, share, plain(text), left), refresh=True)
 
 
 class Progress:
