@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import shlex
-import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -37,17 +31,10 @@ from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import Pipeline, Sink, make_sink
 from gleanrl.recording.recorder import Recorder
 from gleanrl.transport.inline import InlineBackend
-from gleanrl.watch.history import History
-from gleanrl.watch.loggers import Loggers
-from gleanrl.watch.measures import Measures
-from gleanrl.watch.page import save
-from gleanrl.watch.progress import Progress
-from gleanrl.watch.status import StatusServer
-from gleanrl.watch.timeline import Timeline
+from gleanrl.watch.watching import Watcher, Watching
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import Shapes
 
-Watcher: TypeAlias = Callable[[Rollouts, int], None]
 CLOSE_TIMEOUT_S = 2.0
 """Seconds environments get to close after a failure, and where nobody called `shutdown`."""
 
@@ -95,8 +82,6 @@ class EngineCollector(BaseCollector):
     _announced = False
     _touched = False
     """Whether a batch, an update of weights, a seed, a reset or a state was asked for."""
-    _progress: Progress | None = None
-    _timeline: Timeline | None = None
     _reports: Rollouts = {}
     """What workers said of the newest batch."""
 
@@ -128,8 +113,7 @@ class EngineCollector(BaseCollector):
         self._version = options.version
         self._worker_idx = arguments["worker_idx"]
         self._timeout = arguments["timeout"]
-        self._loggers = Loggers(arguments["logger"])
-        self._progress_label = progress_label(arguments["progress"], type(self).__name__)
+        self._watching = Watching(type(self).__name__, arguments["progress"], arguments["logger"])
         self._fills = fills
         self.replay_buffer = arguments["replay_buffer"]
         self.storing_device = storing
@@ -151,18 +135,9 @@ class EngineCollector(BaseCollector):
         self, make: MakeBackend, factories: Sequence[SourceFactory], start_timeout: float = 120.0
     ) -> Engine:
         """Start the workers, and show meanwhile that this is going on."""
-        if self._progress_label:
-            self._progress = Progress(self._progress_label)
-        try:
+        with self._watching.starting():
             self._engine = Engine(make, factories, start_timeout=start_timeout)
-        except BaseException:
-            self._close_progress()
-            raise
         return self._engine
-
-    def _close_progress(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
 
     @contextmanager
     def _starting(self, options: Options) -> Iterator[None]:
@@ -174,24 +149,14 @@ class EngineCollector(BaseCollector):
             if isinstance(self.replay_buffer, Recorder):
                 self.replay_buffer.attach(self, self._env_to_record(), self._engine.num_envs)
         except BaseException:
-            self._close_progress()
+            self._watching.end_progress()
             self._engine.close(5.0)
             raise
-        self._measures = Measures(self._engine.workers)
-        self._history = History()
-        self._watchers: list[Watcher] = [self._measures.add, self._history.add]
         self._batches = 0
         self._ready: deque[Any] = deque()
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, self._engine.close, CLOSE_TIMEOUT_S)
-        if self._progress is not None:
-            facts = partial(_facts, self._engine, self._budget, self._measures)
-            self._progress.follow(facts, self._budget.limits.total_frames)
-            weakref.finalize(self, self._progress.close)
-        weakref.finalize(self, self._loggers.close)
-        self._started = time.time()
-        self._server = StatusServer(self._status)
-        weakref.finalize(self, self._server.close)
+        self._watching.begin(self._engine, self._budget, self._status)
 
     def __repr__(self) -> str:
         """Say what this is, what it consists of, how far it is and what it does."""
@@ -218,13 +183,7 @@ class EngineCollector(BaseCollector):
 
     def _status(self) -> dict[str, Any]:
         """Return what ``gleanrl top`` shows."""
-        return {
-            "collector": repr(self),
-            "pid": os.getpid(),
-            "started": self._started,
-            "command": shlex.join(sys.orig_argv),
-            "stats": self.stats(),
-        }
+        return self._watching.status(repr(self), self.stats())
 
     def _env_to_record(self) -> Any:
         """Return what a recording in this process is made of, ``None`` if that is elsewhere."""
@@ -254,7 +213,7 @@ class EngineCollector(BaseCollector):
                             f"an environment, the policy or a hook raised StopIteration: {err}"
                         ) from err
                     except BaseException:
-                        self._close_progress()
+                        self._watching.end_progress()
                         raise
                 held = [self._ready.popleft()]
             # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
@@ -277,22 +236,18 @@ class EngineCollector(BaseCollector):
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         self._touched = True
-        self._measures.begin()
-        self._gather_began = time.monotonic()
+        asked = time.monotonic()
         batch, reports = self._engine.collect(self._budget, self._timeout, feed)
+        if self._cut_short(reports) and batch is not None and MASK not in batch.keys(True):
+            # Shutting down stopped it, and nothing in it says which of its frames are valid.
+            frames = sum(report.frames for report in reports.values())
+            self._budget.take_back(frames)
+            self._engine.discarded += frames
+            raise ClosedError("the collector was shut down while it collected")
         self._reports = reports
-        for watch in self._watchers:
-            watch(reports, self._models.number)
-        if batch is None or MASK in batch.keys(True) or not self._cut_short(reports):
-            self._batches += 1
-            if self._loggers:
-                self._loggers.log(self.stats())
-            return batch
-        # Shutting down stopped it, and nothing in it says which of its frames are valid.
-        frames = sum(report.frames for report in reports.values())
-        self._budget.take_back(frames)
-        self._engine.discarded += frames
-        raise ClosedError("the collector was shut down while it collected")
+        self._batches += 1
+        self._watching.gathered(reports, self._models.number, asked, self.stats)
+        return batch
 
     def _cut_short(self, reports: Rollouts) -> bool:
         return any(report.steps < self._engine.steps[worker] for worker, report in reports.items())
@@ -360,15 +315,14 @@ class EngineCollector(BaseCollector):
             watcher: Gets the reports of the batch's rollouts, by worker, and the newest policy
                 version. It delays the batch.
         """
-        self._watchers.append(watcher)
+        self._watching.watchers.append(watcher)
 
     def report(self, path: str | Path) -> None:
         """Write a page about the collection so far: one HTML file that needs no network.
 
         It shows returns and lengths of episodes, frames per second, policy lag, where workers spent
-        their time and which were lost. What the collector takes down for it is bounded: from 1000
-        batches or episodes on, every second, fourth, ... of them is kept. Works at any time, also
-        in another thread and after `shutdown`.
+        their time and which were lost; of more than 1000 batches or episodes, every second, fourth,
+        ... one. Works at any time, also in another thread and after `shutdown`.
 
         Args:
             path: Of the file; one that is there is replaced at once.
@@ -386,21 +340,9 @@ class EngineCollector(BaseCollector):
             ...         pathlib.Path(folder, "report.html").read_text()[:15]
             '<!doctype html>'
         """
-        status = self._status()
-        facts = [
-            ("collector", status["collector"]),
-            ("command", status["command"]),
-            ("process", f"{status['pid']} on {platform.node()}"),
-            ("started", f"{datetime.fromtimestamp(self._started):%d %B %Y, %H:%M:%S}"),
-        ]
-        if self._engine.failure is not None:
-            facts.append(("failed with", repr(self._engine.failure)))
-        losses = tuple(self._engine.dispatcher.losses)
-        page = self._history.page(type(self).__name__, facts, status["stats"], losses)
-        save(path, page)
+        self._watching.report(path, self._status())
 
-    @contextmanager
-    def timeline(self, path: str | Path) -> Iterator[None]:
+    def timeline(self, path: str | Path) -> AbstractContextManager[None]:
         """Write what workers and the learner do inside a ``with`` block as a trace.
 
         The file opens in https://ui.perfetto.dev and in ``chrome://tracing``. Each worker has a
@@ -428,20 +370,7 @@ class EngineCollector(BaseCollector):
             True
             >>> collector.shutdown()
         """
-        if self._timeline is not None:
-            raise RuntimeError("a timeline of this collector is being written: end that one first")
-        self._timeline = trace = Timeline(path, type(self).__name__, self._engine.workers)
-
-        def gathered(reports: Rollouts, version: int) -> None:
-            trace.gathered(reports, version, self._gather_began)
-
-        self._watchers = [*self._watchers, gathered]
-        try:
-            yield
-        finally:
-            self._watchers = [one for one in self._watchers if one is not gathered]
-            self._timeline = None
-            trace.close()
+        return self._watching.timeline(path)
 
     def gathered(self) -> tuple[int, int]:
         """Return the valid frames of the newest batch and the oldest policy version in it."""
@@ -504,8 +433,7 @@ class EngineCollector(BaseCollector):
     ) -> None:
         asked = time.monotonic()
         self._updates.update(self, models, worker_ids, kwargs)
-        if self._timeline is not None:
-            self._timeline.published(asked, self._models.number)
+        self._watching.published(asked, self._models.number)
 
     def _publish(
         self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
@@ -726,7 +654,7 @@ class EngineCollector(BaseCollector):
             "closed": engine.closed,
             "running": self.is_running(),
             "failed": engine.failure is not None,
-            **self._measures.stats(),
+            **self._watching.stats(),
         }
         if total is not None:
             stats["total_frames"] = total
@@ -794,7 +722,6 @@ class EngineCollector(BaseCollector):
             close_env: ``False`` leaves environments the user handed over open.
             raise_on_error: Raise what closing an environment raised.
         """
-        self._server.close()
         limit = 60.0 if timeout is None else timeout
         deadline = time.monotonic() + limit
         self._ready.clear()
@@ -803,32 +730,9 @@ class EngineCollector(BaseCollector):
         try:
             self._engine.close(left, close_env, raise_on_error and failure is None)
         finally:
-            self._close_progress()
-            self._loggers.close()
+            self._watching.close()
         if self._background.thread is not None:
             self._background.thread.join(1.0)  # it has nothing left to do
         self._closing.detach()
         if failure is not None and raise_on_error:
             raise failure
-
-
-def _facts(engine: Engine, budget: Budget, measures: Measures) -> dict[str, Any]:
-    """Return what progress is shown of, without a reference to the collector."""
-    return {
-        "frames": budget.delivered,
-        "completed": budget.exhausted,
-        "failed": engine.failure is not None,
-        "busy": not engine.idle,
-        **measures.stats(),
-    }
-
-
-def progress_label(progress: bool | str, name: str) -> str:
-    """Return what progress is shown under, nothing if it is not shown.
-
-    Raises:
-        ConfigError: neither a flag nor a label.
-    """
-    if not isinstance(progress, bool | str):
-        raise ConfigError(f"progress must be True, False or a label, not {progress!r:.80}")
-    return name if progress is True else progress or ""

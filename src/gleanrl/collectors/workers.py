@@ -523,7 +523,7 @@ class WorkersCollector(EngineCollector):
                 stats[f"worker_{worker}/requested_frames_per_batch"] = self._engine.sizes[worker]
                 stats[f"worker_{worker}/policy_version"] = tally.policy_version
                 stats[f"worker_{worker}/alive"] = worker in alive
-                for name, value in self._measures.worker_stats(worker).items():
+                for name, value in self._watching.stats(worker).items():
                     stats[f"worker_{worker}/{name}"] = value
         return stats
 

@@ -197,7 +197,7 @@ class Times:
 NO_EPISODES: np.ndarray[Any, Any] = np.empty((0, 2))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one is made for every rollout: frozen ones take four times as long
 class Report:
     """What a source says of one rollout."""
 

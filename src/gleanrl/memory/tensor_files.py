@@ -102,7 +102,7 @@ class TensorFile:
             raise TensorFileError(
                 f"{source}: the dtype of {key} ({entry.get('dtype')!r:.50}) is not known"
             )
-        if not isinstance(file, str) or not _stays_inside(file):
+        if not isinstance(file, str) or not stays_inside(file):
             raise TensorFileError(
                 f"{source}: the file of {key} ({file!r:.100}) must be within the dataset"
             )
@@ -201,7 +201,8 @@ def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _stays_inside(file: str) -> bool:
+def stays_inside(file: str) -> bool:
+    """Tell whether a path of a description is within its directory, links left aside."""
     parts = file.split("/")
     tame = file.isprintable() and not set(file) & set("\\:")
     return tame and all(part not in ("", ".", "..") for part in parts)

@@ -155,7 +155,7 @@ class Tracker:
     ) -> None:
         """Do the same for a rollout in which no episode ended: most short ones."""
         self.episodes = NO_EPISODES
-        self._return += np.add.reduce(rewards, 1, np.float64)
+        self._return += rewards[:, 0] if steps == 1 else np.add.reduce(rewards, 1, np.float64)
         if ids is not None:
             ids[:, :steps] = (self._episode * self._stride + self._index)[:, None]
             ids[:, steps:] = -1

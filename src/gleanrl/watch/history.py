@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from time import monotonic
 from typing import Any
 
 import numpy as np
 
-from gleanrl.core.messages import Report
 from gleanrl.watch.page import (
     Array,
     Lines,
@@ -33,10 +32,11 @@ class Thinned:
     """Every k-th of the rows that were added: ``most`` at most, k grows with their number.
 
     >>> rows = Thinned(4)
-    >>> rows.extend([(i, i) for i in range(7)])
-    >>> rows.extend([(i, i) for i in range(7, 10)])
+    >>> rows.extend(np.arange(7)[:, None], 1)
+    >>> for i in range(7, 10):
+    ...     rows.add((1, i))
     >>> rows.every, rows.array().tolist()
-    (4, [[0.0, 0.0], [4.0, 4.0], [8.0, 8.0]])
+    (4, [[1.0, 0.0], [1.0, 4.0], [1.0, 8.0]])
     """
 
     def __init__(self, most: int = _MOST) -> None:
@@ -46,16 +46,24 @@ class Thinned:
         self._rows: list[tuple[float, ...]] = []
         self._most, self._skip = most, 0
 
-    def extend(self, rows: Array | Sequence[Sequence[float]], *first: float) -> None:
-        """Add rows of numbers (an array ``[N, columns]``, say) that all begin with ``first``."""
-        place = self._skip
-        while place < len(rows):
-            self._rows.append((*first, *rows[place]))
-            if len(self._rows) > self._most:
-                del self._rows[1::2]
-                self.every *= 2
-            place += self.every
-        self._skip = place - len(rows)
+    def add(self, row: tuple[float, ...]) -> None:
+        """Add a row."""
+        if self._skip:
+            self._skip -= 1
+            return
+        self._rows.append(row)
+        if len(self._rows) > self._most:
+            del self._rows[1::2]
+            self.every *= 2
+        self._skip = self.every - 1
+
+    def extend(self, rows: Array, *first: float) -> None:
+        """Add the rows of ``rows``, ``[N, columns]``, that all begin with ``first``."""
+        while self._skip < len(rows):
+            row, rows = rows[self._skip], rows[self._skip + 1 :]
+            self._skip = 0
+            self.add((*first, *row))
+        self._skip -= len(rows)
 
     def array(self) -> Array:
         """Return the rows, float64 ``[N, columns]``."""
@@ -63,25 +71,15 @@ class Thinned:
 
 
 class History:
-    """Takes down what each batch brought; see `EngineCollector.watch`."""
+    """What each batch brought."""
 
     def __init__(self) -> None:
         """Begin now."""
-        self._began = monotonic()
-        self._frames = 0
-        self._batches = Thinned()
-        self._episodes = Thinned()
-        self._batches.extend([(0.0, 0, 0)])
-
-    def add(self, reports: Mapping[int, Report], version: int) -> None:
-        """Take down a batch, and the learner's newest policy version."""
-        lag = 0
-        for report in reports.values():
-            self._frames += report.frames
-            lag = max(lag, version - report.policy_version)
-            if len(report.episodes):
-                self._episodes.extend(report.episodes, self._frames)
-        self._batches.extend([(monotonic() - self._began, self._frames, lag)])
+        self.batches = Thinned()
+        """When each came, the frames until then, and its policy lag."""
+        self.episodes = Thinned()
+        """The frames until the batch that each ended in, its return and its length."""
+        self.batches.add((monotonic(), 0, 0))
 
     def page(self, title: str, facts: Lines, stats: Stats, losses: Iterable[Any] = ()) -> Page:
         """Return the page of a collection.
@@ -92,12 +90,13 @@ class History:
             stats: Its ``stats("both")``.
             losses: When (seconds since the epoch) which worker was lost, and why.
         """
-        seconds, frames, lag = self._batches.array().T
+        seconds, frames, lag = self.batches.array().T
+        seconds = seconds - seconds[0]
         unit, elapsed = in_unit(seconds)
-        episodes = self._episodes.array().reshape(-1, 3)
+        episodes = self.episodes.array().reshape(-1, 3)
         ends, returns, lengths = episodes.T
         parts: list[Plot | Shares | Table] = []
-        parts += episode_plots(ends, returns, lengths, self._episodes.every)
+        parts += episode_plots(ends, returns, lengths, self.episodes.every)
         if len(seconds) > 1:
             grid = np.linspace(0.0, max(seconds[-1], 1e-9), min(_SPEEDS, 2 + len(seconds) // 4))
             rates = np.diff(np.interp(grid, seconds, frames)) / np.diff(grid)

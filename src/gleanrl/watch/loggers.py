@@ -163,26 +163,23 @@ class Loggers:
             ConfigError: one that cannot be called.
         """
         several = loggers if isinstance(loggers, list | tuple) else (loggers,)
-        self._loggers = [logger for logger in several if logger is not None]
-        for logger in self._loggers:
+        self.active = [logger for logger in several if logger is not None]
+        """Those that have not raised."""
+        for logger in self.active:
             if not callable(logger):
                 raise ConfigError(
                     f"logger ({logger!r:.80}) must be a callable that takes a dictionary, or a "
                     "list of such; gleanrl.CSVLogger(path) is one"
                 )
 
-    def __bool__(self) -> bool:
-        """Return whether there are any."""
-        return bool(self._loggers)
-
     def log(self, stats: Stats) -> None:
         """Call all of them."""
-        for logger in tuple(self._loggers):
+        for logger in tuple(self.active):
             self._attempt(logger, partial(logger, stats))
 
     def close(self) -> None:
         """Close those that are a `Logger`. Idempotent."""
-        loggers, self._loggers = self._loggers, []
+        loggers, self.active = self.active, []
         for logger in loggers:
             if isinstance(logger, Logger):
                 self._attempt(logger, logger.finish)
@@ -192,8 +189,8 @@ class Loggers:
         try:
             act()
         except Exception as err:
-            if logger in self._loggers:
-                self._loggers.remove(logger)
+            if logger in self.active:
+                self.active.remove(logger)
             frames = "".join(traceback.format_exception(err))
             warnings.warn(
                 f"{logger!r:.80} is not called any more, it raised {type(err).__name__}; "

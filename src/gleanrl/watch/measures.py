@@ -12,6 +12,7 @@ import numpy as np
 
 from gleanrl.core.messages import NO_EPISODES, Report, Times
 from gleanrl.core.protocols import Array
+from gleanrl.watch.history import History
 
 _LAST = 100
 """Episodes that means are taken of."""
@@ -50,17 +51,6 @@ class _Worker:
         self.times = Times()
         self.episodes = _Episodes()
 
-    def add(self, report: Report, version: int) -> None:
-        self.frames += report.frames
-        self.lag = version - report.policy_version
-        if len(report.episodes):
-            self.episodes.add(report.episodes)
-        times, new = self.times, report.times
-        times.env += new.env
-        times.policy += new.policy
-        times.transfer += new.transfer
-        times.wait += new.wait
-
 
 class Measures:
     """What all workers of a collector did. Any thread may ask while another adds."""
@@ -69,57 +59,61 @@ class Measures:
         """Start with nothing from ``workers`` workers."""
         self._lock = threading.Lock()
         self._workers = [_Worker() for _ in range(workers)]
-        self._episodes = _Episodes()
-        self._lag = 0
+        self._all = _Worker()
+        """Frames, episodes and lag of all; times are those of each."""
         self._marks: deque[tuple[float, list[int]]] = deque(maxlen=_MARKS)
         """When, and the frames of each worker until then."""
         self._began = self._newest = self._mark_due = 0.0
-
-    def begin(self) -> None:
-        """Note that a batch is asked for: rates count from the first time."""
-        if not self._began:
-            self._began = self._newest = now = monotonic()
-            self._mark(now)
+        self.history = History()
 
     def _mark(self, now: float) -> None:
         self._marks.append((now, [worker.frames for worker in self._workers]))
         self._mark_due = now + _MARK_S
 
-    def add(self, reports: Mapping[int, Report], version: int) -> None:
-        """Take in the rollouts of a batch, and the learner's newest policy version."""
+    def add(self, reports: Mapping[int, Report], version: int, asked: float) -> None:
+        """Take in the rollouts of a batch.
+
+        Args:
+            reports: What workers say of them, by worker. No reference to a report is kept.
+            version: The learner's newest policy version.
+            asked: When the batch was asked for; rates count from the first time.
+        """
+        now, oldest, everything = monotonic(), version, self._all
         with self._lock:
-            lag = 0
+            if not self._began:
+                self._began = asked
+                self._mark(asked)
             for index, report in reports.items():
                 worker = self._workers[index]
-                worker.add(report, version)
-                lag = max(lag, worker.lag)
+                everything.frames += report.frames
+                worker.frames += report.frames
+                worker.lag = version - report.policy_version
+                if report.policy_version < oldest:
+                    oldest = report.policy_version
+                times, new = worker.times, report.times
+                times.env += new.env
+                times.policy += new.policy
+                times.transfer += new.transfer
+                times.wait += new.wait
                 if len(report.episodes):
-                    self._episodes.add(report.episodes)
-            self._lag = lag
-            self._newest = now = monotonic()
+                    worker.episodes.add(report.episodes)
+                    everything.episodes.add(report.episodes)
+                    self.history.episodes.extend(report.episodes, everything.frames)
+            self._newest, everything.lag = now, version - oldest
+            self.history.batches.add((now, everything.frames, everything.lag))
             if now >= self._mark_due:
                 self._mark(now)
 
-    def stats(self) -> dict[str, float]:
-        """Return rates, episodes, shares of the workers' time and the age of weights, of all."""
+    def stats(self, worker: int | None = None) -> dict[str, float]:
+        """Return rates, episodes, shares of time and the age of weights, of one worker or all."""
         with self._lock:
-            everybody = range(len(self._workers))
+            indices = range(len(self._workers)) if worker is None else [worker]
+            whole = self._all if worker is None else self._workers[worker]
             return {
-                **self._rates(everybody),
-                **self._episodes.stats(),
-                **_shares([worker.times for worker in self._workers]),
-                "lag": self._lag,
-            }
-
-    def worker_stats(self, index: int) -> dict[str, float]:
-        """Return the same of one worker."""
-        with self._lock:
-            worker = self._workers[index]
-            return {
-                **self._rates([index]),
-                **worker.episodes.stats(),
-                **_shares([worker.times]),
-                "lag": worker.lag,
+                **self._rates(indices),
+                **whole.episodes.stats(),
+                **_shares([self._workers[index].times for index in indices]),
+                "lag": whole.lag,
             }
 
     def _rates(self, workers: Sequence[int]) -> dict[str, float]:

@@ -1,0 +1,169 @@
+"""What users see of one collection: numbers, progress, logs, a page, a trace, `gleanrl top`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.engine.budget import Budget
+from gleanrl.engine.engine import Engine
+from gleanrl.engine.gather import Rollouts
+from gleanrl.watch.loggers import Loggers, Stats
+from gleanrl.watch.measures import Measures
+from gleanrl.watch.page import save
+from gleanrl.watch.progress import Progress
+from gleanrl.watch.status import StatusServer
+from gleanrl.watch.timeline import Timeline
+
+Watcher: TypeAlias = Callable[[Rollouts, int], None]
+
+
+class Watching:
+    """Is told of every batch that a collector gathers, and shows what users ask for.
+
+    Nothing in it refers to the collector strongly, and nothing that lives on refers to it: it ends
+    with the collector.
+    """
+
+    def __init__(self, name: str, progress: bool | str, logger: Any) -> None:
+        """Take what the collector, a ``name``, was given as ``progress`` and ``logger``.
+
+        Raises:
+            ConfigError: neither a flag nor a label; a logger that cannot be called.
+        """
+        if not isinstance(progress, bool | str):
+            raise ConfigError(f"progress must be True, False or a label, not {progress!r:.80}")
+        self._name = name
+        self._label = name if progress is True else progress or ""
+        self._loggers = Loggers(logger)
+        self._progress: Progress | None = None
+        self._timeline: Timeline | None = None
+        self.watchers: list[Watcher] = []
+        """What else is told of every batch: the reports by worker, the newest policy version."""
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Show that workers are being started while the body runs."""
+        if self._label:
+            self._progress = Progress(self._label)
+        try:
+            yield
+        except BaseException:
+            self.end_progress()
+            raise
+
+    def begin(
+        self, engine: Engine, budget: Budget, status: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Begin: the workers are up.
+
+        Args:
+            engine: They are its workers.
+            budget: The frames that have been and will be collected.
+            status: A bound method of the collector that returns what `status` does.
+        """
+        self._engine, self._started = engine, time.time()
+        self._measures = Measures(engine.workers)
+        if self._progress is not None:
+            facts = partial(_facts, engine, budget, self._measures)
+            self._progress.follow(facts, budget.limits.total_frames)
+            weakref.finalize(self, self._progress.close)
+        weakref.finalize(self, self._loggers.close)
+        self._server = StatusServer(status)
+        weakref.finalize(self, self._server.close)
+
+    def gathered(
+        self, reports: Rollouts, version: int, asked: float, stats: Callable[[], Stats]
+    ) -> None:
+        """Take in a batch.
+
+        Args:
+            reports: Of its rollouts, by worker.
+            version: The newest policy version.
+            asked: When the learner asked for it.
+            stats: Returns what loggers get.
+        """
+        self._measures.add(reports, version, asked)
+        for watcher in self.watchers:
+            watcher(reports, version)
+        if (timeline := self._timeline) is not None:
+            timeline.gathered(reports, version, asked)
+        if self._loggers.active:
+            self._loggers.log(stats())
+
+    def published(self, asked: float, version: int) -> None:
+        """Take in an update of weights that began when it was ``asked`` for."""
+        if (timeline := self._timeline) is not None:
+            timeline.published(asked, version)
+
+    def stats(self, worker: int | None = None) -> dict[str, float]:
+        """Return rates, episodes, shares of time and lag; see `Measures.stats`."""
+        return self._measures.stats(worker)
+
+    def status(self, collector: str, stats: Stats) -> dict[str, Any]:
+        """Return what ``gleanrl top`` shows of a ``collector`` that has these ``stats``."""
+        return {
+            "collector": collector,
+            "pid": os.getpid(),
+            "started": self._started,
+            "command": shlex.join(sys.orig_argv),
+            "stats": stats,
+        }
+
+    def report(self, path: str | Path, status: Mapping[str, Any]) -> None:
+        """Write the page of a collection with this `status`; see `EngineCollector.report`."""
+        facts = [
+            ("collector", status["collector"]),
+            ("command", status["command"]),
+            ("process", f"{status['pid']} on {platform.node()}"),
+            ("started", f"{datetime.fromtimestamp(self._started):%d %B %Y, %H:%M:%S}"),
+        ]
+        if self._engine.failure is not None:
+            facts.append(("failed with", repr(self._engine.failure)))
+        losses = tuple(self._engine.dispatcher.losses)
+        save(path, self._measures.history.page(self._name, facts, status["stats"], losses))
+
+    @contextmanager
+    def timeline(self, path: str | Path) -> Iterator[None]:
+        """Write a trace while the body runs; see `EngineCollector.timeline`."""
+        if self._timeline is not None:
+            raise RuntimeError("a timeline of this collector is being written: end that one first")
+        self._timeline = trace = Timeline(path, self._name, self._engine.workers)
+        try:
+            yield
+        finally:
+            self._timeline = None
+            trace.close()
+
+    def end_progress(self) -> None:
+        """Show progress for the last time. Idempotent."""
+        if self._progress is not None:
+            self._progress.close()
+
+    def close(self) -> None:
+        """End all that goes on. Idempotent; numbers and `report` stay."""
+        self._server.close()
+        self.end_progress()
+        self._loggers.close()
+
+
+def _facts(engine: Engine, budget: Budget, measures: Measures) -> dict[str, Any]:
+    """Return what progress is shown of."""
+    return {
+        "frames": budget.delivered,
+        "completed": budget.exhausted,
+        "failed": engine.failure is not None,
+        "busy": not engine.idle,
+        **measures.stats(),
+    }
