@@ -172,6 +172,16 @@ def test_a_disk_that_fills_up_is_an_error_and_keeps_what_was_written(small_disk)
     assert card_of(disk / "data")["status"] == "failed"
     assert TensorDict.load_memmap(disk / "data").shape == frames.shape
 
+    pytest.importorskip("pyarrow")
+    (disk / "other").unlink()
+    recorder = Recorder(disk / "columns", "parquet")
+    recorder.write(rows(0, 100).set("noise", torch.rand(100, 1000)))
+    fill(disk)
+    with pytest.raises(GleanError, match="could not be finished: .*No space left"):
+        recorder.close()
+    assert load_dataset(disk / "columns")["number"].tolist() == list(range(100))
+    assert card_of(disk / "columns")["status"] == "failed"
+
 
 # -- collectors ------------------------------------------------------------------------------------
 

@@ -266,10 +266,12 @@ def replace(path: Path, text: str) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Flush all files and names below a directory to the disk."""
+    """Flush all regular files and all names below a directory to the disk."""
     for folder, _, names in os.walk(path):
-        for name in names:
-            fd = os.open(Path(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        for file in (Path(folder, name) for name in names):
+            if not stat.S_ISREG(file.lstat().st_mode):
+                continue
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(fd)
             finally:

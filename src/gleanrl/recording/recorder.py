@@ -382,6 +382,9 @@ def _finish(
             tensor_files.sync_tree(directory)  # before the shards, which hold the same, are removed
             data, frames = format, dataset.metadata.frames
             entries = [file.to_json() for file in dataset.metadata.files]
+        except BaseException:
+            facts["status"] = "failed"
+            raise
         finally:
             text = _card(facts, token, data, frames, entries)
             tensor_files.replace(directory / CARD, text)
