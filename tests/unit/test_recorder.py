@@ -85,6 +85,14 @@ def test_frames_that_differ_are_refused_and_those_before_kept(tmp_path):
             recorder.write(make_frames(10).exclude("a/b"))
         with pytest.raises(GleanError, match="'word' cannot be recorded: not a tensor"):
             recorder.write(make_frames(2).set("word", NonTensorStack("a", "b")))
+        with Recorder(tmp_path / "names") as other:
+            for key in ("../above", ("shards", "main"), "a:b"):
+                with pytest.raises(GleanError, match="no file can be called so"):
+                    other.write(TensorDict(batch_size=[1]).set(key, torch.zeros(1)))
+            with pytest.raises(GleanError, match="without entries"):
+                other.write(TensorDict(batch_size=[1]))
+            other.write(make_frames(5)[:0])
+        assert other.frames == 0
         recorder.write(make_frames(10, 10))
     equal(load_dataset(tmp_path / "data"), make_frames(20))
 
@@ -115,6 +123,10 @@ def test_only_a_dataset_is_overwritten_and_only_if_told_to(tmp_path):
     for number in (10, 20):
         with Recorder(tmp_path / "data", overwrite=True) as recorder:
             recorder.write(make_frames(number))
+            with pytest.raises(ConfigError, match="is being recorded to"):
+                Recorder(tmp_path / "data", overwrite=True)
+            with pytest.raises(ConfigError, match="status"):
+                recorder.close("done")
     assert len(load_dataset(tmp_path / "data")) == 20
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -126,6 +138,8 @@ def test_only_a_dataset_is_overwritten_and_only_if_told_to(tmp_path):
         ({"where": "here"}, "must be 'workers' or 'learner'"),
         ({"format": "minari"}, "has to end like 'data-v0'"),
         ({"num_envs": 0}, "num_envs"),
+        ({"total_frames": "1"}, "total_frames"),
+        ({"facts": {"model": object()}}, "as JSON"),
     ],
 )
 def test_arguments_that_are_wrong_are_named_before_anything_is_made(tmp_path, arguments, message):
@@ -195,6 +209,14 @@ def test_workers_write_the_frames_that_the_learner_would_get(tmp_path, where):
     assert "environment after environment" in card["rows"]
     assert card["episodes"] == int(delivered["next", "done"].sum())
     assert main(["inspect", str(tmp_path / "data")]) == 0
+
+
+def test_collectors_whose_episodes_have_the_same_numbers_are_kept_apart(tmp_path):
+    arguments = {"frames_per_batch": 10, "total_frames": 10}
+    with Recorder(tmp_path / "data") as recorder:
+        Collector("CartPole-v1", replay_buffer=recorder, **arguments).shutdown()
+        with pytest.raises(ConfigError, match="records another collector already"):
+            Collector("CartPole-v1", replay_buffer=recorder, **arguments)
 
 
 def test_a_worker_that_does_not_see_the_disk_says_so(tmp_path):

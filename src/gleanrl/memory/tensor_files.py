@@ -102,7 +102,7 @@ class TensorFile:
             raise TensorFileError(
                 f"{source}: the dtype of {key} ({entry.get('dtype')!r:.50}) is not known"
             )
-        if not isinstance(file, str) or not _stays_inside(file):
+        if not isinstance(file, str) or not stays_inside(file):
             raise TensorFileError(
                 f"{source}: the file of {key} ({file!r:.100}) must be within the dataset"
             )
@@ -201,7 +201,8 @@ def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _stays_inside(file: str) -> bool:
+def stays_inside(file: str) -> bool:
+    """Tell whether a path of a description is within its directory, links left aside."""
     parts = file.split("/")
     tame = file.isprintable() and not set(file) & set("\\:")
     return tame and all(part not in ("", ".", "..") for part in parts)
@@ -262,6 +263,18 @@ def replace(path: Path, text: str) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def sync_tree(path: Path) -> None:
+    """Flush all files and names below a directory to the disk."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            fd = os.open(Path(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        sync_directory(Path(folder))
 
 
 def sync_directory(path: Path) -> None:

@@ -32,7 +32,8 @@ SHARDS, DATA = "shards", "data"
 LOCK = ".lock"
 """Locked by the process that records, for as long as it lives."""
 _PACKAGES = {"minari": "minari", "parquet": "pyarrow"}
-_STATUSES = ("collecting", "complete", "interrupted", "failed")
+ENDS = ("complete", "interrupted", "failed")
+"""How a recording may have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,8 @@ class Metadata:
             raise TensorFileError(
                 f"{path}: 'frames' ({frames!r:.50}) must be a whole number, 0 or more"
             )
-        if status not in _STATUSES:
-            raise TensorFileError(f"{path}: 'status' ({status!r}) is none of {_STATUSES}")
+        if status not in ("collecting", *ENDS):
+            raise TensorFileError(f"{path}: 'status' ({status!r}) is none of {ENDS}")
         if not isinstance(entries, list):
             raise TensorFileError(f"{path}: 'keys' must be a list")
         files = tuple(TensorFile.from_json(entry, path) for entry in entries)
@@ -248,7 +249,7 @@ def require(format: str) -> None:
 
 def shards(directory: Path) -> list[Path]:
     """Return the folders of those that wrote a recording, which hold whole frames."""
-    found = sorted(directory.glob(f"{SHARDS}/*/{CARD}"))
+    found = sorted(directory.glob(f"{SHARDS}/[!.]*/{CARD}"))  # others are in the making
     return [
         card.parent for card in found if card.parent.resolve().is_relative_to(directory.resolve())
     ]
@@ -284,8 +285,11 @@ def load_dataset(path: str | os.PathLike[str]) -> TensorDict:
     if not dataset.metadata.frames:
         raise TensorFileError(f"{path} holds no frames (yet)")
     frames = TensorDict(batch_size=[dataset.metadata.frames])
-    for key in dataset.keys():
-        frames[key] = dataset.read(key)
+    try:
+        for key in dataset.keys():
+            frames[key] = dataset.read(key)
+    except KeyError as err:  # one entry lies in another
+        raise TensorFileError(f"the card of {path} contradicts itself: {err}") from err
     return frames
 
 

@@ -26,7 +26,7 @@ from gleanrl.core.options import check_int
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFileError
 from gleanrl.recording import formats
-from gleanrl.recording.dataset import CARD, FORMAT, FORMATS, LOCK, SHARDS, VERSION, Dataset
+from gleanrl.recording.dataset import CARD, ENDS, FORMAT, FORMATS, LOCK, SHARDS, VERSION, Dataset
 from gleanrl.recording.origin import OF_ENV, describe_env
 from gleanrl.recording.shard import Shard
 
@@ -90,7 +90,8 @@ class Recorder:
             seed: What ``set_seed`` was called with before the first frame.
             total_frames: Frames to expect: if the disk has no room for them, the first write fails.
             where: What writes: ``"workers"``, to a disk that all share, or ``"learner"``.
-            overwrite: Remove the dataset that is at ``path``. Anything else is never removed.
+            overwrite: Remove the dataset that is at ``path``, with all that its directory holds. No
+                other directory is removed, and none that is being recorded to.
             facts: More for the card, as JSON.
 
         Raises:
@@ -102,6 +103,8 @@ class Recorder:
             raise ConfigError(f"where ({where!r}) must be 'workers' or 'learner'")
         if num_envs is not None:
             num_envs = check_int("num_envs", num_envs, least=1)
+        if total_frames is not None:
+            total_frames = check_int("total_frames", total_frames, least=0)
         # Whatever runs while data are collected may change the working directory.
         self.path = Path(path).resolve()
         """Where the dataset is."""
@@ -122,6 +125,10 @@ class Recorder:
         }
         """What the card says beside the layout, as JSON; may be changed until `close`."""
         self._token = uuid.uuid4().hex
+        try:
+            self._card()
+        except (TypeError, ValueError) as err:
+            raise ConfigError(f"facts and seed go into the card as JSON: {err}") from err
         self._expected = total_frames
         self._collectors: list[weakref.ref[Any]] = []
         self._shard = Shard(self.path / SHARDS / "main", {}, total_frames)
@@ -147,7 +154,7 @@ class Recorder:
         if self._finisher is not None and not self._finisher.alive:
             raise ClosedError(f"the recorder of {self.path} was closed")
         mask = batch.get(MASK, None)
-        frames = (batch if mask is None else batch.exclude(MASK)).reshape(-1)
+        frames = (batch if mask is None else batch.exclude(MASK)).reshape(batch.shape.numel())
         if mask is not None and not mask.all():
             frames = frames[mask.reshape(-1)]
         if not self._shard.frames:
@@ -162,17 +169,26 @@ class Recorder:
     @property
     def frames(self) -> int:
         """Frames written, those of workers included."""
-        return Dataset(self.path).metadata.frames
+        return Dataset(self.path).metadata.frames if (self.path / CARD).exists() else 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the frames written, before they are put into another format."""
-        return Dataset(self.path).nbytes
+        return Dataset(self.path).nbytes if (self.path / CARD).exists() else 0
 
     # -- what collectors say ---------------------------------------------------------------------
 
     def attach(self, collector: Any, env: Any, num_envs: int) -> None:
-        """Belong to ``collector``: `close` shuts it down."""
+        """Belong to ``collector``: `close` shuts it down.
+
+        Raises:
+            ConfigError: there is one already, whose trajectory ids would be used again.
+        """
+        if self._collectors:
+            raise ConfigError(
+                f"the recorder of {self.path} records another collector already; both number their "
+                "episodes from 0, so record each to a directory of its own"
+            )
         self._collectors.append(weakref.ref(collector))
         known = {} if env is None else describe_env(env, self.format)
         for name, value in {**known, "num_envs": num_envs}.items():
@@ -239,7 +255,10 @@ class Recorder:
         Raises:
             TensorFileError: the disk is full, or the data do not suit the format. All frames stay
                 readable with `load_dataset`, and `convert_dataset` can try again elsewhere.
+            ConfigError: there is no such status.
         """
+        if status not in ENDS:
+            raise ConfigError(f"status ({status!r}) must be one of {', '.join(map(repr, ENDS))}")
         if self._finisher is None or not self._finisher.alive:
             return
         for collector in [found for ref in self._collectors if (found := ref()) is not None]:
@@ -312,9 +331,11 @@ def make_way(path: Path, overwrite: bool = False) -> None:
         if not overwrite:
             raise ConfigError(f"{path} is not empty; choose a new directory")
         try:
-            Dataset(path)
+            status = Dataset(path).metadata.status
         except ValueError as err:
             raise ConfigError(f"{path} is not overwritten: {err}") from err
+        if status == "collecting":
+            raise ConfigError(f"{path} is being recorded to; choose a new directory")
         shutil.rmtree(path)
     elif path.exists() or path.is_symlink():
         raise ConfigError(f"{path} is not a directory")
@@ -358,6 +379,7 @@ def _finish(
         try:
             facts |= formats.summary(dataset)
             facts |= formats.write(format, dataset, facts)
+            tensor_files.sync_tree(directory)  # before the shards, which hold the same, are removed
             data, frames = format, dataset.metadata.frames
             entries = [file.to_json() for file in dataset.metadata.files]
         finally:

@@ -16,7 +16,7 @@ from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_te
 from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError
-from gleanrl.recording.dataset import CARD, FORMAT, VERSION, RawPart, size
+from gleanrl.recording.dataset import CARD, FORMAT, SHARDS, VERSION, RawPart, size
 
 _COPY_BYTES = 1 << 24
 
@@ -153,7 +153,15 @@ def _tensor_keys(frames: TensorDictBase) -> list[Key]:
     ]
     if odd:
         raise TensorFileError(f"{', '.join(odd)} cannot be recorded: not a tensor")
-    return [key for key, value in entries.items() if isinstance(value, torch.Tensor)]
+    found = [key for key, value in entries.items() if isinstance(value, torch.Tensor)]
+    if not found:
+        raise TensorFileError("frames without entries cannot be recorded")
+    for key in found:  # parts of keys are names of files
+        if not tensor_files.stays_inside("/".join(key)) or key[0] == SHARDS:
+            raise TensorFileError(
+                f"{format_key(key)} cannot be recorded, because no file can be called so; rename it"
+            )
+    return found
 
 
 def join(parts: list[RawPart], directory: Path) -> list[TensorFile]:

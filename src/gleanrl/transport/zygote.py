@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib.util
 import os
 import select
@@ -278,6 +279,7 @@ def main(fd: int, owner: int = -1) -> None:
             os.set_inheritable(each, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _import_pandas()
+    gc.freeze()  # workers' garbage collections neither look at imports nor copy pages for them
     code = 1
     try:
         works: Mapping[bytes, Callable[..., None]] = {WORKER: worker.main, NODE: node.main}
