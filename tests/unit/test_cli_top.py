@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import pty
+import resource
 import select
 import socket
 import subprocess
@@ -99,6 +100,25 @@ def test_a_process_that_does_not_answer_is_named(runtime, capsys, monkeypatch):
     assert code == 0
     assert "process 17" in out
     assert "no answer" in out
+
+
+def test_collections_answer_again_after_file_descriptors_ran_out(runtime, monkeypatch):
+    monkeypatch.setattr("gleanrl.watch.status._ANSWER_S", 0.01)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with make(), socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(0.1)
+        (path,) = runtime.iterdir()
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            client.connect(str(path))
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        client.settimeout(10)
+        assert client.recv(1) == b"{"
 
 
 def test_a_folder_that_others_can_enter_is_not_used(runtime, capsys):

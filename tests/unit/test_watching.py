@@ -3,12 +3,16 @@
 import csv
 import gc
 import math
+import os
+import sys
 import threading
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from rich.file_proxy import FileProxy
 from tensordict import TensorDict
 
 from gleanrl import CSVLogger, TensorBoardLogger
@@ -218,6 +222,14 @@ def test_progress_is_lines_without_a_terminal_and_the_last_says_all(capsys):
     assert last.startswith("count: 20/20 frames (100%), ")
     assert "return 15.0" in last
     assert not progress_threads()
+
+
+def test_a_forked_child_does_not_print_through_the_display_of_its_parent(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", FileProxy(Console(), sys.stdout))
+    child = os.fork()
+    if child == 0:
+        os._exit(isinstance(sys.stdout, FileProxy))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_progress_ends_with_construction_that_fails_and_with_the_collector():

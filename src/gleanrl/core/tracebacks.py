@@ -75,5 +75,4 @@ def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _package(entry: TracebackType) -> str:
-    name: str = entry.tb_frame.f_globals.get("__name__", "")
-    return name.partition(".")[0]
+    return str(entry.tb_frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions
+from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.text import Text
 
@@ -26,7 +28,7 @@ _SHORTEST_BAR = 8
 class _Line:
     """Label, bar, percentage, text and remaining time in one line.
 
-    If there is not room for everything, the bar shrinks first, then the label.
+    If there is not room for everything, the bar shrinks first, then the label; then the time goes.
     """
 
     label: str
@@ -36,7 +38,9 @@ class _Line:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         percent = "" if self.share is None else f"{self.share:4.0%}  "
-        tail = f"  {percent}{self.text}" + (f"  ETA {self.left}" if self.left else "")
+        tail, left = f"  {percent}{self.text}", f"  ETA {self.left}" if self.left else ""
+        if cell_len(tail + left) <= options.max_width:
+            tail += left
         room = max(0, options.max_width - cell_len(tail))
         label, bar = self.label, 0 if self.share is None else _SHORTEST_BAR
         if cell_len(label) > room - bar - 1:
@@ -129,6 +133,17 @@ class Display:
         if self.total and done:
             left = clock_time((now - self._began) * (self.total - done) / done)
         live.update(_Line(self._label, share, plain(text), left), refresh=True)
+
+
+def _forked() -> None:
+    """Give a child its own output: only the parent's threads would let go of a display's lock."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, FileProxy):
+            setattr(sys, name, stream.rich_proxied_file)
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class Progress:

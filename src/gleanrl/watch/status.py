@@ -7,6 +7,7 @@ thread that sleeps until somebody connects answers with its status as JSON.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -107,8 +108,11 @@ def _answer_all(
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:
-            return  # closed
+        except OSError as err:
+            if err.errno in (errno.EINVAL, errno.EBADF):  # closed
+                return
+            time.sleep(_ANSWER_S)  # no file descriptor is free, say: there may be one later
+            continue
         ask = status()
         if ask is not None:
             with contextlib.suppress(OSError), connection:
@@ -166,11 +170,12 @@ def _ask(folder: int, name: str) -> dict[str, Any] | None:
                 connection.settimeout(max(0.001, deadline - time.monotonic()))
                 if len(answer) > _MOST_BYTES:
                     return None
-            return dict(json.loads(answer))
+            status = json.loads(answer)
+            return status if isinstance(status, dict) else None
         except ConnectionRefusedError:  # nobody listens any more
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):  # the second one: too many wait already
             pid = name.partition("-")[0]
             return {"pid": int(pid) if pid.isdigit() else 0, "error": f"no answer in {_ASK_S:g} s"}
         except (OSError, ValueError):
