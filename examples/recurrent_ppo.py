@@ -99,8 +99,8 @@ def advantages(network: Network, batch: TensorDict) -> Tensor:
     """Return generalised advantage estimates ``[envs, steps, 1]``."""
     ends = batch["next"]
     flat = ends.flatten()
-    goes_on = torch.zeros_like(flat["done"])
-    next_value = network(flat["observation"], flat["hidden"], goes_on)[1].view_as(ends["done"])
+    begins = torch.zeros_like(flat["done"])  # not even after an end: the value is that of going on
+    next_value = network(flat["observation"], flat["hidden"], begins)[1].view_as(ends["done"])
     reward = ends["reward"] * (1 - GAMMA)  # values stay below 1
     delta = reward + GAMMA * next_value * ~ends["terminated"] - batch["state_value"]
     decay = GAMMA * LAMBDA * ~ends["done"]

@@ -231,6 +231,59 @@ def test_a_callback_gets_scalars_by_name():
     assert results[0]["eval/step"].item() == 5
 
 
+@both
+def test_a_callback_may_trigger_evaluations_but_not_wait_for_them(backend):
+    refused, played = [], []
+
+    def on_result(result):
+        with pytest.raises(RuntimeError, match="on_result cannot wait"):
+            evaluator.evaluate()
+        if not refused:  # no result is there
+            with pytest.raises(RuntimeError, match="on_result cannot wait"):
+                evaluator.wait()
+        refused.append(result["eval/step"].item())
+        if len(refused) < 3:
+            evaluator.trigger_eval()
+
+    with Evaluator(
+        paid,
+        Wage(1.0),
+        num_trajectories=1,
+        on_result=on_result,
+        busy_policy="queue",
+        backend=backend,
+    ) as evaluator:
+        assert evaluator.evaluate().step == 0
+        while (result := evaluator.wait()) is not None:
+            played.append(result.step)
+    assert (refused, played) == ([0, 1, 2], [1, 2])
+
+
+def test_ctrl_c_leaves_an_evaluation_of_this_process_at_once():
+    def interrupt(observation):
+        if observation.shape and len(calls) > 20:
+            raise KeyboardInterrupt
+        calls.append(observation)
+        return torch.zeros(*observation.shape[:-1], 1)
+
+    calls = []
+    evaluator = Evaluator(endless, interrupt, num_trajectories=1, backend="inline")
+    with evaluator, pytest.raises(KeyboardInterrupt):
+        evaluator.trigger_eval()
+
+
+def test_an_evaluator_is_refused_in_a_forked_child():
+    with Evaluator(paid, Wage(), num_trajectories=1) as evaluator:
+        evaluator.evaluate()
+        if (child := os.fork()) == 0:
+            try:
+                evaluator.evaluate()
+            except ClosedError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 # -- requests --------------------------------------------------------------------------------------
 
 endless = functools.partial(Paid, length=10**9, pause=0.001)
@@ -356,6 +409,7 @@ def test_an_evaluator_that_is_dropped_ends_its_worker():
         ({"done_keys": "over"}, "done_keys"),
         ({"collector_kwargs": {"trajs_per_batch": 3}}, "trajs_per_batch cannot be given here"),
         ({"reward_keys": "gain"}, "reward_keys: there is no 'gain'"),
+        ({"metrics_fn": lambda episodes: episodes.shape}, "metrics_fn returned .*mapping of names"),
         ({"policy_factory": lambda env: None}, "needs an env that is callable"),
         ({"seed": -1}, "seed"),
     ],

@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModule
 from torchrl.envs.libs.pettingzoo import PettingZooWrapper as TorchPettingZoo
 from torchrl.envs.utils import MarlGroupMapType as TorchGroupMapType
 
-from gleanrl import Collector, ConfigError, MultiSyncCollector
+from gleanrl import Collector, ConfigError, EnvError, MultiSyncCollector
 from gleanrl.data import LazyTensorStorage, ListStorage, ReplayBuffer
 from gleanrl.envs import MarlGroupMapType, PettingZooEnv, PettingZooWrapper
 
@@ -242,6 +242,44 @@ def test_an_episode_that_ends_with_its_first_agent_truncates_the_others():
     assert after["terminated"][0, :, 0].tolist() == [True, False, False]
     assert after["truncated"][0, :, 0].tolist() == [False, True, True]
     assert batch["next", "terminated"].all()
+
+
+class Unlike(Leaving):
+    """Two kinds of agents, with numbers of actions of their own; infos stay empty after resets."""
+
+    possible_agents = ["a_0", "b_0"]
+
+    def action_space(self, agent):
+        return spaces.Discrete(3 if agent == "a_0" else 5)
+
+    def told(self):
+        shown = {a: np.zeros(2, np.float32) for a in self.agents}
+        masks = {a: {"action_mask": np.arange(self.action_space(a).n) == 1} for a in self.agents}
+        return shown, {} if self.t else masks
+
+    def step(self, actions):
+        assert self.t or set(actions.values()) == {1}
+        self.t += 1
+        everyone, over = dict.fromkeys(self.agents, 0.0), self.t == 3
+        self.agents = [] if over else self.agents
+        flags = dict.fromkeys(everyone, over)
+        return self.told()[0], everyone, flags, flags, {}
+
+
+def test_groups_have_masks_of_their_own_sizes_and_where_infos_say_nothing_all_is_allowed():
+    (batch,) = Collector(Unlike, frames_per_batch=4, total_frames=4)
+    assert batch["a", "action_mask"].sum(-1).flatten().tolist() == [1, 3, 3, 1]
+    assert batch["b", "action_mask"].sum(-1).flatten().tolist() == [1, 5, 5, 1]
+
+
+def test_an_episode_without_agents_is_refused():
+    class Empty(Leaving):
+        def reset(self, seed=None, options=None):
+            self.agents = []
+            return {}, {}
+
+    with pytest.raises(EnvError, match="left `agents` empty"):
+        PettingZooEnv(Empty(), use_mask=True)
 
 
 # -- turn-based environments -----------------------------------------------------------------------

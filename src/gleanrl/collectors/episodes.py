@@ -93,9 +93,19 @@ class Episodes:
             {
                 "returns": rewards.double().flatten(1).sum(1),
                 "lengths": episodes.get(MASK).sum(1),
-                "metrics": {name: torch.as_tensor(value) for name, value in found.items()},
+                "metrics": _numbers(found),
             }
         )
+
+
+def _numbers(found: Any) -> dict[str, torch.Tensor]:
+    """Return the user's metrics as scalars."""
+    try:
+        return {str(name): torch.as_tensor(value).reshape(()) for name, value in found.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as err:
+        raise ConfigError(
+            f"metrics_fn returned {found!r:.200}; it must return a mapping of names to numbers"
+        ) from err
 
 
 @dataclass(frozen=True, slots=True)

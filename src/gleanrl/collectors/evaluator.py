@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 import threading
 import weakref
 from collections import deque
@@ -147,10 +148,17 @@ class _Line:
     """The finalizer of the evaluator, which ends the line when that is collected."""
 
     def __init__(
-        self, collector: Any, prefix: str, on_result: Callable[[TensorDictBase], Any] | None
+        self,
+        collector: Any,
+        prefix: str,
+        on_result: Callable[[TensorDictBase], Any] | None,
+        here: bool,
     ) -> None:
         self.collector = collector
-        self._prefix, self._on_result = prefix, on_result
+        self._prefix, self._on_result, self._here = prefix, on_result, here
+        self._owner = os.getpid()
+        self._carrier: int | None = None
+        """The thread that is carrying a request out."""
         self._changed = threading.Condition()
         self._requests: deque[_Request] = deque()
         self._results: deque[Evaluation] = deque()
@@ -174,19 +182,33 @@ class _Line:
             raise self._failure
         if self._closed:
             raise ClosedError("the evaluator was shut down; make a new one")
+        if self._owner != os.getpid() and not self._here:
+            raise ClosedError(
+                f"the evaluator belongs to process {self._owner}, and this is process "
+                f"{os.getpid()}, forked from it; make an evaluator of its own here"
+            )
 
-    def put(self, request: _Request, *, here: bool) -> None:
-        """Carry ``request`` out: ``here`` and now, or in the thread."""
+    def check_may_wait(self) -> None:
+        """Refuse to wait in ``on_result``, before whose end no request is carried out."""
+        if self._carrier == threading.get_ident():
+            raise RuntimeError(
+                "on_result cannot wait for an evaluation, because the next one begins after it: "
+                "call trigger_eval() there, with busy_policy='queue'"
+            )
+
+    def put(self, request: _Request) -> None:
+        """Carry ``request`` out: here and now, or in the thread."""
         with self._changed:
             self.check()
             self._requests.append(request)
             self._changed.notify_all()
-            if not here and self._thread is None:
+            if not self._here and self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="gleanrl-evaluate", daemon=True
                 )
                 self._thread.start()
-        if here:
+            idle = self._here and len(self._requests) == 1  # else the call under way goes on
+        while idle and self._requests:
             self._carry_out()
 
     def _run(self) -> None:
@@ -199,7 +221,7 @@ class _Line:
 
     def _carry_out(self) -> None:
         """Carry out the oldest request; a failure ends the evaluator."""
-        request = self._requests[0]
+        request, self._carrier = self._requests[0], threading.get_ident()
         try:
             summary, version = self.collector.play(request.weights, request.version, request.seed)
             result = _evaluation(summary, version, request.step, self._prefix)
@@ -212,7 +234,11 @@ class _Line:
                 self._failure, self._closed = None if self._closed else err, True
                 self._requests.clear()
                 self._changed.notify_all()
+            if not isinstance(err, Exception):  # Ctrl-C, where this is the caller's thread
+                raise
             return
+        finally:
+            self._carrier = None
         with self._changed:
             request.result = result
             if not request.direct:
@@ -237,6 +263,8 @@ class _Line:
             return bool(self._results) or not self._requests
 
         with self._changed:
+            if timeout is None and not settled():
+                self.check_may_wait()
             self._changed.wait_for(settled, timeout)
             if self._results:
                 return self._results.popleft()
@@ -356,7 +384,7 @@ class Evaluator:
                 ``("collector", "mask")``; returns further scalars by name. Without it, observations
                 are not kept.
             on_result: Called with each result, a `TensorDict` of scalars, as soon as it is there;
-                in another thread than the caller's.
+                in another thread than the caller's. It may trigger evaluations, not wait for them.
             busy_policy: What `trigger_eval` does while a request is under way: ``"skip"`` (return
                 ``False``), ``"error"``, or ``"queue"``, where every request keeps its weights.
             backend: ``"process"``; ``"ray"``; or ``"inline"``: in this process, which waits.
@@ -390,8 +418,7 @@ class Evaluator:
         )
         self._seed = None if seed is None else read_seed(seed)
         self._policy, self._factory = policy, policy_factory
-        self._busy_policy, self._here = busy_policy, backend == "inline"
-        self._next_step = 0
+        self._busy_policy, self._next_step = busy_policy, 0
         given = {
             "frames_per_batch": 1,  # a rollout is one evaluation
             "max_frames_per_traj": max_steps,
@@ -418,7 +445,7 @@ class Evaluator:
             )
         else:
             collector = EpisodesCollector(plan, env, policy, backend=backend, **kwargs)
-        self._line = _Line(collector, log_prefix, on_result)
+        self._line = _Line(collector, log_prefix, on_result, backend == "inline")
         self._line.closing = weakref.finalize(self, self._line.close, CLOSE_TIMEOUT_S)
 
     # -- evaluating ------------------------------------------------------------------------------
@@ -450,8 +477,9 @@ class Evaluator:
             WorkerDied: the worker's process ended.
             CollectorTimeout: it took longer than ``timeout`` seconds.
         """
+        self._line.check_may_wait()
         request = self._request(weights, step, weights_dict, version, seed, direct=True)
-        self._line.put(request, here=self._here)
+        self._line.put(request)
         return self._line.wait(request)
 
     def trigger_eval(
@@ -481,7 +509,7 @@ class Evaluator:
                 "an evaluation is under way: wait() for it, or use busy_policy='skip' or 'queue'"
             )
         request = self._request(weights, step, weights_dict, version, seed, direct=False)
-        self._line.put(request, here=self._here)
+        self._line.put(request)
         return True
 
     def _request(

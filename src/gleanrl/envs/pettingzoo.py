@@ -311,6 +311,11 @@ class _Game:
         pair = check_reset(found, f"{self.env}: reset", "(observations, infos)")
         self.observations, self.infos = pair
         self.alive = list(self._play.agents)
+        if not self.alive:
+            raise EnvError(
+                f"{self.env}: reset left `agents` empty, so its episode is over before it begins; "
+                "put those into it that take part"
+            )
         self.flags.fill(False)
         self.over = (False, False, False)
         self._choose()
@@ -384,14 +389,14 @@ class _Agents:
                         f"agent {agent!r} observes {'.'.join(field.key)!r} with shape {shape}, "
                         f"its observation space declares {field.shape}; correct one of them"
                     )
-        infos = games[0].infos.values()
-        told = [info["action_mask"] for info in infos if "action_mask" in info]
+        told = any("action_mask" in info for info in games[0].infos.values())
         self._in_info = mask is None
         self.allowed: Array | None = None
         """Which actions are allowed now, ``[n_games, n_agents, n_actions]``."""
-        if mask is not None or (told and isinstance(acted, spaces.Discrete)):
-            shape = np.shape(told[0]) if mask is None else mask.space.shape or ()
-            self.allowed = np.ones((len(games), len(agents), *shape), bool)
+        if mask is not None:
+            self.allowed = np.ones((len(games), len(agents), *(mask.space.shape or ())), bool)
+        elif told and isinstance(acted, spaces.Discrete):
+            self.allowed = np.ones((len(games), len(agents), int(acted.n)), bool)
 
     def specs(self) -> dict[Key, TensorSpec]:
         """Return what one agent is shown."""
@@ -427,8 +432,8 @@ class _Agents:
             for mine, game in zip(self.allowed, games, strict=True):
                 said = game.infos if self._in_info else game.observations
                 for index, agent in enumerate(agents):
-                    told = said[agent].get("action_mask", False) if agent in game.acting else False
-                    if np.any(told):
+                    told = said.get(agent, {}).get("action_mask") if agent in game.acting else None
+                    if told is not None and np.any(told):
                         mine[index] = told
             data[self.name, *ALLOWED] = self.allowed
 

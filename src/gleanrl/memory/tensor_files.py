@@ -265,6 +265,18 @@ def replace(path: Path, text: str) -> None:
         raise
 
 
+def sync_tree(path: Path) -> None:
+    """Flush all files and names below a directory to the disk."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            fd = os.open(Path(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        sync_directory(Path(folder))
+
+
 def sync_directory(path: Path) -> None:
     """Flush the names in a directory to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

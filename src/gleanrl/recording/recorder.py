@@ -379,6 +379,7 @@ def _finish(
         try:
             facts |= formats.summary(dataset)
             facts |= formats.write(format, dataset, facts)
+            tensor_files.sync_tree(directory)  # before the shards, which hold the same, are removed
             data, frames = format, dataset.metadata.frames
             entries = [file.to_json() for file in dataset.metadata.files]
         finally:
