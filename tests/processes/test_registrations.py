@@ -100,8 +100,11 @@ def test_a_script_registers_what_its_workers_make(tmp_path, python):
             def vector(num_envs, **kwargs):
                 return gym.vector.SyncVectorEnv([Mine] * num_envs)
 
+            def main(**kwargs):  # workers' processes have a function of this name, too
+                return Mine(**kwargs)
+
             gym.register("Mine-v0", entry_point=Mine)
-            gym.register("mine/Text-v0", entry_point="__main__:Mine")
+            gym.register("mine/Text-v0", entry_point="__main__:main")
             gym.register("Doubled-v0", entry_point=Mine,
                          additional_wrappers=[Doubling.wrapper_spec()])
             gym.register("Vector-v0", vector_entry_point="__main__:vector")

@@ -157,16 +157,20 @@ def test_episodes_without_rewards_return_nothing(grows):
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_both_infinities_in_one_episode_are_worth_nan_without_a_warning():
+@pytest.mark.parametrize("steps", [1, 5])
+def test_infinite_rewards_of_both_signs_are_worth_nan_without_a_warning(steps):
     class Extreme(Counting):
-        def step(self, action):
-            state, reward, *rest = super().step(action)
-            return state, math.inf * (-1) ** reward, *rest
+        sign = 1
 
-    with Collector(Extreme, frames_per_batch=10, total_frames=20) as collector:
+        def step(self, action):
+            state, _, *rest = super().step(action)
+            self.sign = -self.sign
+            return state, math.inf * self.sign, *rest
+
+    with Collector(lambda: Extreme(steps), frames_per_batch=10, total_frames=20) as collector:
         for _ in collector:
             pass
-        assert math.isnan(collector.stats()["return_min"])
+        assert math.isnan(collector.stats()["return_mean"])
 
 
 def test_episodes_that_were_cut_count():

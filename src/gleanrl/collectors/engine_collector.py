@@ -331,25 +331,21 @@ class EngineCollector(BaseCollector):
             OSError: the file cannot be written.
 
         Example:
-            >>> import tempfile, pathlib
+            >>> import tempfile
             >>> from gleanrl.collectors import Collector
             >>> with Collector("CartPole-v1", frames_per_batch=100, total_frames=500) as collector:
             ...     batches = list(collector)
-            ...     with tempfile.TemporaryDirectory() as folder:
-            ...         collector.report(f"{folder}/report.html")
-            ...         pathlib.Path(folder, "report.html").read_text()[:15]
-            '<!doctype html>'
+            >>> collector.report(f"{tempfile.mkdtemp()}/report.html")
         """
         self._watching.report(path, self._status())
 
     def timeline(self, path: str | Path) -> AbstractContextManager[None]:
         """Write what workers and the learner do inside a ``with`` block as a trace.
 
-        The file opens in https://ui.perfetto.dev and in ``chrome://tracing``. Each worker has a
-        row with its rollouts, what of them was environment and policy, waiting and new weights;
-        the learner has one with the time that it waited for each batch, published weights, and did
-        other things. Events are written as batches come, so memory is bounded, and the trace of a
-        process that was killed opens, too.
+        The file opens in https://ui.perfetto.dev and in ``chrome://tracing``, also that of a
+        process that was killed. Each worker has a row with its rollouts, what of them was
+        environment and policy, waiting and new weights; the learner has one with the time that it
+        waited for each batch, published weights, and did other things.
 
         Args:
             path: Of the file, which is overwritten.
@@ -359,15 +355,11 @@ class EngineCollector(BaseCollector):
             RuntimeError: another trace is being written.
 
         Example:
-            >>> import json, tempfile
+            >>> import tempfile
             >>> from gleanrl.collectors import Collector
             >>> collector = Collector("CartPole-v1", frames_per_batch=100, total_frames=500)
-            >>> with tempfile.NamedTemporaryFile() as file:
-            ...     with collector.timeline(file.name):
-            ...         batches = list(collector)
-            ...     names = {event["name"] for event in json.load(file)}
-            >>> {"batch", "rollout", "environment", "policy"} <= names
-            True
+            >>> with collector.timeline(f"{tempfile.mkdtemp()}/trace.json"):
+            ...     batches = list(collector)
             >>> collector.shutdown()
         """
         return self._watching.timeline(path)

@@ -58,9 +58,12 @@ class Registrations:
             return
         # A package that registers its environments when one of them is made finds them here.
         warnings.filterwarnings("ignore", ".*Overriding environment .* already in registry")
+        script = sys.modules["__main__"]
         for name, blob in self.script:
-            if name not in vars(sys.modules["__main__"]):
-                setattr(sys.modules["__main__"], name, cloudpickle.loads(blob))
+            # What a script of the user's defines here stays; workers' own script has names, too.
+            owner = getattr(vars(script).get(name), "__module__", "")
+            if name not in vars(script) or str(owner).startswith("gleanrl."):
+                setattr(script, name, cloudpickle.loads(blob))
         for ids, blob in self.specs:
             try:
                 specs = cloudpickle.loads(blob)

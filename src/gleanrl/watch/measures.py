@@ -33,6 +33,7 @@ class _Episodes:
         self._number += len(episodes)
         self._last = np.concatenate((self._last, episodes))[-_LAST:]
 
+    @np.errstate(invalid="ignore")  # the mean of both infinities is NaN
     def stats(self) -> dict[str, float]:
         found: dict[str, float] = {"episodes": self._number}
         for name, values in zip(("return", "length"), self._last.T, strict=True):
@@ -57,7 +58,7 @@ class Measures:
 
     def __init__(self, workers: int) -> None:
         """Start with nothing from ``workers`` workers."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may ask in the thread that adds
         self._workers = [_Worker() for _ in range(workers)]
         self._all = _Worker()
         """Frames, episodes and lag of all; times are those of each."""
