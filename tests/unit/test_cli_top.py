@@ -105,13 +105,12 @@ def test_a_process_that_does_not_answer_is_named(runtime, capsys, monkeypatch):
 def test_collections_answer_again_after_file_descriptors_ran_out(runtime, monkeypatch):
     monkeypatch.setattr("gleanrl.watch.status._ANSWER_S", 0.01)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with make(), socket.socket(socket.AF_UNIX) as client:
+    with make(), socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as client:
         client.settimeout(0.1)
         (path,) = runtime.iterdir()
-        free = os.dup(0)
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # no new one may be opened
         try:
+            first.connect(str(path))  # takes the descriptor that the waiting `accept` has already
             client.connect(str(path))
             with pytest.raises(TimeoutError):
                 client.recv(1)
