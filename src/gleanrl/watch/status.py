@@ -26,6 +26,8 @@ from gleanrl.core.errors import GleanError
 OFF = "GLEANRL_TOP"
 """The environment variable that keeps collectors from listening if it is ``0``."""
 _ANSWER_S, _ASK_S = 1.0, 3.0
+_LINGER_S = 0.1
+"""Seconds that closing waits for an answer that is being given."""
 _MOST_BYTES = 1 << 24
 _numbers = itertools.count()
 
@@ -46,6 +48,7 @@ class StatusServer:
         """
         self._owner = os.getpid()
         self._listener: socket.socket | None = None
+        self._thread: threading.Thread
         self._path = ""
         if os.environ.get(OFF) == "0":
             return
@@ -57,11 +60,11 @@ class StatusServer:
         if self._listener is not None:
             _listening.add(self)
             answering = (self._listener, weakref.WeakMethod(status))
-            thread = threading.Thread(
+            self._thread = threading.Thread(
                 target=_answer_all, args=answering, name="gleanrl-status", daemon=True
             )
             try:
-                thread.start()
+                self._thread.start()
             except RuntimeError:  # no more threads are allowed: collection goes on without
                 self.close()
 
@@ -87,6 +90,8 @@ class StatusServer:
                 os.unlink(self._path)
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # ends the thread, which waits in `accept`
+            if self._thread.is_alive() and self._thread is not threading.current_thread():
+                self._thread.join(_LINGER_S)
         listener.close()
 
 
