@@ -40,7 +40,6 @@ OLD = {
             "guide",
             "launchers",
             "migrating",
-            "multi_agent",
             "replay",
             "scaling",
             "watching",
