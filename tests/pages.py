@@ -30,7 +30,6 @@ ROOT = Path(__file__).parent.parent
 OTHER_LANGUAGES = {"text", "json", "toml", "yaml"}
 """Of blocks that show something and run nothing; MyST's directives in braces are such, too."""
 OLD = {
-    "README.md",
     *(
         f"docs/{name}.md"
         for name in (
@@ -40,7 +39,6 @@ OLD = {
             "guide",
             "launchers",
             "migrating",
-            "multi_agent",
             "replay",
             "scaling",
             "watching",
