@@ -47,6 +47,8 @@ sphinx_gallery_conf = {
     "plot_gallery": False,  # the suite runs the examples
     "download_all_examples": False,
     "remove_config_comments": True,
+    "within_subsection_order": "FileNameSortKey",
+    "write_computation_times": False,
     "show_memory": False,
     "show_signature": False,
     "min_reported_time": 1e9,
@@ -55,7 +57,8 @@ sphinx_gallery_conf = {
 html_theme = "furo"
 html_title = f"GleanRL {release}"
 html_theme_options = {"navigation_with_keys": True}
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 
 
