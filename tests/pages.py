@@ -122,13 +122,19 @@ class Page(pytest.Item):
             work, tools = Path(folder, "work"), Path(folder, "bin")
             work.mkdir()
             tools.mkdir()
-            for name, arguments in (("python", ""), ("python3", ""), ("gleanrl", "-m gleanrl")):
+            for name, arguments in (
+                ("python", ""),
+                ("python3", ""),
+                ("gleanrl", "-m gleanrl"),
+                ("torchrun", "-m torch.distributed.run"),
+            ):
                 (tools / name).write_text(f'#!/bin/sh\nexec "{warm.START}" {arguments} "$@"\n')
                 (tools / name).chmod(0o755)
             path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(work)
                 patch.setenv("PATH", path)
+                patch.setattr(sys, "executable", str(warm.START))  # jobs are started by it
                 patch.setenv("MPLBACKEND", "Agg")
                 patch.setenv("TCP_PORT", "0")  # the usual one may be another collector's
                 yield self._run_bash
