@@ -39,7 +39,6 @@ OLD = {
             "guide",
             "launchers",
             "migrating",
-            "multi_agent",
             "replay",
             "scaling",
             "watching",
