@@ -149,10 +149,6 @@ class RemoteBackend(ABC, Generic[P]):
         """Return False: only `receive` can tell."""
         return False
 
-    def open(self, payload: m.Payload) -> Any:
-        """Return the rollout, which travelled with the reply."""
-        return payload.handle
-
 
 class ChannelPeer(Peer):
     """A worker on the other end of a `Channel`."""
