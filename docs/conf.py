@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "sphinx_design",
     "sphinx_gallery.gen_gallery",
 ]
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist"]
