@@ -30,20 +30,14 @@ ROOT = Path(__file__).parent.parent
 OTHER_LANGUAGES = {"text", "json", "toml", "yaml"}
 """Of blocks that show something and run nothing; MyST's directives in braces are such, too."""
 OLD = {
-    "README.md",
     *(
         f"docs/{name}.md"
         for name in (
             "benchmarks",
-            "datasets",
-            "evaluating",
             "guide",
             "launchers",
-            "migrating",
-            "multi_agent",
             "replay",
             "scaling",
-            "watching",
         )
     ),
 }

@@ -33,7 +33,8 @@ def main() -> int:
 
 def build(builder: str) -> bool:
     """Run one of Sphinx's builders; return whether it failed."""
-    options = ["--fail-on-warning", "--quiet", f"--doctree-dir={BUILT / 'doctrees'}"]
+    options = ["--fresh-env", "--fail-on-warning", "--quiet"]  # code, too, may have changed
+    options.append(f"--doctree-dir={BUILT / 'doctrees'}")
     folders = [str(DOCS), str(BUILT / builder)]
     command = [sys.executable, "-m", "sphinx", "-b", builder, *options, *folders]
     return subprocess.run(command).returncode != 0
