@@ -123,6 +123,11 @@ class WorkerCollector(BaseCollector):
             "policy_version": self.policy_version,
         }
 
+    def explain(self) -> str:
+        """Say which parts of this worker are called as they are, and why."""
+        text: str = self._source.call("explain")
+        return text
+
     # -- weights and state -----------------------------------------------------------------------
 
     def _update_weights(
