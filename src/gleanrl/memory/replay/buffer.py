@@ -291,7 +291,7 @@ class ReplayBuffer(Forkable):
             self._storage.share()
         return self
 
-    def reserve(self, count: int, contiguous: bool = False) -> Reservation:
+    def reserve(self, count: int) -> Reservation:
         """Take rows to write them in place: then `windows`, and `commit` or `revoke`.
 
         Until committed they are invisible; their old contents are lost. If this process ends
@@ -300,9 +300,8 @@ class ReplayBuffer(Forkable):
 
         Args:
             count: Slots of the ring.
-            contiguous: One window, which does not wrap around the end of the ring.
         """
-        return self._tensors().ring.reserve(count, contiguous)
+        return self._tensors().ring.reserve(count)
 
     def windows(self, reservation: Reservation) -> list[dict[Key, torch.Tensor]]:
         """Return the memory of reserved rows by key, ``[slots, ...]``: written in place."""
