@@ -147,12 +147,12 @@ def train(frames: int = 12_000, seed: int = 0) -> Iterator[dict]:
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # small networks: more threads only wait for each other
     learner = Learner()
-    # The limiter keeps both sides in step: every frame is learnt from between 64 and 128 times.
+    # The limiter keeps both sides in step: every frame is learnt from between 128 and 256 times.
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(frames),
         batch_size=BATCH,
         shared=True,
-        limiter=RateLimiter(min_samples_per_insert=64, max_samples_per_insert=128),
+        limiter=RateLimiter(min_samples_per_insert=128, max_samples_per_insert=256),
     )
     collector = MultiAsyncCollector(
         "Pendulum-v1",
