@@ -16,13 +16,12 @@ from tensordict import TensorDict, TensorDictBase
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
 from gleanrl.core.options import InfoKeys, check_int, check_observation_dtype
-from gleanrl.core.protocols import Array, Window
+from gleanrl.core.window import Array, Window
 from gleanrl.envs.base import OwnBatch
 from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_gym, make_one
 from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymOptions, GymSource
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
-from gleanrl.memory.arena import RolloutWindow
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -106,7 +105,7 @@ class GymEnv(OwnBatch):
         self.batch = GymnasiumEnv(source)
         """What steps them. Internal to the package."""
         shown, count = self.batch.layout.observations, len(self._envs)
-        now, window = (RolloutWindow.allocate(shown, count, 1) for _ in range(2))
+        now, window = (Window.allocate(shown, count, 1) for _ in range(2))
         self._now: Window = now
         self.batch.bind(window, now)
         super().__init__(device=device, batch_size=source.batch_shape)

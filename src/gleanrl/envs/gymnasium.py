@@ -16,7 +16,8 @@ from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import InfoKeys, check_int
-from gleanrl.core.protocols import Array, Spec, Window
+from gleanrl.core.protocols import Spec
+from gleanrl.core.window import Array, Window
 from gleanrl.envs.spaces import Actions, Leaf, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded
 from gleanrl.envs.stock import is_stock

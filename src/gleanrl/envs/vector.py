@@ -18,7 +18,8 @@ from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import check_int
-from gleanrl.core.protocols import Array, Env, Window
+from gleanrl.core.protocols import Env
+from gleanrl.core.window import Array, Window
 from gleanrl.envs.gymnasium import GymOptions, WindowEnv
 from gleanrl.envs.spaces import Leaf
 from gleanrl.envs.validation import NUMBERS, check_reset, not_five, write_rewards

@@ -18,7 +18,7 @@ from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import format_key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import InfoKeys
-from gleanrl.core.protocols import Array, Window
+from gleanrl.core.window import Array, Window
 from gleanrl.envs.spaces import RESERVED, Leaf, torch_dtype
 from gleanrl.envs.validation import NUMBERS
 
