@@ -337,7 +337,7 @@ def test_given_actions_are_taken_and_data_stored_elsewhere():
     env = counter(OURS)(limit=9)
     actions = [torch.tensor([bit], dtype=torch.int8) for bit in (1, 0, 1)]
     out = env.rollout(3).clone().zero_()
-    data = env.rollout(3, actions=actions, out=out, storing_device="cpu", auto_cast_to_device=True)
+    data = env.rollout(3, actions=actions, out=out, storing_device="cpu")
     assert data is out
     assert data["next", "count"].flatten().tolist() == [1, 1, 2]
 

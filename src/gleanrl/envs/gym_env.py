@@ -18,7 +18,7 @@ from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
 from gleanrl.core.options import InfoKeys, check_int, check_observation_dtype
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.base import OwnBatch
-from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_gym, make_one
+from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_one
 from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymOptions, GymSource
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
@@ -185,10 +185,8 @@ GymWrapper = GymEnv
 
 
 def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
-    if is_id(given):
-        return make_gym(given, **kwargs)
-    if not isinstance(given, gym.Env) and callable(given):
-        given = given(**kwargs)
+    if not isinstance(given, gym.Env) and (is_id(given) or callable(given)):
+        given = make_one(given, kwargs)
     elif kwargs and kwargs != {"render_mode": "rgb_array"}:
         raise ConfigError(
             f"arguments {sorted(kwargs)} are for making an environment; a "

@@ -602,12 +602,5 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         super().__init__(storage=storage, sampler=sampler, **arguments)
 
 
-class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
+class TensorDictPrioritizedReplayBuffer(PrioritizedReplayBuffer, TensorDictReplayBuffer):
     """A `TensorDictReplayBuffer` with a `PrioritizedSampler`."""
-
-    def __init__(
-        self, *, alpha: float, beta: float, eps: float = 1e-8, storage: Any = None, **arguments: Any
-    ) -> None:
-        storage = _made(storage, _default_storage)
-        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps)
-        super().__init__(storage=storage, sampler=sampler, **arguments)
