@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -22,8 +21,6 @@ from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_one
 from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymOptions, GymSource
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @stock
@@ -294,7 +291,7 @@ class Pixels(gym.Wrapper[Any, Any, Any, Any]):
         return picture
 
 
-class set_gym_backend:
+class set_gym_backend(contextlib.ContextDecorator):
     """Choose the library behind `GymEnv`; there is one. Use as ``.set()``, context or decorator."""
 
     def __init__(self, backend: Any) -> None:
@@ -316,20 +313,5 @@ class set_gym_backend:
     def __enter__(self) -> set_gym_backend:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return
-
-    def __call__(self, function: F) -> F:
-        """Return ``function`` wrapped to run with this backend."""
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return run  # type: ignore[return-value]  # same signature by construction
