@@ -34,14 +34,10 @@ OLD = {
         f"docs/{name}.md"
         for name in (
             "benchmarks",
-            "datasets",
-            "evaluating",
             "guide",
             "launchers",
-            "migrating",
             "replay",
             "scaling",
-            "watching",
         )
     ),
 }

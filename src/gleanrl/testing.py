@@ -123,10 +123,6 @@ class ScriptedBackend:
     def wait(self, timeout: float) -> None:
         """Nothing happens between calls: there is nothing to wait for."""
 
-    def open(self, payload: m.Payload) -> Any:
-        """Return the rollout itself."""
-        return payload.handle
-
     def stop(self, timeout: float) -> None:
         """Let go of the workers."""
         self._workers = []

@@ -123,6 +123,11 @@ class WorkerCollector(BaseCollector):
             "policy_version": self.policy_version,
         }
 
+    def explain(self) -> str:
+        """Say which parts of this worker are called as they are, and why."""
+        text: str = self._source.call("explain")
+        return text
+
     # -- weights and state -----------------------------------------------------------------------
 
     def _update_weights(
@@ -237,7 +242,7 @@ class WorkerSource:
     def _batch(self, window: Window, report: Report) -> TensorDictBase:
         """Return the rollout as a batch, a view of ``window``; it takes no other entries."""
         if report.payload is not None:
-            payload: TensorDictBase = report.payload.handle
+            payload: TensorDictBase = report.payload
             return payload
         assert self._layout is not None
         batch = batch_over(window, self._layout)
@@ -324,13 +329,13 @@ class FillingSource:
         if self._layout is None:
             report = self._source.collect(window, steps, stop, random)
             assert report.payload is not None
-            batch: TensorDictBase = report.payload.handle
+            batch: TensorDictBase = report.payload
         else:
             steps = self._layout.steps or steps
             own, batch = self._memory(self._layout, steps)
             report = self._source.collect(own, steps, stop, random)
             if report.payload is not None:  # it did not fit the layout
-                batch = report.payload.handle
+                batch = report.payload
         if report.steps < steps and MASK not in batch.keys(True):
             batch = batch[..., : report.steps]
         self._pipeline(batch, self._hook())

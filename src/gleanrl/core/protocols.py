@@ -11,7 +11,7 @@ import torch
 
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import EnvLayout, Field, Layout
-from gleanrl.core.messages import Command, Payload, Reply, Report, Snapshot, WeightsRef
+from gleanrl.core.messages import Command, Reply, Report, Snapshot, WeightsRef
 from gleanrl.core.window import Array, Window
 
 
@@ -253,9 +253,6 @@ class Backend(Protocol):
 
         Another thread may use the backend meanwhile.
         """
-
-    def open(self, payload: Payload) -> Any:
-        """Return the rollout behind ``payload``. Called at most once per payload."""
 
     def stop(self, timeout: float) -> None:
         """End all workers within ``timeout`` seconds. Idempotent, never raises."""

@@ -144,7 +144,7 @@ class Engine:
         """Per worker, the frames of its rollouts."""
         size = max(self.sizes) if options.single else sum(self.sizes)
         budget = Budget(limits.rounded(size, self.num_envs))
-        self.batches = plan = BatchPlan(self.backend, layouts, self.steps, options)
+        self.batches = plan = BatchPlan(self.backend.memory, layouts, self.steps, options)
         if options.single:
             self._gather = AsyncGather(self.dispatcher, plan.worker_slots, self.sizes)
         else:

@@ -21,7 +21,7 @@ from gleanrl.core import paths
 from gleanrl.core.errors import WeightsError
 from gleanrl.core.keys import DONE, NEXT, REWARD, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import Field, Layout
-from gleanrl.core.messages import Payload, Report, Snapshot
+from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, Stop
 from gleanrl.core.window import Window
 from gleanrl.envs.factory import EnvFactory, closed_on_error, without_call_checks
@@ -160,7 +160,7 @@ class EnvWorker:
             left = row.step(reset=todo == Todo.STEP_AND_RESET)
         else:
             left = row.reset(masked=todo == Todo.RESET_MASKED)
-        return Report(steps, window.envs, 0, payload=None if left is None else Payload(left))
+        return Report(steps, window.envs, 0, payload=left)
 
     def advance(
         self, data: TensorDictBase, reset: bool

@@ -32,7 +32,7 @@ from gleanrl.core.keys import (
     next_key,
 )
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout
-from gleanrl.core.messages import Payload, Report
+from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Stop
 from gleanrl.core.streams import preserved
@@ -286,11 +286,11 @@ class TensorDictRollout(BaseSource):
 
     # -- a whole rollout -------------------------------------------------------------------------
 
-    def _finish(self, window: Window | None, taken: int, steps: int) -> Payload | None:
+    def _finish(self, window: Window | None, taken: int, steps: int) -> TensorDictBase | None:
         """Complete the window; or return what did not fit it."""
         recorder = self._recorder
         if recorder.steps is not None:
-            return Payload(self._assemble(recorder.steps, steps))
+            return self._assemble(recorder.steps, steps)
         assert self._plan is not None
         assert window is not None
         for unset in self._unset_flags:

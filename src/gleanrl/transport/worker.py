@@ -263,7 +263,6 @@ class Boot:
             if isinstance(stream, io.TextIOWrapper):  # what is printed last must not be lost
                 stream.reconfigure(line_buffering=True)
         enter_life(self.life)
-        os.environ["GLEANRL_TOP"] = "0"  # users watch the collector, not those in its workers
 
     def build(self, open_window: OpenWindow, stop: Stop, weights: WeightReceiver | None) -> Worker:
         """Build the worker here; raises what the user's code raises."""
