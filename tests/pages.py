@@ -36,7 +36,6 @@ OLD = {
             "benchmarks",
             "guide",
             "launchers",
-            "replay",
             "scaling",
         )
     ),

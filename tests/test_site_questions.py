@@ -6,7 +6,6 @@ The site's search ranks headings first, so a question is found by its words if t
 import re
 
 import pytest
-
 from tests.pages import ROOT
 
 QUESTIONS = {
