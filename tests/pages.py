@@ -36,8 +36,6 @@ OLD = {
             "benchmarks",
             "guide",
             "launchers",
-            "migrating",
-            "replay",
             "scaling",
         )
     ),

@@ -181,9 +181,13 @@ class EngineCollector(BaseCollector):
             return "paused" if thread.paused else "collecting in the background"
         return "completed" if self._budget.exhausted else "collecting"
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> Mapping[str, Any]:
         """Return what ``gleanrl top`` shows."""
         return self._watching.status(repr(self), self.stats())
+
+    def _failed(self) -> None:
+        """Show that collection was ended by an exception."""
+        self._watching.failed(self._status)
 
     def _env_to_record(self) -> Any:
         """Return what a recording in this process is made of, ``None`` if that is elsewhere."""
@@ -213,7 +217,7 @@ class EngineCollector(BaseCollector):
                             f"an environment, the policy or a hook raised StopIteration: {err}"
                         ) from err
                     except BaseException:
-                        self._watching.end_progress()
+                        self._failed()
                         raise
                 held = [self._ready.popleft()]
             # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
@@ -246,7 +250,7 @@ class EngineCollector(BaseCollector):
             raise ClosedError("the collector was shut down while it collected")
         self._reports = reports
         self._batches += 1
-        self._watching.gathered(reports, self._models.number, asked, self.stats)
+        self._watching.gathered(reports, self._models.number, asked, self._status)
         return batch
 
     def _cut_short(self, reports: Rollouts) -> bool:
@@ -313,9 +317,10 @@ class EngineCollector(BaseCollector):
 
         Args:
             watcher: Gets the reports of the batch's rollouts, by worker, and the newest policy
-                version. It delays the batch.
+                version. It delays the batch. From now on it is up to it to show the collection:
+                ``gleanrl top`` does not.
         """
-        self._watching.watchers.append(watcher)
+        self._watching.delegate(watcher)
 
     def report(self, path: str | Path) -> None:
         """Write a page about the collection so far: one HTML file that needs no network.
