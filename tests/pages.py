@@ -33,11 +33,9 @@ OLD = {
     *(
         f"docs/{name}.md"
         for name in (
-            "benchmarks",
             "guide",
             "launchers",
             "replay",
-            "scaling",
         )
     ),
 }
