@@ -35,7 +35,6 @@ OLD = {
         for name in (
             "guide",
             "launchers",
-            "replay",
         )
     ),
 }
