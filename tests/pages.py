@@ -33,10 +33,8 @@ OLD = {
     *(
         f"docs/{name}.md"
         for name in (
-            "benchmarks",
             "guide",
             "launchers",
-            "scaling",
         )
     ),
 }
