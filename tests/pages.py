@@ -30,14 +30,7 @@ ROOT = Path(__file__).parent.parent
 OTHER_LANGUAGES = {"text", "json", "toml", "yaml"}
 """Of blocks that show something and run nothing; MyST's directives in braces are such, too."""
 OLD = {
-    *(
-        f"docs/{name}.md"
-        for name in (
-            "benchmarks",
-            "guide",
-            "scaling",
-        )
-    ),
+    *(f"docs/{name}.md" for name in ("guide",)),
 }
 """Pages whose blocks are not run yet: whoever makes a page run, or deletes it, takes it out."""
 
