@@ -61,6 +61,7 @@ html_theme_options = {"navigation_with_keys": True}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
+html_copy_source = False
 
 
 def setup(app: Sphinx) -> None:

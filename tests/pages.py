@@ -33,12 +33,8 @@ OLD = {
     *(
         f"docs/{name}.md"
         for name in (
-            "benchmarks",
             "guide",
             "launchers",
-            "migrating",
-            "replay",
-            "scaling",
         )
     ),
 }

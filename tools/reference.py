@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import tomllib
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,6 +109,26 @@ GROUPS = {
 }
 
 
+EXTRAS = {
+    "bench": "For ``python -m benchmarks``, in a checkout.",
+    "docs": "For ``python -m tools.site``, in a checkout.",
+    "envpool": "Environments of EnvPool.",
+    "lint": "For contributors.",
+    "minari": "Minari datasets.",
+    "pandas": "Parquet files read as data frames.",
+    "parquet": "Parquet datasets.",
+    "pettingzoo": "Multi-agent environments of PettingZoo.",
+    "plot": "Plots of ``gleanrl inspect``.",
+    "ray": "``RayCollector``.",
+    "submitit": "Slurm jobs.",
+    "tensorboard": "``TensorBoardLogger``.",
+    "test": "For ``python -m pytest``, in a checkout.",
+    "video": "Videos of ``gleanrl inspect --play``.",
+    "wandb": "``WandbLogger``.",
+}
+"""What each extra of pyproject.toml is for."""
+
+
 class Public(NamedTuple):
     """A public name."""
 
@@ -202,7 +223,8 @@ def _pages() -> Iterator[tuple[str, str]]:
             described = "".join(_described(entry, homes) for entry in found)
             yield f"{key}.rst", _title(group.title) + f"{group.about}\n\n" + described
     yield "command_line.rst", _command_line()
-    yield "index.rst", _index([*entries, "command_line"])
+    yield "extras.rst", _extras()
+    yield "index.rst", _index([*entries, "command_line", "extras"])
 
 
 def _title(text: str) -> str:
@@ -227,6 +249,7 @@ def _index(entries: list[str]) -> str:
     text += ":doc:`Command line <command_line>`\n   " + " · ".join(
         f"``gleanrl {name}``" for name in parser().commands
     )
+    text += "\n\n:doc:`Optional packages <extras>`\n   " + ", ".join(f"``{e}``" for e in EXTRAS)
     return text + "\n\n" + _toctree(entries)
 
 
@@ -294,6 +317,19 @@ def _command_line() -> str:
         title = f"gleanrl {name}".strip()
         text += f"{title}\n{'-' * len(title)}\n\n.. code-block:: text\n\n"
         text += _indented(command.format_help()) + "\n"
+    return text
+
+
+def _extras() -> str:
+    project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())
+    found = project["project"]["optional-dependencies"]
+    text = _title("Optional packages") + (
+        "``pip install 'gleanrl[ray,plot]'`` installs GleanRL with two of these. What needs a "
+        "package that is missing raises an error that names the extra.\n\n"
+    )
+    for name in sorted(found):
+        packages = ", ".join(f"``{package}``" for package in found[name])
+        text += f"``{name}``\n   {EXTRAS[name]} {packages}\n\n"
     return text
 
 

@@ -14,10 +14,10 @@ from gleanrl.collectors.base import BaseCollector, PostHook, PreHook
 from gleanrl.core.keys import MASK, TIME
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
-from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
+from gleanrl.core.protocols import Source, SourceFactory, Stop
+from gleanrl.core.window import Window
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import Sink
-from gleanrl.memory.arena import RolloutWindow
 from gleanrl.memory.trees import tensordict_over
 from gleanrl.weights.snapshot import Shapes, cloned, weights_of
 
@@ -119,6 +119,11 @@ class WorkerCollector(BaseCollector):
             "num_envs": self.num_envs,
             "policy_version": self.policy_version,
         }
+
+    def explain(self) -> str:
+        """Say which parts of this worker are called as they are, and why."""
+        text: str = self._source.call("explain")
+        return text
 
     # -- weights and state -----------------------------------------------------------------------
 
@@ -307,7 +312,7 @@ class FillingSource:
         # A collector of the user's class calls its hooks itself.
         self._hook = source.hand_over_hook() if isinstance(source, WorkerSource) else _no_hook
         self._layout = source.layout()
-        self._window: RolloutWindow | None = None
+        self._window: Window | None = None
         self._batch: TensorDictBase | None = None
         self._dropped = 0
 
@@ -334,9 +339,9 @@ class FillingSource:
         discarded = report.discarded + dropped
         return replace(report, discarded=discarded, payload=None)
 
-    def _memory(self, layout: Layout, steps: int) -> tuple[RolloutWindow, TensorDictBase]:
+    def _memory(self, layout: Layout, steps: int) -> tuple[Window, TensorDictBase]:
         if self._window is None or self._batch is None or self._window.steps != steps:
-            self._window = RolloutWindow.allocate(layout.fields, layout.num_envs, steps)
+            self._window = Window.allocate(layout.fields, layout.num_envs, steps)
             self._batch = batch_over(self._window, layout)
         return self._window, self._batch
 

@@ -11,7 +11,7 @@ import torch
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import IS_INIT
 from gleanrl.core.messages import NO_EPISODES
-from gleanrl.core.protocols import Array, Window
+from gleanrl.core.window import Array, Window
 
 _NEVER = np.iinfo(np.int64).max
 

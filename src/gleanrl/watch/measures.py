@@ -11,7 +11,7 @@ from time import monotonic
 import numpy as np
 
 from gleanrl.core.messages import NO_EPISODES, Report, Times
-from gleanrl.core.protocols import Array
+from gleanrl.core.window import Array
 from gleanrl.watch.history import History
 
 _LAST = 100
