@@ -34,6 +34,7 @@ def pytest_configure(config):
 
 def _start_warm(patch):
     patch.setattr(sys, "executable", str(warm.START))
+    patch.setattr("multiprocessing.spawn._python_exe", os.fsencode(warm.START))
     patch.setenv("PATH", str(warm.FOLDER), prepend=os.pathsep)
 
 

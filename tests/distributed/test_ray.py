@@ -30,6 +30,7 @@ from gleanrl import (
 )
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(300)  # beside four busy processes Ray takes minutes
 
 
 SCRIPT = """
