@@ -1,89 +1,174 @@
-"""Results as a picture."""
+"""Ratios as a picture: SVG text, so that the same figures give the same bytes."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
 
-_COLORS = {True: "#2a9d5c", False: "#d1495b", None: "#8d99ae"}
-_TICKS = [0.01, 0.03, 0.1, 0.25, 0.5, 0.9, 1.5, 3, 6, 15, 30, 60]
+from benchmarks.harness import OURS
 
-
-def draw(doc: dict[str, Any], path: Path) -> bool:
-    """Draw ratios, and below them figures as shares of their limits; says whether it could."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        return False
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    panels = [panel for panel in (_ratios(doc), _figures(doc)) if panel[1]]
-    if not panels:
-        return False
-    counts = [len(bars) for _, bars in panels]
-    figure, grid = plt.subplots(
-        len(panels),
-        squeeze=False,
-        figsize=(9, 1.2 * len(panels) + 0.42 * sum(counts)),
-        height_ratios=[1.5 + count for count in counts],
-        layout="constrained",
-    )
-    for axes, (label, bars) in zip(grid[:, 0], panels, strict=True):
-        _bars(axes, bars)
-        axes.set_xlabel(label)
-    found = doc["versions"]
-    grid[0, 0].set_title(
-        f"{doc['machine']['cpu']}, one thread per process, torch {found['torch']}, "
-        f"tensordict {found['tensordict']}, gymnasium {found['gymnasium']}",
-        fontsize=8,
-    )
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return True
+WIDTH, LEFT, RIGHT = 480, 16, 464
+"""Narrow, so that a telephone shows letters that can be read."""
+_ROW, _HEAD, _TOP = 31, 26, 64
+_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+_STYLE = """
+svg { color-scheme: light dark; }
+text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328;
+  paint-order: stroke; stroke: #ffffff; stroke-width: 4px; }
+.title { font-weight: 600; font-size: 16px; } .head { font-weight: 600; }
+.small { font-size: 11px; fill: #59636e; }
+.card { fill: #ffffff; stroke: #d1d9e0; } .grid { stroke: #d1d9e0; } .one { stroke: #59636e; }
+.ahead { fill: #2a9d5c; } .behind { fill: #d1495b; } .spread { stroke: #1f2328; stroke-width: 1.5; }
+.curve { fill: none; stroke-width: 2; } .dashed { stroke-dasharray: 5 3; stroke-width: 1; }
+.c0 { stroke: #2a9d5c; } .c1 { stroke: #3b82d6; } .c2 { stroke: #d1495b; } .c3 { stroke: #8d99ae; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #f0f6fc; stroke: #0d1117; } .small { fill: #9198a1; }
+  .card { fill: #0d1117; stroke: #3d444d; } .grid { stroke: #3d444d; } .one { stroke: #9198a1; }
+  .spread { stroke: #f0f6fc; }
+}
+"""
 
 
-def _ratios(doc: dict[str, Any]) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-    bars = [
-        (f"{case}\nvs {name}", ratio)
-        for case, entry in doc["cases"].items()
-        for name, ratio in entry["ratios"].items()
+Points = Sequence[tuple[float, float]]
+
+
+class Bar(NamedTuple):
+    """GleanRL's rate over that of another system: median and quartiles of the rounds."""
+
+    label: str
+    median: float
+    q1: float
+    q3: float
+
+
+class Group(NamedTuple):
+    """Bars under one heading."""
+
+    title: str
+    bars: Sequence[Bar]
+
+
+def group(entry: Mapping[str, Any]) -> Group:
+    """Return the bars of one case: ours against each reference that ran."""
+    return Group(entry["title"], [bar(entry, name, name) for name in entry["ratios"]])
+
+
+def bar(entry: Mapping[str, Any], name: str, label: str) -> Bar:
+    """Return the bar of one reference; its label says both rates."""
+    rates, ratio = entry["frames_per_second"], entry["ratios"][name]
+    label = f"{label}: {short(rates[OURS])} against {short(rates[name])} /s"
+    return Bar(label, ratio["median"], ratio["q1"], ratio["q3"])
+
+
+def times(value: float) -> str:
+    """Return a ratio with three digits."""
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def short(rate: float) -> str:
+    """Return a rate with three digits: ``36.2 k``."""
+    for factor, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if rate >= factor:
+            return f"{rate / factor:#.3g}".rstrip(".") + letter
+    return f"{rate:.0f}"
+
+
+def draw(title: str, groups: Sequence[Group], caption: Sequence[str]) -> str:
+    """Return bars from "as fast" to the ratio, on a logarithmic axis, with quartiles, as SVG."""
+    found = [value for one in groups for bar in one.bars for value in (bar.q1, bar.q3)]
+    low = max(tick for tick in _TICKS if tick <= min(found, default=1) or tick == _TICKS[0])
+    high = min(tick for tick in _TICKS if tick >= max(found, default=2) or tick == _TICKS[-1])
+
+    def x(value: float) -> float:
+        inside = min(max(value, low), high)
+        return LEFT + (RIGHT - LEFT) * math.log(inside / low) / math.log(high / low)
+
+    bottom = _TOP + sum(_HEAD + _ROW * len(one.bars) for one in groups)
+    lines = []
+    for tick in (tick for tick in _TICKS if low <= tick <= high):
+        kind, at = "one" if tick == 1 else "grid", x(tick)
+        lines.append(_text(at, _TOP - 12, f"{tick:g}x", "small", "middle"))
+        lines.append(f'<path class="{kind}" d="M{at:.1f} {_TOP - 6}V{bottom}"/>')
+    y = _TOP
+    for one in groups:
+        lines.append(_text(LEFT, y + 17, one.title, "head"))
+        y += _HEAD
+        for each in one.bars:
+            lines += _row(each, y, x)
+            y += _ROW
+    return _card(title, lines, bottom, caption)
+
+
+def curves(title: str, panels: Mapping[str, Mapping[str, Points]], caption: Sequence[str]) -> str:
+    """Return one panel below the other, each with named curves on logarithmic axes, as SVG.
+
+    A curve whose name begins with "bound" is dashed.
+    """
+    lines = []
+    for number, (name, named) in enumerate(panels.items()):
+        top = _TOP + 250 * number
+        lines.append(_text(LEFT, top - 8, name, "head"))
+        lines += _panel(named, top)
+    return _card(title, lines, _TOP + 250 * len(panels) - 40, caption)
+
+
+def _panel(named: Mapping[str, Points], top: int) -> Iterator[str]:
+    """Yield the grid, the curves and the key of a panel of 150 by 392."""
+    points = [point for curve in named.values() for point in curve]
+    (left, right), (low, high) = (_decades([p[axis] for p in points]) for axis in (0, 1))
+
+    def at(x: float, y: float) -> str:
+        across = (math.log10(x) - left) / (right - left)
+        return (
+            f"{54 + 392 * across:.1f} {top + 150 - 150 * (math.log10(y) - low) / (high - low):.1f}"
+        )
+
+    for power in range(left, right + 1):
+        x = at(10**power, 10**low).split()[0]
+        yield _text(float(x), top + 166, f"{10**power:,}", "small", "middle")
+        yield f'<path class="grid" d="M{x} {top}v150"/>'
+    for power in range(low, high + 1):
+        y = float(at(10**left, 10**power).split()[1])
+        yield _text(
+            48, y + 4, short(10**power).replace(".00", "").replace(".0", ""), "small", "end"
+        )
+        yield f'<path class="grid" d="M54 {y}h392"/>'
+    for place, (name, curve) in enumerate(named.items()):
+        kind = f"curve c{place % 4}" + " dashed" * name.startswith("bound")
+        yield f'<path class="{kind}" d="M{"L".join(at(*point) for point in curve)}"/>'
+        x, y = LEFT + 38 + 140 * (place % 3), top + 186 + 16 * (place // 3)
+        yield f'<path class="{kind}" d="M{x} {y - 4}h16"/>'
+        yield _text(x + 20, y, name, "small")
+
+
+def _decades(values: Sequence[float]) -> tuple[int, int]:
+    return math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+
+
+def _card(title: str, lines: Sequence[str], bottom: int, caption: Sequence[str]) -> str:
+    height = bottom + 20 + 16 * len(caption)
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}" role="img" aria-label="{escape(title)}">',
+        f"<style>{_STYLE}</style>",
+        f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
+        _text(LEFT, 28, title, "title"),
     ]
-    return "rate, ours / theirs (black: target; whiskers: quartiles)", bars
+    notes = [_text(LEFT, bottom + 22 + 16 * n, line, "small") for n, line in enumerate(caption)]
+    return "\n".join([*head, *lines, *notes, "</svg>", ""])
 
 
-def _figures(doc: dict[str, Any]) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-    """Return the figures that have a limit to be a share of; a share of 1 is the limit."""
-    bars = []
-    for case, entry in doc.get("figures", {}).items():
-        for name, figure in entry["figures"].items():
-            limit = figure["limit"]
-            if not limit:
-                continue
-            shares = {key: max(figure[key] / limit, 1e-3) for key in ("median", "q1", "q3")}
-            bars.append((f"{case}\n{name}", {**shares, "target": 1.0, "met": figure["met"]}))
-    return "measured / limit (left of the black line is met)", bars
+def _row(each: Bar, y: int, x: Any) -> Iterator[str]:
+    start, end = sorted((x(1), x(each.median)))
+    where = f'x="{start:.1f}" y="{y + 17}" width="{end - start:.1f}" height="9"'
+    yield _text(LEFT, y + 12, each.label)
+    yield _text(RIGHT, y + 12, f"{times(each.median)}x", "head", "end")
+    yield f'<rect class="{"ahead" if each.median >= 1 else "behind"}" {where}/>'
+    yield f'<path class="spread" d="M{x(each.q1):.1f} {y + 21.5}H{x(each.q3):.1f}"/>'
 
 
-def _bars(axes: Any, bars: list[tuple[str, dict[str, Any]]]) -> None:
-    import matplotlib.ticker as ticks
-
-    for place, (_, bar) in enumerate(bars):
-        middle = bar["median"]
-        spread = [[middle - bar["q1"]], [bar["q3"] - middle]]
-        color = _COLORS[bar["met"]]
-        axes.barh(place, middle, color=color, xerr=spread, error_kw={"lw": 1, "ecolor": "#333"})
-        edge = max(bar["q3"], bar["target"] or 0)
-        axes.text(edge * 1.03, place, f" {middle:.2f}", va="center", fontsize=8)
-        if bar["target"] is not None:
-            axes.plot([bar["target"]] * 2, [place - 0.45, place + 0.45], color="black", lw=2)
-    axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.axvline(1.0, color="#aaa", lw=0.8, zorder=0)
-    lowest = min(bar["median"] for _, bar in bars)
-    highest = max(max(bar["q3"], bar["target"] or 0) for _, bar in bars)
-    axes.set_xlim(max(0.005, min(0.5, 0.9 * lowest)), highest * 1.6)
-    axes.xaxis.set_major_locator(ticks.FixedLocator(_TICKS))
-    axes.xaxis.set_major_formatter(ticks.StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_locator(ticks.NullLocator())
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "") -> str:
+    more = f' class="{kind}"' * bool(kind) + f' text-anchor="{anchor}"' * bool(anchor)
+    return f'<text x="{x:.1f}" y="{y}"{more}>{escape(text)}</text>'

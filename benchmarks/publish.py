@@ -1,9 +1,9 @@
 """Publish figures: ``python -m benchmarks.publish [--take NAME=RESULTS.json ...] [--check]``.
 
 Published results lie in ``benchmarks/published``: one file per suite, and ``scripts.json`` of
-``tools.torchrl_scripts``. The tables in README.md and docs are written from them, between
-``<!-- figures: ... -->`` marks, and edited by nobody. ``--check`` only says whether they are what
-the files hold.
+``tools.torchrl_scripts``. Two things are made from them and edited by nobody: the tables in
+README.md and docs, between ``<!-- figures: ... -->`` marks, and the plots in ``docs/pictures``.
+``--check`` changes nothing and names the pages and plots that differ from the files.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tools.torchrl_scripts import Result, rate
 
-from benchmarks.harness import OURS, summary
+from benchmarks import picture, scaling
+from benchmarks.harness import OURS
+from benchmarks.picture import Group, times
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = Path(__file__).with_name("published")
-PAGES = ("README.md", "docs/benchmarks.md", "docs/migrating.md")
+PICTURES = ROOT / "docs" / "pictures"
+SUITES = ("single", "multi", "distributed", "ray", "training_rates")
 _MARKED = re.compile(r"(<!-- figures: (\S+)(?: only ([^>]*?))? -->\n)(.*?)(<!-- end -->)", re.S)
 
 
@@ -42,13 +45,8 @@ def take(name: str, results: Path) -> None:
             "load_average": entry["load_average"],
             "agreement": entry["agreement"],
             "skipped": entry["skipped"],
-            "frames_per_second": {
-                system: round(rates["median"]) for system, rates in entry["systems"].items()
-            },
-            "quartiles": {
-                system: [round(summary(rates["rates"])[q]) for q in ("q1", "q3")]
-                for system, rates in entry["systems"].items()
-            },
+            "frames_per_second": entry["frames_per_second"],
+            "quartiles": entry["quartiles"],
             "ratios": entry["ratios"],
             "cpu_ratios": entry["cpu_ratios"],
         }
@@ -60,15 +58,15 @@ def take(name: str, results: Path) -> None:
 def table(name: str, only: str = "") -> str:
     """Return the rows of a published suite as Markdown; ``only`` some cases, by commas."""
     document = json.loads((PUBLISHED / f"{name}.json").read_text())
-    if "scripts" in document:
-        return _scripts(document)
+    if name in _WHOLE:
+        return "\n".join([*_WHOLE[name](document, only), ""])
     chosen = [case.strip() for case in only.split(",")] if only else list(document["cases"])
     head, lines = _TABLES.get(name, (_AGAINST, _rows))
     rows = [*head]
     for case in chosen:
         rows += lines(document["cases"][case])
     entries = [document["cases"][case] for case in chosen]
-    return "\n".join([*rows, "", *sorted({_origin(entry) for entry in entries}), ""])
+    return "\n".join([*rows, "", *_origin(entries), ""])
 
 
 def _rows(entry: dict[str, Any]) -> Iterator[str]:
@@ -77,8 +75,8 @@ def _rows(entry: dict[str, Any]) -> Iterator[str]:
         asked = "" if ratio["target"] is None else f"{ratio['target']:g}"
         if ratio["met"] is False:
             asked += ", **missed**"
-        spread = f"{_times(ratio['q1'])} to {_times(ratio['q3'])}"
-        yield f"| {title} | {other} | {_times(ratio['median'])} ({spread}) | {asked} |"
+        spread = f"{times(ratio['q1'])} to {times(ratio['q3'])}"
+        yield f"| {title} | {other} | {times(ratio['median'])} ({spread}) | {asked} |"
         title = ""
 
 
@@ -88,8 +86,8 @@ def _systems(entry: dict[str, Any]) -> Iterator[str]:
     for system, rate_of in entry["frames_per_second"].items():
         low, high = entry["quartiles"][system]
         ratio = entry["ratios"].get(system)
-        share = "" if ratio is None else _times(ratio["median"])
-        spread = "" if ratio is None else f" ({_times(ratio['q1'])} to {_times(ratio['q3'])})"
+        share = "" if ratio is None else times(ratio["median"])
+        spread = "" if ratio is None else f" ({times(ratio['q1'])} to {times(ratio['q3'])})"
         name = "GleanRL" if system == OURS else system
         yield f"| {title} | {name} | {rate_of:,} ({low:,} to {high:,}) | {share}{spread} |"
         title = ""
@@ -101,34 +99,129 @@ _TABLES = {"training_rates": (_RATES, _systems)}
 """Head and rows of suites whose rates are shown, not only ratios."""
 
 
-def _scripts(document: dict[str, Any]) -> str:
-    """Return a row per script that ran on GleanRL."""
-    rows = ["| script | GleanRL, frames/s | TorchRL, frames/s |", "|---|---|---|"]
+def _scripts(document: dict[str, Any], _: str) -> Iterator[str]:
+    """Yield a row per script that ran on GleanRL."""
+    yield "| script | GleanRL, frames/s | TorchRL, frames/s |"
+    yield "|---|---|---|"
     for entry in document["scripts"]:
         ours, theirs = (
             Result(**entry[name]) if name in entry else None for name in ("gleanrl", "torchrl")
         )
         if ours is not None and ours.ran:
-            rows.append(f"| `{entry['script']}` | {rate(ours)} | {rate(theirs)} |")
-    return "\n".join([*rows, "", _origin({"created": document["date"], **document}), ""])
+            yield f"| `{entry['script']}` | {rate(ours)} | {rate(theirs)} |"
+    yield from ("", *_origin([{"created": document["date"], **document}]))
 
 
-def _times(value: float) -> str:
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+def _training(document: dict[str, Any], _: str) -> Iterator[str]:
+    """Yield a row per collector: seconds until a return is reached."""
+    yield "| collector | seconds: median (least to most) | times GleanRL's |"
+    yield "|---|---|---|"
+    ratio = document["ratio"]
+    more = {"TorchRL": f"{times(ratio['median'])} ({times(ratio['min'])} to {times(ratio['max'])})"}
+    for name, found in document["seconds"].items():
+        seconds = f"{found['median']:.1f} ({found['min']:.1f} to {found['max']:.1f})"
+        yield f"| {name} | {seconds} | {more.get(name, '')} |"
+    runs = len(next(iter(document["runs"].values())))
+    yield from ("", f"Until a return of {document['target']:g}, {runs} seeds.")
+    yield from _origin([{"created": document["date"], **document}])
 
 
-def _origin(entry: dict[str, Any]) -> str:
-    machine, versions = entry["machine"], entry["versions"]
-    parts = (f"{name} {versions[name]}" for name in ("torch", "tensordict", "gymnasium", "torchrl"))
-    return (
-        f"{entry['created'][:10]}, {machine['usable_cores']} cores of {machine['cpu']}, "
-        f"Python {versions['python']}, {', '.join(parts)}."
-    )
+def _scaling(document: dict[str, Any], only: str) -> list[str]:
+    """Return the simulated rows of one case, or the straggler factors."""
+    if only == "stragglers":
+        return scaling.show_stragglers(document[only])
+    return scaling.show(document["tables"][only])
+
+
+_WHOLE: dict[str, Callable[[dict[str, Any], str], Iterable[str]]] = {
+    "scripts": _scripts,
+    "training": _training,
+    "scaling": _scaling,
+}
+"""Files that are not a suite's, and what their tables are."""
+
+
+def _origin(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the days, machine, load and versions that figures were measured with."""
+    days = sorted({entry["created"][:10] for entry in entries})
+    loads = [entry["load_average"][0] for entry in entries if entry.get("load_average")]
+    machine, versions = entries[-1]["machine"], entries[-1]["versions"]
+    load = f", load {min(loads):.1f} to {max(loads):.1f}" if loads else ""
+    names = ("torch", "tensordict", "gymnasium", "torchrl", "stable-baselines3")
+    return [
+        f"{' and '.join(days)}, {machine['usable_cores']} cores of {machine['cpu']}{load}.",
+        f"Python {versions['python']}, {', '.join(f'{n} {versions[n]}' for n in names)}.",
+    ]
 
 
 def rewritten(page: str) -> str:
     """Return ``page`` with every marked table written anew."""
     return _MARKED.sub(lambda m: f"{m[1]}{table(m[2], m[3] or '')}{m[5]}", page)
+
+
+_GLOO = "TorchRL DistributedCollector, mp, gloo"
+OVERVIEW = {
+    "One process, CartPole": [
+        ("single", "cartpole-mlp-x16", "CleanRL loop", "CleanRL loop"),
+        ("single", "cartpole-mlp-x16", "SB3 PPO", "SB3"),
+        ("single", "cartpole-mlp-x16", "TorchRL SerialEnv", "TorchRL"),
+    ],
+    "Two worker processes, CartPole": [
+        ("multi", "process-peers", "AsyncVectorEnv", "Gymnasium AsyncVectorEnv"),
+        ("multi", "process-peers", "SB3 SubprocVecEnv", "SB3 SubprocVecEnv"),
+        ("multi", "cartpole-sync", "TorchRL MultiSyncCollector", "TorchRL, sync"),
+        ("multi", "cartpole-async", "TorchRL MultiAsyncCollector", "TorchRL, async"),
+    ],
+    "Two nodes over gloo, CartPole": [
+        ("distributed", "torchrl-sync", _GLOO, "TorchRL, sync"),
+        ("distributed", "torchrl-async", _GLOO, "TorchRL, async"),
+    ],
+    "Two Ray actors, CartPole": [
+        ("ray", "cartpole-sync", "TorchRL RayCollector", "TorchRL, sync"),
+        ("ray", "cartpole-async", "TorchRL RayCollector", "TorchRL, async"),
+    ],
+    **{
+        title: [
+            ("training_rates", case, "CleanRL loop", "CleanRL loop"),
+            ("training_rates", case, "SB3", "SB3"),
+            ("training_rates", case, "TorchRL Collector", "TorchRL"),
+        ]
+        for title, case in {
+            "Training included: PPO, CartPole": "train-cartpole-ppo",
+            "Training included: PPO, HalfCheetah": "train-halfcheetah-ppo",
+            "Training included: DQN, Pong": "train-pong-dqn",
+        }.items()
+    },
+}
+"""Bars of the README's picture: suite, case, reference, and how the picture calls it."""
+
+
+def pictures() -> Iterator[tuple[Path, str]]:
+    """Yield every plot with its path: one per suite, and ``throughput.svg`` over all."""
+    suites = {name: json.loads((PUBLISHED / f"{name}.json").read_text()) for name in SUITES}
+    title = "Frames per second: GleanRL over others"
+    for name, document in suites.items():
+        entries = document["cases"].values()
+        drawn = picture.draw(title, [*map(picture.group, entries)], _caption(*entries))
+        yield PICTURES / f"benchmark-{name}.svg", drawn
+    groups, used = [], []
+    for head, chosen in OVERVIEW.items():
+        entries = [suites[suite]["cases"][case] for suite, case, _, _ in chosen]
+        bars = [picture.bar(e, c[2], c[3]) for e, c in zip(entries, chosen, strict=True)]
+        groups.append(Group(head, bars))
+        used += entries
+    simulated = json.loads((PUBLISHED / "scaling.json").read_text())
+    yield PICTURES / "scaling.svg", scaling.draw(simulated["tables"])
+    yield PICTURES / "throughput.svg", picture.draw(title, groups, _caption(*used))
+
+
+def _caption(*entries: dict[str, Any]) -> list[str]:
+    first, second = _origin(entries)
+    head, _, tail = second.partition(", torchrl")
+    return [
+        "Bars: median of alternating runs. Lines: quartiles. 1x: as fast.",
+        *(first, f"{head},", f"torchrl{tail}"),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,12 +237,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, _, file in (item.partition("=") for item in given.take):
         take(name, Path(file))
     stale = []
-    for path in (ROOT / page for page in PAGES):
-        text = path.read_text()
-        new = rewritten(text)
-        if new != text:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    made = [(path, rewritten(path.read_text())) for path in pages]
+    for path, new in [*made, *pictures()]:
+        if not path.exists() or path.read_text() != new:
             stale.append(path.name)
             if not given.check:
+                path.parent.mkdir(exist_ok=True)
                 path.write_text(new)
     if given.check and stale:
         print(f"{', '.join(stale)}: run python -m benchmarks.publish", file=sys.stderr)

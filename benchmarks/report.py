@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks import picture
-from benchmarks.harness import OURS, WRONG, Result
+from benchmarks.harness import OURS, WRONG, Result, summary
 from benchmarks.machine import machine, versions
 
 _VERDICT = {True: "[green]met[/green]", False: "[red]missed[/red]", None: ""}
@@ -33,16 +32,13 @@ def document(results: Sequence[Result], settings: dict[str, Any], memory: Any) -
 
 
 def _case(result: Result) -> dict[str, Any]:
+    rates = {name: summary(found) for name, found in result.rates.items()}
     return {
         "title": result.title,
-        "systems": {
-            name: {
-                "median": statistics.median(rates),
-                "rates": rates,
-                "cpu_rates": result.cpu_rates[name],
-            }
-            for name, rates in result.rates.items()
-        },
+        "frames_per_second": {name: round(found["median"]) for name, found in rates.items()},
+        "quartiles": {name: [round(r["q1"]), round(r["q3"])] for name, r in rates.items()},
+        "rates": result.rates,
+        "cpu_rates": result.cpu_rates,
         "ratios": result.ratios(),
         "cpu_ratios": result.ratios(cpu=True),
         "agreement": result.agreement,
@@ -83,14 +79,10 @@ def show(doc: dict[str, Any], console: Console) -> None:
     """Print one row per case and reference."""
     table = Table("case", "against", "ours /s", "theirs /s", "ratio", "IQR", "target", "")
     for name, entry in doc["cases"].items():
-        systems = entry["systems"]
-        ours = systems.get(OURS)
-        for other, rates in systems.items():
-            if other == OURS:
-                continue
-            ratio = entry["ratios"].get(other)
-            row = [name, other, _rate(ours), _rate(rates), *_ratio_cells(ratio)]
-            table.add_row(*row)
+        rates = entry["frames_per_second"]
+        for other in [name for name in rates if name != OURS]:
+            ours, ratio = rates.get(OURS), entry["ratios"].get(other)
+            table.add_row(name, other, _rate(ours), _rate(rates[other]), *_ratio_cells(ratio))
     console.print(table)
     for line in _remarks(doc):
         console.print(line, highlight=False, soft_wrap=True)
@@ -131,8 +123,8 @@ def _remarks(doc: dict[str, Any]) -> Iterator[str]:
         yield f"memory: {escape(json.dumps(memory))}"
 
 
-def _rate(system: dict[str, Any] | None) -> str:
-    return "-" if system is None else f"{system['median']:,.0f}"
+def _rate(rate: int | None) -> str:
+    return "-" if rate is None else f"{rate:,}"
 
 
 def _ratio_cells(ratio: dict[str, Any] | None) -> list[str]:
@@ -145,9 +137,10 @@ def _ratio_cells(ratio: dict[str, Any] | None) -> list[str]:
 
 
 def save(doc: dict[str, Any], folder: Path) -> list[Path]:
-    """Write ``results.json`` and, where matplotlib is installed, ``results.png``."""
+    """Write ``results.json`` and ``results.svg``."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "results.json"
-    path.write_text(json.dumps(doc, indent=1) + "\n")
-    target = folder / "results.png"
-    return [path, target] if picture.draw(doc, target) else [path]
+    paths = [folder / "results.json", folder / "results.svg"]
+    paths[0].write_text(json.dumps(doc, indent=1) + "\n")
+    groups = [picture.group(entry) for entry in doc["cases"].values()]
+    paths[1].write_text(picture.draw("Rates: GleanRL over others", groups, [doc["created"]]))
+    return paths

@@ -1,6 +1,9 @@
-"""SAC on Pendulum: a worker fills a replay buffer in the background, this process learns from it.
+"""SAC on Pendulum
+===============
 
-python examples/sac.py [--frames 12000] [--seed 0]
+A worker fills a replay buffer in the background, this process learns from it. ::
+
+    python examples/sac.py [--frames 12000] [--seed 0]
 
 Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications".
 """
@@ -147,12 +150,12 @@ def train(frames: int = 12_000, seed: int = 0) -> Iterator[dict]:
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # small networks: more threads only wait for each other
     learner = Learner()
-    # The limiter keeps both sides in step: every frame is learnt from between 64 and 128 times.
+    # The limiter keeps both sides in step: every frame is learnt from between 128 and 256 times.
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(frames),
         batch_size=BATCH,
         shared=True,
-        limiter=RateLimiter(min_samples_per_insert=64, max_samples_per_insert=128),
+        limiter=RateLimiter(min_samples_per_insert=128, max_samples_per_insert=256),
     )
     collector = MultiAsyncCollector(
         "Pendulum-v1",
@@ -182,7 +185,7 @@ def train(frames: int = 12_000, seed: int = 0) -> Iterator[dict]:
 
 def main() -> None:
     """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--frames", type=int, default=12_000)
     parser.add_argument("--seed", type=int, default=0)
     for row in train(**vars(parser.parse_args())):
@@ -191,3 +194,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+# sphinx_gallery_thumbnail_path = "curves/sac.png"

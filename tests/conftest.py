@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import gc
+import multiprocessing.spawn
 import os
 import shutil
 import signal

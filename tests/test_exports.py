@@ -1,6 +1,8 @@
 """The public surface."""
 
 import subprocess
+import tomllib
+from pathlib import Path
 
 import pytest
 import warm
@@ -36,7 +38,11 @@ def test_importing_the_package_imports_nothing_optional():
     assert done.stdout.strip() == "[]"
 
 
-def test_the_version_is_the_projects():
-    from importlib.metadata import version
-
-    assert version("gleanrl") == gleanrl.__version__
+def test_the_version_stands_in_one_place():
+    root = Path(__file__).parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    stands = (root / project["tool"]["hatch"]["version"]["path"]).read_text()
+    assert f'__version__ = "{gleanrl.__version__}"' in stands
+    assert f"version: {gleanrl.__version__}\n" in (root / "CITATION.cff").read_text()
+    assert f"\n## {gleanrl.__version__} - " in (root / "CHANGELOG.md").read_text()

@@ -13,7 +13,8 @@ from tensordict import TensorDictBase
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.layout import Field, Layout
-from gleanrl.core.protocols import SourceFactory, Stop, Window
+from gleanrl.core.protocols import SourceFactory, Stop
+from gleanrl.core.window import Window
 from gleanrl.transport.worker import OpenWindow, Worker
 
 __all__ = [
@@ -121,10 +122,6 @@ class ScriptedBackend:
 
     def wait(self, timeout: float) -> None:
         """Nothing happens between calls: there is nothing to wait for."""
-
-    def open(self, payload: m.Payload) -> Any:
-        """Return the rollout itself."""
-        return payload.handle
 
     def stop(self, timeout: float) -> None:
         """Let go of the workers."""

@@ -18,8 +18,9 @@ from gleanrl.collectors.worker import FillingSource
 from gleanrl.collectors.workers import WorkersCollector
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, format_key
-from gleanrl.core.messages import Payload, Report
-from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
+from gleanrl.core.messages import Report
+from gleanrl.core.protocols import Source, SourceFactory, Stop
+from gleanrl.core.window import Window
 from gleanrl.engine.trajectories import WholeTrajectories
 from gleanrl.rollout.build import SourceBuilder
 
@@ -159,7 +160,7 @@ class EpisodesSource(FillingSource):
             summary = self._episodes.summary()
             if summary is not None:
                 summary.set("seconds", torch.tensor(time.perf_counter() - began))
-                return Report(steps, frames, report.policy_version, payload=Payload(summary))
+                return Report(steps, frames, report.policy_version, payload=summary)
             if stop[0]:
                 raise ClosedError("the evaluator was shut down while it evaluated")
 

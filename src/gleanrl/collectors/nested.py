@@ -19,9 +19,10 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
 from gleanrl.core.layout import Layout
-from gleanrl.core.messages import NO_EPISODES, Payload, Report, Snapshot, Times
-from gleanrl.core.protocols import Array, Stop, Window
+from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, Times
+from gleanrl.core.protocols import Stop
 from gleanrl.core.streams import preserved
+from gleanrl.core.window import Array, Window
 from gleanrl.memory.trees import copied
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.rollout.streams import Streams
@@ -201,8 +202,7 @@ class NestedSource:
             ids = batch.get(TRAJ_IDS, None)
             if ids is not None:
                 batch.set(TRAJ_IDS, self._numbered(ids))
-            payload = Payload(batch)
-            return Report(steps, frames, version, 0, payload, episodes, times)
+            return Report(steps, frames, version, 0, batch, episodes, times)
         taken = _write_batch(batch, self._layout, window)
         if TRAJ_IDS in window.keys():
             ids = window.tensor(TRAJ_IDS)

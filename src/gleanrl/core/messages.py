@@ -2,7 +2,7 @@
 
 Messages are small and typed. Every command is sent under a ticket, a number that its reply carries
 back. Rollouts never travel in messages: they lie in a window of the arena (`Collect.window`) or
-behind a `Payload` that the engine opens when it accepts the rollout.
+travel with the reply where they fit none (`Report.payload`).
 """
 
 from __future__ import annotations
@@ -165,13 +165,6 @@ Command: TypeAlias = (
 # -- replies ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """A handle on rollout data that is not in the window; `Backend.open` returns the data."""
-
-    handle: Any
-
-
 @dataclass(slots=True)
 class Times:
     """Where a worker's seconds went since its last rollout, this one included."""
@@ -208,7 +201,8 @@ class Report:
     policy_version: int
     discarded: int = 0
     """Frames stepped that could not be delivered (0 but for bounded spill overflow)."""
-    payload: Payload | None = None
+    payload: Any = None
+    """The rollout, where it does not lie in the window; ``None`` if it does."""
     episodes: np.ndarray[Any, Any] = field(default_factory=lambda: NO_EPISODES, compare=False)
     """Return and length of each episode that ended in the rollout, in the order of their ends,
     ``[N, 2]`` float64. The reward of a frame with several is their mean."""

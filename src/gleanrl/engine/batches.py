@@ -13,7 +13,8 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, GleanError
 from gleanrl.core.keys import TIME, format_key
 from gleanrl.core.layout import Layout
-from gleanrl.core.protocols import Array, Backend
+from gleanrl.core.protocols import SharedMemory
+from gleanrl.core.window import Array
 from gleanrl.memory.arena import Arena, Views
 from gleanrl.memory.shared import check_memory
 from gleanrl.memory.slab import Order, Slab
@@ -48,13 +49,13 @@ class BatchPlan:
 
     def __init__(
         self,
-        backend: Backend,
+        shared: SharedMemory | None,
         layouts: Sequence[Layout | None],
         steps: Sequence[int],
         options: BatchOptions,
     ) -> None:
         """Reserve nothing yet."""
-        self._backend, self._steps, self._options = backend, steps, options
+        self._shared, self._steps, self._options = shared, steps, options
         self._layouts = layouts
         fixed = [layout for layout in layouts if layout is not None]
         self._fixed = fixed if len(fixed) == len(layouts) else None
@@ -79,7 +80,7 @@ class BatchPlan:
         """
         options = self._options
         if self._fixed is None:
-            return Slots(self._backend, self._steps, options)
+            return Slots(self._steps, options)
         slab, dim = self._slab(self._fixed)
         return self._slab_slots(slab, dim, 1 if options.same_memory else _SYNC_SLOTS, 0)
 
@@ -91,20 +92,19 @@ class BatchPlan:
         """
         layout, steps = self._layouts[worker], self._steps[worker]
         if layout is None:
-            return Slots(self._backend, [steps], BatchOptions(cat=0))
+            return Slots([steps], BatchOptions(cat=0))
         return self._slab_slots(Slab([layout], [steps], Order.TIME), 0, _ASYNC_SLOTS, worker)
 
     def _slab_slots(self, slab: Slab, dim: int, count: int, number: int) -> Slots:
-        shared = self._backend.memory
-        if shared is not None:
+        if self._shared is not None:
             reserved = sum(arena.nbytes for arena in self.arenas.values())
             check_memory(
                 reserved + slab.nbytes * count,
                 f"{count} batches of {slab.nbytes:,} bytes",
                 "lower frames_per_batch, the number of workers or of environments",
             )
-        self.arenas[number] = arena = Arena(slab, count, shared, number)
-        return SlabSlots(arena, count, self._options, dim, self._backend)
+        self.arenas[number] = arena = Arena(slab, count, self._shared, number)
+        return SlabSlots(arena, count, self._options, dim)
 
     def fake_batch(self) -> TensorDictBase:
         """Return a batch of zeros with the layout of the real ones.
@@ -166,9 +166,8 @@ def _check_fields(layouts: Sequence[Layout]) -> None:
 class Slots:
     """Batches whose rollouts travel with the replies: nothing is reserved for them."""
 
-    def __init__(self, backend: Backend, steps: Sequence[int], options: BatchOptions) -> None:
+    def __init__(self, steps: Sequence[int], options: BatchOptions) -> None:
         """Ask workers for ``steps[w]`` steps each."""
-        self._backend = backend
         self._windows = [
             [m.WindowRef(worker, worker, 0, count, ()) for worker, count in enumerate(steps)]
         ]
@@ -196,7 +195,7 @@ class Slots:
 
         ``None`` where workers keep what they collect.
         """
-        parts = [self._backend.open(r.payload) for r in reports if r.payload is not None]
+        parts = [r.payload for r in reports if r.payload is not None]
         return self._put_together(parts, reports) if parts else None
 
     def _put_together(
@@ -220,17 +219,9 @@ class SlabSlots(Slots):
     the layout and travelled as a payload, the whole batch is put together from payloads and copies.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        slots: int,
-        options: BatchOptions,
-        cat_dim: int = 0,
-        backend: Backend | None = None,
-    ) -> None:
-        """Hand out the ``slots`` slots of ``arena``; ``backend`` opens payloads."""
+    def __init__(self, arena: Arena, slots: int, options: BatchOptions, cat_dim: int = 0) -> None:
+        """Hand out the ``slots`` slots of ``arena``."""
         self._arena, self._device = arena, options.device
-        self._open = None if backend is None else backend.open
         self._same_memory = options.same_memory
         self._stacked = arena.slab.order is Order.STACKED
         self._trim = options.trim and not self._stacked
@@ -288,12 +279,11 @@ class SlabSlots(Slots):
 
     def _opened(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
         """Put a batch together of which some rollouts are payloads."""
-        assert self._open is not None
         parts: list[TensorDictBase] = [
             self._copied(self._windows[slot][worker])
             if report.payload is None
             # as rollouts are that come out of windows: on the CPU, without a device
-            else self._open(report.payload).cpu().clear_device_()
+            else report.payload.cpu().clear_device_()
             for worker, report in enumerate(reports)
         ]
         self._prepared = None

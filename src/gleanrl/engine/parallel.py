@@ -105,7 +105,7 @@ class Exchange:
 
     def carry_out(
         self, todo: Todo, workers: Sequence[int], timeout: float | None
-    ) -> dict[int, m.Payload]:
+    ) -> dict[int, Any]:
         """Have ``workers`` do something and wait until all of them have.
 
         Returns:
@@ -416,14 +416,12 @@ class ParallelEnv(OwnBatch):
         copy = copied(shared)
         return copy if self.device is None else copy.to(self.device)
 
-    def _mixed(
-        self, shared: TensorDictBase, left: Mapping[int, m.Payload], which: int
-    ) -> TensorDictBase:
+    def _mixed(self, shared: TensorDictBase, left: Mapping[int, Any], which: int) -> TensorDictBase:
         """Put together results in shared memory and those that did not fit it."""
         whole, parts = copied(shared), []
         for worker, part in enumerate(self._parts):
             payload = left.get(worker)
-            found = whole[part] if payload is None else payload.handle[which]
+            found = whole[part] if payload is None else payload[which]
             parts += found.unbind(0)
         return self._stack(parts)
 

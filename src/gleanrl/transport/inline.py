@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import cloudpickle
 import torch
@@ -78,9 +77,6 @@ class InlineBackend:
 
     def wait(self, timeout: float) -> None:
         """Nothing happens between calls: there is nothing to wait for."""
-
-    def open(self, payload: m.Payload) -> Any:
-        return payload.handle
 
     def stop(self, timeout: float) -> None:
         self._collects.clear()

@@ -21,7 +21,7 @@ from typing import Protocol
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, error_text
 from gleanrl.core.protocols import Stop
-from gleanrl.memory.arena import RolloutWindow
+from gleanrl.core.window import Window
 from gleanrl.transport.frames import (
     BEAT,
     KEY,
@@ -376,7 +376,7 @@ class PairEndpoint:
         self._closing = isinstance(command, m.Close)
         return ticket, command
 
-    def window(self, reference: m.WindowRef) -> RolloutWindow:
+    def window(self, reference: m.WindowRef) -> Window:
         self._await_taken(reference.slot)
         return self._block(reference).window
 

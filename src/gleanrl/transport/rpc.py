@@ -34,7 +34,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError
 from gleanrl.core.options import users_stacklevel
 from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.memory.arena import RolloutWindow
+from gleanrl.core.window import Window
 from gleanrl.transport.frames import WEIGHTS, CommandReader, InOrder, frame_of, head_of, key_frame
 from gleanrl.transport.handshake import Guest
 from gleanrl.transport.landing import Landings, RolloutBlock
@@ -446,7 +446,7 @@ class RpcEndpoint:
         self._over = self._over or isinstance(command, m.Close)
         self._inbox.put(ticket, command)
 
-    def window(self, reference: m.WindowRef) -> RolloutWindow:
+    def window(self, reference: m.WindowRef) -> Window:
         self._slot = reference.slot
         outgoing = self._blocks.get(reference.slot)
         if outgoing is None:

@@ -72,22 +72,20 @@ class WeightSyncScheme:
 
     In one process nothing has to be sent: the scheme only says whether updates apply.
 
-    Without a collector, the scheme itself is an argument of the processes that get weights:
+    Without a collector, the scheme itself is an argument of the processes that get weights::
 
-    ```python
-    scheme = SharedMemWeightSyncScheme()
-    scheme.init_on_sender(model=policy, num_workers=1)
-    multiprocessing.Process(target=work, args=(scheme,)).start()
-    scheme.connect()
-    scheme.send()  # the policy as it is now; returns when the worker's model has it
+        scheme = SharedMemWeightSyncScheme()
+        scheme.init_on_sender(model=policy, num_workers=1)
+        multiprocessing.Process(target=work, args=(scheme,)).start()
+        scheme.connect()
+        scheme.send()  # the policy as it is now; returns when the worker's model has it
 
 
-    def work(scheme):
-        scheme.init_on_receiver(model_id="policy", worker_idx=0, model=policy)
-        scheme.connect()  # from here on a thread loads what is sent
-        with scheme.lock:  # weights of one version
-            policy(observation)
-    ```
+        def work(scheme):
+            scheme.init_on_receiver(model_id="policy", worker_idx=0, model=policy)
+            scheme.connect()  # from here on a thread loads what is sent
+            with scheme.lock:  # weights of one version
+                policy(observation)
     """
 
     applies = True

@@ -1,0 +1,44 @@
+"""Builds the documentation's site into ``docs/_build/html``; warnings and dead links are errors.
+
+``python -m tools.site [--links] [--serve PORT]``: ``--links`` asks every address outside of the
+site, too, which takes a network; ``--serve`` shows the built site to this machine's browsers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import http.server
+import subprocess
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent.parent / "docs"
+BUILT = DOCS / "_build"
+
+
+def main() -> int:
+    """Build; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--links", action="store_true", help="check addresses outside of the site")
+    parser.add_argument("--serve", type=int, metavar="PORT", help="serve the site on localhost")
+    given = parser.parse_args()
+    failed = build("html") or (given.links and build("linkcheck"))
+    if not failed and given.serve is not None:
+        folder = str(BUILT / "html")
+        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+        http.server.ThreadingHTTPServer(("127.0.0.1", given.serve), handler).serve_forever()
+    return int(failed)
+
+
+def build(builder: str) -> bool:
+    """Run one of Sphinx's builders; return whether it failed."""
+    options = ["--fresh-env", "--fail-on-warning", "--quiet"]  # code, too, may have changed
+    options.append(f"--doctree-dir={BUILT / 'doctrees'}")
+    folders = [str(DOCS), str(BUILT / builder)]
+    command = [sys.executable, "-m", "sphinx", "-b", builder, *options, *folders]
+    return subprocess.run(command).returncode != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
