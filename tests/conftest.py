@@ -1,7 +1,6 @@
 """What holds for every test."""
 
 import gc
-import multiprocessing.spawn
 import os
 import shutil
 import signal
