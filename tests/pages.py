@@ -29,10 +29,6 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parent.parent
 OTHER_LANGUAGES = {"text", "json", "toml", "yaml"}
 """Of blocks that show something and run nothing; MyST's directives in braces are such, too."""
-OLD = {
-    *(f"docs/{name}.md" for name in ("guide",)),
-}
-"""Pages whose blocks are not run yet: whoever makes a page run, or deletes it, takes it out."""
 
 
 @dataclass
@@ -75,8 +71,7 @@ class PageFile(pytest.File):
     """One page, which is one test, so that its blocks are run by one process and in order."""
 
     def collect(self):
-        old = str(self.path.relative_to(ROOT)) in OLD
-        if not old and any(block.not_run is None for block in blocks(self.path)):
+        if any(block.not_run is None for block in blocks(self.path)):
             yield Page.from_parent(self, name="blocks")
 
 

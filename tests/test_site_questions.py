@@ -1,6 +1,6 @@
 """Ten questions of users: each is a heading, or nearly, of the page that answers it.
 
-The site's search shows pages that have all words of a query, those with the words in a heading first.
+The site's search shows pages that have all words of a query, best those with a heading like it.
 """
 
 import re
@@ -11,6 +11,7 @@ from tests.pages import ROOT
 QUESTIONS = {
     "How do I get log-probs into the batch?": "concepts/batch",
     "How many frames does a batch have when it does not divide?": "concepts/batch",
+    "Which worker died and why?": "concepts/collector",
     "What does truncated mean at a batch's end?": "concepts/episodes",
     "Where does the next observation live at an episode's end?": "concepts/episodes",
     "How do I send new weights to workers?": "concepts/weights",
