@@ -16,10 +16,10 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
-from gleanrl.core.options import check_int
+from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.protocols import Env
 from gleanrl.core.window import Array, Window
-from gleanrl.envs.gymnasium import GymOptions, WindowEnv
+from gleanrl.envs.gymnasium import WindowEnv
 from gleanrl.envs.validation import NUMBERS, check_reset, not_five, write_rewards
 from gleanrl.envs.writers import VectorInfoWriter, VectorLeafWriter, VectorReset, VectorWriter
 
