@@ -28,8 +28,8 @@ from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts
-from gleanrl.engine.pipeline import Pipeline, Sink, make_sink
-from gleanrl.recording.recorder import Recorder
+from gleanrl.engine.pipeline import Pipeline
+from gleanrl.engine.sink import Sink, make_sink
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.watch.watching import Watcher, Watching
 from gleanrl.weights.scheme import WeightSyncScheme
@@ -79,6 +79,10 @@ class EngineCollector(BaseCollector):
     _as_gathered = False
     """Whether batches are those of the engine. A class says so of itself: subclasses of the user's
     may do anything with them."""
+    _sink: Sink | None
+    """What takes batches in place of the user."""
+    _fills = False
+    """Whether workers store them there themselves."""
     _announced = False
     _touched = False
     """Whether a batch, an update of weights, a seed, a reset or a state was asked for."""
@@ -96,7 +100,6 @@ class EngineCollector(BaseCollector):
         options: Options,
         storing: torch.device | None,
         *,
-        fills: bool = False,
         stacked: bool = False,
     ) -> None:
         """Take the arguments that concern this process.
@@ -105,7 +108,6 @@ class EngineCollector(BaseCollector):
             arguments: The arguments.
             options: The groups made of them.
             storing: Where batches are delivered.
-            fills: Whether workers write into the replay buffer themselves.
             stacked: Whether the first dimension of batches is that of workers.
         """
         everything: Mapping[str, Any] = arguments
@@ -114,18 +116,14 @@ class EngineCollector(BaseCollector):
         self._worker_idx = arguments["worker_idx"]
         self._timeout = arguments["timeout"]
         self._watching = Watching(type(self).__name__, arguments["progress"], arguments["logger"])
-        self._fills = fills
         self.replay_buffer = arguments["replay_buffer"]
         self.storing_device = storing
         self.exploration_type = options.source.rollout.exploration
-        if isinstance(self.replay_buffer, Recorder) and options.extend:
-            sink: Sink | None = self.replay_buffer.sink
-        else:
-            sink = make_sink(self.replay_buffer, options.extend, stacked)
+        self._sink = make_sink(self.replay_buffer, options.extend, stacked)
         self._pipeline = Pipeline(
             options.trajectories,
             arguments["postproc"],
-            sink,
+            self._sink,
             storing,
             episodes_end=arguments["reset_at_each_iter"],
         )
@@ -146,8 +144,8 @@ class EngineCollector(BaseCollector):
             yield
             self._background = BackgroundFilling(self._engine, self._budget, self._timeout)
             self._updates.use(options.updater, self)
-            if isinstance(self.replay_buffer, Recorder):
-                self.replay_buffer.attach(self, self._env_to_record(), self._engine.num_envs)
+            if self._sink is not None:
+                self._sink.attach(self, self._env_to_record, self._engine.num_envs)
         except BaseException:
             self._watching.end_progress()
             self._engine.close(5.0)
@@ -401,7 +399,7 @@ class EngineCollector(BaseCollector):
     def is_running(self) -> bool:
         """Tell whether the collector collects in the background (also while paused)."""
         thread = self._background.thread
-        return thread is not None and thread.running
+        return thread is not None and thread.running and self._engine.failure is None
 
     def pause(self) -> AbstractContextManager[None]:
         """Suspend background collection for the length of a ``with`` block.
@@ -601,8 +599,8 @@ class EngineCollector(BaseCollector):
         seed = read_seed(seed)
         commands = self._seeds(seed, static_seed)
         last = self._restart(dict(commands))
-        if isinstance(self.replay_buffer, Recorder):
-            self.replay_buffer.seeded(seed, static_seed)
+        if self._sink is not None:
+            self._sink.seeded(seed, static_seed)
         # A worker that was lost does not answer: the last seed is that of the last environment.
         end = seed if static_seed else seed + self._engine.num_envs - 1
         return int(last.get(len(commands) - 1, end))

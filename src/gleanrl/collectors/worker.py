@@ -17,11 +17,8 @@ from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, SourceFactory, Stop
 from gleanrl.core.window import Window
 from gleanrl.engine.pipeline import Pipeline
-from gleanrl.memory.replay.buffer import ReplayBuffer
-from gleanrl.memory.replay.storages import LazyTensorStorage
-from gleanrl.memory.replay.writers import RoundRobinWriter
+from gleanrl.engine.sink import Sink
 from gleanrl.memory.trees import tensordict_over
-from gleanrl.recording.recorder import Recorder
 from gleanrl.weights.snapshot import Shapes, cloned, weights_of
 
 
@@ -292,15 +289,14 @@ class FillingFactory:
 
     factory: SourceFactory
     pipeline: Pipeline
-    """What rollouts go through there; its sink is the buffer."""
-    recorder: Recorder | None = None
-    """The buffer, if it is one that writes to disk."""
+    """What rollouts go through there."""
+    sink: Sink
+    """The end of it."""
 
     def __call__(self, worker: int) -> FillingSource:
         """Build the source and connect it to the buffer."""
         source = self.factory(worker)
-        if self.recorder is not None:
-            self.recorder.serve(worker, source.get("env"))
+        self.sink.serve(worker, source)
         return FillingSource(source, self.pipeline)
 
 
@@ -375,24 +371,3 @@ class FillingSource:
 
 def _no_hook() -> None:
     return None
-
-
-def written_by_workers(buffer: Any, remote: bool) -> bool:
-    """Tell whether workers write into ``buffer`` themselves; it is shared then.
-
-    They do into a `Recorder`, also if they are ``remote``, unless it is to be in the learner.
-    Rows of several workers go where there is room, so it has to be a buffer of rows, not one of
-    ``[env, time]`` or one that keeps the best, on the CPU, and one of ours: others are extended
-    by the learner.
-    """
-    if isinstance(buffer, Recorder):
-        return buffer.where == "workers"
-    if remote or not isinstance(buffer, ReplayBuffer):
-        return False
-    storage = buffer.storage
-    if not isinstance(storage, LazyTensorStorage) or storage.ndim != 1:
-        return False
-    if not isinstance(buffer.writer, RoundRobinWriter) or storage.device.type != "cpu":
-        return False
-    buffer.share()
-    return True
