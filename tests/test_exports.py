@@ -1,11 +1,11 @@
 """The public surface."""
 
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import warm
 
 import gleanrl
 import gleanrl.collectors
@@ -33,7 +33,7 @@ def test_modules_of_namespaces_need_no_import_of_their_own(monkeypatch):
 def test_importing_the_package_imports_nothing_optional():
     check = f"import sys; from gleanrl import *; print([m for m in {OPTIONAL} if m in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=60
+        [warm.PYTHON, "-c", check], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
 

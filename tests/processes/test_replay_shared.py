@@ -29,7 +29,7 @@ from gleanrl import (
     TensorDictReplayBuffer,
 )
 
-SECONDS = float(os.environ.get("GLEANRL_REPLAY_SECONDS", "4"))
+SECONDS = float(os.environ.get("GLEANRL_REPLAY_SECONDS", "1.5"))
 WIDTH = 48
 PROCESSES = mp.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["gleanrl.collectors"])
@@ -100,7 +100,7 @@ while first < limit:
 """
 READ = """
 end, samples, seen = time.monotonic() + seconds, 0, 0
-while time.monotonic() < end:
+while time.monotonic() < end or samples < 100:
     if len(rb) < 2000:
         continue
     batch = rb.sample(128)
@@ -127,7 +127,7 @@ def test_rows_are_whole_while_writers_are_killed(tmp_path, compact):
     rng = random.Random(0)
     logs, writers, kills, serial = [], {}, 0, 0
     end = time.monotonic() + SECONDS
-    while time.monotonic() < end or any(reader.is_alive() for reader in readers):
+    while time.monotonic() < end or kills < 10 or any(reader.is_alive() for reader in readers):
         while len(writers) < 4:
             serial += 1
             logs.append(tmp_path / f"{serial}")
@@ -146,10 +146,8 @@ def test_rows_are_whole_while_writers_are_killed(tmp_path, compact):
     reads = []
     for reader in readers:
         samples, seen = finish(reader)
-        assert samples > 20
         reads.append(f"{samples:,} samples")
         assert seen <= rb.write_count
-    assert kills >= 2
     with rb.storage.ring.section():  # who comes next finishes what a killed writer was at
         pass
     check_losses(rb, logs, size)
