@@ -173,9 +173,9 @@ def _source(factories: Sequence[Callable[[], Any]], policy: Any) -> tuple[Any, A
 
 
 def _window(fields: Any, envs: int, steps: int, counted: bool) -> Any:
-    from gleanrl.memory.arena import RolloutWindow
+    from gleanrl.core.window import Window
 
-    class CountingWindow(RolloutWindow):
+    class CountingWindow(Window):
         """Hands out arrays that add what is written through them to ``written``."""
 
         written: Counter[Any]
@@ -186,7 +186,7 @@ def _window(fields: Any, envs: int, steps: int, counted: bool) -> Any:
             return array
 
     if not counted:
-        return RolloutWindow.allocate(fields, envs, steps)
+        return Window.allocate(fields, envs, steps)
     CountingWindow.written = Counter()
     return CountingWindow.allocate(fields, envs, steps)
 

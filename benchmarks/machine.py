@@ -18,8 +18,6 @@ _PACKAGES = (
     "torchrl",
     "envpool",
     "stable-baselines3",
-    "pufferlib",
-    "tianshou",
     "ale-py",
     "mujoco",
     "minatar",

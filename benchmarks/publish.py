@@ -12,13 +12,13 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tools.torchrl_scripts import Result, rate
 
-from benchmarks import picture
+from benchmarks import picture, scaling
 from benchmarks.harness import OURS
 from benchmarks.picture import Group, times
 
@@ -58,8 +58,8 @@ def take(name: str, results: Path) -> None:
 def table(name: str, only: str = "") -> str:
     """Return the rows of a published suite as Markdown; ``only`` some cases, by commas."""
     document = json.loads((PUBLISHED / f"{name}.json").read_text())
-    if "scripts" in document:
-        return _scripts(document)
+    if name in _WHOLE:
+        return "\n".join([*_WHOLE[name](document, only), ""])
     chosen = [case.strip() for case in only.split(",")] if only else list(document["cases"])
     head, lines = _TABLES.get(name, (_AGAINST, _rows))
     rows = [*head]
@@ -99,16 +99,46 @@ _TABLES = {"training_rates": (_RATES, _systems)}
 """Head and rows of suites whose rates are shown, not only ratios."""
 
 
-def _scripts(document: dict[str, Any]) -> str:
-    """Return a row per script that ran on GleanRL."""
-    rows = ["| script | GleanRL, frames/s | TorchRL, frames/s |", "|---|---|---|"]
+def _scripts(document: dict[str, Any], _: str) -> Iterator[str]:
+    """Yield a row per script that ran on GleanRL."""
+    yield "| script | GleanRL, frames/s | TorchRL, frames/s |"
+    yield "|---|---|---|"
     for entry in document["scripts"]:
         ours, theirs = (
             Result(**entry[name]) if name in entry else None for name in ("gleanrl", "torchrl")
         )
         if ours is not None and ours.ran:
-            rows.append(f"| `{entry['script']}` | {rate(ours)} | {rate(theirs)} |")
-    return "\n".join([*rows, "", *_origin([{"created": document["date"], **document}]), ""])
+            yield f"| `{entry['script']}` | {rate(ours)} | {rate(theirs)} |"
+    yield from ("", *_origin([{"created": document["date"], **document}]))
+
+
+def _training(document: dict[str, Any], _: str) -> Iterator[str]:
+    """Yield a row per collector: seconds until a return is reached."""
+    yield "| collector | seconds: median (least to most) | times GleanRL's |"
+    yield "|---|---|---|"
+    ratio = document["ratio"]
+    more = {"TorchRL": f"{times(ratio['median'])} ({times(ratio['min'])} to {times(ratio['max'])})"}
+    for name, found in document["seconds"].items():
+        seconds = f"{found['median']:.1f} ({found['min']:.1f} to {found['max']:.1f})"
+        yield f"| {name} | {seconds} | {more.get(name, '')} |"
+    runs = len(next(iter(document["runs"].values())))
+    yield from ("", f"Until a return of {document['target']:g}, {runs} seeds.")
+    yield from _origin([{"created": document["date"], **document}])
+
+
+def _scaling(document: dict[str, Any], only: str) -> list[str]:
+    """Return the simulated rows of one case, or the straggler factors."""
+    if only == "stragglers":
+        return scaling.show_stragglers(document[only])
+    return scaling.show(document["tables"][only])
+
+
+_WHOLE: dict[str, Callable[[dict[str, Any], str], Iterable[str]]] = {
+    "scripts": _scripts,
+    "training": _training,
+    "scaling": _scaling,
+}
+"""Files that are not a suite's, and what their tables are."""
 
 
 def _origin(entries: Sequence[dict[str, Any]]) -> list[str]:
@@ -116,7 +146,8 @@ def _origin(entries: Sequence[dict[str, Any]]) -> list[str]:
     days = sorted({entry["created"][:10] for entry in entries})
     loads = [entry["load_average"][0] for entry in entries if entry.get("load_average")]
     machine, versions = entries[-1]["machine"], entries[-1]["versions"]
-    load = f", load {min(loads):.1f} to {max(loads):.1f}" if loads else ""
+    spread = sorted({f"{min(loads):.1f}", f"{max(loads):.1f}"}, key=float) if loads else []
+    load = f", load {' to '.join(spread)}" if spread else ""
     names = ("torch", "tensordict", "gymnasium", "torchrl", "stable-baselines3")
     return [
         f"{' and '.join(days)}, {machine['usable_cores']} cores of {machine['cpu']}{load}.",
@@ -180,6 +211,8 @@ def pictures() -> Iterator[tuple[Path, str]]:
         bars = [picture.bar(e, c[2], c[3]) for e, c in zip(entries, chosen, strict=True)]
         groups.append(Group(head, bars))
         used += entries
+    simulated = json.loads((PUBLISHED / "scaling.json").read_text())
+    yield PICTURES / "scaling.svg", scaling.draw(simulated["tables"])
     yield PICTURES / "throughput.svg", picture.draw(title, groups, _caption(*used))
 
 

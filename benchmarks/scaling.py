@@ -1,12 +1,14 @@
 """Frames per second against the number of nodes: a model, simulated, beside closed-form bounds.
 
-``python -m benchmarks.scaling [--nodes N ...] [--plot FILE]`` prints one table per case and draws
-them. Nothing here runs a collector: `docs/scaling.md` says what the model leaves out.
+``python -m benchmarks.scaling`` prints one table per case and writes them as JSON, from which
+``python -m benchmarks.publish`` makes the tables and the plot of `docs/scaling.md`. Nothing here
+runs a collector: that page says what the model leaves out.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import picture
+from benchmarks.picture import short
 from benchmarks.scaling_events import Queues
 
 INF = math.inf
 NODES = (1, 4, 16, 64, 256, 1024, 4096)
+SPREADS = (0.1, 0.2, 0.5)
+PUBLISHED = Path(__file__).with_name("published") / "scaling.json"
 _QUANTILES = 4001
 _ROLLOUTS, _MOST_ROLLOUTS = 24, 120
 
@@ -265,77 +271,57 @@ def _rollouts(cluster: Cluster) -> int:
     return int(min(_MOST_ROLLOUTS, max(_ROLLOUTS, 3 * sent / round_s)))
 
 
-def show(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table as text."""
-    head = [
-        "nodes",
-        "sync",
-        "binds",
-        "sync, one object",
-        "async",
-        "binds",
-        "lag",
-        "lag, one object",
-    ]
-    lines = [name, "| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]
+def show(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the rows as lines of Markdown."""
+    head = "nodes", "sync", "binds", "sync, one object", "async", "binds", "lag", "lag, one object"
+    lines = [f"| {' | '.join(head)} |", "|" + "---:|" * len(head)]
     for row in rows:
-        cells = [
+        cells = (
             f"{row['nodes']:,}",
-            _short(row["sync"]),
+            short(row["sync"]),
             row["sync binds"],
-            _short(row["sync, one object"]),
-            _short(row["async"]),
+            short(row["sync, one object"]),
+            short(row["async"]),
             row["async binds"],
             f"{row['async lag']:.1f}",
             f"{row['async, one object lag']:.1f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
-def _short(rate: float) -> str:
-    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if rate >= size:
-            return f"{rate / size:.3g}{unit}"
-    return f"{rate:.3g}"
+def show_stragglers(factors: dict[str, list[float]]) -> list[str]:
+    """Return straggler factors, by spread and then by number of nodes, as lines of Markdown."""
+    lines = [f"| nodes | {' | '.join(factors)} |", "|---:|" + "---:|" * len(factors)]
+    for count, row in zip(NODES, zip(*factors.values(), strict=True), strict=True):
+        lines.append(f"| {count:,} | {' | '.join(f'{factor:.2f}' for factor in row)} |")
+    return lines
 
 
-def draw(tables: dict[str, Sequence[dict[str, Any]]], path: Path) -> None:
-    """Draw rates over nodes, with the bounds of the asynchronous way as dashed lines."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, grid = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
-    for axes, (name, rows) in zip(grid.flat, tables.items(), strict=True):
-        nodes = [row["nodes"] for row in rows]
-        for way, style in (("async", "o-"), ("sync", "s-"), ("sync, one object", "^:")):
-            axes.loglog(nodes, [row[way] for row in rows], style, label=way, markersize=4)
-        for bound, style in (("node", "k:"), ("link in", "r--"), ("learner", "m-.")):
-            values = [row["async bounds"][bound] for row in rows]
-            axes.loglog(nodes, values, style, linewidth=0.9, label=f"bound: {bound}")
-        top = max(row["async"] for row in rows)
-        axes.set_ylim(min(row["sync"] for row in rows) / 2, top * 8)
-        axes.set_title(name, fontsize=9)
-        axes.set_xlabel("nodes")
-        axes.set_ylabel("frames/s")
-    grid[0, 0].legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
+def draw(tables: dict[str, Sequence[dict[str, Any]]]) -> str:
+    """Return rates over nodes as SVG, with the bounds of the asynchronous way as dashed lines."""
+    panels = {}
+    for name, rows in tables.items():
+        curves = {way: [(row["nodes"], row[way]) for row in rows] for way in list(WAYS)[:3]}
+        for bound in ("node", "link in", "learner"):
+            values = [(row["nodes"], row["async bounds"][bound]) for row in rows]
+            top = 4 * max(row["async"] for row in rows)
+            curves[f"bound: {bound}"] = [point for point in values if point[1] <= top]
+        panels[name] = {key: curve for key, curve in curves.items() if curve}
+    notes = ["Simulated, not measured. Across: nodes. Up: frames per second."]
+    return picture.curves("Frames per second over nodes", panels, notes)
 
 
 def main() -> None:
-    """Print tables and draw them."""
+    """Simulate every case and write what came of it."""
     read = argparse.ArgumentParser(description=__doc__)
-    read.add_argument("--nodes", type=int, nargs="+", default=NODES)
-    read.add_argument("--plot", type=Path, default=Path("docs/scaling.png"))
-    asked = read.parse_args()
-    tables = {name: table(case, asked.nodes) for name, case in CASES.items()}
-    print("\n\n".join(show(name, rows) for name, rows in tables.items()))
-    draw(tables, asked.plot)
-    print(f"\n{asked.plot}")
+    read.add_argument("--out", type=Path, default=PUBLISHED)
+    out: Path = read.parse_args().out
+    factors = {f"{spread}": [straggler_factor(n, spread) for n in NODES] for spread in SPREADS}
+    tables = {name: table(case) for name, case in CASES.items()}
+    out.write_text(json.dumps({"stragglers": factors, "tables": tables}, indent=1) + "\n")
+    for name, rows in tables.items():
+        print("\n".join([name, *show(rows), ""]))
 
 
 if __name__ == "__main__":

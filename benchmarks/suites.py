@@ -103,10 +103,14 @@ def _parse(suite: Suite, arguments: Sequence[str] | None) -> argparse.Namespace:
     if suite.memory:
         add("--batches", type=int, default=1000, help="for the memory case (1000)")
     add("--out", type=Path, default=out, metavar="DIR")
+    add("--quick", action="store_true", help="2 short windows per system: does it run at all?")
     add("--strict", action="store_true", help="exit with 1 if a target is missed")
     add("--part", type=Path, help=argparse.SUPPRESS)
     add("--list", action="store_true", help="print the names of everything")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds, options.seconds, options.batches = 2, 0.2, 50
+    return options
 
 
 def chosen(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:

@@ -23,6 +23,8 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_gallery.gen_gallery",
 ]
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -33,33 +35,60 @@ suppress_warnings = ["toc.not_readable", "myst.xref_missing"]
 
 autoclass_content = "both"
 autodoc_member_order = "groupwise"
-autodoc_typehints = "none"  # `add_types` puts them where arguments are explained
+autodoc_typehints = "none"  # `complete` puts them where arguments are explained
 default_role = "py:obj"
 maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "gallery",
+    "plot_gallery": False,  # the suite runs the examples
+    "download_all_examples": False,
+    "remove_config_comments": True,
+    "within_subsection_order": "FileNameSortKey",
+    "write_computation_times": False,
+    "show_memory": False,
+    "show_signature": False,
+    "min_reported_time": 1e9,
+}
+
 html_theme = "furo"
 html_title = f"GleanRL {release}"
 html_theme_options = {"navigation_with_keys": True}
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
+html_copy_source = False
 
 
 def setup(app: Sphinx) -> None:
     """Write the API reference's pages and have autodoc show types and links in our way."""
     reference.write(Path(app.srcdir, "reference"))
-    app.connect("autodoc-process-docstring", _add_types, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", _complete, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", _shorten)
     app.connect("missing-reference", _find_by_name)
+    app.connect("source-read", _add_curve)
     app.connect("env-check-consistency", _check_complete)
 
 
-def _add_types(
+def _complete(
     app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]
 ) -> None:
-    reference.add_types(value, lines)
+    reference.complete(what, value, lines)
+
+
+def _add_curve(app: Sphinx, page: str, source: list[str]) -> None:
+    """Show the curve of an example on its page of the gallery, above the code."""
+    folder, _, name = page.rpartition("/")
+    curve = Path(app.srcdir, "curves", f"{name}.png")
+    if folder == "gallery" and curve.exists():
+        code = ".. GENERATED FROM PYTHON SOURCE LINES"
+        image = f".. image:: /curves/{name}.png\n   :alt: Return over frames\n   :width: 70%\n\n"
+        before, mark, after = source[0].partition(code)
+        source[0] = f"{before}{image}{mark}{after}"
 
 
 def _check_complete(app: Sphinx, env: BuildEnvironment) -> None:

@@ -1,6 +1,9 @@
-"""DQN on MinAtar's Breakout: two workers fill a replay buffer, this process learns from it.
+"""DQN on MinAtar's Breakout
+=========================
 
-python examples/dqn.py [--frames 200000] [--seed 0]                          (pip install minatar)
+Two workers fill a replay buffer, this process learns from it (``pip install minatar``). ::
+
+    python examples/dqn.py [--frames 200000] [--seed 0]
 
 An observation is ``[10, 10, 4]`` bits, and is stored once. One of the four channels shows where the
 ball came from, so no frames are stacked; for Atari, return
@@ -118,7 +121,7 @@ def train(frames: int = 200_000, seed: int = 0) -> Iterator[dict]:
 
 def main() -> None:
     """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--frames", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
     for row in train(**vars(parser.parse_args())):
@@ -127,3 +130,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+# sphinx_gallery_thumbnail_path = "curves/dqn.png"

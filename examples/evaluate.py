@@ -1,6 +1,9 @@
-"""Evaluation beside training: PPO learns while a worker plays with the weights of one moment.
+"""Evaluation beside training
+==========================
 
-python examples/evaluate.py [--frames 100000] [--seed 0]
+PPO learns while a worker plays with the weights of one moment. ::
+
+    python examples/evaluate.py [--frames 100000] [--seed 0]
 
 Returns of training episodes come from a policy that explores and changes meanwhile. An evaluation
 plays exactly 20 episodes with the weights of one moment, and says how sure its mean is.
@@ -134,7 +137,7 @@ def train(frames: int = 100_000, seed: int = 0) -> Iterator[dict]:
 
 def main() -> None:
     """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--frames", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     for row in train(**vars(parser.parse_args())):

@@ -1,7 +1,10 @@
-"""IMPALA on CartPole: nodes collect while the learner learns, and V-trace corrects for old weights.
+"""IMPALA on CartPole
+==================
 
-python examples/impala.py [--nodes 2] [--frames 512000] [--seed 0]    # processes of this machine
-python examples/impala.py --nodes 16 --launcher submitit              # Slurm jobs
+Nodes collect while the learner learns, and V-trace corrects for old weights. ::
+
+    python examples/impala.py [--nodes 2] [--frames 512000] [--seed 0]   # processes of this machine
+    python examples/impala.py --nodes 16 --launcher submitit             # Slurm jobs
 
 A node acts with the weights that were newest when its rollout began; the learner has made updates
 since. The batch holds the log-probabilities with which actions were taken, and V-trace weighs each
@@ -127,7 +130,7 @@ def train(
 
 def main() -> None:
     """Train and print; ``age`` is how many updates old a batch's weights are."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--frames", type=int, default=512_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=2)

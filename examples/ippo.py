@@ -1,7 +1,10 @@
-"""Independent PPO on simple_spread: three agents share one network and learn to cover three places.
+"""Independent PPO on simple_spread
+================================
 
-pip install gleanrl[pettingzoo] mpe2
-python examples/ippo.py [--frames 120000] [--seed 0]
+Three agents share one network and learn to cover three places. ::
+
+    pip install gleanrl[pettingzoo] mpe2
+    python examples/ippo.py [--frames 120000] [--seed 0]
 
 de Witt et al. 2020, "Is Independent Learning All You Need in the StarCraft Multi-Agent Challenge?"
 """
@@ -127,7 +130,7 @@ def train(frames: int = 120_000, seed: int = 0) -> Iterator[dict]:
 
 def main() -> None:
     """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--frames", type=int, default=120_000)
     parser.add_argument("--seed", type=int, default=0)
     for row in train(**vars(parser.parse_args())):
@@ -136,3 +139,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+# sphinx_gallery_thumbnail_path = "curves/ippo.png"

@@ -1,6 +1,9 @@
-"""PPO on CartPole: two workers collect, this process learns. Solved within 150,000 frames.
+"""PPO on CartPole
+===============
 
-python examples/ppo.py [--frames 200000] [--seed 0]
+Two workers collect, this process learns. Solved within 150,000 frames. ::
+
+    python examples/ppo.py [--frames 200000] [--seed 0]
 
 Schulman et al. 2017, "Proximal Policy Optimization Algorithms".
 """
@@ -112,7 +115,7 @@ def train(frames: int = 200_000, seed: int = 0) -> Iterator[dict]:
 
 def main() -> None:
     """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--frames", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
     for row in train(**vars(parser.parse_args())):
@@ -121,3 +124,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+# sphinx_gallery_thumbnail_path = "curves/ppo.png"

@@ -1,9 +1,12 @@
-"""PPO on HalfCheetah: squashed Gaussian actions, observations normalised by running statistics.
+"""PPO on HalfCheetah
+==================
 
-python examples/ppo_continuous.py [--frames 1000000] [--seed 0]
+Squashed Gaussian actions, observations normalised by running statistics. ::
 
-Needs `pip install "gymnasium[mujoco]"`. The statistics are buffers of the policy, so they reach the
-workers together with the weights.
+    python examples/ppo_continuous.py [--frames 1000000] [--seed 0]
+
+Needs ``pip install "gymnasium[mujoco]"``. The statistics are buffers of the policy, so they reach
+the workers together with the weights.
 Schulman et al. 2017, "Proximal Policy Optimization Algorithms"; details of the implementation after
 Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
 """
@@ -215,7 +218,7 @@ def train(frames: int = 1_000_000, seed: int = 0) -> Iterator[dict]:
 
 def main() -> None:
     """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     for row in train(**vars(parser.parse_args())):
@@ -224,3 +227,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+# sphinx_gallery_thumbnail_path = "curves/ppo_continuous.png"

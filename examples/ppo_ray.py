@@ -1,9 +1,12 @@
-"""PPO on CartPole with Ray: actors collect, here or on a cluster, and this process learns.
+"""PPO on CartPole with Ray
+========================
 
-python examples/ppo_ray.py [--actors 2] [--frames 200704] [--seed 0]      # starts Ray here
-python examples/ppo_ray.py --actors 64 --address auto                     # the cluster of this host
+Actors collect, here or on a cluster, and this process learns. ::
 
-Needs `pip install 'gleanrl[ray]'`.
+    python examples/ppo_ray.py [--actors 2] [--frames 200704] [--seed 0]  # starts Ray here
+    python examples/ppo_ray.py --actors 64 --address auto                 # the cluster of this host
+
+Needs ``pip install 'gleanrl[ray]'``.
 """
 
 import argparse
@@ -103,7 +106,7 @@ def train(frames: int = 200_704, seed: int = 0, actors: int = 2) -> Iterator[dic
 
 def main() -> None:
     """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--frames", type=int, default=200_704)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--actors", type=int, default=2)

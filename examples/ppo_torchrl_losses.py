@@ -1,9 +1,12 @@
-"""PPO on InvertedPendulum: actor, GAE and ClipPPOLoss are TorchRL's, the collector is from here.
+"""PPO on InvertedPendulum
+=======================
 
-python examples/ppo_torchrl_losses.py [--frames 102400] [--seed 0]
+Actor, GAE and ClipPPOLoss are TorchRL's, the collector is from here. ::
+
+    python examples/ppo_torchrl_losses.py [--frames 102400] [--seed 0]
 
 Batches have TorchRL's keys, so what reads its collectors' batches reads these: advantages, losses,
-replay buffers. Needs `pip install torchrl 'gymnasium[mujoco]'`.
+replay buffers. Needs ``pip install torchrl 'gymnasium[mujoco]'``.
 """
 
 import argparse
@@ -78,7 +81,7 @@ def train(frames: int = 102_400, seed: int = 0) -> Iterator[dict]:
 
 def main() -> None:
     """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--frames", type=int, default=102_400)
     parser.add_argument("--seed", type=int, default=0)
     for row in train(**vars(parser.parse_args())):
@@ -87,3 +90,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+# sphinx_gallery_thumbnail_path = "curves/ppo_torchrl_losses.png"

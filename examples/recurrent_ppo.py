@@ -1,7 +1,10 @@
-"""Recurrent PPO on a CartPole that hides its velocities: the policy has to remember.
+"""Recurrent PPO on a CartPole that hides its velocities
+=====================================================
 
-python examples/recurrent_ppo.py [--frames 200704] [--seed 0]
-python examples/recurrent_ppo.py --memoryless      # the same network, its state zeroed at each step
+The policy has to remember. ::
+
+    python examples/recurrent_ppo.py [--frames 200704] [--seed 0]
+    python examples/recurrent_ppo.py --memoryless  # the same network, its state zeroed at each step
 
 The policy reads its state "hidden" and writes ("next", "hidden"): the collector carries it from
 step to step and zeroes it where an episode begins, which "is_init" says. The learner goes over
@@ -153,7 +156,7 @@ def train(frames: int = 200_704, seed: int = 0, memoryless: bool = False) -> Ite
 
 def main() -> None:
     """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--frames", type=int, default=200_704)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--memoryless", action="store_true")

@@ -1,8 +1,11 @@
-"""PPO on CartPole that survives SIGTERM: it saves what it needs, and goes on when started again.
+"""PPO on CartPole that survives SIGTERM
+=====================================
 
-python examples/resume.py [--checkpoint ppo.pt] [--frames 200704] [--seed 0]
+It saves what it needs, and goes on when started again. ::
 
-Stop it (`kill PID`, the time limit of a Slurm job, a preempted machine), and run the same command
+    python examples/resume.py [--checkpoint ppo.pt] [--frames 200704] [--seed 0]
+
+Stop it (``kill PID``, the time limit of a Slurm job, a preempted machine), and run the same command
 again. Environments begin new episodes then; everything else goes on: both networks, the optimizer,
 torch's generator, the collector's count of frames and its trajectory ids.
 """
@@ -162,7 +165,7 @@ def train(
 
 def main() -> None:
     """Train and print, until it is done or told to end."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--frames", type=int, default=200_704)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, default=Path("ppo.pt"))
@@ -177,3 +180,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+# sphinx_gallery_thumbnail_path = "curves/resume.png"

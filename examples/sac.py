@@ -1,6 +1,9 @@
-"""SAC on Pendulum: a worker fills a replay buffer in the background, this process learns from it.
+"""SAC on Pendulum
+===============
 
-python examples/sac.py [--frames 12000] [--seed 0]
+A worker fills a replay buffer in the background, this process learns from it. ::
+
+    python examples/sac.py [--frames 12000] [--seed 0]
 
 Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications".
 """
@@ -182,7 +185,7 @@ def train(frames: int = 12_000, seed: int = 0) -> Iterator[dict]:
 
 def main() -> None:
     """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--frames", type=int, default=12_000)
     parser.add_argument("--seed", type=int, default=0)
     for row in train(**vars(parser.parse_args())):
@@ -191,3 +194,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+# sphinx_gallery_thumbnail_path = "curves/sac.png"

@@ -5,9 +5,11 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections import Counter
 
 import pytest
+import warm
 
 # Processes started with SIGINT ignored (`nohup ... &`) hand that on: tests of Ctrl-C need it back.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -16,6 +18,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tests that run side by side, and their workers, have a core each at most.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _skipped: Counter[str] = Counter()
+
+# Dozens of processes import everything; nobody wants each of them to compile it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+
+def pytest_configure(config):
+    """Where tests run side by side, have all Python programs started in no time."""
+    if config.getoption("numprocesses", None):
+        warm.open_door()  # it imports while tests are collected
+    elif hasattr(config, "workerinput"):
+        _start_warm(pytest.MonkeyPatch())
+
+
+def _start_warm(patch):
+    patch.setattr(sys, "executable", str(warm.START))
+    patch.setattr("multiprocessing.spawn._python_exe", os.fsencode(warm.START))
+    patch.setenv("PATH", str(warm.FOLDER), prepend=os.pathsep)
 
 
 def pytest_collection_finish():
@@ -39,13 +59,16 @@ def pytest_unconfigure(config):
         reporter.write_line(f"{_skipped.total()} skipped{': ' if reasons else ''}{reasons}")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def python():
-    """The path of an executable that runs Python programs for which everything is imported."""
-    import warm
+    """The path of an executable that runs Python programs for which everything is imported.
 
+    It is ``python`` and `sys.executable` meanwhile.
+    """
     warm.open_door()
-    return str(warm.START)
+    with pytest.MonkeyPatch.context() as patch:
+        _start_warm(patch)
+        yield str(warm.START)
 
 
 @pytest.fixture(scope="module")

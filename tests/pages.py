@@ -29,23 +29,6 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parent.parent
 OTHER_LANGUAGES = {"text", "json", "toml", "yaml"}
 """Of blocks that show something and run nothing; MyST's directives in braces are such, too."""
-OLD = {
-    *(
-        f"docs/{name}.md"
-        for name in (
-            "benchmarks",
-            "datasets",
-            "evaluating",
-            "guide",
-            "launchers",
-            "migrating",
-            "replay",
-            "scaling",
-            "watching",
-        )
-    ),
-}
-"""Pages whose blocks are not run yet: whoever makes a page run, or deletes it, takes it out."""
 
 
 @dataclass
@@ -88,8 +71,7 @@ class PageFile(pytest.File):
     """One page, which is one test, so that its blocks are run by one process and in order."""
 
     def collect(self):
-        old = str(self.path.relative_to(ROOT)) in OLD
-        if not old and any(block.not_run is None for block in blocks(self.path)):
+        if any(block.not_run is None for block in blocks(self.path)):
             yield Page.from_parent(self, name="blocks")
 
 
@@ -125,13 +107,19 @@ class Page(pytest.Item):
             work, tools = Path(folder, "work"), Path(folder, "bin")
             work.mkdir()
             tools.mkdir()
-            for name, arguments in (("python", ""), ("python3", ""), ("gleanrl", "-m gleanrl")):
+            for name, arguments in (
+                ("python", ""),
+                ("python3", ""),
+                ("gleanrl", "-m gleanrl"),
+                ("torchrun", "-m torch.distributed.run"),
+            ):
                 (tools / name).write_text(f'#!/bin/sh\nexec "{warm.START}" {arguments} "$@"\n')
                 (tools / name).chmod(0o755)
             path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(work)
                 patch.setenv("PATH", path)
+                patch.setattr(sys, "executable", str(warm.START))  # jobs are started by it
                 patch.setenv("MPLBACKEND", "Agg")
                 patch.setenv("TCP_PORT", "0")  # the usual one may be another collector's
                 yield self._run_bash

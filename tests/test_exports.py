@@ -1,9 +1,11 @@
 """The public surface."""
 
 import subprocess
-import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+import warm
 
 import gleanrl
 import gleanrl.collectors
@@ -31,12 +33,16 @@ def test_modules_of_namespaces_need_no_import_of_their_own(monkeypatch):
 def test_importing_the_package_imports_nothing_optional():
     check = f"import sys; from gleanrl import *; print([m for m in {OPTIONAL} if m in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=60
+        [warm.PYTHON, "-c", check], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
 
 
-def test_the_version_is_the_projects():
-    from importlib.metadata import version
-
-    assert version("gleanrl") == gleanrl.__version__
+def test_the_version_stands_in_one_place():
+    root = Path(__file__).parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    stands = (root / project["tool"]["hatch"]["version"]["path"]).read_text()
+    assert f'__version__ = "{gleanrl.__version__}"' in stands
+    assert f"version: {gleanrl.__version__}\n" in (root / "CITATION.cff").read_text()
+    assert f"\n## {gleanrl.__version__} - " in (root / "CHANGELOG.md").read_text()

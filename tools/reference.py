@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import tomllib
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,6 +109,26 @@ GROUPS = {
 }
 
 
+EXTRAS = {
+    "bench": "For ``python -m benchmarks``, in a checkout.",
+    "docs": "For ``python -m tools.site``, in a checkout.",
+    "envpool": "Environments of EnvPool.",
+    "lint": "For contributors.",
+    "minari": "Minari datasets.",
+    "pandas": "Parquet files read as data frames.",
+    "parquet": "Parquet datasets.",
+    "pettingzoo": "Multi-agent environments of PettingZoo.",
+    "plot": "Plots of ``gleanrl inspect``.",
+    "ray": "``RayCollector``.",
+    "submitit": "Slurm jobs.",
+    "tensorboard": "``TensorBoardLogger``.",
+    "test": "For ``python -m pytest``, in a checkout.",
+    "video": "Videos of ``gleanrl inspect --play``.",
+    "wandb": "``WandbLogger``.",
+}
+"""What each extra of pyproject.toml is for."""
+
+
 class Public(NamedTuple):
     """A public name."""
 
@@ -202,7 +223,8 @@ def _pages() -> Iterator[tuple[str, str]]:
             described = "".join(_described(entry, homes) for entry in found)
             yield f"{key}.rst", _title(group.title) + f"{group.about}\n\n" + described
     yield "command_line.rst", _command_line()
-    yield "index.rst", _index([*entries, "command_line"])
+    yield "extras.rst", _extras()
+    yield "index.rst", _index([*entries, "command_line", "extras"])
 
 
 def _title(text: str) -> str:
@@ -227,6 +249,7 @@ def _index(entries: list[str]) -> str:
     text += ":doc:`Command line <command_line>`\n   " + " · ".join(
         f"``gleanrl {name}``" for name in parser().commands
     )
+    text += "\n\n:doc:`Optional packages <extras>`\n   " + ", ".join(f"``{e}``" for e in EXTRAS)
     return text + "\n\n" + _toctree(entries)
 
 
@@ -264,7 +287,9 @@ def _class(entry: Public, homes: dict[Any, str]) -> str:
             own.append(name)
         else:
             inherited.setdefault(homes[key], []).append(name)
-    text = f".. autoclass:: {entry.name}\n"
+    error = issubclass(entry.value, Exception)
+    text = f".. auto{'exception' if error else 'class'}:: {entry.name}\n"
+    text += "   :show-inheritance:\n" if error else ""
     text += f"   :members: {', '.join(own)}\n" if own else ""
     text += "\n"
     for home, names in inherited.items():
@@ -294,6 +319,19 @@ def _command_line() -> str:
         title = f"gleanrl {name}".strip()
         text += f"{title}\n{'-' * len(title)}\n\n.. code-block:: text\n\n"
         text += _indented(command.format_help()) + "\n"
+    return text
+
+
+def _extras() -> str:
+    project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())
+    found = project["project"]["optional-dependencies"]
+    text = _title("Optional packages") + (
+        "``pip install 'gleanrl[ray,plot]'`` installs GleanRL with two of these. What needs a "
+        "package that is missing raises an error that names the extra.\n\n"
+    )
+    for name in sorted(found):
+        packages = ", ".join(f"``{package}``" for package in found[name])
+        text += f"``{name}``\n   {EXTRAS[name]} {packages}\n\n"
     return text
 
 
@@ -330,30 +368,48 @@ def signature(value: Any) -> str | None:
     return str(inspect.Signature([*shown, rest]))
 
 
-def add_types(value: Any, lines: list[str]) -> None:
-    """Put type and default of each argument into the ``Args`` of a docstring, in place."""
-    function = value.__init__ if inspect.isclass(value) else value
+def complete(kind: str, value: Any, lines: list[str]) -> None:
+    """Put types and defaults into a docstring, in place, before it is read as Google's style.
+
+    That style takes what is before a colon for a type, also where it is the beginning of a
+    sentence: what is returned, and properties, get their types.
+
+    Args:
+        kind: ``"class"``, ``"method"``, ``"property"``, ...
+        value: What is described.
+        lines: Its docstring.
+    """
+    function = value.__init__ if inspect.isclass(value) else getattr(value, "fget", value)
     try:
-        parameters = inspect.signature(function).parameters
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return
-    in_args = False
+    returned = signature.return_annotation
+    before = "" if returned is signature.empty else f"``{_type(returned)}``: "
+    if kind == "property" and lines:
+        lines[0] = before + lines[0]
+    section = ""
     for number, line in enumerate(lines):
         if line and not line.startswith(" "):
-            in_args = line == "Args:"
-        entry = re.match(r"    \*{0,2}(\w+): ", line)
-        if in_args and entry and entry[1] in parameters:
-            told = ", ".join(_facts(parameters[entry[1]]))
-            lines[number] = line[: entry.end() - 2] + (f" ({told}): " if told else ": ")
-            lines[number] += line[entry.end() :]
+            section = line
+        elif section == "Args:" and (entry := re.match(r"    \*{0,2}(\w+)(?=: )", line)):
+            if entry[1] in signature.parameters:
+                told = ", ".join(_facts(signature.parameters[entry[1]]))
+                lines[number] = f"{entry[0]} ({told}){line[entry.end() :]}" if told else line
+        elif section in ("Returns:", "Yields:") and lines[number - 1] == section:
+            lines[number] = f"    {before}{line.lstrip()}"
 
 
 def _facts(parameter: inspect.Parameter) -> Iterator[str]:
     if parameter.annotation is not parameter.empty:
-        text = inspect.formatannotation(parameter.annotation).strip("'")
-        yield f"``{re.sub(r'(?:[a-z_]+[.])+(?=[A-Za-z])', '', text)}``"
+        yield f"``{_type(parameter.annotation)}``"
     if parameter.default is not parameter.empty:
         yield f"default ``{_shown(parameter.default)}``"
+
+
+def _type(annotation: Any) -> str:
+    text = inspect.formatannotation(annotation).strip("'")
+    return re.sub(r"(?:[a-z_]+[.])+(?=[A-Za-z])", "", text)
 
 
 def _shown(default: Any) -> str:

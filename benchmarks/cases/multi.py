@@ -82,11 +82,6 @@ def process_peers() -> Case:
                 ("AsyncVectorEnv", peer(peers.async_vector_env)),
                 ("SB3 SubprocVecEnv", peer(peers.sb3_processes, lean=False)),
                 ("SB3 SubprocVecEnv, lean critic", peer(peers.sb3_processes, lean=True)),
-                ("PufferLib, 1 worker", peer(peers.pufferlib, workers=1)),
-                ("PufferLib, 2 workers", peer(peers.pufferlib, workers=2)),
-                ("PufferLib, 2 workers in turns", peer(peers.pufferlib, workers=2, halves=True)),
-                ("tianshou subprocess", peer(peers.tianshou, shared=False)),
-                ("tianshou shared memory", peer(peers.tianshou, shared=True)),
             )
         ],
         check=checks.RealBatches(net, WORKERS * ENVS, STEPS, WORKERS),

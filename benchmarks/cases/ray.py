@@ -2,8 +2,7 @@
 
 Two kinds of cases. ``object-*``: a source that does nothing, so that what remains is the transport;
 against a bare actor that returns as many bytes (of one array that never changes, and read-only for
-who gets them), and `ray.get`. ``cartpole-*``: frames per second, against TorchRL's RayCollector and
-RLlib's EnvRunnerGroup.
+who gets them), and `ray.get`. ``cartpole-*``: frames per second, against TorchRL's RayCollector.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 from benchmarks import checks, policies
 from benchmarks.cases.cartpole import ENVS, STEPS, WORKERS, gleanrl, torchrl
-from benchmarks.harness import Case, Reference, Skip, System, in_process
+from benchmarks.harness import Case, Reference, System, in_process
 from benchmarks.suites import Suite
 from benchmarks.systems import bare
 
@@ -113,55 +112,15 @@ def objects(kind: str, name: str) -> Case:
     )
 
 
-class Rllib(System):
-    """RLlib's environment runners, each with a vector of environments, asked all at once."""
-
-    def __init__(self, steps: int) -> None:
-        try:
-            from ray.rllib.algorithms.ppo import PPOConfig
-            from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
-            from ray.rllib.env.env_runner_group import EnvRunnerGroup
-        except ImportError as err:
-            raise Skip(f"RLlib: {err}") from err
-        config: Any = (
-            PPOConfig()
-            .environment("CartPole-v1")
-            .env_runners(
-                num_env_runners=WORKERS,
-                num_envs_per_env_runner=ENVS,
-                num_cpus_per_env_runner=1,
-                rollout_fragment_length=steps,
-            )
-            .rl_module(
-                model_config=DefaultModelConfig(fcnet_hiddens=[64, 64], fcnet_activation="tanh")
-            )
-        )
-        self._group: Any = EnvRunnerGroup(config=config, local_env_runner=False)
-        self._frames = steps * ENVS
-
-    def collect_batch(self) -> int:
-        frames = self._frames
-        found = self._group.foreach_env_runner(
-            lambda runner: runner.sample(num_timesteps=frames), local_env_runner=False
-        )
-        return sum(len(episode) for episodes in found for episode in episodes)
-
-    def close(self) -> None:
-        self._group.stop()
-
-
 def cartpole(kind: str) -> Case:
     """Frames per second of two actors with sixteen environments each."""
     net = policies.mlp(4, 2)
     policy = policies.categorical_policy(net)
-    references = [Reference("TorchRL RayCollector", lambda: torchrl("ray", kind, policy), 5.0)]
-    if kind == "sync":
-        references.append(Reference("RLlib EnvRunnerGroup", lambda: Rllib(STEPS), 1.0))
     return Case(
         f"cartpole-{kind}",
         f"CartPole-v1 x16 in each of {WORKERS} actors, 64-64 MLP, {kind}; frames per second",
         lambda: gleanrl("ray", kind, policy),
-        references,
+        [Reference("TorchRL RayCollector", lambda: torchrl("ray", kind, policy), 5.0)],
         check=checks.RealBatches(net, WORKERS * ENVS, STEPS, WORKERS, in_process),
     )
 

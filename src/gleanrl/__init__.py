@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from gleanrl.core.lazy import lazy_exports
+from gleanrl.core.platforms import check_import
 
 if TYPE_CHECKING:
     from gleanrl.collectors import (
@@ -83,7 +84,7 @@ if TYPE_CHECKING:
     from gleanrl.recording.recorder import Recorder, convert_dataset
     from gleanrl.watch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ArgumentTypeError",
@@ -169,6 +170,7 @@ __all__ = [
     "split_trajectories",
 ]
 
+check_import()
 # Nothing is imported before it is used: the command line starts without torch.
 __getattr__ = lazy_exports(
     __name__,

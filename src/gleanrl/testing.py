@@ -13,7 +13,8 @@ from tensordict import TensorDictBase
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.layout import Field, Layout
-from gleanrl.core.protocols import SourceFactory, Stop, Window
+from gleanrl.core.protocols import SourceFactory, Stop
+from gleanrl.core.window import Window
 from gleanrl.transport.worker import OpenWindow, Worker
 
 __all__ = [

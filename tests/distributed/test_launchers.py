@@ -27,9 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:port .* is ta
 
 
 @pytest.fixture(autouse=True)
-def _warm(monkeypatch, python):
+def _warm(python):
     """Have jobs and ranks started in no time."""
-    monkeypatch.setattr(sys, "executable", python)
 
 
 class Noted(gym.Env):

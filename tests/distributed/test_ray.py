@@ -5,7 +5,6 @@ import gc
 import os
 import runpy
 import subprocess
-import sys
 import textwrap
 import threading
 from collections import defaultdict
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import rig
 import torch
+import warm
 from tensordict.nn import TensorDictModule
 
 from gleanrl import (
@@ -30,6 +30,7 @@ from gleanrl import (
 )
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(300)  # beside four busy processes Ray takes minutes
 
 
 SCRIPT = """
@@ -48,7 +49,7 @@ SCRIPT = """
 @pytest.fixture(scope="module")
 def script():
     """A process that begins with the first test, to be looked at by the last."""
-    command = [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(SCRIPT)]
+    command = [warm.PYTHON, "-W", "error::UserWarning", "-c", textwrap.dedent(SCRIPT)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as started:
         yield started
@@ -56,7 +57,7 @@ def script():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ray(script):
+def _ray(script, python):
     ray.init(
         num_cpus=4,
         object_store_memory=200 * 2**20,

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from gleanrl.core.keys import as_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import PolicyOptions
-from gleanrl.memory.arena import RolloutWindow
+from gleanrl.core.window import Window
 from gleanrl.policies import ExplorationType, make_policy, set_exploration_type
 
 OBS = ("observation",)
@@ -29,7 +29,7 @@ def layout(batch=(5,), action=((), torch.int64), obs=(4,), dtype=torch.float32, 
 
 def probe_of(env, seed=0):
     """Return a window that holds the observation of a first reset."""
-    window = RolloutWindow.allocate(env.observations, env.num_envs, 1)
+    window = Window.allocate(env.observations, env.num_envs, 1)
     generator = torch.Generator().manual_seed(seed)
     for field in env.observations:
         tensor = window.tensor(field.key)
@@ -62,8 +62,8 @@ def windows(env, policy, steps=STEPS):
         roots.append(Field(key, after.shape, after.dtype))
     if policy.needs_is_init:
         roots.append(Field(("is_init",), (1,), torch.bool))
-    window = RolloutWindow.allocate([*roots, *policy.outputs], env.num_envs, steps)
-    carry = RolloutWindow.allocate(roots, env.num_envs, 1)
+    window = Window.allocate([*roots, *policy.outputs], env.num_envs, steps)
+    carry = Window.allocate(roots, env.num_envs, 1)
     generator = torch.Generator().manual_seed(7)
     for field in env.observations:
         tensor = window.tensor(field.key)

@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -89,11 +88,27 @@ class Elsewhere:
 
 
 @pytest.fixture(scope="module")
-def there(host):
-    """The means to start nodes there, which take seconds to come up."""
+def there(host, python):
+    """The means to start nodes there."""
     launcher = Elsewhere(host)
     yield launcher
     launcher.zygote.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def by_rpc(python, host):
+    """A run of these tests by RPC, beside this one: most of their time is spent waiting."""
+    if KIND is RPCCollector:
+        yield None
+        return
+    with subprocess.Popen(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "GLEANRL_TEST_RPC": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as run:
+        yield run
+        run.kill()
 
 
 @pytest.fixture
@@ -147,14 +162,7 @@ def test_a_host_that_cannot_be_reached_is_not_waited_for_beyond_the_deadline(els
 
 
 @pytest.mark.skipif(KIND is RPCCollector, reason="this is what it runs")
-def test_all_that_by_rpc(host):
-    """In an interpreter of its own: in this one RPC may have listened on another interface."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "GLEANRL_TEST_RPC": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+def test_all_that_by_rpc(by_rpc):
+    """In a process of its own: in this one RPC may have listened on another interface."""
+    out, _ = by_rpc.communicate(timeout=100)
+    assert by_rpc.returncode == 0, out

@@ -178,8 +178,8 @@ def _children(pid):
 
 def workers(pid=None):
     """Return the processes that are children of children of ``pid``: workers of its zygote."""
-    own = os.getpid() if pid is None else pid
-    return {worker for child in _children(own) for worker in _children(child)}
+    children = _children(os.getpid() if pid is None else pid)
+    return {worker for child in children for worker in _children(child)}.difference(children)
 
 
 def await_end(pids, seconds=LIMIT):

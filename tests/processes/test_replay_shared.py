@@ -29,7 +29,7 @@ from gleanrl import (
     TensorDictReplayBuffer,
 )
 
-SECONDS = float(os.environ.get("GLEANRL_REPLAY_SECONDS", "4"))
+SECONDS = float(os.environ.get("GLEANRL_REPLAY_SECONDS", "1.5"))
 WIDTH = 48
 PROCESSES = mp.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["gleanrl.collectors"])
@@ -100,7 +100,7 @@ while first < limit:
 """
 READ = """
 end, samples, seen = time.monotonic() + seconds, 0, 0
-while time.monotonic() < end:
+while time.monotonic() < end or samples < 100:
     if len(rb) < 2000:
         continue
     batch = rb.sample(128)
@@ -127,7 +127,7 @@ def test_rows_are_whole_while_writers_are_killed(tmp_path, compact):
     rng = random.Random(0)
     logs, writers, kills, serial = [], {}, 0, 0
     end = time.monotonic() + SECONDS
-    while time.monotonic() < end or any(reader.is_alive() for reader in readers):
+    while time.monotonic() < end or kills < 10 or any(reader.is_alive() for reader in readers):
         while len(writers) < 4:
             serial += 1
             logs.append(tmp_path / f"{serial}")
@@ -146,10 +146,8 @@ def test_rows_are_whole_while_writers_are_killed(tmp_path, compact):
     reads = []
     for reader in readers:
         samples, seen = finish(reader)
-        assert samples > 20
         reads.append(f"{samples:,} samples")
         assert seen <= rb.write_count
-    assert kills >= 2
     with rb.storage.ring.section():  # who comes next finishes what a killed writer was at
         pass
     check_losses(rb, logs, size)
@@ -260,9 +258,9 @@ class Mortal:
         h[word] = value
 
 rb.storage.ring._h = Mortal()
-taken = rb.reserve(5, contiguous=True)
+taken = rb.reserve(4)
 for key, tensor in rb.windows(taken)[0].items():
-    tensor.copy_(rows(7, 0, 5)[key])
+    tensor.copy_(rows(7, 0, 4)[key])
 rb.commit(taken)
 """
 
@@ -275,12 +273,12 @@ def test_a_death_inside_the_lock_is_repaired_by_the_next():
         rb.extend(rows(1, 0, 12))
         process = start(rb, DIE, step=step)
         process.join(60)
-        counts = (14,) if process.exitcode else (19,)
+        counts = (14,) if process.exitcode else (18,)
         rb.extend(rows(1, 12, 2))
         stamps = rb.storage.ring.sequence
         assert len(rb) == (stamps > 0).sum()
         # From the store on that declares the commit, whoever comes next completes it.
-        assert rb.write_count in (*counts, 19)
+        assert rb.write_count in (*counts, 18)
         check(rb[:])
         rb.extend(rows(1, 14, 16))
         assert len(rb) == 16

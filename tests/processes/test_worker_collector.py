@@ -132,6 +132,7 @@ def test_paths_begin_at_the_collector_of_the_worker(kind):
         assert collector.get_distant_attr("n_env") == [1, 1]
         assert len(set(collector.map_fn("getattr_env", [("steps",)] * 2))) <= 2
         assert collector.getattr_policy("in_keys") == ["observation"]
+        assert collector.explain().startswith("loop: ")
         with pytest.raises(AttributeError):
             collector.get_distant_attr("nothing")
         with pytest.raises(AttributeError):

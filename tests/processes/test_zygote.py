@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import rig
+import warm
 
 from gleanrl import ClosedError, CollectorTimeout, MultiSyncCollector, WorkerDied
 from gleanrl.core import messages as m
@@ -21,6 +22,11 @@ from gleanrl.testing import StampedSource
 from gleanrl.transport import process
 from gleanrl.transport.process import ProcessBackend
 from gleanrl.transport.zygote import Zygote
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(python):
+    """Have zygotes up in no time."""
 
 
 def make(how=lambda: None, workers=1):
@@ -49,6 +55,10 @@ def run(program, cwd=None, **options):
         **options,
     )
     return done.stdout
+
+
+def own_pid(zygote):
+    return warm.stands_for(zygote._process.pid)
 
 
 @pytest.fixture
@@ -92,13 +102,13 @@ def test_a_worker_without_output_ends_alone():
 
 
 def test_a_fork_that_was_given_up_does_not_answer_for_the_next(zygote, connection):
-    os.kill(zygote._process.pid, signal.SIGSTOP)
+    os.kill(own_pid(zygote), signal.SIGSTOP)
     with pytest.raises(CollectorTimeout, match="did not answer in 0"):
         forked(zygote, connection, 0.0)
-    os.kill(zygote._process.pid, signal.SIGCONT)
+    os.kill(own_pid(zygote), signal.SIGCONT)
     first, second = forked(zygote, connection), forked(zygote, connection)
     # The one given up was forked before them, and killed though its connection is open.
-    children = set(rig._children(zygote._process.pid))
+    children = set(rig._children(own_pid(zygote)))
     assert first != second
     rig.await_end(children - {first, second})
     for pid in (first, second):
@@ -210,36 +220,40 @@ def test_a_zygote_ends_at_once_though_a_forked_child_lives(zygote):
     os.close(read)
 
 
-def test_files_in_the_working_directory_do_not_shadow_modules(tmp_path):
-    (tmp_path / "random.py").write_text("raise RuntimeError('shadowed')\n")
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What a zygote shows that imports everything itself, in a folder with a `random.py`."""
+    folder = tmp_path_factory.mktemp("shadow")
+    (folder / "random.py").write_text("raise RuntimeError('shadowed')\n")
     said = run(
-        """
-        import os, pathlib, sys
+        f"""
+        import os, pathlib, socket, sys
+        from gleanrl.transport.process import zygote
+        sys.executable = {warm.PYTHON!r}
         here = os.getcwd()
         sys.path[:] = [entry for entry in sys.path if entry not in ("", here)]
         sys.path.append(pathlib.Path("/"))
-        from gleanrl.transport.process import zygote
-        import socket
         ours, theirs = socket.socketpair()
         print(zygote().fork([theirs.fileno()] * 3, 60.0) > 0)
+        own = pathlib.Path(f"/proc/{{zygote()._process.pid}}")
+        print("pandas/_libs" in (own / "maps").read_text(), len(list((own / "task").iterdir())))
         """,
-        cwd=tmp_path,
+        cwd=folder,
     )
-    assert said.split() == ["True"]
+    return said.split()
 
 
-def test_pandas_is_imported_once_and_starts_no_thread():
+def test_files_in_the_working_directory_do_not_shadow_modules(plain):
+    assert plain[0] == "True"
+
+
+def test_pandas_is_imported_once_and_starts_no_thread(plain):
     pytest.importorskip("pandas")
-    engine = make()
-    assert answers(engine)  # it is up
-    own = Path(f"/proc/{process.zygote()._process.pid}")
-    assert "pandas/_libs" in (own / "maps").read_text()
-    assert len(list((own / "task").iterdir())) == 1
-    engine.close(5.0)
+    assert plain[1:] == ["True", "1"]
 
 
 def test_a_connection_that_breaks_is_a_death(zygote, connection):
-    os.kill(zygote._process.pid, signal.SIGSTOP)
+    os.kill(own_pid(zygote), signal.SIGSTOP)
     with pytest.raises(CollectorTimeout):
         forked(zygote, connection, 0.0)
     zygote._process.kill()  # with requests unread: the connection is reset
@@ -314,7 +328,7 @@ def test_workers_end_with_a_killed_learner_that_has_a_forked_child(how):
         rig.await_end([int(word) for word in out.split()])
         assert len(out.split()) == 2
     finally:
-        os.killpg(learner.pid, signal.SIGKILL)  # the child
+        os.killpg(warm.stands_for(learner.pid), signal.SIGKILL)  # the child
 
 
 class Forks(rig.Count):

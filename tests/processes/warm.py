@@ -8,12 +8,15 @@ starts in the same way.
 
 What a program cannot tell from this: where it comes from. What it imports is there at once, and its
 process is not a child of who started it (`stands_for` tells which it is).
+
+All processes of a test run share one such process: the first leaves its folder in the environment.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -35,13 +38,17 @@ from pathlib import Path
 
 import numpy as np
 
-FOLDER = Path(tempfile.gettempdir()) / f"gleanrl-warm-{os.getpid()}"
+SHARED = "GLEANRL_TESTS_WARM"
+"""The variable of the environment that holds the folder of a run's process."""
+FOLDER = Path(os.environ.get(SHARED) or f"{tempfile.gettempdir()}/gleanrl-warm-{os.getpid()}")
+PYTHON = sys.executable
+"""A plain one."""
 START, DOOR = FOLDER / "python", FOLDER / "door"
 PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-CLIENT = f"""#!{sys.executable} -IS
+CLIENT = f"""#!{PYTHON} -IS
 import json, os, signal, socket, sys
 if sys.argv[1:3] == ["-m", "submitit.local._local"]:  # imports little, and is known by its number
-    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+    os.execv({PYTHON!r}, [{PYTHON!r}, *sys.argv[1:]])
 door = socket.socket(socket.AF_UNIX)
 door.connect({str(DOOR)!r})
 fds = [int(fd) for fd in os.listdir("/proc/self/fd")]
@@ -81,9 +88,10 @@ _server: list[subprocess.Popen[bytes]] = []
 
 
 def open_door() -> None:
-    """Start the process that programs are forked from, once."""
-    if _server:
+    """Start the process that programs are forked from, once per test run."""
+    if SHARED in os.environ:
         return
+    os.environ[SHARED] = str(FOLDER)
     FOLDER.mkdir(mode=0o700)
     START.write_text(CLIENT)
     START.chmod(0o755)
@@ -93,7 +101,7 @@ def open_door() -> None:
         listener.listen(100)
         _server.append(
             subprocess.Popen(
-                [sys.executable, __file__, str(listener.fileno()), str(FOLDER)],
+                [PYTHON, __file__, str(listener.fileno()), str(FOLDER)],
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.PIPE,
             )
@@ -193,6 +201,10 @@ def _take_over(told: dict) -> None:
     for fd, wanted in zip(high, told["fds"], strict=True):
         os.dup2(fd, wanted, inheritable=True)
         os.close(fd)
+    network = f"/proc/{told['pid']}/ns/net"  # threads of tests may be on another host
+    if os.readlink(network) != os.readlink("/proc/self/ns/net"):
+        with open(network) as there:
+            assert ctypes.CDLL(None).setns(there.fileno(), 0) == 0
     if told["session"] == os.getsid(0):
         os.setpgid(0, told["group"])
     else:
@@ -218,6 +230,8 @@ def _run(words: list[str]) -> None:
             warnings._setoption(words.pop(0))
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [*filter(None, path), *BASE]
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("sitecustomize")
     if words[0] == "-m":
         sys.argv[:] = words[1:]
         sys.path.insert(0, os.getcwd())

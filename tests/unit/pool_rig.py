@@ -12,9 +12,9 @@ import torch
 from gleanrl.core.keys import next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import RolloutOptions
+from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import GymOptions
 from gleanrl.envs.vector import NextStepPool, make_vector
-from gleanrl.memory.arena import RolloutWindow
 from gleanrl.rollout.dense import DenseRollout, check_can_cut
 from gleanrl.rollout.next_step_loop import NextStepRollout
 
@@ -114,7 +114,7 @@ def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(),
         return Made(made, Uniform(env))
 
     rollout_options = RolloutOptions(**options)
-    first = RolloutWindow.allocate(env.layout.observations, env.layout.num_envs, 1)
+    first = Window.allocate(env.layout.observations, env.layout.num_envs, 1)
     check_can_cut(env, rollout_options)
     env.reset(first)
     return kind(env, first, make_policies(env, first), make_policies, rollout_options)
@@ -123,7 +123,7 @@ def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(),
 def collect(source, steps, stop=GO):
     """Return one rollout as ``{key: [P, steps, ...]}`` and its report."""
     layout = source.layout()
-    window = RolloutWindow.allocate(layout.fields, layout.num_envs, steps)
+    window = Window.allocate(layout.fields, layout.num_envs, steps)
     for key in window.keys():  # memory is used again in earnest: nothing may rely on zeros
         window.tensor(key).fill_(1)
     report = source.collect(window, steps, stop, False)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+import warm
 from tensordict import TensorDict
 
 from gleanrl.cli.main import main
@@ -489,7 +490,7 @@ def test_collect_ends_with_a_histogram_that_fits_80_columns(capsys, monkeypatch)
 )
 def test_nothing_heavy_is_imported_before_a_command_needs_it(argument, code):
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "gleanrl", argument],
+        [warm.PYTHON, "-X", "importtime", "-m", "gleanrl", argument],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}

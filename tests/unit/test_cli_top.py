@@ -1,4 +1,4 @@
-"""`gleanrl top`: asking collections of other terminals how they are."""
+"""`gleanrl top`: how collections of other terminals are."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import gc
 import json
 import os
 import pty
-import resource
 import select
-import socket
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +15,8 @@ import time
 import pytest
 
 from gleanrl.cli.main import main
-from gleanrl.collectors import Collector
+from gleanrl.collectors import Collector, MultiSyncCollector
+from gleanrl.data import LazyTensorStorage, ReplayBuffer
 
 NOBODY = 1
 """Exit code if nothing runs that could be watched."""
@@ -24,10 +24,9 @@ NOBODY = 1
 
 @pytest.fixture
 def runtime(tmp_path, monkeypatch):
-    """The folder of the sockets."""
+    """The folder of the status files."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.delenv("GLEANRL_TOP", raising=False)  # what workers are told, also in this process
     monkeypatch.setattr("tempfile.tempdir", None)
     return tmp_path / "gleanrl"
 
@@ -79,58 +78,70 @@ def test_the_environment_can_forbid_it(runtime, capsys, monkeypatch):
         assert not runtime.exists()
 
 
-def test_sockets_of_dead_processes_are_removed(runtime, capsys):
+def test_files_of_dead_processes_are_removed_by_the_next_collector_and_by_top(runtime, capsys):
+    for remove in (make, lambda: top(capsys)):
+        with make():
+            (own,) = runtime.iterdir()
+            ended = [own.with_name(name) for name in ("1-1-0", f"{os.getpid()}-1-0", ".1-1-0")]
+            for path in ended:
+                path.write_text(own.read_text())
+            other = own.with_name("notes")
+            other.touch()
+            assert len({own, other, *ended} & set(runtime.iterdir())) == 5
+            remove()
+            assert {own, other} == {path for path in (own, other, *ended) if path.exists()}
+            other.unlink()
+
+
+def test_a_status_that_is_old_says_so(runtime, capsys):
     with make():
-        dead = runtime / "1-0-0"
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(dead))
-        listener.listen()
-        listener.close()
-        assert len(json.loads(top(capsys, "--json")[1])) == 1
-        assert not dead.exists()
-
-
-def test_a_process_that_does_not_answer_is_named(runtime, capsys, monkeypatch):
-    monkeypatch.setattr("gleanrl.watch.status._ASK_S", 0.1)
-    runtime.mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(runtime / "17-0-0"))
-        listener.listen()
-        code, out, _ = top(capsys, "--once")
-    assert code == 0
-    assert "process 17" in out
-    assert "no answer" in out
-
-
-def test_collections_answer_again_after_file_descriptors_ran_out(runtime, monkeypatch):
-    monkeypatch.setattr("gleanrl.watch.status._ANSWER_S", 0.01)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with make(), socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(0.1)
         (path,) = runtime.iterdir()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # no new one may be opened
-        try:
-            first.connect(str(path))  # takes the descriptor that the waiting `accept` has already
-            client.connect(str(path))
-            with pytest.raises(TimeoutError):
-                client.recv(1)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        client.settimeout(10)
-        assert client.recv(1) == b"{"
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert "ago" not in top(capsys, "--once")[1]
+        os.utime(path, (0, path.stat().st_mtime - 75))
+        assert "as it was 75 seconds ago" in top(capsys, "--once")[1]
+
+
+def test_a_failure_in_the_background_is_shown(runtime, capsys):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    collector = make(replay_buffer=buffer, pre_collect_hook=lambda: 1 / 0)
+    collector.start()
+    with pytest.raises(ZeroDivisionError), collector.pause():
+        pass
+    assert "failed" in top(capsys, "--once")[1]
+    collector.shutdown(raise_on_error=False)
+
+
+def test_collectors_in_workers_are_shown_as_part_of_the_one_around_them(runtime, capsys):
+    with MultiSyncCollector(
+        ["CartPole-v1"], collector_class=Collector, frames_per_batch=10, total_frames=20
+    ) as collector:
+        list(collector)
+        (found,) = json.loads(top(capsys, "--json")[1])
+    assert found["collector"].startswith("MultiSyncCollector")
+
+
+def test_a_runtime_folder_that_cannot_be_used_costs_no_collection(runtime, capsys, monkeypatch):
+    with make() as collector:
+        shutil.rmtree(runtime)
+        assert len(list(collector)) == 2
+        monkeypatch.setenv("XDG_RUNTIME_DIR", os.devnull)
+        monkeypatch.setattr("tempfile.tempdir", os.devnull)
+        with make() as other:
+            assert len(list(other)) == 2
 
 
 def test_a_folder_that_others_can_enter_is_not_used(runtime, capsys):
     runtime.mkdir(mode=0o700)
     runtime.chmod(0o755)
-    with make():  # listens in the other folder
+    with make():  # writes to the other folder
         assert list(runtime.iterdir()) == []
         code, _, err = top(capsys)
     assert code == NOBODY
-    assert "mode 0755" in err
+    assert "mode drwxr-xr-x" in err
 
 
-def test_a_forked_child_neither_answers_nor_takes_the_socket_along(runtime, capsys):
+def test_a_forked_child_neither_takes_the_file_along_nor_keeps_it(runtime, capsys):
     collector = make()
     asked, ask = os.pipe()
     told, tell = os.pipe()

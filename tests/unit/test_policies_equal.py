@@ -42,7 +42,6 @@ ON_TENSORDICTS = {
 ACTS_BY_LOC = {
     "normal",
     "independent",
-    "independent-own",
     "independent-safe",
     "normal-fixed-scale",
     "independent-free-scale",
@@ -89,13 +88,6 @@ def gaussian(cls, kwargs=None, **extra):
 class OwnNormal(D.Independent):
     def __init__(self, loc, scale):
         super().__init__(D.Normal(loc, scale), 1)
-
-
-class ClampedNormal(D.Independent):
-    """Changes its parameters, which nobody may leave out."""
-
-    def __init__(self, loc, scale):
-        super().__init__(D.Normal(loc, scale.clamp(min=1e-6)), 1)
 
 
 class Probs(nn.Module):
@@ -175,8 +167,7 @@ STOCHASTIC = {
         2,
         (RANDOM, MODE, MEAN, DETERMINISTIC),
     ),
-    "independent-own": (lambda: gaussian(OwnNormal), FLOATS, 2, (RANDOM, DETERMINISTIC)),
-    "independent-own-clamped": (lambda: gaussian(ClampedNormal), FLOATS, 1, (RANDOM,)),
+    "independent-own": (lambda: gaussian(OwnNormal), FLOATS, 1, (RANDOM, DETERMINISTIC)),
     "independent-safe": (
         lambda: gaussian(rl.IndependentNormal, module=SAFE),
         FLOATS,

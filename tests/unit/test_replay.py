@@ -336,14 +336,6 @@ def test_writers_go_round_what_others_hold():
     assert len(rb.extend(rows(21, 10))) == 10
 
 
-def test_contiguous_rows_do_not_wrap():
-    rb = ReplayBuffer(storage=LazyTensorStorage(10))
-    rb.extend(rows(0, 8))
-    (window,) = rb.windows(rb.reserve(5, contiguous=True))
-    window["action",][:] = 99
-    assert rb.storage.rows.tensors[0].flatten().tolist()[:5] == [99] * 5
-
-
 def test_what_is_written_while_the_buffer_is_emptied_goes_too():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(rows(0, 8))

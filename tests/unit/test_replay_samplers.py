@@ -142,16 +142,6 @@ def test_slices_stay_in_their_environment():
     assert set((parts[:, 0] // 1000).tolist()) == {0, 1, 2}
 
 
-def test_a_gap_in_the_step_count_ends_a_slice():
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(10),
-        sampler=SliceSampler(slice_len=3, traj_key="id", step_key="step"),
-    )
-    step = torch.tensor([0, 1, 2, 5, 6, 7])
-    rb.extend(TensorDict({"id": torch.zeros(6), "step": step}, [6]))
-    assert set(map(tuple, rb.sample(90)["step"].view(-1, 3).tolist())) == {(0, 1, 2), (5, 6, 7)}
-
-
 @pytest.mark.parametrize(
     ("arguments", "size", "message"),
     [

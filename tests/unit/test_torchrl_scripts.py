@@ -1,7 +1,5 @@
 """Scripts of TorchRL's run in a copy that imports GleanRL's collector, and are metered."""
 
-import sys
-
 import pytest
 from tools.script_list import Script
 from tools.torchrl_scripts import run
@@ -21,9 +19,8 @@ for batch in collector:
 
 
 @pytest.fixture(autouse=True)
-def _warm(monkeypatch, python):
+def _warm(python):
     """Have scripts started in no time."""
-    monkeypatch.setattr(sys, "executable", python)
 
 
 def checkout(tmp_path, text):

@@ -10,7 +10,7 @@ from typing import TextIO
 
 import numpy as np
 
-from gleanrl.core.protocols import Array
+from gleanrl.core.window import Array
 
 _ROWS = 8
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

@@ -30,6 +30,8 @@ _COLUMNS = (
     *("lag", "episodes", "return", "length"),
 )
 _WIDE, _PIPE_COLUMNS = 90, 120
+_OLD_S = 2
+"""Seconds after which a status is old: collectors renew it with what they gather."""
 _SHARES = ("time_env", "time_policy", "time_transfer", "time_wait")
 _QUIT = {b"q", b"Q", b"\x1b", b"\x04"}
 Status = Mapping[str, Any]
@@ -40,7 +42,7 @@ def run(options: TopOptions) -> int:
 
     Raises:
         StatusError: nothing runs here, or nothing in the process that was named, or the folder of
-            the sockets is not safe.
+            the status files is not safe.
     """
     found = _of(options.pid)
     if not found:
@@ -136,6 +138,8 @@ def _one(status: Status) -> list[RenderableType]:
     stats = status.get("stats", {})
     head = Text(plain(_name(status)), style="bold")
     head.append(f"  process {status['pid']}, {_age(status)}", style="not bold dim")
+    if (seconds := int(status["age"])) >= _OLD_S:
+        head.append(f", as it was {plural(seconds, 'second')} ago", style="not bold yellow")
     lines: list[RenderableType] = [head]
     if command := status.get("command"):
         lines.append(Text(plain(command), style="dim", overflow="ellipsis", no_wrap=True))

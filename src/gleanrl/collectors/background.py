@@ -183,6 +183,8 @@ class Collects(Protocol):
 
     def _collect(self, feed: bool = True) -> deque[Any]: ...
 
+    def _failed(self) -> None: ...
+
 
 class BackgroundFilling:
     """What a collector does between `start` and `shutdown`: fill its replay buffer in a thread."""
@@ -254,6 +256,7 @@ class BackgroundFilling:
             if self._ending and isinstance(err, ClosedError):  # a rollout was cut short by that
                 return not self._engine.closed
             self._engine.failure = err
+            collector._failed()
             raise
         self._wait(held)
         return True

@@ -28,8 +28,8 @@ from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts
-from gleanrl.engine.pipeline import Pipeline, Sink, make_sink
-from gleanrl.recording.recorder import Recorder
+from gleanrl.engine.pipeline import Pipeline
+from gleanrl.engine.sink import Sink, make_sink
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.watch.watching import Watcher, Watching
 from gleanrl.weights.scheme import WeightSyncScheme
@@ -79,6 +79,10 @@ class EngineCollector(BaseCollector):
     _as_gathered = False
     """Whether batches are those of the engine. A class says so of itself: subclasses of the user's
     may do anything with them."""
+    _sink: Sink | None
+    """What takes batches in place of the user."""
+    _fills = False
+    """Whether workers store them there themselves."""
     _announced = False
     _touched = False
     """Whether a batch, an update of weights, a seed, a reset or a state was asked for."""
@@ -96,7 +100,6 @@ class EngineCollector(BaseCollector):
         options: Options,
         storing: torch.device | None,
         *,
-        fills: bool = False,
         stacked: bool = False,
     ) -> None:
         """Take the arguments that concern this process.
@@ -105,7 +108,6 @@ class EngineCollector(BaseCollector):
             arguments: The arguments.
             options: The groups made of them.
             storing: Where batches are delivered.
-            fills: Whether workers write into the replay buffer themselves.
             stacked: Whether the first dimension of batches is that of workers.
         """
         everything: Mapping[str, Any] = arguments
@@ -114,18 +116,14 @@ class EngineCollector(BaseCollector):
         self._worker_idx = arguments["worker_idx"]
         self._timeout = arguments["timeout"]
         self._watching = Watching(type(self).__name__, arguments["progress"], arguments["logger"])
-        self._fills = fills
         self.replay_buffer = arguments["replay_buffer"]
         self.storing_device = storing
         self.exploration_type = options.source.rollout.exploration
-        if isinstance(self.replay_buffer, Recorder) and options.extend:
-            sink: Sink | None = self.replay_buffer.sink
-        else:
-            sink = make_sink(self.replay_buffer, options.extend, stacked)
+        self._sink = make_sink(self.replay_buffer, options.extend, stacked)
         self._pipeline = Pipeline(
             options.trajectories,
             arguments["postproc"],
-            sink,
+            self._sink,
             storing,
             episodes_end=arguments["reset_at_each_iter"],
         )
@@ -146,8 +144,8 @@ class EngineCollector(BaseCollector):
             yield
             self._background = BackgroundFilling(self._engine, self._budget, self._timeout)
             self._updates.use(options.updater, self)
-            if isinstance(self.replay_buffer, Recorder):
-                self.replay_buffer.attach(self, self._env_to_record(), self._engine.num_envs)
+            if self._sink is not None:
+                self._sink.attach(self, self._env_to_record, self._engine.num_envs)
         except BaseException:
             self._watching.end_progress()
             self._engine.close(5.0)
@@ -181,9 +179,13 @@ class EngineCollector(BaseCollector):
             return "paused" if thread.paused else "collecting in the background"
         return "completed" if self._budget.exhausted else "collecting"
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> Mapping[str, Any]:
         """Return what ``gleanrl top`` shows."""
         return self._watching.status(repr(self), self.stats())
+
+    def _failed(self) -> None:
+        """Show that collection was ended by an exception."""
+        self._watching.failed(self._status)
 
     def _env_to_record(self) -> Any:
         """Return what a recording in this process is made of, ``None`` if that is elsewhere."""
@@ -213,7 +215,7 @@ class EngineCollector(BaseCollector):
                             f"an environment, the policy or a hook raised StopIteration: {err}"
                         ) from err
                     except BaseException:
-                        self._watching.end_progress()
+                        self._failed()
                         raise
                 held = [self._ready.popleft()]
             # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
@@ -246,7 +248,7 @@ class EngineCollector(BaseCollector):
             raise ClosedError("the collector was shut down while it collected")
         self._reports = reports
         self._batches += 1
-        self._watching.gathered(reports, self._models.number, asked, self.stats)
+        self._watching.gathered(reports, self._models.number, asked, self._status)
         return batch
 
     def _cut_short(self, reports: Rollouts) -> bool:
@@ -313,9 +315,10 @@ class EngineCollector(BaseCollector):
 
         Args:
             watcher: Gets the reports of the batch's rollouts, by worker, and the newest policy
-                version. It delays the batch.
+                version. It delays the batch. From now on it is up to it to show the collection:
+                ``gleanrl top`` does not.
         """
-        self._watching.watchers.append(watcher)
+        self._watching.delegate(watcher)
 
     def report(self, path: str | Path) -> None:
         """Write a page about the collection so far: one HTML file that needs no network.
@@ -396,7 +399,7 @@ class EngineCollector(BaseCollector):
     def is_running(self) -> bool:
         """Tell whether the collector collects in the background (also while paused)."""
         thread = self._background.thread
-        return thread is not None and thread.running
+        return thread is not None and thread.running and self._engine.failure is None
 
     def pause(self) -> AbstractContextManager[None]:
         """Suspend background collection for the length of a ``with`` block.
@@ -596,8 +599,8 @@ class EngineCollector(BaseCollector):
         seed = read_seed(seed)
         commands = self._seeds(seed, static_seed)
         last = self._restart(dict(commands))
-        if isinstance(self.replay_buffer, Recorder):
-            self.replay_buffer.seeded(seed, static_seed)
+        if self._sink is not None:
+            self._sink.seeded(seed, static_seed)
         # A worker that was lost does not answer: the last seed is that of the last environment.
         end = seed if static_seed else seed + self._engine.num_envs - 1
         return int(last.get(len(commands) - 1, end))

@@ -19,7 +19,8 @@ from gleanrl.collectors.workers import WorkersCollector
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, format_key
 from gleanrl.core.messages import Report
-from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
+from gleanrl.core.protocols import Source, SourceFactory, Stop
+from gleanrl.core.window import Window
 from gleanrl.engine.trajectories import WholeTrajectories
 from gleanrl.rollout.build import SourceBuilder
 

@@ -20,8 +20,9 @@ from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, Times
-from gleanrl.core.protocols import Array, Stop, Window
+from gleanrl.core.protocols import Stop
 from gleanrl.core.streams import preserved
+from gleanrl.core.window import Array, Window
 from gleanrl.memory.trees import copied
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.rollout.streams import Streams

@@ -14,14 +14,11 @@ from gleanrl.collectors.base import BaseCollector, PostHook, PreHook
 from gleanrl.core.keys import MASK, TIME
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
-from gleanrl.core.protocols import Source, SourceFactory, Stop, Window
+from gleanrl.core.protocols import Source, SourceFactory, Stop
+from gleanrl.core.window import Window
 from gleanrl.engine.pipeline import Pipeline
-from gleanrl.memory.arena import RolloutWindow
-from gleanrl.memory.replay.buffer import ReplayBuffer
-from gleanrl.memory.replay.storages import LazyTensorStorage
-from gleanrl.memory.replay.writers import RoundRobinWriter
+from gleanrl.engine.sink import Sink
 from gleanrl.memory.trees import tensordict_over
-from gleanrl.recording.recorder import Recorder
 from gleanrl.weights.snapshot import Shapes, cloned, weights_of
 
 
@@ -122,6 +119,11 @@ class WorkerCollector(BaseCollector):
             "num_envs": self.num_envs,
             "policy_version": self.policy_version,
         }
+
+    def explain(self) -> str:
+        """Say which parts of this worker are called as they are, and why."""
+        text: str = self._source.call("explain")
+        return text
 
     # -- weights and state -----------------------------------------------------------------------
 
@@ -287,15 +289,14 @@ class FillingFactory:
 
     factory: SourceFactory
     pipeline: Pipeline
-    """What rollouts go through there; its sink is the buffer."""
-    recorder: Recorder | None = None
-    """The buffer, if it is one that writes to disk."""
+    """What rollouts go through there."""
+    sink: Sink
+    """The end of it."""
 
     def __call__(self, worker: int) -> FillingSource:
         """Build the source and connect it to the buffer."""
         source = self.factory(worker)
-        if self.recorder is not None:
-            self.recorder.serve(worker, source.get("env"))
+        self.sink.serve(worker, source)
         return FillingSource(source, self.pipeline)
 
 
@@ -311,7 +312,7 @@ class FillingSource:
         # A collector of the user's class calls its hooks itself.
         self._hook = source.hand_over_hook() if isinstance(source, WorkerSource) else _no_hook
         self._layout = source.layout()
-        self._window: RolloutWindow | None = None
+        self._window: Window | None = None
         self._batch: TensorDictBase | None = None
         self._dropped = 0
 
@@ -338,9 +339,9 @@ class FillingSource:
         discarded = report.discarded + dropped
         return replace(report, discarded=discarded, payload=None)
 
-    def _memory(self, layout: Layout, steps: int) -> tuple[RolloutWindow, TensorDictBase]:
+    def _memory(self, layout: Layout, steps: int) -> tuple[Window, TensorDictBase]:
         if self._window is None or self._batch is None or self._window.steps != steps:
-            self._window = RolloutWindow.allocate(layout.fields, layout.num_envs, steps)
+            self._window = Window.allocate(layout.fields, layout.num_envs, steps)
             self._batch = batch_over(self._window, layout)
         return self._window, self._batch
 
@@ -370,24 +371,3 @@ class FillingSource:
 
 def _no_hook() -> None:
     return None
-
-
-def written_by_workers(buffer: Any, remote: bool) -> bool:
-    """Tell whether workers write into ``buffer`` themselves; it is shared then.
-
-    They do into a `Recorder`, also if they are ``remote``, unless it is to be in the learner.
-    Rows of several workers go where there is room, so it has to be a buffer of rows, not one of
-    ``[env, time]`` or one that keeps the best, on the CPU, and one of ours: others are extended
-    by the learner.
-    """
-    if isinstance(buffer, Recorder):
-        return buffer.where == "workers"
-    if remote or not isinstance(buffer, ReplayBuffer):
-        return False
-    storage = buffer.storage
-    if not isinstance(storage, LazyTensorStorage) or storage.ndim != 1:
-        return False
-    if not isinstance(buffer.writer, RoundRobinWriter) or storage.device.type != "cpu":
-        return False
-    buffer.share()
-    return True

@@ -31,7 +31,6 @@ from gleanrl.collectors.worker import (
     FillingFactory,
     WorkerFactory,
     WorkerRole,
-    written_by_workers,
 )
 from gleanrl.core import messages as m
 from gleanrl.core import paths
@@ -43,7 +42,6 @@ from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.engine import MakeBackend
 from gleanrl.engine.models import WeightSync
 from gleanrl.engine.replacing import Replacements, reseeded
-from gleanrl.recording.recorder import Recorder
 from gleanrl.rollout.build import Initialised, SourceBuilder
 from gleanrl.transport.network import NetworkBackend
 
@@ -181,9 +179,8 @@ class WorkersCollector(EngineCollector):
         )
         cat = per_worker.read_cat(arguments["cat_results"], plan.sync)
         stacked = plan.sync and cat is None
-        buffer = arguments["replay_buffer"]
-        fills = options.extend and written_by_workers(buffer, plan.remote)
-        self._take(shared, options, self._devices.storing(), fills=fills, stacked=stacked)
+        self._take(shared, options, self._devices.storing(), stacked=stacked)
+        self._fills = self._sink is not None and self._sink.by_workers(plan.remote)
         self._settings["create_env_fn"] = plan.create_env_fn
         self.policy_device = self._devices.policies()
         self.env_device = [device.env for device in self._devices.plans]
@@ -289,9 +286,8 @@ class WorkersCollector(EngineCollector):
                     more["init_fn"], init_fn = init_fn, None
                 nested = replace(nested, create_env_fn=functions, kwargs={**nested.kwargs, **more})
             factory = nested
-        if self._fills:
-            recorder = self.replay_buffer if isinstance(self.replay_buffer, Recorder) else None
-            factory = FillingFactory(factory, self._pipeline, recorder)
+        if self._sink is not None and self._fills:
+            factory = FillingFactory(factory, self._pipeline, self._sink)
         return factory if init_fn is None else Initialised(init_fn, factory)
 
     def _set_up(

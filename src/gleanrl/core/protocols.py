@@ -5,16 +5,14 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import EnvLayout, Field, Layout
 from gleanrl.core.messages import Command, Reply, Report, Snapshot, WeightsRef
-
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+from gleanrl.core.window import Array, Window
 
 
 class Stop(Protocol):
@@ -40,31 +38,6 @@ class Spec(Protocol):
 
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
         """Draw ``[*shape, *self.shape]`` values from torch's global generator."""
-
-
-class Window(Protocol):
-    """``[P, T, ...]`` memory of one rollout, seen as one tensor or as rows per step."""
-
-    envs: int
-    steps: int
-
-    def keys(self) -> Sequence[Key]:
-        """Return the fields this window has."""
-
-    def tensor(self, key: Key) -> torch.Tensor:
-        """Return the field as ``[P, T, ...]``."""
-
-    def array(self, key: Key) -> Array:
-        """Return the field as a numpy array over the same memory, ``[P, T, ...]``."""
-
-    def rows(self, key: Key) -> list[Array]:
-        """Return ``T`` numpy views ``[P, ...]``, one per step."""
-
-    def tensor_rows(self, key: Key) -> Sequence[torch.Tensor]:
-        """Return ``T`` tensor views ``[P, ...]``, one per step."""
-
-    def zero_from(self, step: int) -> None:
-        """Zero every field from ``step`` on."""
 
 
 class EnvBatch(Protocol):

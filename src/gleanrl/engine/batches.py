@@ -13,7 +13,8 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, GleanError
 from gleanrl.core.keys import TIME, format_key
 from gleanrl.core.layout import Layout
-from gleanrl.core.protocols import Array, SharedMemory
+from gleanrl.core.protocols import SharedMemory
+from gleanrl.core.window import Array
 from gleanrl.memory.arena import Arena, Views
 from gleanrl.memory.shared import check_memory
 from gleanrl.memory.slab import Order, Slab

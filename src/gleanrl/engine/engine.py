@@ -16,16 +16,16 @@ from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, Worke
 from gleanrl.core.layout import Layout
 from gleanrl.core.options import FrameBudget
 from gleanrl.core.protocols import Backend, SourceFactory
+from gleanrl.core.window import Window
 from gleanrl.engine.batches import BatchOptions, BatchPlan
 from gleanrl.engine.budget import Budget, Tally
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather
-from gleanrl.memory.arena import RolloutWindow
 from gleanrl.transport.waiting import Deferred, FairLock, Turn
 
 _EPISODES = 1 << 32
 """Trajectories that each environment of a worker may begin in one of the worker's lives."""
-MakeBackend = Callable[[Callable[[m.WindowRef], RolloutWindow]], Backend]
+MakeBackend = Callable[[Callable[[m.WindowRef], Window]], Backend]
 
 
 class Engine:
@@ -163,9 +163,9 @@ class Engine:
         assert isinstance(self._gather, AsyncGather)
         self._gather.renew(worker)
 
-    def _open_window(self, reference: m.WindowRef) -> RolloutWindow:
+    def _open_window(self, reference: m.WindowRef) -> Window:
         if not reference.blocks:  # a source without fixed layout writes no window
-            return RolloutWindow({}, reference.envs, reference.steps)
+            return Window({}, reference.envs, reference.steps)
         return self.batches.arenas[reference.arena].window(reference)
 
     def collect(

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -14,16 +13,15 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import MASK, as_key, is_private
+from gleanrl.core.keys import as_key, is_private
 from gleanrl.core.options import TrajectoryOptions, users_stacklevel
+from gleanrl.engine.sink import Sink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
 
 _MOST_FRUITLESS = 100
 """Batches without a whole trajectory after which the user is warned that none will come."""
 PostProc: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 Hook: TypeAlias = Callable[[Any], None]
-Sink: TypeAlias = Callable[[TensorDictBase], int]
-"""Stores a finished batch; returns how many of its valid frames it could not store."""
 
 
 class Pipeline:
@@ -136,7 +134,7 @@ class Pipeline:
             hook(batch)
         if self._sink is None:
             return batch
-        self._not_stored += self._sink(batch)
+        self._not_stored += self._sink.store(batch)
         return None
 
     def forget(self) -> None:
@@ -161,77 +159,3 @@ def _checked(postproc: PostProc) -> PostProc:
         return result
 
     return stage
-
-
-def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
-    """Return what stores batches in ``buffer``; ``None`` if there is none.
-
-    Args:
-        buffer: Where batches go.
-        extend: Whole batches at once; else step by step.
-        stacked: Whether the first dimension of batches is that of workers.
-
-    Raises:
-        ConfigError: the buffer has no method to store them with.
-    """
-    if buffer is None:
-        return None
-    method = getattr(buffer, "extend" if extend else "add", None)
-    if not callable(method):
-        raise ConfigError(
-            f"replay_buffer ({type(buffer).__name__}) has no {'extend' if extend else 'add'}() "
-            "method; give a replay buffer"
-        )
-    if not extend:
-        return partial(_add_steps, method, stacked)
-    storage = getattr(buffer, "storage", None)  # TorchRL's buffers have one, too
-    two_dims = getattr(storage, "ndim", 1) == 2
-    return partial(_extend_env_time if two_dims else _extend_rows, method)
-
-
-def _extend_rows(extend: Hook, batch: TensorDictBase) -> int:
-    """Store the valid frames of ``batch``, its leading dimensions flattened into rows."""
-    rows = batch.reshape(-1)
-    mask = batch.get(MASK, None)
-    # Padding and what a stopped rollout never reached are no data.
-    extend(rows if mask is None else rows[mask.reshape(-1)])
-    return 0
-
-
-def _extend_env_time(extend: Hook, batch: TensorDictBase) -> int:
-    """Store ``batch`` as ``[env, time]``, up to where rollouts were stopped.
-
-    Raises:
-        ConfigError: environments that were stopped at different steps.
-    """
-    whole = batch.reshape(-1, batch.shape[-1])
-    mask = whole.get(MASK, None)
-    if mask is not None:
-        if not bool((mask == mask[:1]).all()):
-            raise ConfigError(
-                "the environments of this batch have different numbers of valid steps, which a "
-                "storage of [env, time] cannot hold; give a storage with ndim=1"
-            )
-        whole = whole[:, mask[0]]
-    extend(whole)
-    return 0
-
-
-def _add_steps(add: Hook, stacked: bool, batch: TensorDictBase) -> int:
-    """Add the steps of ``batch``, each with the frames of all environments of a worker.
-
-    An element has one frame of every environment. Frames of steps that some environments of the
-    worker did not reach have no element.
-    """
-    parts = batch.unbind(0) if stacked else (batch,)
-    mask = batch.get(MASK, None)
-    if mask is None:
-        for step in range(batch.shape[-1]):
-            for part in parts:
-                add(part[..., step])
-        return 0
-    valid = mask.reshape(len(parts), -1, mask.shape[-1])
-    whole = valid.all(1)
-    for step, worker in whole.T.nonzero().tolist():
-        add(parts[worker][..., step])
-    return int((valid & ~whole.unsqueeze(1)).sum())

@@ -442,7 +442,6 @@ class EnvBase(nn.Module, abc.ABC):
         *,
         actions: Iterable[Any] | None = None,
         auto_reset: bool = True,
-        auto_cast_to_device: bool = False,
         break_when_any_done: bool | None = None,
         break_when_all_done: bool | None = None,
         return_contiguous: bool | None = False,
@@ -462,7 +461,6 @@ class EnvBase(nn.Module, abc.ABC):
             callback: Called with this environment and each finished step.
             actions: Taken one after the other instead of asking a policy.
             auto_reset: Start with `reset`; otherwise with ``tensordict``.
-            auto_cast_to_device: Hand data to the policy on its device.
             break_when_any_done: Stop where an episode ends; the default. Otherwise it is reset and
                 goes on.
             break_when_all_done: Stop once every environment has ended; one that has repeats its
@@ -490,8 +488,6 @@ class EnvBase(nn.Module, abc.ABC):
             if policy is not None:
                 raise ConfigError("actions and policy exclude each other")
             policy = _Recorded(actions, self.action_key)
-        if auto_cast_to_device and policy is not None:
-            policy = _moving(policy, self.device)
         any_done = not break_when_all_done if break_when_any_done is None else break_when_any_done
         root = self.reset() if auto_reset or tensordict is None else tensordict
         take = self._take_until_all if break_when_all_done else self._take_steps
@@ -727,18 +723,3 @@ class _Recorded:
         if isinstance(action, TensorDictBase):
             return tensordict.update(action)
         return tensordict.set(self._key, torch.as_tensor(action))
-
-
-def _moving(policy: TensorDictPolicy, back: torch.device | None) -> TensorDictPolicy:
-    """Return ``policy``, called with data on its device."""
-    tensors = policy.parameters() if isinstance(policy, nn.Module) else iter(())
-    device = next((tensor.device for tensor in tensors), None)
-    if device is None:
-        return policy
-
-    def call(tensordict: TensorDictBase) -> Any:
-        moved = tensordict.to(device)
-        found = policy(moved)
-        return (moved if found is None else found).to(back or "cpu")
-
-    return call

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -16,15 +15,12 @@ from tensordict import TensorDict, TensorDictBase
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
 from gleanrl.core.options import InfoKeys, check_int, check_observation_dtype
-from gleanrl.core.protocols import Array, Window
+from gleanrl.core.window import Array, Window
 from gleanrl.envs.base import OwnBatch
-from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_gym, make_one
+from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_one
 from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymOptions, GymSource
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
-from gleanrl.memory.arena import RolloutWindow
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @stock
@@ -106,7 +102,7 @@ class GymEnv(OwnBatch):
         self.batch = GymnasiumEnv(source)
         """What steps them. Internal to the package."""
         shown, count = self.batch.layout.observations, len(self._envs)
-        now, window = (RolloutWindow.allocate(shown, count, 1) for _ in range(2))
+        now, window = (Window.allocate(shown, count, 1) for _ in range(2))
         self._now: Window = now
         self.batch.bind(window, now)
         super().__init__(device=device, batch_size=source.batch_shape)
@@ -186,10 +182,8 @@ GymWrapper = GymEnv
 
 
 def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
-    if is_id(given):
-        return make_gym(given, **kwargs)
-    if not isinstance(given, gym.Env) and callable(given):
-        given = given(**kwargs)
+    if not isinstance(given, gym.Env) and (is_id(given) or callable(given)):
+        given = make_one(given, kwargs)
     elif kwargs and kwargs != {"render_mode": "rgb_array"}:
         raise ConfigError(
             f"arguments {sorted(kwargs)} are for making an environment; a "
@@ -297,7 +291,7 @@ class Pixels(gym.Wrapper[Any, Any, Any, Any]):
         return picture
 
 
-class set_gym_backend:
+class set_gym_backend(contextlib.ContextDecorator):
     """Choose the library behind `GymEnv`; there is one. Use as ``.set()``, context or decorator."""
 
     def __init__(self, backend: Any) -> None:
@@ -319,20 +313,5 @@ class set_gym_backend:
     def __enter__(self) -> set_gym_backend:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return
-
-    def __call__(self, function: F) -> F:
-        """Return ``function`` wrapped to run with this backend."""
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return run  # type: ignore[return-value]  # same signature by construction

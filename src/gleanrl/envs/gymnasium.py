@@ -16,7 +16,8 @@ from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import InfoKeys, check_int
-from gleanrl.core.protocols import Array, Spec, Window
+from gleanrl.core.protocols import Spec
+from gleanrl.core.window import Array, Window
 from gleanrl.envs.spaces import Actions, Leaf, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded
 from gleanrl.envs.stock import is_stock
@@ -28,7 +29,7 @@ from gleanrl.envs.validation import (
     not_five,
     write_rewards,
 )
-from gleanrl.envs.writers import FieldWriter, InfoWriter, info_fields, leaf_writer
+from gleanrl.envs.writers import FieldWriter, InfoWriter, LeafWriter, info_fields
 
 FLAGS = (DONE, TERMINATED, TRUNCATED)
 """The end flags of a Gymnasium environment."""
@@ -67,6 +68,14 @@ class WindowEnv(Generic[W]):
     """What the adapters of single and of vectorised environments share: fields and actions."""
 
     can_cut = True
+    _leaf_writer: Callable[[Leaf, Field, bool], W]
+    """Makes what writes one array of the observation."""
+    _info_writer: Callable[[str, Field], W]
+    """Makes what writes one entry of ``info``."""
+    _batched = False
+    """Whether one call steps all environments."""
+    _draw_ahead: int | None = None
+    """Rows of random actions to draw at once; ``None`` for all of a rollout."""
 
     def __init__(
         self,
@@ -74,11 +83,6 @@ class WindowEnv(Generic[W]):
         acted: gym.Space[Any],
         batch_shape: tuple[int, ...],
         options: GymOptions,
-        *,
-        leaf_writer: Callable[[Leaf, Field], W],
-        info_writer: Callable[[str, Field], W],
-        batched: bool,
-        draw_ahead: int | None = None,
     ) -> None:
         """Read the spaces of one environment.
 
@@ -87,10 +91,6 @@ class WindowEnv(Generic[W]):
             acted: Its action space.
             batch_shape: ``()`` or ``(P,)``.
             options: How data are stored.
-            leaf_writer: Makes what writes one array of the observation.
-            info_writer: Makes what writes one entry of ``info``.
-            batched: Whether one call steps all environments.
-            draw_ahead: Rows of random actions to draw at once; ``None`` for all of a rollout.
 
         Raises:
             ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
@@ -99,12 +99,16 @@ class WindowEnv(Generic[W]):
         self._leaves = observation_leaves(observed)
         fields = [leaf_field(leaf, options.observation_dtype) for leaf in self._leaves]
         infos = info_fields(options.info_keys, fields)
-        info_writers = [info_writer(name, field) for name, field in infos.items()]
-        leaf_writers = [leaf_writer(*pair) for pair in zip(self._leaves, fields, strict=True)]
+        casts = options.observation_dtype is not None
+        info_writers = [self._info_writer(name, field) for name, field in infos.items()]
+        leaf_writers = [
+            self._leaf_writer(leaf, field, casts)
+            for leaf, field in zip(self._leaves, fields, strict=True)
+        ]
         self._writers: list[W] = [*leaf_writers, *info_writers]
         self._unsettled: list[Any] = info_writers
         envs = math.prod(batch_shape)
-        self._actions = Actions(acted, envs, options.categorical, batched, draw_ahead)
+        self._actions = Actions(acted, envs, options.categorical, self._batched, self._draw_ahead)
         self.random = self._actions.random
         """Writes random actions into row ``t``."""
         self.action_specs: Mapping[Key, Spec] = self._actions.specs
@@ -162,6 +166,9 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
     which reset nothing unless asked to.
     """
 
+    _leaf_writer = LeafWriter
+    _info_writer = InfoWriter
+
     def __init__(self, source: GymSource, *, inner: Any = None, around: Sequence[Any] = ()) -> None:
         """Take over the environments of ``source``.
 
@@ -177,13 +184,7 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
         self._envs = list(source.envs)
         first = self._envs[0]
         super().__init__(
-            first.observation_space,
-            first.action_space,
-            source.batch_shape,
-            source.options,
-            leaf_writer=leaf_writer,
-            info_writer=InfoWriter,
-            batched=False,
+            first.observation_space, first.action_space, source.batch_shape, source.options
         )
         self._source = source
         self._inner = inner

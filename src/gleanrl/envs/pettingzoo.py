@@ -19,7 +19,7 @@ from gleanrl.core.errors import ConfigError, EnvError, UnknownEnvError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
 from gleanrl.core.layout import Group
 from gleanrl.core.options import check_int
-from gleanrl.core.protocols import Array
+from gleanrl.core.window import Array
 from gleanrl.envs.base import OwnBatch
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded

@@ -17,7 +17,7 @@ from gleanrl.envs.base import EnvBase, OwnBatch
 from gleanrl.envs.factory import EnvFactory, check_ignored, closed_on_error, per_env
 from gleanrl.envs.gym_env import GymEnv, make_tensordict_env
 from gleanrl.envs.gymnasium import GymSource
-from gleanrl.envs.stock import Methods, is_stock, stock
+from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import (
     EndFlags,
     is_tensordict_env,
@@ -193,14 +193,10 @@ class SerialEnv(OwnBatch):
 
 def _draws_itself(env: Any) -> bool:
     """Tell whether an environment of ours, or one in it, has a `rand_action` of its own."""
-    if isinstance(env, SerialEnv):
-        own = not _SERIAL_DRAWING.kept_by(type(env), env)
-        return own or any(map(_draws_itself, env.members))
-    return isinstance(env, EnvBase) and not _DRAWING.kept_by(type(env), env)
-
-
-_DRAWING = Methods(EnvBase, ["rand_action"])
-_SERIAL_DRAWING = Methods(SerialEnv, ["rand_action"])
+    draws = getattr(env.rand_action, "__func__", None)
+    if isinstance(env, SerialEnv) and draws is SerialEnv.rand_action:
+        return any(map(_draws_itself, env.members))
+    return isinstance(env, EnvBase) and draws is not EnvBase.rand_action
 
 
 def _check_alike(envs: Sequence[Any]) -> None:

@@ -19,7 +19,8 @@ from gymnasium import spaces
 from gleanrl.core.errors import ConfigError, PolicyError
 from gleanrl.core.keys import ACTION, OBSERVATION, Key, format_key
 from gleanrl.core.layout import Field
-from gleanrl.core.protocols import Array, Spec, Window
+from gleanrl.core.protocols import Spec
+from gleanrl.core.window import Array, Window
 from gleanrl.envs.specs import Binary, Bounded, Categorical, MultiCategorical, OneHot, TensorSpec
 
 Path: TypeAlias = tuple[str | int, ...]

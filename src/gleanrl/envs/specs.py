@@ -45,16 +45,47 @@ def _size(shape: Size) -> torch.Size:
     return torch.Size((shape,) if isinstance(shape, int) else shape)
 
 
-class _Spec:
-    """What leaf specs and groups of specs share: TorchRL's further names for one thing."""
+class TensorSpec:
+    """Base of all specs: any tensor of one shape and dtype."""
 
-    shape: torch.Size
+    stepwise = False
+    """Whether ``rand([T, P])`` equals ``T`` calls of ``rand([P])`` draw for draw."""
 
-    rand: Callable[..., Any]
-    zero: Callable[..., Any]
-    one: Callable[..., Any]
-    is_in: Callable[..., bool]
-    to: Callable[..., Any]
+    def __init__(
+        self, shape: Size = (), device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Describe tensors of ``shape`` and ``dtype`` on ``device`` (CPU by default)."""
+        self.shape = _size(shape)
+        self.device: Any = torch.device("cpu" if device is None else device)
+        self.dtype: Any = torch.get_default_dtype() if dtype is None else dtype
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions there are; of a group, how many leading ones."""
+        return len(self.shape)
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def rand(self, shape: Size = ()) -> Any:
+        """Draw ``[*shape, *self.shape]`` values.
+
+        Here floats are standard normal, flags fair, and whole numbers any that there are.
+        """
+        size = (*_size(shape), *self.shape)
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            return torch.randn(size, dtype=self.dtype, device=self.device)
+        if self.dtype == torch.bool:
+            return torch.randint(2, size, device=self.device).bool()
+        found = torch.iinfo(self.dtype)
+        return torch.randint(found.min, found.max, size, dtype=self.dtype, device=self.device)
+
+    def zero(self, shape: Size = ()) -> Any:
+        """Return zeros ``[*shape, *self.shape]`` (in range or not)."""
+        return torch.zeros((*_size(shape), *self.shape), dtype=self.dtype, device=self.device)
+
+    def one(self, shape: Size = ()) -> Any:
+        """Return ones ``[*shape, *self.shape]`` (in range or not)."""
+        return torch.ones((*_size(shape), *self.shape), dtype=self.dtype, device=self.device)
 
     def sample(self, shape: Size = ()) -> Any:
         """Draw values, as `rand`."""
@@ -68,65 +99,6 @@ class _Spec:
         """Return ones, as `one`."""
         return self.one(shape)
 
-    def contains(self, value: Any) -> bool:
-        """Tell whether ``value`` belongs to the set, as `is_in`."""
-        return self.is_in(value)
-
-    def assert_is_in(self, value: Any) -> None:
-        """Raise an `AssertionError` unless ``value`` belongs to the set."""
-        if not self.is_in(value):
-            raise AssertionError(f"{value} is not in {self}")
-
-    def cpu(self) -> Any:
-        """Return the same spec on the CPU."""
-        return self.to("cpu")
-
-    def cuda(self, device: int | None = None) -> Any:
-        """Return the same spec on a GPU."""
-        return self.to("cuda" if device is None else f"cuda:{device}")
-
-    @property
-    def ndim(self) -> int:
-        """How many dimensions there are; of a group, how many leading ones."""
-        return len(self.shape)
-
-    def ndimension(self) -> int:
-        """Return `ndim`."""
-        return self.ndim
-
-    __hash__ = None  # type: ignore[assignment]  # specs are compared by value and hold tensors
-
-
-class TensorSpec(_Spec):
-    """Base of the leaf specs: any tensor of one shape and dtype."""
-
-    stepwise = False
-    """Whether ``rand([T, P])`` equals ``T`` calls of ``rand([P])`` draw for draw."""
-    _last = 0
-    """How many of the last dimensions belong together: views and indices leave them alone."""
-
-    def __init__(
-        self, shape: Size = (), device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        """Describe tensors of ``shape`` and ``dtype`` on ``device`` (CPU by default)."""
-        self.shape = _size(shape)
-        self.device = torch.device("cpu" if device is None else device)
-        self.dtype: Any = torch.get_default_dtype() if dtype is None else dtype
-
-    # -- values ----------------------------------------------------------------------------------
-
-    def rand(self, shape: Size = ()) -> Any:
-        """Draw ``[*shape, *self.shape]`` values: standard normal, cast to the dtype."""
-        return torch.randn((*_size(shape), *self.shape), device=self.device).to(self.dtype)
-
-    def zero(self, shape: Size = ()) -> Any:
-        """Return zeros ``[*shape, *self.shape]`` (in range or not)."""
-        return torch.zeros((*_size(shape), *self.shape), dtype=self.dtype, device=self.device)
-
-    def one(self, shape: Size = ()) -> Any:
-        """Return ones ``[*shape, *self.shape]`` (in range or not)."""
-        return torch.ones((*_size(shape), *self.shape), dtype=self.dtype, device=self.device)
-
     def is_in(self, value: Any) -> bool:
         """Tell whether ``value`` (with any leading dimensions) belongs to the set."""
         if not isinstance(value, torch.Tensor):
@@ -134,14 +106,19 @@ class TensorSpec(_Spec):
         trailing = value.shape[value.ndim - len(self.shape) :]
         return value.dtype == self.dtype and trailing == self.shape
 
-    def project(self, value: torch.Tensor) -> torch.Tensor:
+    def assert_is_in(self, value: Any) -> None:
+        """Raise an `AssertionError` unless ``value`` belongs to the set."""
+        if not self.is_in(value):
+            raise AssertionError(f"{value} is not in {self}")
+
+    def project(self, value: Any) -> Any:
         """Return ``value``, moved into the set if it is not there."""
         return value if self.is_in(value) else self._project(value)
 
     def _project(self, value: torch.Tensor) -> torch.Tensor:
         return value
 
-    def encode(self, value: Any, *, ignore_device: bool = False) -> torch.Tensor:
+    def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
         """Return numbers, arrays or tensors as a tensor of this dtype, and device unless ignored.
 
         Raises:
@@ -158,13 +135,13 @@ class TensorSpec(_Spec):
             found = found.reshape(self.shape)
         return found
 
-    def to_numpy(self, value: torch.Tensor, safe: bool | None = None) -> Any:
+    def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
         """Return ``value`` as a numpy array; ``safe`` checks first that it is in the set."""
         if safe:
             self.assert_is_in(value)
         return value.detach().cpu().numpy()
 
-    def type_check(self, value: torch.Tensor, key: NestedKey | None = None) -> None:
+    def type_check(self, value: Any, key: NestedKey | None = None) -> None:
         """Check the dtype of ``value``.
 
         Raises:
@@ -179,15 +156,6 @@ class TensorSpec(_Spec):
         """What values are chosen from."""
         low, high = (torch.full(self.shape, bound) for bound in (-torch.inf, torch.inf))
         return Interval(low, high)
-
-    @property
-    def domain(self) -> str:
-        """Whether values are ``"continuous"`` or ``"discrete"``."""
-        return "continuous" if self.dtype.is_floating_point else "discrete"
-
-    def cardinality(self) -> float | int:
-        """Return how many different values there are."""
-        return math.inf
 
     # -- other specs -----------------------------------------------------------------------------
 
@@ -204,52 +172,15 @@ class TensorSpec(_Spec):
             moved.device = torch.device("cpu" if dest is None else dest)
         return moved
 
+    def cpu(self) -> Any:
+        """Return the same spec on the CPU."""
+        return self.to("cpu")
+
     def expand(self, *shape: Any) -> Any:
         """Return the same spec with leading dimensions added; ``shape`` is the new whole shape."""
-        wide = _size(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        return self._viewed(lambda tensor: tensor.expand(wide))
-
-    def unsqueeze(self, dim: int) -> Any:
-        """Return the same spec with a dimension of size one at ``dim``."""
-        return self._viewed(lambda tensor: tensor.unsqueeze(dim))
-
-    def squeeze(self, dim: int | None = None) -> Any:
-        """Return the same spec without dimensions of size one."""
-        return self._viewed(lambda t: t.squeeze() if dim is None else t.squeeze(dim))
-
-    def reshape(self, *shape: Any) -> Any:
-        """Return the same spec in another shape."""
-        return self._viewed(lambda tensor: tensor.reshape(*shape))
-
-    def view(self, *shape: Any) -> Any:
-        """Return the same spec in another shape."""
-        return self.reshape(*shape)
-
-    def flatten(self, start_dim: int, end_dim: int) -> Any:
-        """Return the same spec with dimensions put together."""
-        return self._viewed(lambda tensor: tensor.flatten(start_dim, end_dim))
-
-    def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
-        """Return the same spec with a dimension taken apart."""
-        where = dim % self.ndim
-        return self.reshape((*self.shape[:where], *sizes, *self.shape[where + 1 :]))
-
-    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
-        """Return the specs of the slices along ``dim``."""
-        where = (slice(None),) * (dim % self.ndim)
-        return tuple(self[(*where, index)] for index in range(self.shape[dim]))
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._viewed(lambda tensor: tensor[index])
-
-    def _viewed(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        shape = view(torch.empty(self.shape, device="meta")).shape
-        last = self._last
-        if last and shape[len(shape) - last :] != self.shape[len(self.shape) - last :]:
-            raise ConfigError(f"the last dimensions of {self} belong together; they cannot change")
-        other = copy.copy(self)
-        other.shape = shape
-        return other
+        wide = copy.copy(self)
+        wide.shape = torch.empty(self.shape, device="meta").expand(*shape).shape
+        return wide
 
     def _details(self) -> str:
         return ""
@@ -271,8 +202,6 @@ class TensorSpec(_Spec):
             for k in mine
         )
 
-    __hash__ = None
-
 
 class Unbounded(TensorSpec):
     """Any tensor of one shape and dtype."""
@@ -282,16 +211,6 @@ class Unbounded(TensorSpec):
     ) -> None:
         """Describe tensors of ``shape`` and ``dtype``."""
         super().__init__(shape, device, dtype)
-
-    def rand(self, shape: Size = ()) -> torch.Tensor:
-        """Draw: floats standard normal, flags fairly, whole numbers from all that there are."""
-        size = (*_size(shape), *self.shape)
-        if self.dtype.is_floating_point or self.dtype.is_complex:
-            return torch.randn(size, dtype=self.dtype, device=self.device)
-        if self.dtype == torch.bool:
-            return torch.randint(2, size, device=self.device).bool()
-        found = torch.iinfo(self.dtype)
-        return torch.randint(found.min, found.max, size, dtype=self.dtype, device=self.device)
 
 
 class Bounded(TensorSpec):
@@ -332,9 +251,6 @@ class Bounded(TensorSpec):
         self.low, self.high = (
             bound.to(self.device, self.dtype).expand(self.shape) for bound in bounds
         )
-        self._find_stepwise()
-
-    def _find_stepwise(self) -> None:
         finite = torch.isfinite(self.low.double()) & torch.isfinite(self.high.double())
         self.stepwise = bool(finite.all())
 
@@ -346,7 +262,7 @@ class Bounded(TensorSpec):
     def rand(self, shape: Size = ()) -> torch.Tensor:
         """Draw uniformly; where a side is infinite, exponentially or normally."""
         size = (*_size(shape), *self.shape)
-        low, high = self.low.to(self.device), self.high.to(self.device)
+        low, high = self.low, self.high
         if not self.dtype.is_floating_point:
             draw = torch.rand(size, dtype=torch.float64, device=self.device)
             span = high.to(torch.float64) - low.to(torch.float64) + 1
@@ -383,33 +299,22 @@ class Bounded(TensorSpec):
         moved.low, moved.high = (x.to(moved.device, moved.dtype) for x in (self.low, self.high))
         return moved
 
-    def cardinality(self) -> float | int:
-        """Return how many different values there are."""
-        if self.dtype.is_floating_point:
-            return math.inf
-        return int((self.high.long() - self.low.long() + 1).prod())
-
-    def _viewed(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Bounded:
-        other: Bounded = super()._viewed(view)
-        other.low, other.high = view(self.low), view(self.high)
-        other._find_stepwise()
-        return other
+    def expand(self, *shape: Any) -> Bounded:
+        """Return the same spec with leading dimensions added; ``shape`` is the new whole shape."""
+        wide: Bounded = super().expand(*shape)
+        wide.low, wide.high = self.low.expand(wide.shape), self.high.expand(wide.shape)
+        return wide
 
     def _details(self) -> str:
         return f"low={self.low.flatten()[:3].tolist()}, high={self.high.flatten()[:3].tolist()}, "
 
 
-class _Choice(TensorSpec):
-    """One of ``n`` values per element, as an index or as a one-hot vector."""
+class _Choice:
+    """What the two specs of one of ``n`` values per element share."""
 
     stepwise = True
-
-    def __init__(
-        self, n: int, shape: Size, device: Device, dtype: torch.dtype, mask: torch.Tensor | None
-    ) -> None:
-        super().__init__(shape, device, dtype)
-        self.n = int(n)
-        self.update_mask(mask)
+    n: int
+    mask: torch.Tensor | None = None
 
     def update_mask(self, mask: torch.Tensor | None) -> None:
         """Set which values are allowed now, ``[..., n]``; ``None`` for all."""
@@ -420,21 +325,12 @@ class _Choice(TensorSpec):
         """How many values there are."""
         return Choices(self.n)
 
-    @property
-    def _index_shape(self) -> torch.Size:
-        return self.shape[: self.ndim - self._last]
-
-    def cardinality(self) -> int:
-        """Return how many different values there are."""
-        return int(self.n ** math.prod(self._index_shape))
-
-    def _draw(self, shape: Size) -> torch.Tensor:
+    def _draw(self, size: torch.Size, device: torch.device) -> torch.Tensor:
         """Draw indices uniformly among those that are allowed."""
-        size = torch.Size((*_size(shape), *self._index_shape))
         if self.mask is None:
-            return torch.randint(self.n, size, device=self.device)
+            return torch.randint(self.n, size, device=device)
         weights = self.mask.expand(*size, self.n).reshape(-1, self.n).float()
-        return torch.multinomial(weights, 1).reshape(size).to(self.device)
+        return torch.multinomial(weights, 1).reshape(size).to(device)
 
     def _allows(self, index: torch.Tensor) -> bool:
         if self.mask is None:
@@ -446,7 +342,7 @@ class _Choice(TensorSpec):
         return f"n={self.n}, "
 
 
-class Categorical(_Choice):
+class Categorical(_Choice, TensorSpec):
     """Indices ``0 .. n - 1``."""
 
     def __init__(
@@ -466,11 +362,13 @@ class Categorical(_Choice):
             dtype: Of the tensors.
             mask: Which of the ``n`` values are allowed now.
         """
-        super().__init__(n, () if shape is None else shape, device, dtype, mask)
+        super().__init__(() if shape is None else shape, device, dtype)
+        self.n = int(n)
+        self.update_mask(mask)
 
     def rand(self, shape: Size = ()) -> torch.Tensor:
         """Draw uniformly among the indices that are allowed."""
-        return self._draw(shape).to(self.dtype)
+        return self._draw(torch.Size((*_size(shape), *self.shape)), self.device).to(self.dtype)
 
     def is_in(self, value: Any) -> bool:
         """Tell whether every index is in range and allowed."""
@@ -480,26 +378,9 @@ class Categorical(_Choice):
     def _project(self, value: torch.Tensor) -> torch.Tensor:
         return value.round().clamp(0, self.n - 1).to(self.dtype)
 
-    def enumerate(self, use_mask: bool = False) -> torch.Tensor:
-        """Return all values along a new first dimension."""
-        values = torch.arange(self.n, dtype=self.dtype, device=self.device)
-        return values.view(-1, *[1] * self.ndim).expand(self.n, *self.shape)
 
-    def to_one_hot(self, value: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
-        """Return indices as one-hot vectors."""
-        if safe:
-            self.assert_is_in(value)
-        return _one_hot(value.long(), self.n).bool()
-
-    def to_one_hot_spec(self) -> OneHot:
-        """Return the spec of the same choice as one-hot vectors."""
-        return OneHot(self.n, (*self.shape, self.n), self.device)
-
-
-class OneHot(_Choice):
+class OneHot(_Choice, TensorSpec):
     """One-hot vectors of ``n`` elements along the last dimension."""
-
-    _last = 1
 
     def __init__(
         self,
@@ -520,11 +401,14 @@ class OneHot(_Choice):
             use_register: Accepted for compatibility; without effect.
             mask: Which of the ``n`` values are allowed now.
         """
-        super().__init__(n, (n,) if shape is None else shape, device, dtype, mask)
+        super().__init__((n,) if shape is None else shape, device, dtype)
+        self.n = int(n)
+        self.update_mask(mask)
 
     def rand(self, shape: Size = ()) -> torch.Tensor:
         """Draw uniformly among the vectors that are allowed."""
-        return _one_hot(self._draw(shape), self.n).to(self.dtype)
+        index = self._draw(torch.Size((*_size(shape), *self.shape[:-1])), self.device)
+        return _one_hot(index, self.n).to(self.dtype)
 
     def is_in(self, value: Any) -> bool:
         """Tell whether ``value`` is one-hot, and allowed."""
@@ -546,22 +430,7 @@ class OneHot(_Choice):
 
     def to_numpy(self, value: torch.Tensor, safe: bool | None = None) -> Any:
         """Return the indices of one-hot vectors as a numpy array."""
-        return self.to_categorical(value, safe).cpu().numpy()
-
-    def to_categorical(self, value: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
-        """Return one-hot vectors as indices."""
-        if safe:
-            self.assert_is_in(value)
-        return value.long().argmax(-1)
-
-    def to_categorical_spec(self) -> Categorical:
-        """Return the spec of the same choice as indices."""
-        return Categorical(self.n, self._index_shape, self.device)
-
-    def enumerate(self, use_mask: bool = False) -> torch.Tensor:
-        """Return all values along a new first dimension."""
-        values = torch.eye(self.n, dtype=self.dtype, device=self.device)
-        return values.view(-1, *[1] * (self.ndim - 1), self.n).expand(self.n, *self.shape)
+        return super().to_numpy(value, safe).argmax(-1)
 
 
 class MultiCategorical(TensorSpec):
@@ -578,7 +447,6 @@ class MultiCategorical(TensorSpec):
     ) -> None:
         """Describe index tensors shaped like ``nvec`` (with leading dimensions if given)."""
         self.nvec = torch.as_tensor(nvec, dtype=torch.int64)
-        self._last = self.nvec.ndim
         super().__init__(self.nvec.shape if shape is None else shape, device, dtype)
 
     @property
@@ -602,15 +470,6 @@ class MultiCategorical(TensorSpec):
         most = self.nvec.to(value.device) - 1
         return torch.minimum(value.round().clamp(0), most).to(self.dtype)
 
-    def cardinality(self) -> int:
-        """Return how many different values there are."""
-        return math.prod(self.nvec.expand(self.shape).flatten().tolist())
-
-    def to_one_hot_spec(self) -> MultiOneHot:
-        """Return the spec of the same choices as one-hot vectors."""
-        nvec = self.nvec.tolist()
-        return MultiOneHot(nvec, (*self.shape[:-1], sum(nvec)), self.device)
-
     def _details(self) -> str:
         return f"nvec={self.nvec.tolist()}, "
 
@@ -619,7 +478,6 @@ class MultiOneHot(TensorSpec):
     """One-hot vectors side by side along the last dimension, ``nvec[i]`` elements each."""
 
     stepwise = True
-    _last = 1
 
     def __init__(
         self,
@@ -648,10 +506,7 @@ class MultiOneHot(TensorSpec):
         parts = [_one_hot(index[..., i], n) for i, n in enumerate(self.nvec)]
         return torch.cat(parts, -1).to(self.dtype)
 
-    def to_categorical(self, value: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
-        """Return the vectors as indices."""
-        if safe:
-            self.assert_is_in(value)
+    def _indices(self, value: torch.Tensor) -> torch.Tensor:
         parts = torch.split(value, self.nvec, -1)
         return torch.stack([part.float().argmax(-1) for part in parts], -1)
 
@@ -659,10 +514,10 @@ class MultiOneHot(TensorSpec):
         """Tell whether every part of ``value`` is one-hot."""
         if not super().is_in(value):
             return False
-        return bool((self._of(self.to_categorical(value)).to(value.device) == value).all())
+        return bool((self._of(self._indices(value)).to(value.device) == value).all())
 
     def _project(self, value: torch.Tensor) -> torch.Tensor:
-        return self._of(self.to_categorical(value))
+        return self._of(self._indices(value))
 
     def encode(self, value: Any, *, ignore_device: bool = False) -> torch.Tensor:
         """Return indices, or the vectors themselves, as one-hot vectors."""
@@ -673,15 +528,9 @@ class MultiOneHot(TensorSpec):
 
     def to_numpy(self, value: torch.Tensor, safe: bool | None = None) -> Any:
         """Return the indices as a numpy array."""
-        return self.to_categorical(value, safe).cpu().numpy()
-
-    def to_categorical_spec(self) -> MultiCategorical:
-        """Return the spec of the same choices as indices."""
-        return MultiCategorical(self.nvec, (*self.shape[:-1], len(self.nvec)), self.device)
-
-    def cardinality(self) -> int:
-        """Return how many different values there are."""
-        return int(math.prod(self.nvec) ** math.prod(self.shape[:-1]))
+        if safe:
+            self.assert_is_in(value)
+        return self._indices(value).cpu().numpy()
 
     def _details(self) -> str:
         return f"nvec={self.nvec}, "
@@ -710,7 +559,11 @@ class Binary(TensorSpec):
         if n is not None and size[-1:] != (n,):
             raise ConfigError(f"Binary(n={n}) needs a shape that ends in {n}, not {tuple(size)}")
         super().__init__(size, device, dtype)
-        self.n = size[-1] if size else 1
+
+    @property
+    def n(self) -> int:
+        """How many elements a vector has."""
+        return self.shape[-1] if self.shape else 1
 
     @property
     def space(self) -> Choices:
@@ -728,15 +581,6 @@ class Binary(TensorSpec):
 
     def _project(self, value: torch.Tensor) -> torch.Tensor:
         return (value > 0).to(self.dtype)
-
-    def cardinality(self) -> int:
-        """Return how many different values there are."""
-        return int(2 ** math.prod(self.shape))
-
-    def _viewed(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Binary:
-        other: Binary = super()._viewed(view)
-        other.n = other.shape[-1] if other.shape else 1
-        return other
 
 
 class NonTensor(TensorSpec):
@@ -780,19 +624,12 @@ class NonTensor(TensorSpec):
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
         """Do nothing: every type is right."""
 
-    @property
-    def domain(self) -> str:
-        """Not known."""
-        return ""
-
 
 UnboundedContinuous = UnboundedDiscrete = Unbounded
 BoundedContinuous = BoundedDiscrete = Bounded
 
-Spec: TypeAlias = "TensorSpec | Composite"
 
-
-class Composite(_Spec):
+class Composite(TensorSpec):
     """Named specs, in groups to any depth, with common leading dimensions per group."""
 
     def __init__(
@@ -808,21 +645,17 @@ class Composite(_Spec):
         Args:
             specs: By name; nested keys are tuples. Mappings become groups, ``None`` is left open.
             shape: What the shapes of all of them start with.
-            device: Told by `device`; specs are taken to it. ``None`` leaves them where they are.
+            device: Specs are taken to it. ``None`` leaves them where they are.
             named: More specs. TorchRL's further options are accepted without effect.
         """
         self._specs: dict[str, Any] = {}
         self.shape = _size(() if shape is None else shape)
-        self._device = None if device is None else torch.device(device)
+        self.device = None if device is None else torch.device(device)
+        self.dtype = None
         for option in ("data_cls", "step_mdp_static", "names"):
             named.pop(option, None)
         for key, spec in {**(specs or {}), **named}.items():
             self.set(key, spec)
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where values are."""
-        return self._device
 
     @property
     def batch_size(self) -> torch.Size:
@@ -885,8 +718,6 @@ class Composite(_Spec):
         return True
 
     def __getitem__(self, key: Any) -> Any:
-        if not _is_key(key):
-            return self._mapped(lambda spec: spec[key], lambda tensor: tensor[key])
         path, here = as_key(key), self
         for part in path:
             if not isinstance(here, Composite) or part not in here._specs:
@@ -913,7 +744,7 @@ class Composite(_Spec):
         if rest:
             group = self._specs.get(name)
             if not isinstance(group, Composite):
-                group = self._specs[name] = Composite(shape=self.shape, device=self._device)
+                group = self._specs[name] = Composite(shape=self.shape, device=self.device)
             group.set(tuple(rest), spec)
             return self
         if spec is not None and tuple(spec.shape[: self.ndim]) != tuple(self.shape):
@@ -921,7 +752,7 @@ class Composite(_Spec):
                 f"the spec of {name!r} has shape {tuple(spec.shape)}, which does not begin with "
                 f"{tuple(self.shape)}, the shape of its group"
             )
-        self._specs[name] = spec if spec is None or self._device is None else spec.to(self._device)
+        self._specs[name] = spec if spec is None or self.device is None else spec.to(self.device)
         return self
 
     def __setitem__(self, key: NestedKey, spec: Any) -> None:
@@ -948,16 +779,6 @@ class Composite(_Spec):
                 self.set(key, spec)
         return self
 
-    def empty(self) -> Composite:
-        """Return a group like this one with nothing in it."""
-        return Composite(shape=self.shape, device=self._device)
-
-    def lock_(self, recurse: bool | None = None) -> Composite:
-        """Accepted for compatibility: groups are not locked."""
-        return self
-
-    unlock_ = lock_
-
     # -- values ----------------------------------------------------------------------------------
 
     def rand(self, shape: Size = ()) -> TensorDict:
@@ -974,7 +795,7 @@ class Composite(_Spec):
 
     def _fill(self, make: Callable[[Any], Any], shape: Size) -> TensorDict:
         values = {name: make(spec) for name, spec in self._specs.items() if spec is not None}
-        return TensorDict(values, batch_size=(*_size(shape), *self.shape), device=self._device)
+        return TensorDict(values, batch_size=(*_size(shape), *self.shape), device=self.device)
 
     def is_in(self, value: TensorDictBase) -> bool:
         """Tell whether every leaf is present and in its set."""
@@ -1015,65 +836,36 @@ class Composite(_Spec):
 
     # -- other specs -----------------------------------------------------------------------------
 
-    def _mapped(
-        self,
-        change: Callable[[Any], Any],
-        view: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-        device: torch.device | None = None,
-    ) -> Composite:
-        shape = view(torch.empty(self.shape, device="meta")).shape
-        specs = {k: spec if spec is None else change(spec) for k, spec in self._specs.items()}
-        return Composite(specs, shape=shape, device=device or self._device)
-
     def clone(self) -> Composite:
         """Return a copy."""
-        return self._mapped(lambda spec: spec.clone())
+        return self._mapped(lambda spec: spec.clone(), self.shape, self.device)
 
     def to(self, dest: torch.dtype | Device) -> Composite:
         """Return the same specs on another device, or for another dtype."""
         if isinstance(dest, torch.dtype):
-            return self._mapped(lambda spec: spec.to(dest))
+            return self._mapped(lambda spec: spec.to(dest), self.shape, self.device)
         where = torch.device("cpu" if dest is None else dest)
-        return self._mapped(lambda spec: spec.to(where), device=where)
+        return self._mapped(lambda spec: spec.to(where), self.shape, where)
 
     def expand(self, *shape: Any) -> Composite:
         """Return the same specs with leading dimensions added: ``shape`` is the new shape."""
-        wide = _size(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        return self._mapped(
-            lambda spec: spec.expand((*wide, *spec.shape[self.ndim :])),
-            lambda tensor: tensor.expand(wide),
-        )
+        wide = torch.empty(self.shape, device="meta").expand(*shape).shape
 
-    def unsqueeze(self, dim: int) -> Composite:
-        """Return the same specs with a dimension of size one at ``dim``."""
-        where = dim if dim >= 0 else dim + self.ndim + 1
-        return self._mapped(lambda spec: spec.unsqueeze(where), lambda t: t.unsqueeze(where))
+        def widen(spec: Any) -> Any:
+            return spec.expand((*wide, *spec.shape[self.ndim :]))
 
-    def squeeze(self, dim: int | None = None) -> Composite:
-        """Return the same specs without leading dimensions of size one."""
-        dims = [d for d in range(self.ndim) if self.shape[d] == 1] if dim is None else [dim]
-        found = self
-        for where in reversed([d % max(self.ndim, 1) for d in dims]):
-            found = found._squeezed(where)
-        return found
+        return self._mapped(widen, wide, self.device)
 
-    def _squeezed(self, dim: int) -> Composite:
-        return self._mapped(lambda spec: spec.squeeze(dim), lambda tensor: tensor.squeeze(dim))
+    def _mapped(self, change: Callable[[Any], Any], shape: Size, device: Any) -> Composite:
+        specs = {k: spec if spec is None else change(spec) for k, spec in self._specs.items()}
+        return Composite(specs, shape=shape, device=device)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Composite):
             return NotImplemented
-        same = (self.shape, self._device) == (other.shape, other._device)
+        same = (self.shape, self.device) == (other.shape, other.device)
         return same and self._specs == other._specs
-
-    __hash__ = None
 
     def __repr__(self) -> str:
         inside = ", ".join(f"{name}: {spec!r}" for name, spec in self._specs.items())
         return f"Composite({inside}, shape={tuple(self.shape)})"
-
-
-def _is_key(key: Any) -> bool:
-    return isinstance(key, str) or (
-        isinstance(key, tuple) and bool(key) and all(isinstance(part, str) for part in key)
-    )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import EnvError
-from gleanrl.core.protocols import Array
+from gleanrl.core.window import Array
 
 NUMBERS = "biuf"
 """Kinds of numpy dtypes that hold plain numbers."""

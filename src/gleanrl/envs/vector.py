@@ -16,11 +16,10 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
-from gleanrl.core.layout import Field
 from gleanrl.core.options import check_int
-from gleanrl.core.protocols import Array, Env, Window
+from gleanrl.core.protocols import Env
+from gleanrl.core.window import Array, Window
 from gleanrl.envs.gymnasium import GymOptions, WindowEnv
-from gleanrl.envs.spaces import Leaf
 from gleanrl.envs.validation import NUMBERS, check_reset, not_five, write_rewards
 from gleanrl.envs.writers import VectorInfoWriter, VectorLeafWriter, VectorReset, VectorWriter
 
@@ -35,10 +34,11 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
     Everything the object returns is copied at once, so it may reuse its arrays.
     """
 
+    _leaf_writer = VectorLeafWriter
+    _info_writer = VectorInfoWriter
+    _batched = True
     _flags_at_once = False
     """Whether end flags are needed in the window before the end of a rollout."""
-    _draw_ahead: int | None = None
-    """Rows of random actions to draw at once; ``None`` for all of a rollout."""
 
     def __init__(self, env: Any, options: GymOptions) -> None:
         """Take over ``env``, built and not yet reset.
@@ -50,20 +50,8 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
         self._prepare(env)
         self._env = env
         self.num_envs = int(env.num_envs)
-        casts = options.observation_dtype is not None
-
-        def leaf_writer(leaf: Leaf, field: Field) -> VectorWriter:
-            return VectorLeafWriter(leaf, field, casts)
-
         super().__init__(
-            env.single_observation_space,
-            env.single_action_space,
-            (self.num_envs,),
-            options,
-            leaf_writer=leaf_writer,
-            info_writer=VectorInfoWriter,
-            batched=True,
-            draw_ahead=self._draw_ahead,
+            env.single_observation_space, env.single_action_space, (self.num_envs,), options
         )
         self._outcomes = _Outcomes(self.num_envs, self._flags_at_once)
         self.can_cut = self._resets_singly()

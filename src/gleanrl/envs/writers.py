@@ -18,8 +18,8 @@ from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import format_key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import InfoKeys
-from gleanrl.core.protocols import Array, Window
-from gleanrl.envs.spaces import RESERVED, Leaf, torch_dtype
+from gleanrl.core.window import Array, Window
+from gleanrl.envs.spaces import RESERVED, Leaf
 from gleanrl.envs.validation import NUMBERS
 
 _DIRECT_NBYTES = 4096
@@ -95,6 +95,7 @@ class _LeafWriter(FieldWriter):
         self._declared = np.dtype(leaf.space.dtype)
         self._target = field.numpy_dtype
         self._casts = casts and self._declared.kind == "f"
+        self._changes = self._declared != self._target
         self._get: Callable[[Any], Any] | None = leaf.of if leaf.path else None
         if len(leaf.path) == 1:
             self._get = operator.itemgetter(leaf.path[0])
@@ -187,6 +188,14 @@ class LeafWriter(_LeafWriter):
     each would cost every step. Byte order never matters.
     """
 
+    def __init__(self, leaf: Leaf, field: Field, casts: bool) -> None:
+        """Write ``leaf`` to ``field``; ``casts`` takes floats of any width."""
+        super().__init__(leaf, field, casts)
+        if field.nbytes >= _DIRECT_NBYTES:
+            self.write = self._write_each  # type: ignore[method-assign]  # for big rows
+        elif not leaf.path and not self._changes:
+            self.write = self._write_plain  # type: ignore[method-assign]  # the usual case
+
     def write(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
         """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
         values, get = observations, self._get
@@ -199,6 +208,27 @@ class LeafWriter(_LeafWriter):
         if self._next is not None:
             self._next[t][...] = rows
         self._root[t][...] = rows
+
+    def _write_plain(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
+        """Write observations that are the array itself and keep their dtype."""
+        try:
+            rows = np.array(observations)
+        except ValueError:  # arrays of different shapes
+            rows = self._gather(observations)
+        if rows.shape != self._rows_shape or rows.dtype != self._declared:
+            rows = self._gather(observations)
+        if self._next is not None:
+            self._next[t][...] = rows
+        self._root[t][...] = rows
+
+    def _write_each(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
+        """Copy each environment's array once per stored observation."""
+        after, root = None if self._next is None else self._next[t], self._root[t]
+        for env, value in enumerate(observations):
+            row = self._one(env, value)
+            if after is not None:
+                after[env] = row
+            root[env] = row
 
     def read(self, where: Any, returned: Any) -> Array:
         """Return this array of what environment ``where`` returned, checked."""
@@ -214,7 +244,7 @@ class LeafWriter(_LeafWriter):
             rows = None
         if rows is None or rows.shape[1:] != self._shape or rows.dtype != self._declared:
             return np.stack([self._array(env, value) for env, value in enumerate(values)])
-        return self._cast(rows) if self._casts else rows
+        return self._cast(rows) if self._changes else rows
 
     def _array(self, env: int, value: Any) -> Array:
         try:
@@ -226,45 +256,8 @@ class LeafWriter(_LeafWriter):
                 "the space or the observation"
             ) from err
         if row.dtype == self._declared and row.shape == self._shape:
-            return self._cast(row) if self._casts else row
+            return self._cast(row) if self._changes else row
         return self._fit(row, self._shape, _who(env))
-
-
-class PlainLeafWriter(LeafWriter):
-    """The same where the observation is the array itself and keeps its dtype: the usual case."""
-
-    def write(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
-        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
-        try:
-            rows = np.array(observations)
-        except ValueError:  # arrays of different shapes
-            rows = self._gather(observations)
-        if rows.shape != self._rows_shape or rows.dtype != self._declared:
-            rows = self._gather(observations)
-        if self._next is not None:
-            self._next[t][...] = rows
-        self._root[t][...] = rows
-
-
-class DirectLeafWriter(LeafWriter):
-    """The same for big rows: each environment's array is copied once per stored observation."""
-
-    def write(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
-        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
-        after, root = None if self._next is None else self._next[t], self._root[t]
-        for env, value in enumerate(observations):
-            row = self._one(env, value)
-            if after is not None:
-                after[env] = row
-            root[env] = row
-
-
-def leaf_writer(leaf: Leaf, field: Field) -> LeafWriter:
-    """Return the writer for one array of single environments' observations."""
-    casts = torch_dtype(leaf.space.dtype) != field.dtype
-    if field.nbytes >= _DIRECT_NBYTES:
-        return DirectLeafWriter(leaf, field, casts)
-    return (LeafWriter if leaf.path or casts else PlainLeafWriter)(leaf, field, casts)
 
 
 class InfoWriter(FieldWriter):

@@ -12,7 +12,7 @@ import mmap
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,70 +20,15 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key
-from gleanrl.core.layout import Field, numpy_dtype
+from gleanrl.core.layout import numpy_dtype
 from gleanrl.core.messages import WindowRef
-from gleanrl.core.protocols import Array, SharedMemory, Window
+from gleanrl.core.protocols import SharedMemory
+from gleanrl.core.window import Array, Window
 from gleanrl.memory.shared import use_huge_pages
 from gleanrl.memory.slab import Slab
 
 Views: TypeAlias = dict[Key, torch.Tensor]
 _View: TypeAlias = tuple[Key, tuple[int, ...], int, int, torch.dtype, "np.dtype[Any] | None"]
-
-
-class RolloutWindow:
-    """``[P, T, ...]`` tensors by key; row views are made once and kept.
-
-    Rows are what the hot loops write through: making a view costs as much as a small copy, and a
-    window is used again for every rollout that lands in the same slot.
-    """
-
-    def __init__(self, tensors: Mapping[Key, torch.Tensor], envs: int, steps: int) -> None:
-        """Wrap ``tensors``, each ``[envs, steps, ...]``. The memory stays the caller's."""
-        self.envs = envs
-        self.steps = steps
-        self._tensors = dict(tensors)
-        self._rows: dict[Key, list[Array]] = {}
-        self._tensor_rows: dict[Key, tuple[torch.Tensor, ...]] = {}
-
-    @classmethod
-    def allocate(cls, fields: Iterable[Field], envs: int, steps: int) -> RolloutWindow:
-        """Make a window over fresh zeroed private memory."""
-        tensors = {
-            field.key: torch.zeros((envs, steps, *field.shape), dtype=field.dtype)
-            for field in fields
-        }
-        return cls(tensors, envs, steps)
-
-    def keys(self) -> Sequence[Key]:
-        """Return the fields this window has."""
-        return tuple(self._tensors)
-
-    def tensor(self, key: Key) -> torch.Tensor:
-        """Return the field as ``[P, T, ...]``."""
-        return self._tensors[key]
-
-    def array(self, key: Key) -> Array:
-        """Return the field as a numpy array over the same memory, ``[P, T, ...]``."""
-        return self._tensors[key].numpy()
-
-    def rows(self, key: Key) -> list[Array]:
-        """Return ``T`` numpy views ``[P, ...]``, one per step."""
-        rows = self._rows.get(key)
-        if rows is None:
-            rows = self._rows[key] = list(np.moveaxis(self.array(key), 1, 0))
-        return rows
-
-    def tensor_rows(self, key: Key) -> Sequence[torch.Tensor]:
-        """Return ``T`` tensor views ``[P, ...]``, one per step."""
-        rows = self._tensor_rows.get(key)
-        if rows is None:
-            rows = self._tensor_rows[key] = self._tensors[key].unbind(1)
-        return rows
-
-    def zero_from(self, step: int) -> None:
-        """Zero every field from ``step`` on (what a stopped rollout never reached)."""
-        for tensor in self._tensors.values():
-            tensor[:, step:] = 0
 
 
 def batch_rows(window: Window, key: Key, batch: tuple[int, ...]) -> Sequence[torch.Tensor]:
@@ -130,7 +75,7 @@ class Arena:
         # Finalizers run in any thread, also inside the garbage collector: all they may do is
         # append.
         self._returned: deque[int] = deque()
-        self._windows: dict[tuple[int, int], RolloutWindow] = {}
+        self._windows: dict[tuple[int, int], Window] = {}
 
     def _map(self) -> mmap.mmap:
         if self._memory is None:
@@ -163,7 +108,7 @@ class Arena:
     def _start(self, slot: int) -> int:
         return self._base + slot * self.slab.nbytes
 
-    def window(self, reference: WindowRef) -> RolloutWindow:
+    def window(self, reference: WindowRef) -> Window:
         """Map the window ``reference`` describes; the same object every time."""
         place = (reference.slot, reference.worker)
         window = self._windows.get(place)
@@ -223,12 +168,12 @@ def _private_memory(nbytes: int) -> mmap.mmap:
     return memory
 
 
-def map_window(memory: mmap.mmap, reference: WindowRef) -> RolloutWindow:
+def map_window(memory: mmap.mmap, reference: WindowRef) -> Window:
     """Map the window described by ``reference`` in ``memory``."""
     return window_over(torch.frombuffer(memory, dtype=torch.uint8), reference)
 
 
-def window_over(memory: torch.Tensor, reference: WindowRef) -> RolloutWindow:
+def window_over(memory: torch.Tensor, reference: WindowRef) -> Window:
     """Return the window ``reference`` describes in ``memory``, which is uint8 and contiguous."""
     tensors: dict[Key, torch.Tensor] = {}
     for block in reference.blocks:
@@ -238,7 +183,7 @@ def window_over(memory: torch.Tensor, reference: WindowRef) -> RolloutWindow:
         inner = _contiguous_strides(field.shape)
         strides = (block.env_stride // item, block.time_stride // item, *inner)
         tensors[field.key] = typed.as_strided(shape, strides, block.offset // item)
-    return RolloutWindow(tensors, reference.envs, reference.steps)
+    return Window(tensors, reference.envs, reference.steps)
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gleanrl.core.errors import ConfigError, GleanError
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.platforms import require_linux
 
 _HUGE = 4 << 20
 """Bytes from which on huge pages are worth it, as numpy has it."""
@@ -38,8 +39,7 @@ class SharedMemory:
             GleanError: the platform has no anonymous files.
         """
         if fd is None:
-            if sys.platform != "linux":
-                raise GleanError(f"worker processes need Linux's memfd_create, not {sys.platform}")
+            require_linux("shared replay buffers")
             fd = os.memfd_create("gleanrl", os.MFD_CLOEXEC)
         self.fd = fd
         self._mapping: mmap.mmap | None = None

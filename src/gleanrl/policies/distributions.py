@@ -7,12 +7,10 @@ module it stands for before it is used.
 
 from __future__ import annotations
 
-import dis
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -60,16 +58,14 @@ Recipe: TypeAlias = Callable[[Draw], Drawn]
 
 
 def recipe_of(kind: Any) -> Recipe:
-    """Return how to draw from distributions of class ``kind``; raise `Unknown` if unknown.
+    """Return how to draw from distributions of exactly the class ``kind``.
 
-    Known are exact classes, and classes of the user's that only build an `Independent` normal.
+    Raises:
+        Unknown: that is not known here.
     """
-    require(isinstance(kind, type))
     known = _RECIPES.get(qualified(kind))
-    if known is None:
-        require(_only_builds(kind, D.Independent))
-        return partial(_independent, kind)
-    require(all(map(is_genuine, kind.__mro__[:-1])))
+    if known is None or not all(map(is_genuine, kind.__mro__[:-1])):
+        raise Unknown
     return known
 
 
@@ -90,8 +86,7 @@ def watch_distribution(watch: Watch, distribution: Any) -> None:
         if isinstance(item, (list, tuple)):
             todo.extend(item)
         elif isinstance(item, _BUILT_OF) and id(item) not in seen:
-            # The outermost may be a class of the user's: `recipe_of` looked at it.
-            require(not seen or all(map(is_genuine, type(item).__mro__[:-1])))
+            require(all(map(is_genuine, type(item).__mro__[:-1])))
             seen.add(id(item))
             watch.add_class(type(item))
             todo.extend(vars(item).values())
@@ -178,61 +173,6 @@ def _independent_normal(draw: Draw) -> Drawn:
     require(not draw.options.get("tanh_loc", False))
     known = {"scale", "validate_args", "tanh_loc", "upscale", "event_dim"}
     return _gaussian(draw, draw.options.get("event_dim", 1), known)
-
-
-def _independent(kind: Callable[..., Any], draw: Draw) -> Drawn:
-    """Draw from an `Independent` of the user's that is a plain normal of its parameters inside."""
-    require(not draw.options and set(draw.params) == {"loc", "scale"})
-    built = kind(**draw.params)
-    inner = built.base_dist
-    require(type(inner) is D.Normal)
-    # The same memory: the class passed them on untouched, now and for other values.
-    for name, param in draw.params.items():
-        used = getattr(inner, name)
-        require(used.data_ptr() == param.data_ptr() and used.shape == param.shape)
-    return _gaussian(draw, built.reinterpreted_batch_ndims, set())
-
-
-_PLAIN_BODY = {"__init__", "__module__", "__doc__", "__qualname__", "__annotations__"}
-_PLAIN_BODY |= {"__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"}
-_PLAIN_BODY |= {"__abstractmethods__", "_abc_impl"}
-_STRAIGHT = (
-    *("LOAD_", "CALL", "PRECALL", "KW_NAMES", "PUSH_NULL", "POP_TOP", "RETURN_", "RESUME"),
-    *("COPY_FREE_VARS", "CACHE", "NOP", "EXTENDED_ARG"),
-)
-_NAMED = {"__init__", "Normal", "distributions", "normal"}
-
-
-def _only_builds(kind: type, base: type) -> bool:
-    """Tell whether ``kind`` is ``base``, or a subclass that does nothing but call its ``__init__``.
-
-    Its own ``__init__`` must run straight through and call nothing but classes of
-    ``torch.distributions``: then what it does with one pair of parameters it does with all.
-    """
-    if not issubclass(kind, base) or type(kind) is not type(base):
-        return False
-    own = kind.__mro__[: kind.__mro__.index(base)]
-    return all(is_genuine(cls) for cls in base.__mro__[:-1]) and all(
-        set(vars(cls)) <= _PLAIN_BODY and _runs_straight(vars(cls).get("__init__")) for cls in own
-    )
-
-
-def _runs_straight(function: Any) -> bool:
-    if function is None:
-        return True
-    if type(function) is not FunctionType:
-        return False
-    given = {"super": super, **function.__globals__}
-    known = (super, D.Normal, D.Independent, D.normal, D, torch)
-    for name in function.__code__.co_names:
-        # A name is an attribute or a global; a global must be what it is named after.
-        if name in given and not any(given[name] is one for one in known):
-            return False
-        if name not in given and name not in _NAMED:
-            return False
-    return all(
-        step.opname.startswith(_STRAIGHT) for step in dis.get_instructions(function.__code__)
-    )
 
 
 def _gaussian(draw: Draw, event_dims: int, known: set[str]) -> Drawn:

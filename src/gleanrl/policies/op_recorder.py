@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.protocols import Array
+from gleanrl.core.window import Array
 
 
 class Unknown(Exception):

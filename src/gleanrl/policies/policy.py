@@ -17,7 +17,7 @@ from gleanrl.core.errors import ConfigError, PolicyError
 from gleanrl.core.keys import Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import PolicyOptions
-from gleanrl.core.protocols import Window
+from gleanrl.core.window import Window
 from gleanrl.memory.arena import batch_rows
 from gleanrl.policies.adapt import adapt
 from gleanrl.policies.inspect import modules_of, qualified

@@ -19,7 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.protocols import Array, Window
+from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import batch_rows
 from gleanrl.policies.inspect import may_lower, selects
 from gleanrl.policies.lowering import Lowering, Parts, Program, output_changed

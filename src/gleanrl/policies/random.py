@@ -13,7 +13,8 @@ from tensordict import TensorDictBase
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, NestedKey, as_key, format_key
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.protocols import Policy, Window
+from gleanrl.core.protocols import Policy
+from gleanrl.core.window import Window
 
 
 class RandomPolicy:

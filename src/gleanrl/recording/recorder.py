@@ -11,7 +11,7 @@ import shutil
 import socket
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +23,8 @@ from tensordict import TensorDict, TensorDictBase
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK
 from gleanrl.core.options import check_int
+from gleanrl.core.protocols import Source
+from gleanrl.engine.sink import Sink
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFileError
 from gleanrl.recording import formats
@@ -42,7 +44,7 @@ _ROWS = (
 )
 
 
-class Recorder:
+class Recorder(Sink):
     """Keeps frames on disk as a dataset.
 
     ``Collector(..., replay_buffer=Recorder(path))`` records instead of delivering: iteration yields
@@ -161,7 +163,7 @@ class Recorder:
             formats.check_frames(self.format, frames)
         self._shard.write(frames)
 
-    def sink(self, batch: TensorDictBase) -> int:
+    def store(self, batch: TensorDictBase) -> int:
         """Write a batch of a collector; return the frames that could not be stored: none."""
         self.write(batch)
         return 0
@@ -178,7 +180,7 @@ class Recorder:
 
     # -- what collectors say ---------------------------------------------------------------------
 
-    def attach(self, collector: Any, env: Any, num_envs: int) -> None:
+    def attach(self, collector: Any, env: Callable[[], Any], num_envs: int) -> None:
         """Belong to ``collector``: `close` shuts it down.
 
         Raises:
@@ -190,7 +192,8 @@ class Recorder:
                 "episodes from 0, so record each to a directory of its own"
             )
         self._collectors.append(weakref.ref(collector))
-        known = {} if env is None else describe_env(env, self.format)
+        made = env()
+        known = {} if made is None else describe_env(made, self.format)
         for name, value in {**known, "num_envs": num_envs}.items():
             if self.facts.get(name) is None:
                 self.facts[name] = value
@@ -221,8 +224,12 @@ class Recorder:
         self._finisher = None  # type: ignore[assignment]  # whoever made it finishes the dataset
         self._shard = Shard(self.path / SHARDS / f"copy-{uuid.uuid4().hex[:8]}", {}, None)
 
-    def serve(self, worker: int, env: Any) -> None:
-        """Write what ``worker`` collects in ``env``, in this process.
+    def by_workers(self, remote: bool) -> bool:
+        """Tell whether workers write files of their own, as `where` says."""
+        return self.where == "workers"
+
+    def serve(self, worker: int, source: Source) -> None:
+        """Write what ``worker`` collects from ``source``, in this process.
 
         Raises:
             ConfigError: this machine has another disk than the learner's.
@@ -237,7 +244,7 @@ class Recorder:
                 f"{self.path}: its disk is not the learner's; record with "
                 "Recorder(..., where='learner')"
             )
-        facts = {"worker": worker, **describe_env(env, self.format)}
+        facts = {"worker": worker, **describe_env(source.get("env"), self.format)}
         name = f"worker-{worker:05d}-{uuid.uuid4().hex[:8]}"
         self._shard = Shard(self.path / SHARDS / name, facts, self._expected)
 

@@ -14,8 +14,9 @@ from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import IS_INIT, Key, format_key
 from gleanrl.core.layout import EnvLayout
 from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
-from gleanrl.core.protocols import Env, Pool, Source, SourceFactory, Window
+from gleanrl.core.protocols import Env, Pool, Source, SourceFactory
 from gleanrl.core.streams import preserved
+from gleanrl.core.window import Window
 from gleanrl.envs.gym_env import GymEnv
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.make import Made, make_env
@@ -28,7 +29,6 @@ from gleanrl.envs.tensordict import (
     spec_leaves,
 )
 from gleanrl.envs.vector import NextStepPool
-from gleanrl.memory.arena import RolloutWindow
 from gleanrl.policies.policy import (
     Actor,
     Shown,
@@ -91,7 +91,7 @@ class SourceBuilder:
             handle = TensorDictHandle(_with_tensordicts(made))
             return self._serve_tensordicts(handle, judges=False, why="fast=False")
         check_can_cut(made, self.rollout)
-        first = RolloutWindow.allocate(made.layout.observations, made.layout.num_envs, 1)
+        first = Window.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
         policies = self._policies(made, first)
         if isinstance(policies.policy, ProgramPolicy) and policies.policy.signature.why_no_rows:

@@ -12,9 +12,9 @@ from gleanrl.core.errors import ConfigError, note
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
-from gleanrl.core.protocols import Env, Policy, Pool, Stop, Window
+from gleanrl.core.protocols import Env, Policy, Pool, Stop
 from gleanrl.core.streams import preserved
-from gleanrl.memory.arena import RolloutWindow
+from gleanrl.core.window import Window
 from gleanrl.rollout.plan import RolloutPlan
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
@@ -135,7 +135,7 @@ class DenseRollout(BaseSource):
 
     def own_policy(self) -> None:
         """Act with a copy of the policy from now on: the learner trains the original meanwhile."""
-        probe = RolloutWindow.allocate(self._env.layout.observations, self._env.layout.num_envs, 1)
+        probe = Window.allocate(self._env.layout.observations, self._env.layout.num_envs, 1)
         for key in probe.keys():
             probe.tensor(key).copy_(self._next_root.tensor(key))
         with preserved():

@@ -22,7 +22,8 @@ from gleanrl.core.errors import WeightsError
 from gleanrl.core.keys import DONE, NEXT, REWARD, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.messages import Report, Snapshot
-from gleanrl.core.protocols import Source, Stop, Window
+from gleanrl.core.protocols import Source, Stop
+from gleanrl.core.window import Window
 from gleanrl.envs.factory import EnvFactory, closed_on_error, without_call_checks
 from gleanrl.envs.gym_env import GymEnv, make_tensordict_env
 from gleanrl.envs.gymnasium import FLAGS
@@ -39,7 +40,6 @@ from gleanrl.envs.tensordict import (
     state_leaves,
     widened,
 )
-from gleanrl.memory.arena import RolloutWindow
 from gleanrl.memory.trees import copied, nest
 
 TODO: Key = ("_todo",)
@@ -269,7 +269,7 @@ class _GymRow:
     def bind(self, window: Window) -> None:
         """Keep the present observations in the root row of ``window``; its end flags stay down."""
         keys = [field.key for field in self._batch.layout.observations]
-        now = RolloutWindow({key: window.tensor(key) for key in keys}, window.envs, 1)
+        now = Window({key: window.tensor(key) for key in keys}, window.envs, 1)
         self.env.move(window, now)
         self._now = now
         self._actions = [window.rows(key)[0] for key in self._batch.action_specs]

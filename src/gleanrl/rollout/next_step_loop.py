@@ -27,7 +27,8 @@ from gleanrl.core.keys import (
 from gleanrl.core.layout import EnvLayout, Field, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
-from gleanrl.core.protocols import Array, Policy, Pool, Stop, Window
+from gleanrl.core.protocols import Policy, Pool, Stop
+from gleanrl.core.window import Array, Window
 from gleanrl.rollout.dense import DenseRollout, MakePolicies, Policies
 from gleanrl.rollout.step_log import StepLog
 

@@ -25,8 +25,8 @@ from gleanrl.core.keys import (
 )
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout, numpy_dtype
 from gleanrl.core.options import RolloutOptions
-from gleanrl.core.protocols import Array, Policy, Window
-from gleanrl.memory.arena import RolloutWindow
+from gleanrl.core.protocols import Policy
+from gleanrl.core.window import Array, Window
 from gleanrl.rollout.tracker import Tracker
 
 
@@ -153,9 +153,9 @@ class RolloutPlan:
         counted = [key for key, _ in self._counters()]
         return frozenset((TRAJ_IDS, MASK, *counted, *map(next_key, counted)))
 
-    def make_next_root(self) -> RolloutWindow:
+    def make_next_root(self) -> Window:
         """Allocate the memory of the fields that pass from one rollout to the next."""
-        return RolloutWindow.allocate(self.root_fields, self.layout.num_envs, 1)
+        return Window.allocate(self.root_fields, self.layout.num_envs, 1)
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Prepare ``window``: flags down, root row 0 from ``next_root``."""

@@ -10,8 +10,7 @@ import torch
 
 from gleanrl.core.keys import DONE, IS_INIT, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import Field
-from gleanrl.core.protocols import Array, Window
-from gleanrl.memory.arena import RolloutWindow
+from gleanrl.core.window import Array, Window
 
 _PAD = 4
 """Rows whose size is a power of two would all fall into the same few sets of the cache."""
@@ -84,12 +83,12 @@ class StepLog:
             self.window.rows(IS_INIT)[1:] + self.next_root.rows(IS_INIT) if self.marks_init else []
         )
 
-    def _view(self, start: int, steps: int) -> RolloutWindow:
+    def _view(self, start: int, steps: int) -> Window:
         tensors = {
             key: torch.from_numpy(rows[start : start + steps, : self._envs]).transpose(0, 1)
             for key, rows in self._rows.items()
         }
-        return RolloutWindow(tensors, self._envs, steps)
+        return Window(tensors, self._envs, steps)
 
     def adopt(self, other: StepLog) -> None:
         """Take over what ``other`` has left over; this one must be as wide and keep as much."""

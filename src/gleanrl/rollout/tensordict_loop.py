@@ -34,10 +34,11 @@ from gleanrl.core.keys import (
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
-from gleanrl.core.protocols import Array, Stop, Window
+from gleanrl.core.protocols import Stop
 from gleanrl.core.streams import preserved
+from gleanrl.core.window import Array, Window
 from gleanrl.envs.tensordict import EndFlags, TensorDictHandle, spec_groups, spec_leaves
-from gleanrl.memory.arena import RolloutWindow, batch_rows
+from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.trees import copied, groups_of, stacked, tensordict_over, time_named
 from gleanrl.policies.policy import Actor
 from gleanrl.policies.probe import leaves
@@ -121,7 +122,7 @@ class TensorDictRollout(BaseSource):
         """Asked for by name: without a layout nothing else tells."""
         self.tracker = Tracker(envs, options.max_frames_per_traj)
         # The tracker looks for "is_init" rows, which are part of the steps here.
-        self._no_rows = RolloutWindow({}, envs, 1)
+        self._no_rows = Window({}, envs, 1)
         self._rewards = [next_key(key) for key, _ in spec_leaves(env.full_reward_spec)]
         self._finite = {
             key

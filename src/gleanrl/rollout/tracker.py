@@ -11,7 +11,7 @@ import torch
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import IS_INIT
 from gleanrl.core.messages import NO_EPISODES
-from gleanrl.core.protocols import Array, Window
+from gleanrl.core.window import Array, Window
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -39,7 +39,7 @@ class Tracker:
         self._due = np.full(envs, _NEVER)
         self._ended: list[int] = []
         self._ended_at: list[int] = []
-        self._all_ends: tuple[Array, Array] | None = None
+        self._all_ends: Array | None = None
         self._init_rows: list[Array] = []
         self.next_due = -1
         """The next step at which some environment has to be truncated, or -1."""
@@ -76,10 +76,8 @@ class Tracker:
 
     def end_all(self, done: Array) -> None:
         """Note every end of a rollout at once, instead of `end`: ``done`` is ``[P, T]``."""
-        steps = done.shape[1]
-        ends = np.flatnonzero(done)
-        ended = ends // steps
-        self._all_ends = ended, ends - ended * steps + 1
+        columns, rows = done.T.nonzero()
+        self._all_ends = rows * (done.shape[1] + 1) + columns + 1
 
     @np.errstate(invalid="ignore")  # the sum of both infinities is NaN, as it should be
     def finish(self, steps: int, rewards: Array, ids: Array | None, counts: Array | None) -> None:
@@ -94,74 +92,77 @@ class Tracker:
         """
         if steps < rewards.shape[1]:
             rewards = rewards[:, :steps]
-        if not self._ended and self._all_ends is None:
-            self._finish_without_ends(steps, rewards, ids, counts)
+        if steps == 1 or (not self._ended and self._all_ends is None):
+            self._finish_one_run(steps, rewards, ids, counts)
             return
-        envs = len(self._episode)
-        rows, columns = self._all_ends or (
-            np.array(self._ended, np.int64),
-            np.array(self._ended_at, np.int64),
-        )
-        begins = np.zeros((envs, steps + 1), bool)
-        begins[rows, columns] = True
+        # All that follows is paid per rollout with cold caches: some 2 us for every kind of call.
+        envs, width = len(self._episode), steps + 1
+        ends = self._all_ends
+        if ends is None:
+            places = zip(self._ended, self._ended_at, strict=True)
+            ends = np.array([env * width + step for env, step in places], np.int64)
+        flat = np.zeros(envs * width, bool)
+        flat[ends] = True
+        begins = flat.reshape(envs, width)
         if ids is not None:
             found = ids[:, :steps]
             np.cumsum(begins[:, :-1], 1, out=found)
             found *= self._stride
             found += (self._episode * self._stride + self._index)[:, None]
-            ids[:, steps:] = -1
+            if steps < ids.shape[1]:
+                ids[:, steps:] = -1
         if counts is not None:
-            time = np.arange(steps + 1)
+            time = np.arange(width)
             started = np.where(begins, time, -self._age[:, None])
-            counts[:, : steps + 1] = time - np.maximum.accumulate(started, 1)
-        ends = np.bincount(rows, minlength=envs)
-        self.episodes = self._add_up(begins, rewards, ends)
-        self._age += steps
-        # Of several ends of one environment the last assignment stays: they come in step order.
-        self._age[rows] = steps - columns
-        self._episode += ends
+            counts[:, :width] = time - np.maximum.accumulate(started, 1)
+        begins[:, 0] = True
+        self._add_up(flat.nonzero()[0], ends, rewards)
 
-    def _add_up(self, begins: Array, rewards: Array, ends: Array) -> Array:
-        """Sum the rewards of every run of frames of one episode; return the episodes that ended.
+    def _add_up(self, begins: Array, ends: Array, rewards: Array) -> None:
+        """Sum the rewards of every run of frames of one episode; take down what ended.
 
         Args:
-            begins: ``[P, T + 1]``, where runs begin; the first column is set here.
+            begins: Where runs begin, ascending, in ``rewards`` with one more column.
+            ends: Where episodes were over, likewise, in the order of their ends.
             rewards: ``[P, T]``.
-            ends: ``[P]``, how many episodes ended.
         """
-        envs, width = begins.shape
-        begins[:, 0] = True
-        first = begins.reshape(-1).nonzero()[0]
-        padded = np.zeros((envs, width))  # the run that begins behind the last step is worth 0
+        envs, steps = rewards.shape
+        padded = np.zeros((envs, steps + 1))  # the run that begins behind the last step is worth 0
         padded[:, :-1] = rewards
-        returns = np.add.reduceat(padded.reshape(-1), first)
-        lengths = np.zeros(len(first))
-        np.subtract(first[1:], first[:-1], out=lengths[:-1], casting="unsafe")
-        last = (ends + 1).cumsum() - 1
-        opening = last - ends
+        returns = np.add.reduceat(padded.reshape(-1), begins)
+        edges = np.arange(0, (envs + 1) * (steps + 1), steps + 1)
+        places = begins.searchsorted(edges)
+        opening, last = places[:-1], places[1:] - 1
         returns[opening] += self._return
-        lengths[opening] += self._age
+        over = begins.searchsorted(ends) - 1
+        begins[opening] -= self._age
+        self.episodes = episodes = np.empty((len(ends), 2))
+        episodes[:, 0] = returns[over]
+        episodes[:, 1] = ends - begins[over]
         self._return = returns[last]
-        over = np.ones(len(first), bool)
-        over[last] = False
-        order = (first[1:] % width)[over[:-1]].argsort(kind="stable")
-        episodes = np.empty((len(order), 2))
-        episodes[:, 0] = returns[over][order]
-        episodes[:, 1] = lengths[over][order]
-        return episodes
+        self._age = edges[:-1] + steps - begins[last]
+        self._episode += last - opening
 
-    def _finish_without_ends(
+    def _finish_one_run(
         self, steps: int, rewards: Array, ids: Array | None, counts: Array | None
     ) -> None:
-        """Do the same for a rollout in which no episode ended: most short ones."""
-        self.episodes = NO_EPISODES
+        """Do the same for a rollout in which no episode ended before the last step."""
         self._return += rewards[:, 0] if steps == 1 else np.add.reduce(rewards, 1, np.float64)
         if ids is not None:
             ids[:, :steps] = (self._episode * self._stride + self._index)[:, None]
-            ids[:, steps:] = -1
+            if steps < ids.shape[1]:
+                ids[:, steps:] = -1
         if counts is not None:
             counts[:, : steps + 1] = self._age[:, None] + np.arange(steps + 1)
         self._age += steps
+        ended = self._ended if self._all_ends is None else self._all_ends // (steps + 1)
+        self.episodes = NO_EPISODES
+        if len(ended):
+            self.episodes = np.array((self._return[ended], self._age[ended])).T
+            self._episode[ended] += 1
+            self._return[ended] = self._age[ended] = 0
+            if counts is not None:
+                counts[ended, steps] = 0
 
     def restart(self, envs: Sequence[int] | None = None) -> None:
         """Begin a new episode in ``envs`` (all by default) that have taken a step."""

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from gleanrl.core.messages import Block, WindowRef
-from gleanrl.core.protocols import Array
-from gleanrl.memory.arena import RolloutWindow, window_over
+from gleanrl.core.window import Array, Window
+from gleanrl.memory.arena import window_over
 from gleanrl.memory.slab import MARK, packed
 from gleanrl.transport.data_plane import Transfer
 
@@ -78,7 +78,7 @@ class RolloutBlock:
 class Landing:
     """Where the pieces of a rollout are received, and what is to be copied then."""
 
-    def __init__(self, window: RolloutWindow, reference: WindowRef) -> None:
+    def __init__(self, window: Window, reference: WindowRef) -> None:
         plan, nbytes = packed(reference)
         storage = window.tensor(reference.blocks[0].field.key).untyped_storage()
         memory = torch.empty(0, dtype=torch.uint8).set_(storage)

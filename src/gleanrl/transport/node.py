@@ -20,7 +20,7 @@ from types import TracebackType
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, error_text
 from gleanrl.core.protocols import Stop
-from gleanrl.memory.arena import RolloutWindow
+from gleanrl.core.window import Window
 from gleanrl.transport.data_plane import ROLLOUT_TAG, WEIGHTS_TAG, Pair, Transfer
 from gleanrl.transport.frames import (
     BEAT,
@@ -367,7 +367,7 @@ class NodeEndpoint:
         self._closing = isinstance(command, m.Close)
         return ticket, command
 
-    def window(self, reference: m.WindowRef) -> RolloutWindow:
+    def window(self, reference: m.WindowRef) -> Window:
         self._await_taken(reference.slot)
         return self._block(reference).window
 

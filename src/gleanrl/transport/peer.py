@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
+from gleanrl.core.platforms import require_linux
 from gleanrl.transport.frames import CommandWriter, reply_in
 from gleanrl.transport.stream import Channel
 
@@ -64,6 +65,7 @@ class RemoteBackend(ABC, Generic[P]):
     """Whether `receive` looks at what is there before it waits: silence counts from then on."""
 
     def __init__(self) -> None:
+        require_linux("workers in other processes")
         self._owner = os.getpid()
         self._peers: list[P] = []
         """In worker order; empty before `start` and after `stop`."""

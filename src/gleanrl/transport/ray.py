@@ -21,8 +21,8 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, WorkerDied
 from gleanrl.core.messages import WeightsRef, WindowRef
 from gleanrl.core.options import users_stacklevel
-from gleanrl.core.protocols import Array, SourceFactory
-from gleanrl.memory.arena import RolloutWindow
+from gleanrl.core.protocols import SourceFactory
+from gleanrl.core.window import Array, Window
 from gleanrl.memory.slab import packed
 from gleanrl.transport.frames import CommandWriter, reply_in
 from gleanrl.transport.landing import in_one_piece
@@ -244,7 +244,7 @@ def writable_memory() -> list[range]:
 class RayLanding:
     """Where in the learner's memory the bytes of one window's rollouts belong."""
 
-    def __init__(self, window: RolloutWindow, reference: WindowRef) -> None:
+    def __init__(self, window: Window, reference: WindowRef) -> None:
         plan, _ = packed(reference)
         self._parts: list[tuple[Array, slice]] = []
         for block in plan.blocks:

@@ -13,8 +13,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 
 from gleanrl.core import messages as m
-from gleanrl.core.protocols import Array
-from gleanrl.memory.arena import RolloutWindow
+from gleanrl.core.window import Array, Window
 from gleanrl.transport.frames import CommandReader, frame_of
 from gleanrl.transport.landing import RolloutBlock
 from gleanrl.transport.weights import FlatBuffer
@@ -268,7 +267,7 @@ class ActorLoop:
                 self._usual = self._usual if command.random else command
             self._queued.put(ticket, command)
 
-    def _open(self, reference: m.WindowRef) -> RolloutWindow:
+    def _open(self, reference: m.WindowRef) -> Window:
         window, self._block = self._blocks.take(reference)
         return window
 
@@ -288,11 +287,11 @@ class Blocks:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[tuple[RolloutWindow, Array]]] = {}
+        self._free: dict[int, list[tuple[Window, Array]]] = {}
         self.made = 0
         """Blocks there are."""
 
-    def take(self, reference: m.WindowRef) -> tuple[RolloutWindow, Array]:
+    def take(self, reference: m.WindowRef) -> tuple[Window, Array]:
         """Return a window like ``reference`` and its memory, uint8 ``[nbytes]``."""
         free = self._free.setdefault(reference.steps, [])
         if not free:

@@ -20,7 +20,8 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.protocols import Source, SourceFactory, Stop
-from gleanrl.memory.arena import RolloutWindow, map_window
+from gleanrl.core.window import Window
+from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.rollout.streams import enter_life
 from gleanrl.transport.data_plane import Connect
@@ -28,7 +29,7 @@ from gleanrl.transport.frames import CommandReader, frame_of
 from gleanrl.transport.stream import Channel
 from gleanrl.weights.shared import SharedWeightReceiver
 
-OpenWindow = Callable[[m.WindowRef], RolloutWindow]
+OpenWindow = Callable[[m.WindowRef], Window]
 
 
 class WeightReceiver(Protocol):
@@ -109,7 +110,7 @@ class Worker:
         if reference.blocks:
             window = self._open_window(reference)
         else:  # of a source whose rollouts lie elsewhere
-            window = RolloutWindow({}, reference.envs, reference.steps)
+            window = Window({}, reference.envs, reference.steps)
         return self.source.collect(window, reference.steps, self._stop, command.random)
 
     def _load(self, snapshot: m.Snapshot) -> None:
@@ -203,7 +204,7 @@ class Endpoint(Protocol):
     def next(self) -> tuple[int, m.Command]:
         """Wait for the next command; return its ticket and it."""
 
-    def window(self, reference: m.WindowRef) -> RolloutWindow:
+    def window(self, reference: m.WindowRef) -> Window:
         """Return memory for a rollout into ``reference``; may wait until it is free."""
 
     def answer(self, reply: m.Reply) -> None:
@@ -263,7 +264,6 @@ class Boot:
             if isinstance(stream, io.TextIOWrapper):  # what is printed last must not be lost
                 stream.reconfigure(line_buffering=True)
         enter_life(self.life)
-        os.environ["GLEANRL_TOP"] = "0"  # users watch the collector, not those in its workers
 
     def build(self, open_window: OpenWindow, stop: Stop, weights: WeightReceiver | None) -> Worker:
         """Build the worker here; raises what the user's code raises."""
@@ -315,7 +315,7 @@ class ProcessEndpoint:
         self.weights: WeightReceiver | None = SharedWeightReceiver(control)
         self._reader = CommandReader(worker)
         self._queue = CommandQueue()
-        self._windows: dict[int, RolloutWindow] = {}
+        self._windows: dict[int, Window] = {}
 
     def next(self) -> tuple[int, m.Command]:
         if self._queue:
@@ -332,7 +332,7 @@ class ProcessEndpoint:
             else:
                 self._queue.put(ticket, command)
 
-    def window(self, reference: m.WindowRef) -> RolloutWindow:
+    def window(self, reference: m.WindowRef) -> Window:
         window = self._windows.get(reference.slot)
         if window is None:
             window = self._windows[reference.slot] = map_window(self._arena.map(), reference)

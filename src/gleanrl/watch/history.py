@@ -50,20 +50,24 @@ class Thinned:
         """Add a row."""
         if self._skip:
             self._skip -= 1
-            return
+        else:
+            self._keep(row)
+
+    def extend(self, rows: Array, *first: float) -> None:
+        """Add the rows of ``rows``, ``[N, columns]``, that all begin with ``first``."""
+        while self._skip < len(rows):
+            at = self._skip
+            self._keep((*first, *rows[at].tolist()))
+            self._skip += at + 1
+        self._skip -= len(rows)
+
+    def _keep(self, row: tuple[float, ...]) -> None:
+        """Add a row that is not to be skipped."""
         self._rows.append(row)
         if len(self._rows) > self._most:
             del self._rows[1::2]
             self.every *= 2
         self._skip = self.every - 1
-
-    def extend(self, rows: Array, *first: float) -> None:
-        """Add the rows of ``rows``, ``[N, columns]``, that all begin with ``first``."""
-        while self._skip < len(rows):
-            row, rows = rows[self._skip], rows[self._skip + 1 :]
-            self._skip = 0
-            self.add((*first, *row))
-        self._skip -= len(rows)
 
     def array(self) -> Array:
         """Return the rows, float64 ``[N, columns]``."""

@@ -11,7 +11,7 @@ from time import monotonic
 import numpy as np
 
 from gleanrl.core.messages import NO_EPISODES, Report, Times
-from gleanrl.core.protocols import Array
+from gleanrl.core.window import Array
 from gleanrl.watch.history import History
 
 _LAST = 100
@@ -27,16 +27,18 @@ class _Episodes:
 
     def __init__(self) -> None:
         self._number = 0
-        self._last: Array = NO_EPISODES
+        self._last: deque[Array] = deque(maxlen=_LAST)
+        """Those of the last rollouts in which any ended; so many at most are of interest."""
 
     def add(self, episodes: Array) -> None:
         self._number += len(episodes)
-        self._last = np.concatenate((self._last, episodes))[-_LAST:]
+        self._last.append(episodes if len(episodes) <= _LAST else episodes[-_LAST:].copy())
 
     @np.errstate(invalid="ignore")  # the mean of both infinities is NaN
     def stats(self) -> dict[str, float]:
         found: dict[str, float] = {"episodes": self._number}
-        for name, values in zip(("return", "length"), self._last.T, strict=True):
+        last = np.concatenate([NO_EPISODES, *self._last])[-_LAST:]
+        for name, values in zip(("return", "length"), last.T, strict=True):
             for what in ("mean", "min", "max"):
                 found[f"{name}_{what}"] = (
                     float(getattr(np, what)(values)) if len(values) else math.nan
@@ -71,8 +73,8 @@ class Measures:
         self._marks.append((now, [worker.frames for worker in self._workers]))
         self._mark_due = now + _MARK_S
 
-    def add(self, reports: Mapping[int, Report], version: int, asked: float) -> None:
-        """Take in the rollouts of a batch.
+    def add(self, reports: Mapping[int, Report], version: int, asked: float) -> float:
+        """Take in the rollouts of a batch; return when.
 
         Args:
             reports: What workers say of them, by worker. No reference to a report is kept.
@@ -104,6 +106,7 @@ class Measures:
             self.history.batches.add((now, everything.frames, everything.lag))
             if now >= self._mark_due:
                 self._mark(now)
+        return now
 
     def stats(self, worker: int | None = None) -> dict[str, float]:
         """Return rates, episodes, shares of time and the age of weights, of one worker or all."""

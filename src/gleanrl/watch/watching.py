@@ -23,10 +23,13 @@ from gleanrl.watch.loggers import Loggers, Stats
 from gleanrl.watch.measures import Measures
 from gleanrl.watch.page import save
 from gleanrl.watch.progress import Progress
-from gleanrl.watch.status import StatusServer
+from gleanrl.watch.status import StatusFile
 from gleanrl.watch.timeline import Timeline
 
 Watcher: TypeAlias = Callable[[Rollouts, int], None]
+Status: TypeAlias = Mapping[str, Any]
+_SHOW_EVERY_S, _SHARE_OF_TIME = 0.5, 0.002
+"""Seconds between two writes of the status; more of them if it takes more than that share."""
 
 
 class Watching:
@@ -49,8 +52,8 @@ class Watching:
         self._loggers = Loggers(logger)
         self._progress: Progress | None = None
         self._timeline: Timeline | None = None
-        self.watchers: list[Watcher] = []
-        """What else is told of every batch: the reports by worker, the newest policy version."""
+        self._watchers: list[Watcher] = []
+        self._show_due = 0.0
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -63,28 +66,36 @@ class Watching:
             self.end_progress()
             raise
 
-    def begin(
-        self, engine: Engine, budget: Budget, status: Callable[[], Mapping[str, Any]]
-    ) -> None:
+    def begin(self, engine: Engine, budget: Budget, status: Callable[[], Status]) -> None:
         """Begin: the workers are up.
 
         Args:
             engine: They are its workers.
             budget: The frames that have been and will be collected.
-            status: A bound method of the collector that returns what `status` does.
+            status: Returns what `status` does.
         """
-        self._engine, self._started = engine, time.time()
+        self._engine, self._budget, self._started = engine, budget, time.time()
         self._measures = Measures(engine.workers)
         if self._progress is not None:
             facts = partial(_facts, engine, budget, self._measures)
             self._progress.follow(facts, budget.limits.total_frames)
             weakref.finalize(self, self._progress.close)
         weakref.finalize(self, self._loggers.close)
-        self._server = StatusServer(status)
-        weakref.finalize(self, self._server.close)
+        self._file = StatusFile()
+        weakref.finalize(self, self._file.remove)
+        self._show(status)
+
+    def delegate(self, watcher: Watcher) -> None:
+        """Leave it to ``watcher`` to show the collection to other terminals.
+
+        Args:
+            watcher: Is told of every batch: the reports by worker, the newest policy version.
+        """
+        self._watchers.append(watcher)
+        self._file.remove()
 
     def gathered(
-        self, reports: Rollouts, version: int, asked: float, stats: Callable[[], Stats]
+        self, reports: Rollouts, version: int, asked: float, status: Callable[[], Status]
     ) -> None:
         """Take in a batch.
 
@@ -92,15 +103,28 @@ class Watching:
             reports: Of its rollouts, by worker.
             version: The newest policy version.
             asked: When the learner asked for it.
-            stats: Returns what loggers get.
+            status: Returns what `status` does.
         """
-        self._measures.add(reports, version, asked)
-        for watcher in self.watchers:
+        now = self._measures.add(reports, version, asked)
+        for watcher in self._watchers:
             watcher(reports, version)
         if (timeline := self._timeline) is not None:
             timeline.gathered(reports, version, asked)
         if self._loggers.active:
-            self._loggers.log(stats())
+            self._loggers.log(status()["stats"])
+        if now >= self._show_due or self._budget.exhausted:
+            self._show(status)
+
+    def failed(self, status: Callable[[], Status]) -> None:
+        """Show for the last time what there is: the collection has failed."""
+        self.end_progress()
+        self._show(status)
+
+    def _show(self, status: Callable[[], Status]) -> None:
+        began = time.monotonic()
+        self._file.write(status)
+        end = time.monotonic()
+        self._show_due = end + max(_SHOW_EVERY_S, (end - began) / _SHARE_OF_TIME)
 
     def published(self, asked: float, version: int) -> None:
         """Take in an update of weights that began when it was ``asked`` for."""
@@ -111,7 +135,7 @@ class Watching:
         """Return rates, episodes, shares of time and lag; see `Measures.stats`."""
         return self._measures.stats(worker)
 
-    def status(self, collector: str, stats: Stats) -> dict[str, Any]:
+    def status(self, collector: str, stats: Stats) -> Status:
         """Return what ``gleanrl top`` shows of a ``collector`` that has these ``stats``."""
         return {
             "collector": collector,
@@ -121,7 +145,7 @@ class Watching:
             "stats": stats,
         }
 
-    def report(self, path: str | Path, status: Mapping[str, Any]) -> None:
+    def report(self, path: str | Path, status: Status) -> None:
         """Write the page of a collection with this `status`; see `EngineCollector.report`."""
         facts = [
             ("collector", status["collector"]),
@@ -153,7 +177,7 @@ class Watching:
 
     def close(self) -> None:
         """End all that goes on. Idempotent; numbers and `report` stay."""
-        self._server.close()
+        self._file.remove()
         self.end_progress()
         self._loggers.close()
 

@@ -21,7 +21,8 @@ import torch
 
 from gleanrl.core.errors import GleanError, WeightsError
 from gleanrl.core.messages import Snapshot, WeightsRef
-from gleanrl.core.protocols import Array, SharedMemory
+from gleanrl.core.protocols import SharedMemory
+from gleanrl.core.window import Array
 from gleanrl.memory.fence import fence
 
 _ALIGN = 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ from gleanrl.core.keys import Key, NestedKey, as_key, format_key
 from gleanrl.memory.fence import fence
 from gleanrl.memory.replay import saving
 from gleanrl.memory.replay.limiter import RateLimiter
-from gleanrl.memory.replay.locks import Forkable
+from gleanrl.memory.replay.locks import guarded
 from gleanrl.memory.replay.prefetch import Prefetcher, Ticket
 from gleanrl.memory.replay.prioritized import PrioritizedSampler
 from gleanrl.memory.replay.ring import Reservation
@@ -34,13 +35,16 @@ _LOCAL = ("_lock", "_prefetcher")
 _NOTHING: Mapping[str, torch.Tensor] = {}
 
 
-class ReplayBuffer(Forkable):
+class ReplayBuffer:
     """Holds rows of experience and hands out samples of them.
 
     A row is what stands behind the first batch dimension of the data for `extend`. Samples are
     copies. With ``shared=True`` it can be pickled into other processes of the same user, where it
     is the same buffer: any number of them write and sample at once.
     """
+
+    _rank = 0
+    _lock: threading.RLock
 
     def __init__(
         self,
@@ -114,7 +118,7 @@ class ReplayBuffer(Forkable):
             raise ConfigError("pin_memory=True needs an accelerator, and there is none")
 
     def _reset_local(self) -> None:
-        Forkable.__init__(self)
+        guarded(self)
         self._prefetcher = (
             Prefetcher(self._make, self._sampler, self._lock, self._prefetch)
             if self._prefetch
@@ -291,7 +295,7 @@ class ReplayBuffer(Forkable):
             self._storage.share()
         return self
 
-    def reserve(self, count: int, contiguous: bool = False) -> Reservation:
+    def reserve(self, count: int) -> Reservation:
         """Take rows to write them in place: then `windows`, and `commit` or `revoke`.
 
         Until committed they are invisible; their old contents are lost. If this process ends
@@ -300,9 +304,8 @@ class ReplayBuffer(Forkable):
 
         Args:
             count: Slots of the ring.
-            contiguous: One window, which does not wrap around the end of the ring.
         """
-        return self._tensors().ring.reserve(count, contiguous)
+        return self._tensors().ring.reserve(count)
 
     def windows(self, reservation: Reservation) -> list[dict[Key, torch.Tensor]]:
         """Return the memory of reserved rows by key, ``[slots, ...]``: written in place."""
@@ -603,12 +606,5 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         super().__init__(storage=storage, sampler=sampler, **arguments)
 
 
-class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
+class TensorDictPrioritizedReplayBuffer(PrioritizedReplayBuffer, TensorDictReplayBuffer):
     """A `TensorDictReplayBuffer` with a `PrioritizedSampler`."""
-
-    def __init__(
-        self, *, alpha: float, beta: float, eps: float = 1e-8, storage: Any = None, **arguments: Any
-    ) -> None:
-        storage = _made(storage, _default_storage)
-        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps)
-        super().__init__(storage=storage, sampler=sampler, **arguments)

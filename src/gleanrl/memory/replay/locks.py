@@ -19,7 +19,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from gleanrl.core.errors import CollectorTimeout, ReplayError
 
@@ -35,18 +35,21 @@ Identity: TypeAlias = tuple[int, int]
 """Device and inode: what a file is, whatever descriptor leads to it."""
 
 
-class Forkable:
-    """Has a lock that forks respect."""
+class Forkable(Protocol):
+    """Has a lock that forks respect; see `guarded`."""
 
-    _rank = 0
+    _rank: int
     """The holder of a lock takes only locks of a higher rank."""
-
-    def __init__(self) -> None:
-        self._lock: threading.RLock = threading.RLock()
-        _forkables[id(self)] = self
+    _lock: threading.RLock
 
     def _after_fork(self, consistent: bool) -> None:
         """Begin anew in a child; ``consistent`` unless another thread was inside."""
+
+
+def guarded(holder: Forkable) -> None:
+    """Give ``holder`` its lock."""
+    holder._lock = threading.RLock()
+    _forkables[id(holder)] = holder
 
 
 _forkables: weakref.WeakValueDictionary[int, Forkable] = weakref.WeakValueDictionary()
@@ -126,13 +129,14 @@ class Handle:
         ) from cause
 
 
-class ThreadLock(Forkable):
+class ThreadLock:
     """Lets one thread of this process in at a time; that thread may enter again."""
 
     _rank = 1
+    _lock: threading.RLock
 
     def __init__(self) -> None:
-        super().__init__()
+        guarded(self)
         self.owner: int | None = None
         """The number under which this process writes: ``None`` before `claim`, and in a fork."""
 
@@ -177,7 +181,7 @@ class ProcessLock(ThreadLock):
     @staticmethod
     def of(handle: Handle) -> ProcessLock:
         """Return the one lock of this process on a file, wherever it was opened first."""
-        with _opening._lock:
+        with _opening:
             known = _process_locks.get(handle.identity)
             return ProcessLock(handle.open()) if known is None else known
 
@@ -269,13 +273,13 @@ def _processor_time(pid: int | None) -> int | None:
 
 
 _process_locks: weakref.WeakValueDictionary[Identity, ProcessLock] = weakref.WeakValueDictionary()
-_opening = Forkable()
+_opening = ThreadLock()
 _opening._rank = 2
 """One thread at a time opens and closes descriptors of files that are locked."""
 
 
 def _close(identity: Identity, fds: list[int]) -> None:
-    with _opening._lock:
+    with _opening:
         later = _process_locks.get(identity)
         if later is not None:  # closing would give up its locks
             later._open += fds

@@ -152,20 +152,15 @@ class RingIndex:
         """Return what `initialise` was given."""
         return self._layout[: int(self._h[_LAYOUT_SIZE])].tobytes()
 
-    def reserve(self, count: int, contiguous: bool = False) -> Reservation:
-        """Take the next ``count`` rows for writing; their old contents are lost.
-
-        Args:
-            count: Rows, at most `slots`.
-            contiguous: The rows must not wrap around the end of the ring; what would be left over
-                there keeps its old rows.
+    def reserve(self, count: int) -> Reservation:
+        """Take the next ``count`` rows (at most `slots`) for writing; their old contents are lost.
 
         Raises:
             ReplayError: so much is being written by others that no room is left.
         """
         with self.section():
             entry = self._free_entry()
-            first = self._place(count, contiguous)
+            first = self._place(count)
             live = self.live - sum(
                 int(np.count_nonzero(self.sequence[a:b] > 0))
                 for a, b, _ in self.pieces(first, count)
@@ -328,12 +323,10 @@ class RingIndex:
             raise ReplayError(f"{_ENTRIES} writers write at once, more than a buffer can note")
         return int(free[0])
 
-    def _place(self, count: int, contiguous: bool) -> int:
+    def _place(self, count: int) -> int:
         slots, cursor = self.slots, int(self._h[_CURSOR])
         first = cursor
         while first + count <= cursor + 2 * slots:
-            if contiguous and first % slots + count > slots:
-                first += slots - first % slots
             after = self._blocked_until(first, count)
             if after is None:
                 return first

@@ -44,7 +44,6 @@ class SliceSampler(Sampler):
             shorter ones are taken whole, and batches are smaller.
         truncated_key: Where the ends of slices are marked in the batch (and ``"done"`` beside it);
             ``None`` marks nothing.
-        step_key: Entry that counts steps: where it does not grow by one is a gap.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class SliceSampler(Sampler):
         end_key: NestedKey | None = None,
         strict_length: bool = True,
         truncated_key: NestedKey | None = ("next", "truncated"),
-        step_key: NestedKey | None = None,
     ) -> None:
         if (num_slices is None) == (slice_len is None):
             raise ConfigError(
@@ -70,7 +68,6 @@ class SliceSampler(Sampler):
         self.truncated_key = None if truncated_key is None else as_key(truncated_key)
         self._traj_key = None if traj_key is None else as_key(traj_key)
         self._end_key = None if end_key is None else as_key(end_key)
-        self._step_key = None if step_key is None else as_key(step_key)
         self._index = SegmentIndex(self._same)
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
@@ -112,9 +109,6 @@ class SliceSampler(Sampler):
             same &= ids[rows] == ids[before]
         if end_key is not None:
             same &= ~_column(storage, end_key)[before].astype(bool)
-        if self._step_key is not None:
-            steps = _column(storage, self._step_key)
-            same &= steps[rows] == steps[before] + 1
         return same
 
 

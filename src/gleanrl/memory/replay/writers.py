@@ -66,8 +66,8 @@ class RoundRobinWriter(Writer):
         return places if first + count <= ring.slots else places % ring.slots
 
 
-class TensorDictRoundRobinWriter(RoundRobinWriter):
-    """The same; TorchRL's name for the writer of TensorDicts."""
+TensorDictRoundRobinWriter = RoundRobinWriter
+"""TorchRL's name for the writer of TensorDicts."""
 
 
 class TensorDictMaxValueWriter(Writer):

@@ -1,0 +1,151 @@
+"""Where batches go instead of to the user: a replay buffer, or what keeps them on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+from tensordict import TensorDictBase
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import MASK
+from gleanrl.core.protocols import Source
+from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.memory.replay.storages import LazyTensorStorage
+from gleanrl.memory.replay.writers import RoundRobinWriter
+
+_Add: TypeAlias = Callable[[Any], object]
+
+
+class Sink:
+    """What a collector needs of whatever takes its frames. A copy of it goes to workers."""
+
+    def store(self, batch: TensorDictBase) -> int:
+        """Store a finished batch; return how many of its valid frames could not be stored."""
+        raise NotImplementedError
+
+    def by_workers(self, remote: bool) -> bool:
+        """Tell whether workers store what they collect themselves.
+
+        Args:
+            remote: Whether they are on other machines than the learner.
+        """
+        return False
+
+    def serve(self, worker: int, source: Source) -> None:
+        """Prepare to store, in this process, what ``worker`` collects from ``source``."""
+
+    def attach(self, collector: Any, env: Callable[[], Any], num_envs: int) -> None:
+        """Learn that ``collector`` is up.
+
+        Args:
+            collector: It stores its frames here.
+            env: Returns its environment, ``None`` if that is elsewhere.
+            num_envs: Environments of all workers.
+        """
+
+    def seeded(self, seed: int, static: bool) -> None:
+        """Learn that the collector's environments were seeded."""
+
+
+def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
+    """Return what stores batches in ``buffer``; ``None`` if there is none.
+
+    Args:
+        buffer: Where batches go.
+        extend: Whole batches at once; else step by step.
+        stacked: Whether the first dimension of batches is that of workers.
+
+    Raises:
+        ConfigError: the buffer has no method to store them with.
+    """
+    if buffer is None or (extend and isinstance(buffer, Sink)):
+        return buffer
+    method = getattr(buffer, "extend" if extend else "add", None)
+    if not callable(method):
+        raise ConfigError(
+            f"replay_buffer ({type(buffer).__name__}) has no {'extend' if extend else 'add'}() "
+            "method; give a replay buffer"
+        )
+    if not extend:
+        return _BufferSink(None, partial(_add_steps, method, stacked))
+    storage = getattr(buffer, "storage", None)  # TorchRL's buffers have one, too
+    two_dims = getattr(storage, "ndim", 1) == 2
+    return _BufferSink(buffer, partial(_extend_env_time if two_dims else _extend_rows, method))
+
+
+class _BufferSink(Sink):
+    """Anything with the methods of a replay buffer."""
+
+    def __init__(self, buffer: Any, store: Callable[[TensorDictBase], int]) -> None:
+        """Store with ``store``, in ``buffer`` if that is given whole batches."""
+        self._buffer, self._store = buffer, store
+
+    def store(self, batch: TensorDictBase) -> int:
+        return self._store(batch)
+
+    def by_workers(self, remote: bool) -> bool:
+        """Tell whether workers extend the buffer themselves; it is shared then.
+
+        Rows of several workers go where there is room, so it has to be a buffer of rows, not one of
+        ``[env, time]`` or one that keeps the best, on the CPU, and one of ours: others are extended
+        by the learner.
+        """
+        if remote or not isinstance(self._buffer, ReplayBuffer):
+            return False
+        storage = self._buffer.storage
+        if not isinstance(storage, LazyTensorStorage) or storage.ndim != 1:
+            return False
+        if not isinstance(self._buffer.writer, RoundRobinWriter) or storage.device.type != "cpu":
+            return False
+        self._buffer.share()
+        return True
+
+
+def _extend_rows(extend: _Add, batch: TensorDictBase) -> int:
+    """Store the valid frames of ``batch``, its leading dimensions flattened into rows."""
+    rows = batch.reshape(-1)
+    mask = batch.get(MASK, None)
+    # Padding and what a stopped rollout never reached are no data.
+    extend(rows if mask is None else rows[mask.reshape(-1)])
+    return 0
+
+
+def _extend_env_time(extend: _Add, batch: TensorDictBase) -> int:
+    """Store ``batch`` as ``[env, time]``, up to where rollouts were stopped.
+
+    Raises:
+        ConfigError: environments that were stopped at different steps.
+    """
+    whole = batch.reshape(-1, batch.shape[-1])
+    mask = whole.get(MASK, None)
+    if mask is not None:
+        if not bool((mask == mask[:1]).all()):
+            raise ConfigError(
+                "the environments of this batch have different numbers of valid steps, which a "
+                "storage of [env, time] cannot hold; give a storage with ndim=1"
+            )
+        whole = whole[:, mask[0]]
+    extend(whole)
+    return 0
+
+
+def _add_steps(add: _Add, stacked: bool, batch: TensorDictBase) -> int:
+    """Add the steps of ``batch``, each with the frames of all environments of a worker.
+
+    An element has one frame of every environment. Frames of steps that some environments of the
+    worker did not reach have no element.
+    """
+    parts = batch.unbind(0) if stacked else (batch,)
+    mask = batch.get(MASK, None)
+    if mask is None:
+        for step in range(batch.shape[-1]):
+            for part in parts:
+                add(part[..., step])
+        return 0
+    valid = mask.reshape(len(parts), -1, mask.shape[-1])
+    whole = valid.all(1)
+    for step, worker in whole.T.nonzero().tolist():
+        add(parts[worker][..., step])
+    return int((valid & ~whole.unsqueeze(1)).sum())
