@@ -18,7 +18,7 @@ BUILT = DOCS / "_build"
 QUESTIONS = {
     "How do I get log-probs into the batch?": "concepts/batch",
     "How many frames does a batch have when it does not divide?": "concepts/batch",
-    "Which worker died and why?": "concepts/collector",
+    "Which worker died and why?": "howto/debug_a_hang",
     "What does truncated mean at a batch's end?": "concepts/episodes",
     "Where does the next observation live at an episode's end?": "concepts/episodes",
     "How do I send new weights to workers?": "concepts/weights",
