@@ -79,7 +79,7 @@ class Page(pytest.Item):
     """Runs the blocks of a page, and fails if they leave anything behind."""
 
     def runtest(self):
-        with _nothing_left_behind(), _as_a_program() as main, self._room() as run_bash:
+        with _nothing_left_behind(), self._room() as run_bash, _as_a_program() as main:
             for block in blocks(self.path):
                 if block.not_run is None:
                     printed = (
