@@ -115,7 +115,7 @@ OPERATIONS = st.lists(
 )
 
 
-# How many workers share environments is decided alike for all kinds: two kinds are split in all ways,
+# Environments are dealt out to workers alike, whatever their kind: two kinds are split in all ways,
 # one that workers step without TensorDicts and one that they step with them.
 WAYS = {
     "gymnasium environment": [(1, 4), (2, 4), (3, 4)],
