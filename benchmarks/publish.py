@@ -146,7 +146,8 @@ def _origin(entries: Sequence[dict[str, Any]]) -> list[str]:
     days = sorted({entry["created"][:10] for entry in entries})
     loads = [entry["load_average"][0] for entry in entries if entry.get("load_average")]
     machine, versions = entries[-1]["machine"], entries[-1]["versions"]
-    load = f", load {min(loads):.1f} to {max(loads):.1f}" if loads else ""
+    spread = sorted({f"{min(loads):.1f}", f"{max(loads):.1f}"}, key=float) if loads else []
+    load = f", load {' to '.join(spread)}" if spread else ""
     names = ("torch", "tensordict", "gymnasium", "torchrl", "stable-baselines3")
     return [
         f"{' and '.join(days)}, {machine['usable_cores']} cores of {machine['cpu']}{load}.",

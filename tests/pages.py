@@ -29,10 +29,6 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parent.parent
 OTHER_LANGUAGES = {"text", "json", "toml", "yaml"}
 """Of blocks that show something and run nothing; MyST's directives in braces are such, too."""
-OLD = {
-    *(f"docs/{name}.md" for name in ("guide",)),
-}
-"""Pages whose blocks are not run yet: whoever makes a page run, or deletes it, takes it out."""
 
 
 @dataclass
@@ -75,8 +71,7 @@ class PageFile(pytest.File):
     """One page, which is one test, so that its blocks are run by one process and in order."""
 
     def collect(self):
-        old = str(self.path.relative_to(ROOT)) in OLD
-        if not old and any(block.not_run is None for block in blocks(self.path)):
+        if any(block.not_run is None for block in blocks(self.path)):
             yield Page.from_parent(self, name="blocks")
 
 
@@ -84,7 +79,7 @@ class Page(pytest.Item):
     """Runs the blocks of a page, and fails if they leave anything behind."""
 
     def runtest(self):
-        with _nothing_left_behind(), _as_a_program() as main, self._room() as run_bash:
+        with _nothing_left_behind(), self._room() as run_bash, _as_a_program() as main:
             for block in blocks(self.path):
                 if block.not_run is None:
                     printed = (

@@ -287,7 +287,9 @@ def _class(entry: Public, homes: dict[Any, str]) -> str:
             own.append(name)
         else:
             inherited.setdefault(homes[key], []).append(name)
-    text = f".. autoclass:: {entry.name}\n"
+    error = issubclass(entry.value, Exception)
+    text = f".. auto{'exception' if error else 'class'}:: {entry.name}\n"
+    text += "   :show-inheritance:\n" if error else ""
     text += f"   :members: {', '.join(own)}\n" if own else ""
     text += "\n"
     for home, names in inherited.items():
@@ -366,30 +368,48 @@ def signature(value: Any) -> str | None:
     return str(inspect.Signature([*shown, rest]))
 
 
-def add_types(value: Any, lines: list[str]) -> None:
-    """Put type and default of each argument into the ``Args`` of a docstring, in place."""
-    function = value.__init__ if inspect.isclass(value) else value
+def complete(kind: str, value: Any, lines: list[str]) -> None:
+    """Put types and defaults into a docstring, in place, before it is read as Google's style.
+
+    That style takes what is before a colon for a type, also where it is the beginning of a
+    sentence: what is returned, and properties, get their types.
+
+    Args:
+        kind: ``"class"``, ``"method"``, ``"property"``, ...
+        value: What is described.
+        lines: Its docstring.
+    """
+    function = value.__init__ if inspect.isclass(value) else getattr(value, "fget", value)
     try:
-        parameters = inspect.signature(function).parameters
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return
-    in_args = False
+    returned = signature.return_annotation
+    before = "" if returned is signature.empty else f"``{_type(returned)}``: "
+    if kind == "property" and lines:
+        lines[0] = before + lines[0]
+    section = ""
     for number, line in enumerate(lines):
         if line and not line.startswith(" "):
-            in_args = line == "Args:"
-        entry = re.match(r"    \*{0,2}(\w+): ", line)
-        if in_args and entry and entry[1] in parameters:
-            told = ", ".join(_facts(parameters[entry[1]]))
-            lines[number] = line[: entry.end() - 2] + (f" ({told}): " if told else ": ")
-            lines[number] += line[entry.end() :]
+            section = line
+        elif section == "Args:" and (entry := re.match(r"    \*{0,2}(\w+)(?=: )", line)):
+            if entry[1] in signature.parameters:
+                told = ", ".join(_facts(signature.parameters[entry[1]]))
+                lines[number] = f"{entry[0]} ({told}){line[entry.end() :]}" if told else line
+        elif section in ("Returns:", "Yields:") and lines[number - 1] == section:
+            lines[number] = f"    {before}{line.lstrip()}"
 
 
 def _facts(parameter: inspect.Parameter) -> Iterator[str]:
     if parameter.annotation is not parameter.empty:
-        text = inspect.formatannotation(parameter.annotation).strip("'")
-        yield f"``{re.sub(r'(?:[a-z_]+[.])+(?=[A-Za-z])', '', text)}``"
+        yield f"``{_type(parameter.annotation)}``"
     if parameter.default is not parameter.empty:
         yield f"default ``{_shown(parameter.default)}``"
+
+
+def _type(annotation: Any) -> str:
+    text = inspect.formatannotation(annotation).strip("'")
+    return re.sub(r"(?:[a-z_]+[.])+(?=[A-Za-z])", "", text)
 
 
 def _shown(default: Any) -> str:

@@ -6,7 +6,7 @@ import threading
 from test_backends import BackendConformance
 
 from gleanrl.transport.frames import frame_of
-from gleanrl.transport.peer import Peer, RemoteBackend
+from gleanrl.transport.peer import RemoteBackend
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.worker import Boot, Inbox, serve
 
@@ -25,11 +25,11 @@ class ThreadEndpoint:
         self._replies.put(frame_of(reply))
 
 
-class Thread(Peer):
+class Thread:
     """The learner's end."""
 
     def __init__(self, index, factory, backend):
-        super().__init__(index)
+        self.index = index
         self.endpoint = ThreadEndpoint(backend)
         boot = Boot(index, factory, threads=1)
         self.thread = threading.Thread(target=serve, args=(boot, self.endpoint), daemon=True)

@@ -11,9 +11,8 @@ import torch
 
 from gleanrl.core.keys import next_key
 from gleanrl.core.layout import Field
-from gleanrl.core.options import RolloutOptions
+from gleanrl.core.options import GymOptions, RolloutOptions
 from gleanrl.core.window import Window
-from gleanrl.envs.gymnasium import GymOptions
 from gleanrl.envs.vector import NextStepPool, make_vector
 from gleanrl.rollout.dense import DenseRollout, check_can_cut
 from gleanrl.rollout.next_step_loop import NextStepRollout

@@ -98,6 +98,11 @@ def test_a_policy_that_does_not_fit_is_told_what_to_change(env, policy, says):
         assert part in str(caught.value)
 
 
+def test_a_tensor_without_the_shape_of_the_batch_is_named():
+    with pytest.raises(PolicyError, match=r"'action' with shape \(3,\); .* batch shape \(2,\)"):
+        collect(policy=lambda observation: torch.zeros(3), num_envs=2)
+
+
 def test_a_layer_that_does_not_fit_is_named_by_workers_too():
     with pytest.raises(PolicyError, match=r"'module\.0\.module\.0', Linear\(in_features=5"):
         MultiSyncCollector(["CartPole-v1"] * 2, net(5), **FRAMES)

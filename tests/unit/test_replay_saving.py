@@ -138,18 +138,6 @@ def test_a_second_dump_replaces_the_first(tmp_path):
     assert fresh[:]["number"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_dump_of_an_earlier_release_loads(tmp_path):
-    """Its entries have neither keys nor names of files."""
-    source, target = (ReplayBuffer(storage=LazyTensorStorage(5)) for _ in range(2))
-    source.extend(rows(0, 7))
-    source.dumps(tmp_path)
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    meta["files"] = [{name: entry[name] for name in ("shape", "dtype")} for entry in meta["files"]]
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    target.loads(tmp_path)
-    assert (target[:] == source[:]).all()
-
-
 POISON = [
     {"cursor": 2**60},
     {"cursor": -1},

@@ -43,7 +43,7 @@ from gleanrl.engine.engine import MakeBackend
 from gleanrl.engine.models import WeightSync
 from gleanrl.engine.replacing import Replacements, reseeded
 from gleanrl.rollout.build import Initialised, SourceBuilder
-from gleanrl.transport.network import NodeBackend
+from gleanrl.transport.network import NetworkBackend
 
 _OF_A_WORKER = frozenset(
     {
@@ -315,7 +315,7 @@ class WorkersCollector(EngineCollector):
             keep=plan.relaunches is not None,
         )
         if plan.relaunches is not None:
-            backend = cast("NodeBackend[Any]", engine.backend)
+            backend = cast("NetworkBackend", engine.backend)
             self._replacements = Replacements(engine, backend, self._models, plan.relaunches)
 
     def _env_to_record(self) -> Any:

@@ -288,7 +288,19 @@ class TrajectoryOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvOptions:
+class GymOptions:
+    """How the data of Gymnasium environments are stored."""
+
+    categorical: bool = True
+    """Discrete actions as indices (else one-hot vectors)."""
+    observation_dtype: torch.dtype | None = None
+    """Floating observations are cast to this dtype on the way in."""
+    info_keys: InfoKeys = ()
+    """Numeric ``info`` entries to deliver beside the observation; zero where ``info`` lacks one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvOptions(GymOptions):
     """What to collect from. Everything a worker needs to build its environments."""
 
     create_env_fn: Any
@@ -296,12 +308,6 @@ class EnvOptions:
     create_env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     num_envs: int | None = None
     """Copies of one id or callable to batch; ``None`` for a single unbatched environment."""
-    categorical: bool = True
-    """Discrete actions as indices (else one-hot vectors)."""
-    observation_dtype: torch.dtype | None = None
-    """Cast floating observations to this dtype on the way in."""
-    info_keys: InfoKeys = ()
-    """Numeric ``info`` entries to deliver beside the observation; zero where ``info`` lacks one."""
     device: torch.device | None = None
     """Where a TensorDict environment is cast to."""
 

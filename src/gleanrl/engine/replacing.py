@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.models import WeightSync
 from gleanrl.rollout.streams import renewed
-from gleanrl.transport.network import NodeBackend
+from gleanrl.transport.network import NetworkBackend
 
 _SEEDS = 1 << 31
 """Seeds that every kind of environment takes."""
@@ -27,7 +26,7 @@ class Replacements:
     def __init__(
         self,
         engine: Engine,
-        backend: NodeBackend[Any],
+        backend: NetworkBackend,
         models: WeightSync,
         most: int,
     ) -> None:

@@ -14,11 +14,11 @@ from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
-from gleanrl.core.options import InfoKeys, check_int, check_observation_dtype
+from gleanrl.core.options import GymOptions, InfoKeys, check_int, check_observation_dtype
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.base import OwnBatch
 from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_one
-from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymOptions, GymSource
+from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymSource
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
 
@@ -87,7 +87,11 @@ class GymEnv(OwnBatch):
                     ours.append(made)
                 made = made if frame_skip in (None, 1) else FrameSkip(made, frame_skip)
                 self._envs.append(Pixels(made, pixels_only) if from_pixels else made)
-            options = GymOptions(categorical_action_encoding, observation_dtype, info_keys)
+            options = GymOptions(
+                categorical=categorical_action_encoding,
+                observation_dtype=observation_dtype,
+                info_keys=info_keys,
+            )
             self._take(GymSource(tuple(self._envs), batch, options), device)
 
     @classmethod

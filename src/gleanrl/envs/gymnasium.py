@@ -15,7 +15,7 @@ import torch
 from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.options import InfoKeys, check_int
+from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.spaces import Actions, Leaf, leaf_field, observation_leaves, space_spec
@@ -39,19 +39,6 @@ _EMPTY: frozenset[Any] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class GymOptions:
-    """How the data of Gymnasium environments are stored."""
-
-    categorical: bool = True
-    """Discrete actions as indices (else one-hot vectors)."""
-    observation_dtype: torch.dtype | None = None
-    """Floating observations are cast to this dtype."""
-    info_keys: InfoKeys = ()
-    """Numeric ``info`` entries to deliver beside the observation: names of scalars (float32), or
-    a mapping from names to shape and dtype."""
-
-
-@dataclass(frozen=True, slots=True)
 class GymSource:
     """Gymnasium environments of one kind, to be stepped as one batch."""
 
@@ -59,7 +46,7 @@ class GymSource:
     """Built."""
     batch_shape: tuple[int, ...]
     """``()`` for a single environment, else ``(P,)`` or nested batches of ``P`` altogether."""
-    options: GymOptions = GymOptions()
+    options: GymOptions
     seeds: tuple[int | None, ...] = ()
     """What the next reset of each environment is to be seeded with."""
 

@@ -18,7 +18,7 @@ from gleanrl.envs.factory import (
     with_tensordicts,
     without_call_checks,
 )
-from gleanrl.envs.gymnasium import GymnasiumEnv, GymOptions, GymSource, check_same_spaces
+from gleanrl.envs.gymnasium import GymnasiumEnv, GymSource, check_same_spaces
 from gleanrl.envs.pettingzoo import PettingZooEnv
 from gleanrl.envs.serial import SerialEnv, gym_parts, gym_source
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
@@ -100,7 +100,7 @@ def _batch(built: list[Any], options: EnvOptions, made: Sequence[Any]) -> Made:
         fresh = {id(env) for env in made}
         envs = [without_call_checks(env) if id(env) in fresh else env for env in built]
         check_same_spaces(envs)
-        return GymnasiumEnv(GymSource(tuple(envs), (len(envs),), _gym_options(options)))
+        return GymnasiumEnv(GymSource(tuple(envs), (len(envs),), options))
     if all(is_tensordict_env(env) for env in built):
         batch = PettingZooEnv.joined(built) or SerialEnv.of(built)
         return _adapt(batch, options, fresh=len(made) == len(built))
@@ -123,10 +123,10 @@ def _vector_already(env: Any, num_envs: int) -> ConfigError:
 def _adapt(env: Any, options: EnvOptions, fresh: bool) -> Made:
     """Return what steps ``env``; one that is ``fresh`` nobody else has, so it may be changed."""
     if is_vector_env(env):  # first: EnvPool's are single environments, too, by their class
-        return make_vector(env, _gym_options(options))
+        return make_vector(env, options)
     if isinstance(env, gym.Env):
         single = without_call_checks(env) if fresh else env
-        return GymnasiumEnv(GymSource((single,), (), _gym_options(options)))
+        return GymnasiumEnv(GymSource((single,), (), options))
     source = gym_source(env)
     if source is not None:
         check_same_spaces(source.envs)
@@ -147,7 +147,3 @@ def _adapt(env: Any, options: EnvOptions, fresh: bool) -> Made:
     if options.device is not None and env.device != options.device:
         env = env.to(options.device)
     return TensorDictHandle(env)
-
-
-def _gym_options(options: EnvOptions) -> GymOptions:
-    return GymOptions(options.categorical, options.observation_dtype, options.info_keys)

@@ -16,10 +16,10 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
-from gleanrl.core.options import check_int
+from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.protocols import Env
 from gleanrl.core.window import Array, Window
-from gleanrl.envs.gymnasium import GymOptions, WindowEnv
+from gleanrl.envs.gymnasium import WindowEnv
 from gleanrl.envs.validation import NUMBERS, check_reset, not_five, write_rewards
 from gleanrl.envs.writers import VectorInfoWriter, VectorLeafWriter, VectorReset, VectorWriter
 
@@ -40,39 +40,34 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
     _flags_at_once = False
     """Whether end flags are needed in the window before the end of a rollout."""
 
-    def __init__(self, env: Any, options: GymOptions) -> None:
-        """Take over ``env``, built and not yet reset.
+    def __init__(self, resets: _Resets, options: GymOptions) -> None:
+        """Take over the environment of ``resets``, built and not yet reset.
 
         Raises:
             ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
-                cannot be; an environment that cannot be stepped so that no data are lost.
+                cannot be.
         """
-        self._prepare(env)
-        self._env = env
+        self._resets, env = resets, resets.env
         self.num_envs = int(env.num_envs)
         super().__init__(
             env.single_observation_space, env.single_action_space, (self.num_envs,), options
         )
         self._outcomes = _Outcomes(self.num_envs, self._flags_at_once)
-        self.can_cut = self._resets_singly()
-        self._seed: int | list[int] | None = None
+        self.can_cut = resets.singly
         self._closed = False
         self._step: Callable[[Any], Any]
-
-    def _prepare(self, env: Any) -> None:
-        """Refuse environments that would lose data; subclasses know which."""
 
     @property
     def inner(self) -> Any:
         """What the user gave us."""
-        return self._env
+        return self._resets.env
 
     # -- steps -----------------------------------------------------------------------------------
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
         super().begin(window, carry)
-        self._step = self._env.step
+        self._step = self._resets.env.step
         self._outcomes.begin(window)
 
     def _advance(self, t: int) -> Mapping[str, Any]:
@@ -97,7 +92,7 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
     def restart(self, t: int, envs: Array) -> None:
         """Reset ``envs`` after step ``t``; those that had not ended there count as truncated."""
         self._outcomes.truncate(t, envs)
-        returned = self._reset_some(envs, {})
+        returned = self._resets.some(envs, {})
         for writer in self._writers:
             writer.write_root(t, envs, returned)
 
@@ -123,34 +118,17 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
         """
         where: Array | slice = _ALL
         if envs is None or len(set(envs)) == self.num_envs:
-            returned = self._reset_all(options)
+            returned = self._resets.all(options)
         elif self.can_cut:
             where = np.array(sorted(set(envs)), np.int64)
-            returned = self._reset_some(where, options)
+            returned = self._resets.some(where, options)
         else:
             raise ConfigError(
-                f"environments {list(envs)[:5]} cannot be reset alone: {type(self._env).__name__} "
+                f"environments {list(envs)[:5]} cannot be reset alone: {type(self.inner).__name__} "
                 "resets all of its environments or none; reset all of them"
             )
         for writer in self._writers:
             writer.write_carry(carry, where, returned)
-
-    def _reset_all(self, options: Mapping[str, Any]) -> VectorReset:
-        seed, self._seed = self._seed, None
-        result = self._env.reset(seed=seed, options=dict(options) or None)
-        return _taken_apart(result, self.num_envs)
-
-    def _reset_some(self, envs: Array, options: Mapping[str, Any]) -> VectorReset:
-        mask = np.zeros(self.num_envs, bool)
-        mask[envs] = True
-        result = self._env.reset(options={**options, "reset_mask": mask})
-        return _taken_apart(result, self.num_envs, envs)
-
-    def _resets_singly(self) -> bool:
-        """Tell whether environments can be truncated and reset one by one."""
-        # Only these two are known to honour a reset mask in every mode. Wrappers around them are
-        # not: some of Gymnasium's own refuse the mask or lose it on the way.
-        return isinstance(self._env, (SyncVectorEnv, AsyncVectorEnv))
 
     def seed(self, seed: int, static: bool = False) -> int:
         """Seed environment ``i`` with ``seed + i`` from the next full reset on.
@@ -162,32 +140,18 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
             ConfigError: ``seed`` is no whole number of 0 or more.
         """
         seed = check_int("seed", seed, least=0)
-        listable = isinstance(self._env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
-        self._env.action_space.seed(seed)
-        self._env.single_action_space.seed(seed)
-        self._seed = [seed] * self.num_envs if static and listable else seed
+        self._resets.seed(seed, static)
         return seed if static else seed + self.num_envs - 1
 
     def close(self) -> None:
         """Close the environment. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._env.close()
-
-
-def _taken_apart(result: Any, count: int, rows: Array | slice = _ALL) -> VectorReset:
-    who = "the vector environment's reset"
-    return VectorReset(*check_reset(result, who, "(observation, infos)"), count, rows)
+            self.inner.close()
 
 
 class DenseVectorEnv(_VectorAdapter):
     """A vectorised environment in SAME_STEP or DISABLED mode: every step is a real transition."""
-
-    def _prepare(self, env: Any) -> None:
-        self._resets_itself = _mode(env) is AutoresetMode.SAME_STEP
-
-    def _resets_singly(self) -> bool:
-        return not self._resets_itself or super()._resets_singly()
 
     def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
         """Take one step with the actions in row ``t``; return the indices that ended."""
@@ -195,7 +159,7 @@ class DenseVectorEnv(_VectorAdapter):
         ended = self._outcomes.ended(t)
         if not len(ended) and not cut:
             return _NOTHING
-        if self._resets_itself:  # what `ended` ended with comes in `infos`
+        if self._resets.in_step:  # what `ended` ended with comes in `infos`
             for writer in self._writers if len(ended) else ():
                 writer.write_final(t, ended, infos)
             left = np.setdiff1d(cut, ended) if cut else ended[:0]
@@ -214,23 +178,49 @@ class NextStepPool(_VectorAdapter):
     _flags_at_once = True
     _draw_ahead = 32  # how many steps a rollout will take is not known when it begins
 
-    def _prepare(self, env: Any) -> None:
-        if isinstance(env.unwrapped, AsyncVectorEnv) and not env.unwrapped.shared_memory:
-            # Its workers keep their "reset in the next step" mark through an explicit reset.
-            raise ConfigError(
-                "AsyncVectorEnv with shared_memory=False resets environments twice after reset() "
-                "in NEXT_STEP mode; make it with shared_memory=True or autoreset_mode='SameStep'"
-            )
-
     def step(self, t: int) -> None:
         """Take one step with the actions in row ``t``, writing the row and root row ``t + 1``."""
         self._advance(t)
 
 
-class EnvPoolAdapter(NextStepPool):
-    """An EnvPool with the Gymnasium interface, as a `Pool`; it must answer for all at once."""
+def _taken_apart(result: Any, count: int, rows: Array | slice = _ALL) -> VectorReset:
+    who = "the vector environment's reset"
+    return VectorReset(*check_reset(result, who, "(observation, infos)"), count, rows)
 
-    def _prepare(self, env: Any) -> None:
+
+class _Resets:
+    """Resets and seeds a vectorised environment of Gymnasium's."""
+
+    def __init__(self, env: Any, *, in_step: bool, singly: bool) -> None:
+        self.env = env
+        self.in_step = in_step
+        """Whether it resets itself in the step that ends an episode."""
+        self.singly = singly
+        """Whether environments can be truncated and reset one by one."""
+        self._seed: int | list[int] | None = None
+
+    def all(self, options: Mapping[str, Any]) -> VectorReset:
+        seed, self._seed = self._seed, None
+        result = self.env.reset(seed=seed, options=dict(options) or None)
+        return _taken_apart(result, self.env.num_envs)
+
+    def some(self, envs: Array, options: Mapping[str, Any]) -> VectorReset:
+        mask = np.zeros(self.env.num_envs, bool)
+        mask[envs] = True
+        result = self.env.reset(options={**options, "reset_mask": mask})
+        return _taken_apart(result, self.env.num_envs, envs)
+
+    def seed(self, seed: int, static: bool) -> None:
+        listable = isinstance(self.env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
+        self.env.action_space.seed(seed)
+        self.env.single_action_space.seed(seed)
+        self._seed = [seed] * self.env.num_envs if static and listable else seed
+
+
+class _EnvPoolResets(_Resets):
+    """Resets and seeds an EnvPool with the Gymnasium interface; it must answer for all at once."""
+
+    def __init__(self, env: Any) -> None:
         if not isinstance(env, gym.Env):
             raise ConfigError(
                 f"{type(env).__name__} has EnvPool's dm_env interface; make it with "
@@ -243,36 +233,28 @@ class EnvPoolAdapter(NextStepPool):
                 "be stepped as one batch; leave out batch_size"
             )
         _make_spaces(env)
+        super().__init__(env, in_step=False, singly=True)
 
-    def _resets_singly(self) -> bool:
-        return True
+    def all(self, options: Mapping[str, Any]) -> VectorReset:
+        result = self.env.reset(**({"options": dict(options)} if options else {}))
+        return _taken_apart(result, self.env.num_envs)
 
-    def _reset_all(self, options: Mapping[str, Any]) -> VectorReset:
-        result = self._env.reset(options=dict(options)) if options else self._env.reset()
-        return _taken_apart(result, self.num_envs)
-
-    def _reset_some(self, envs: Array, options: Mapping[str, Any]) -> VectorReset:
+    def some(self, envs: Array, options: Mapping[str, Any]) -> VectorReset:
         # An EnvPool answers for the environments it was asked about only, in the order asked.
-        result = self._env.reset(envs.astype(np.int32), **({"options": options} if options else {}))
+        result = self.env.reset(envs.astype(np.int32), **({"options": options} if options else {}))
         return _taken_apart(result, len(envs))
 
-    def seed(self, seed: int, static: bool = False) -> int:
-        """Seed environment ``i`` with ``seed + i``: an EnvPool is seeded by making it anew.
-
-        Raises:
-            ConfigError: ``seed`` is no whole number of 0 or more.
-        """
-        seed = check_int("seed", seed, least=0)
-        own = [seed if static else seed + i for i in range(self.num_envs)]
-        spec = self._env.spec
-        seeds: dict[str, Any] = {"seed": 0, "env_seed": [value % 2**31 for value in own]}
+    def seed(self, seed: int, static: bool) -> None:
+        """Make it anew: that is how an EnvPool is seeded."""
+        own = [(seed if static else seed + i) % 2**31 for i in range(self.env.num_envs)]
+        spec = self.env.spec
+        seeds: dict[str, Any] = {"seed": 0, "env_seed": own}
         if "env_seed" not in spec.config._fields:  # older ones count up from one seed
-            seeds = {"seed": seed % 2**31}
-        fresh = type(self._env)(type(spec)(spec.config._replace(**seeds)))
+            seeds = {"seed": own[0]}
+        fresh = type(self.env)(type(spec)(spec.config._replace(**seeds)))
         _make_spaces(fresh)
-        self._env.close()
-        self._env = fresh
-        return own[-1]
+        self.env.close()
+        self.env = fresh
 
 
 def _make_spaces(env: Any) -> None:
@@ -310,9 +292,25 @@ def make_vector(env: Any, options: GymOptions | None = None) -> Env | NextStepPo
     """
     options = options or GymOptions()
     if _is_envpool(env):
-        return EnvPoolAdapter(env, options)
-    kind = NextStepPool if _mode(env) is AutoresetMode.NEXT_STEP else DenseVectorEnv
-    return kind(env, options)
+        return NextStepPool(_EnvPoolResets(env), options)
+    mode = _mode(env)
+    # Only these two are known to honour a reset mask in every mode. Wrappers around them are not:
+    # some of Gymnasium's own refuse the mask or lose it on the way.
+    known = isinstance(env, (SyncVectorEnv, AsyncVectorEnv))
+    resets = _Resets(
+        env,
+        in_step=mode is AutoresetMode.SAME_STEP,
+        singly=known or mode is AutoresetMode.DISABLED,
+    )
+    if mode is not AutoresetMode.NEXT_STEP:
+        return DenseVectorEnv(resets, options)
+    if isinstance(env.unwrapped, AsyncVectorEnv) and not env.unwrapped.shared_memory:
+        # Its workers keep their "reset in the next step" mark through an explicit reset.
+        raise ConfigError(
+            "AsyncVectorEnv with shared_memory=False resets environments twice after reset() "
+            "in NEXT_STEP mode; make it with shared_memory=True or autoreset_mode='SameStep'"
+        )
+    return NextStepPool(resets, options)
 
 
 def _mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:

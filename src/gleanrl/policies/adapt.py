@@ -45,7 +45,7 @@ class TensorCall:
 
         Raises:
             PolicyTypeError: it returned something else than tensors.
-            PolicyError: it returned too few.
+            PolicyError: it returned too few, or one that has not the batch's shape.
         """
         values = [tensordict.get(key) for key in self.in_keys]
         if self.names is None:
@@ -68,7 +68,13 @@ class TensorCall:
         extra = len(outs) - len(self._actions)
         self.out_keys = (*self._actions, *((f"output{i + 1}",) for i in range(extra)))
         for key, value in zip(self.out_keys, outs, strict=True):
-            tensordict.set(key, value)
+            try:
+                tensordict.set(key, value)
+            except RuntimeError as err:
+                raise PolicyError(
+                    f"the policy returned {format_key(key)} with shape {tuple(value.shape)}; it "
+                    f"must begin with the batch shape {tuple(tensordict.batch_size)}"
+                ) from err
         return tensordict
 
 

@@ -24,7 +24,7 @@ import struct
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -33,7 +33,6 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, WorkerDied, WorkerError, error_text
 from gleanrl.core.tracebacks import hide_frames
 
-T = TypeVar("T")
 _COLLECT = struct.Struct("=cqiiq?")
 _ROLLED = struct.Struct("=cqiqqqq8d")
 _HEAD = struct.Struct("=cqi")
@@ -254,28 +253,3 @@ def _both(kind: type[BaseException]) -> type[BaseException]:
 
 def _text(self: BaseException) -> str:
     return str(vars(self)["_text"])
-
-
-class InOrder(Generic[T]):
-    """Numbered items that come in any order, handed over in the order of their numbers."""
-
-    def __init__(self, hand_over: Callable[[T], object]) -> None:
-        self._hand_over = hand_over
-        self._early: dict[int, T] = {}
-        self.due = 0
-        """The next number: as many were handed over."""
-
-    def take(self, number: int, item: T) -> None:
-        """Hand over ``item`` and what follows it as soon as all before it was; once only."""
-        if number >= self.due:
-            self._early[number] = item
-        while self.due in self._early:
-            self._hand_over(self._early[self.due])
-            del self._early[self.due]
-            self.due += 1
-
-    def skip_missing(self) -> None:
-        """Hand over what has come although numbers before it are missing for good."""
-        for number in sorted(self._early):
-            self.due = number
-            self._hand_over(self._early.pop(number))

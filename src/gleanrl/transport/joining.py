@@ -14,12 +14,12 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 from gleanrl.core.errors import ConfigError, WorkerDied
 from gleanrl.core.options import users_stacklevel
 from gleanrl.transport.handshake import Guest, HandshakeError, Introduction, Invitation
 from gleanrl.transport.launchers import Launcher
+from gleanrl.transport.remote_node import Node
 
 LOOK = 0.5
 """Seconds between two looks at what became of nodes that have not joined yet."""
@@ -168,46 +168,18 @@ class Admission:
             os.close(bell)
 
 
-N = TypeVar("N", bound="JoiningNode")
-
-
-class JoiningNode(Protocol):
-    """A node that has authenticated, seen from the learner."""
-
-    index: int
-    address: str
-
-    def greet(self, life: int) -> None:
-        """Tell it what to be; returns once data can pass. Raises whatever goes wrong."""
-
-    def await_start(self) -> None:
-        """Wait until it has said that it is up, or why it is not."""
-
-    def listen(self) -> None:
-        """Look whether it has said why it ends, in what nobody has read yet."""
-
-    def exit_reason(self, reason: str) -> str:
-        """Return why it is gone; ``reason`` if neither it nor its launcher has said more."""
-
-    def hang_up(self) -> None:
-        """End its connection, so that whoever waits for it is told; safe in any thread."""
-
-    def close(self) -> None:
-        """Let go of it."""
-
-
 @dataclass(eq=False, slots=True)
-class _Wanted(Generic[N]):
+class _Wanted:
     """A node that has to join."""
 
     life: int
     deadline: float | None = None
     """Until then it has to have joined, or once it has, to be up; ``None`` before it is started."""
-    node: N | None = None
+    node: Node | None = None
     """Its connection, once it was let in."""
 
 
-class NodeAdmitter(Generic[N]):
+class NodeAdmitter:
     """Lets nodes in: those that are there first, and later those that take the place of lost ones.
 
     At the start the learner itself calls `step`. Later a thread of its own launches nodes and lets
@@ -219,7 +191,7 @@ class NodeAdmitter(Generic[N]):
         self,
         launcher: Launcher,
         admission: Admission,
-        take: Callable[[Guest], N],
+        take: Callable[[Guest], Node],
         invitation: Callable[[int], Invitation],
         timeout_s: float,
     ) -> None:
@@ -227,12 +199,12 @@ class NodeAdmitter(Generic[N]):
         self._take, self._invitation = take, invitation
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._wanted: dict[int, _Wanted[N]] = {}
+        self._wanted: dict[int, _Wanted] = {}
         self._threads: set[threading.Thread] = set()
         self._admitting = False
         """Whether a thread lets nodes in."""
         self._closing = False
-        self._done: deque[N | WorkerDied] = deque()
+        self._done: deque[Node | WorkerDied] = deque()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
 
     # -- for the learner -------------------------------------------------------------------------
@@ -253,7 +225,7 @@ class NodeAdmitter(Generic[N]):
                 self._start(self._admit_loop)
         self._admission.interrupt()
 
-    def pop(self) -> N | WorkerDied | None:
+    def pop(self) -> Node | WorkerDied | None:
         """Return a node that has joined, or why one has not; ``None`` if there is no news."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)
@@ -329,7 +301,7 @@ class NodeAdmitter(Generic[N]):
             for index, each in wanted:
                 self._fail(index, each, f"could not be let in ({err})")
 
-    def _launch(self, index: int, wanted: _Wanted[N]) -> None:
+    def _launch(self, index: int, wanted: _Wanted) -> None:
         wanted.deadline = time.monotonic() + self._timeout_s
         try:
             self._launcher.launch([self._invitation(index)])
@@ -337,7 +309,7 @@ class NodeAdmitter(Generic[N]):
             if self._closing:  # it may have been started after everybody else was ended
                 self._launcher.stop(0.0)
 
-    def _look_after(self, index: int, wanted: _Wanted[N], deadline: float) -> None:
+    def _look_after(self, index: int, wanted: _Wanted, deadline: float) -> None:
         reason = self._launcher.exit_reason(index, 0.0) if wanted.node is None else None
         if reason is not None:
             self._fail(index, wanted, f"{reason} before it joined; what it printed last tells why")
@@ -367,7 +339,7 @@ class NodeAdmitter(Generic[N]):
 
     # -- one thread per node that was let in -----------------------------------------------------
 
-    def _bring_up(self, index: int, wanted: _Wanted[N], node: N) -> None:
+    def _bring_up(self, index: int, wanted: _Wanted, node: Node) -> None:
         try:
             node.greet(wanted.life)
             if wanted.life:  # the learner goes on with the others meanwhile
@@ -386,7 +358,7 @@ class NodeAdmitter(Generic[N]):
                 return
         node.close()
 
-    def _fail(self, index: int, wanted: _Wanted[N], reason: str) -> None:
+    def _fail(self, index: int, wanted: _Wanted, reason: str) -> None:
         with self._lock:
             if self._wanted.get(index) is not wanted or self._closing:
                 return
@@ -398,7 +370,7 @@ class NodeAdmitter(Generic[N]):
             error.worker = index
             self._tell(error)
 
-    def _tell(self, result: N | WorkerDied) -> None:
+    def _tell(self, result: Node | WorkerDied) -> None:
         self._done.append(result)
         os.eventfd_write(self.bell, 1)
         self._admission.interrupt()  # the learner may be the one that waits for guests

@@ -17,8 +17,7 @@ from gleanrl.core.messages import Block, WindowRef
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import window_over
 from gleanrl.memory.slab import MARK, packed
-from gleanrl.transport.process_group import Transfer
-from gleanrl.transport.worker import OpenWindow
+from gleanrl.transport.data_plane import Transfer
 
 _LARGE = 1 << 18
 """Bytes of a field from which on a transfer of its own is cheaper than a copy."""
@@ -113,22 +112,6 @@ class Landing:
         """Put what was not received there where it belongs."""
         for target, source in self._copied:
             target.copy_(source)
-
-
-class Landings:
-    """The landings of one worker's rollouts, one per slot."""
-
-    def __init__(self, open_window: OpenWindow) -> None:
-        self._open_window = open_window
-        self._by_slot: dict[int, Landing] = {}
-
-    def of(self, reference: WindowRef) -> Landing:
-        """Return where a rollout into ``reference`` lands."""
-        landing = self._by_slot.get(reference.slot)
-        if landing is None:
-            landing = Landing(self._open_window(reference), reference)
-            self._by_slot[reference.slot] = landing
-        return landing
 
 
 class Arrival:

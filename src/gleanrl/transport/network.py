@@ -1,272 +1,45 @@
-"""Workers on nodes: messages over a connection of our own, data over torch.distributed."""
+"""Workers on nodes: commands and replies over connections of our own, data on a data plane."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import os
-import pickle
 import select
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.transport.frames import BEAT, KEY, LEAVE, STOP, WEIGHTS, head_of, key_frame, read_key
+from gleanrl.transport.data_plane import DataPlane
+from gleanrl.transport.frames import STOP, head_of
 from gleanrl.transport.handshake import Guest, Invitation, keep_alive, new_secret
 from gleanrl.transport.joining import LOOK, Admission, NodeAdmitter, listen
-from gleanrl.transport.landing import Arrival, Landings
 from gleanrl.transport.launchers import Launcher
-from gleanrl.transport.node import ROLLOUT_TAG, WEIGHTS_TAG, PairEndpoint
-from gleanrl.transport.peer import ChannelBackend, ChannelPeer, RemoteFlag
+from gleanrl.transport.peer import Channels, RemoteBackend, RemoteFlag
 from gleanrl.transport.pickling import pickled
-from gleanrl.transport.process_group import (
-    LEARNER_RANK,
-    ConnectionStore,
-    ProcessGroupPair,
-    Transfer,
-    check_kind,
-)
-from gleanrl.transport.stream import ForgedFrameError, SealedChannel
+from gleanrl.transport.process_group import ProcessGroups
+from gleanrl.transport.remote_node import NEWS, Node
+from gleanrl.transport.stream import ForgedFrameError
 from gleanrl.transport.waiting import interruptible
 from gleanrl.transport.weights import FlatWeightPublisher, plan_flat
 from gleanrl.transport.worker import Boot, OpenWindow
 
 _GRACE = 1.0
 """Seconds within which a node that was told to end has to be gone."""
-_NEWS = 2.0
-"""Seconds within which a launcher has heard how a process ended that is gone."""
-_IN_FLIGHT = 1.0
-"""Seconds that what a node had sent may take to arrive once its connection has ended."""
 _NAPS = 50e-6, 1e-3
 """Seconds between two looks at whether an announced rollout is here: at first, in the end."""
 
 
-class RemoteNode(ChannelPeer):
-    """A node, seen from the learner: its connection, and what has come on it."""
-
-    def __init__(self, guest: Guest, backend: NodeBackend[Any]) -> None:
-        sock, keys = guest.sock, guest.keys
-        super().__init__(guest.node, SealedChannel(sock, keys.learner, keys.node))
-        self.backend = backend
-        self.address = str(sock.getpeername()[0])
-        self.here = str(sock.getsockname()[0])
-        """This side's address on the network between the two."""
-        self.heard = time.monotonic()
-        """When it last gave a sign of life."""
-        self.leaving: str | None = None
-        """Why it ends, if it has said so or this side ends it."""
-        self.announced: deque[bytes] = deque()
-        """Replies that have come, of which not all that belongs to them may be here."""
-        self._ended: float | None = None
-        """When its connection was seen to have ended."""
-        self._sending = threading.Lock()
-        self._keys: dict[str, bytes] = {}
-
-    # -- joining ---------------------------------------------------------------------------------
-
-    def greet(self, life: int) -> None:
-        """Tell it what to be."""
-        self.channel.send(pickle.dumps(self.backend.boot(self.index, life)))
-
-    def key(self, key: str, deadline: float) -> bytes:
-        """Return what the node tells of ``key``; what else comes meanwhile is kept for later.
-
-        Raises:
-            CollectorTimeout: it did not in time.
-            EOFError: it is gone.
-        """
-        self._read_until(lambda: key in self._keys, deadline)
-        return self._keys[key]
-
-    def await_start(self) -> None:
-        """Wait until the node has said that it is up, or why it is not.
-
-        It has no deadline of its own: whoever gives the node up hangs up on it.
-
-        Raises:
-            EOFError: it is gone.
-        """
-        self._read_until(lambda: any(head_of(frame)[0] == 0 for frame in self.announced))
-
-    def _read_until(self, there: Callable[[], bool], deadline: float | None = None) -> None:
-        readable = select.poll()
-        readable.register(self.channel, select.POLLIN)
-        while not there():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise CollectorTimeout(f"node {self.index} did not answer in time")
-            readable.poll(None if left is None else 1000 * left)
-            self.read()
-
-    # -- messages --------------------------------------------------------------------------------
-
-    def read(self) -> None:
-        """Take in what has come.
-
-        Raises:
-            EOFError: the connection has ended.
-            ForgedFrameError: it is not the node's alone.
-        """
-        for frame in self.channel.read():
-            kind = frame[:1]
-            if kind == KEY:
-                name, value = read_key(frame)
-                self._keys[name] = value
-            elif kind == LEAVE:
-                self.leaving = frame[1:].decode()
-            elif kind == WEIGHTS:
-                self.weights_taken()
-            elif kind != BEAT:
-                self.announced.append(frame)
-        self.heard = time.monotonic()
-
-    def put(self, frame: bytes) -> None:
-        """Send ``frame`` as far as the connection takes it; any thread may."""
-        with self._sending, contextlib.suppress(OSError):  # whoever reads next is told
-            self.channel.post(frame)
-
-    def flush(self) -> None:
-        """Send what waits, as far as it is taken."""
-        with self._sending:
-            super().flush()
-
-    def hang_up(self) -> None:
-        """End the connection for both sides."""
-        self.channel.hang_up()
-
-    def in_flight(self) -> bool:
-        """Whether what it sent before its connection ended may still be on its way."""
-        now = time.monotonic()
-        self._ended = self._ended or now
-        return bool(self.announced) and now - self._ended < _IN_FLIGHT
-
-    def exit_reason(self, reason: str, timeout: float = _NEWS) -> str:
-        """Return why it is gone: its own word, its launcher's within a while, or ``reason``."""
-        return self.leaving or self.backend.launcher.exit_reason(self.index, timeout) or reason
-
-    def listen(self) -> None:
-        """Look whether the node has said that it ends, in what nobody has read yet."""
-        with contextlib.suppress(EOFError, OSError):
-            while frames := self.channel.read():
-                for frame in frames:
-                    if frame[:1] == LEAVE:
-                        self.leaving = frame[1:].decode()
-
-    # -- data ------------------------------------------------------------------------------------
-
-    def post(self, ticket: int, command: m.Command) -> None:
-        """Send ``command`` as far as the connection takes it, and expect its rollout."""
-        raise NotImplementedError
-
-    def is_here(self, ticket: int) -> bool:
-        """Whether `land` would not have to wait."""
-        return True
-
-    def land(self, ticket: int) -> None:
-        """If ``ticket`` is that of a rollout, see to it that it is in its window.
-
-        Raises:
-            RuntimeError: the node was lost meanwhile.
-        """
-
-    def weights_taken(self) -> None:
-        """Note that the node has taken over the oldest weights that were sent to it."""
-
-    def close(self, *, drop: bool = True) -> None:
-        """Close the connection, by which a node that is still there ends.
-
-        Args:
-            drop: Let go of what carries data as well, which a forked child cannot do.
-        """
-        self.channel.close()
-
-
-class PairNode(RemoteNode):
-    """A node whose rollouts and weights travel through a process group of two."""
-
-    def __init__(self, guest: Guest, backend: NetworkBackend) -> None:
-        super().__init__(guest, backend)
-        self._kind, self._timeout_s = backend.kind, backend.timeout_s
-        self._group: ProcessGroupPair | None = None
-        self._landings = Landings(backend.open_window)
-        self._arriving: dict[int, Arrival] = {}
-        """Rollouts that are due, by ticket."""
-        self._weights: deque[tuple[Transfer, Callable[[], None]]] = deque()
-        """Those on their way, oldest first, and whom to tell that they were taken."""
-
-    def greet(self, life: int) -> None:
-        super().greet(life)
-        deadline = time.monotonic() + self._timeout_s
-
-        def tell(key: str, value: bytes) -> None:
-            self.channel.send(key_frame(key, value))
-
-        store = ConnectionStore(tell, lambda key: self.key(key, deadline))
-        self._group = ProcessGroupPair(self._kind, store, LEARNER_RANK, self.here, self._timeout_s)
-
-    def post(self, ticket: int, command: m.Command) -> None:
-        frame = self.writer.write(ticket, command)  # it raises what the user's objects raise
-        try:
-            if isinstance(command, m.Collect) and command.window.blocks:
-                assert self._group is not None
-                receive = functools.partial(self._group.receive, tag=ROLLOUT_TAG)
-                landing = self._landings.of(command.window)
-                self._arriving[ticket] = Arrival(ticket, landing, receive)
-            self.put(frame)
-        except BaseException:  # an interrupt: the two sides may expect different rollouts now
-            self.channel.hang_up()
-            raise
-
-    def is_here(self, ticket: int) -> bool:
-        arrival = self._arriving.get(ticket)
-        return arrival is None or arrival.here
-
-    def land(self, ticket: int) -> None:
-        arrival = self._arriving.get(ticket)
-        if arrival is not None:
-            arrival.finish()
-            del self._arriving[ticket]
-
-    def send_weights(self, buffer: torch.Tensor, taken: Callable[[], None]) -> bool:
-        """Send ``buffer``, which must not change before ``taken`` is called."""
-        assert self._group is not None
-        try:
-            transfer = self._group.send(buffer, WEIGHTS_TAG)
-        except RuntimeError:  # whoever waits for a rollout is told
-            return False
-        self._weights.append((transfer, taken))
-        self.put(WEIGHTS)
-        return True
-
-    def weights_taken(self) -> None:
-        transfer, taken = self._weights.popleft()
-        transfer.finish()
-        taken()
-
-    def close(self, *, drop: bool = True) -> None:
-        super().close()
-        if drop:
-            self._group = None
-            self._arriving.clear()
-            self._weights.clear()
-
-
-N = TypeVar("N", bound=RemoteNode)
-
-
-class NodeBackend(ChannelBackend[N]):
+class NetworkBackend(RemoteBackend[Node]):
     """One node per worker, wherever a launcher starts them.
 
-    Nodes connect here and authenticate. Signs of life travel on that connection, so that it tells
-    at once when a node's process or host is gone. How data travel is a subclass's to say.
+    Nodes connect here and authenticate. Commands, replies and signs of life travel on that
+    connection, so that it tells at once when a node's process or host is gone. Data travel beside
+    it, on a data plane.
     """
 
     _looks_first = True
@@ -275,6 +48,7 @@ class NodeBackend(ChannelBackend[N]):
         self,
         open_window: OpenWindow,
         launcher: Launcher,
+        plane: DataPlane | None = None,
         *,
         host: str | None = None,
         ports: Sequence[int] = (0,),
@@ -288,6 +62,7 @@ class NodeBackend(ChannelBackend[N]):
         Args:
             open_window: Maps windows of the learner's arenas.
             launcher: Starts the nodes.
+            plane: Carries data; gloo's process groups by default.
             host: Address to listen on, and that nodes are told; the launcher's choice by default.
             ports: To listen on the first of these that is free; any by default.
             threads: torch threads of each node.
@@ -299,11 +74,13 @@ class NodeBackend(ChannelBackend[N]):
             ConfigError: the port cannot be listened on.
         """
         super().__init__()
-        self.open_window, self.launcher, self.timeout_s = open_window, launcher, timeout_s
+        self._open_window, self.launcher, self._timeout_s = open_window, launcher, timeout_s
+        self._plane = ProcessGroups() if plane is None else plane
+        self._channels: Channels[Node] = Channels()
         self._threads, self._start_timeout, self._replaces = threads, start_timeout, replaces
         self._secret = new_secret()
         self._factories: list[bytes] = []
-        self._publisher: FlatWeightPublisher[N] | None = None
+        self._publisher: FlatWeightPublisher | None = None
         self._closed = False
         self.stop_byte: Stop = RemoteFlag(self._send_stop)
         self._nap = _NAPS[0]
@@ -313,21 +90,9 @@ class NodeBackend(ChannelBackend[N]):
         self.address = str(host), int(port)
         """Where nodes connect to."""
         self._admission = Admission(listener, self._secret, timeout_s)
-        self._admitter: NodeAdmitter[N] = NodeAdmitter(
+        self._admitter = NodeAdmitter(
             launcher, self._admission, self._take_over, self._invitation, start_timeout
         )
-
-    def _node(self, guest: Guest) -> N:
-        """Make a node of a connection; raises `OSError` if that has ended."""
-        raise NotImplementedError
-
-    def boot(self, index: int, life: int) -> Boot:
-        """Return what node ``index`` is told to be, which was lost ``life`` times."""
-        raise NotImplementedError
-
-    def _send_weights(self, peer: N, buffer: torch.Tensor, taken: Callable[[], None]) -> bool:
-        """Send ``buffer``; see `FlatWeightPublisher`."""
-        raise NotImplementedError
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -340,8 +105,9 @@ class NodeBackend(ChannelBackend[N]):
             CollectorTimeout: not all had joined in time.
         """
         self._factories = [pickled(worker, factory) for worker, factory in enumerate(factories)]
+        self._plane.begin(self._host, len(factories), self._timeout_s)
         self._admitter.launch_first(len(factories))
-        joined: dict[int, N] = {}
+        joined: dict[int, Node] = {}
         deadline = time.monotonic() + self._start_timeout
         while missing := [worker for worker in range(len(factories)) if worker not in joined]:
             left = deadline - time.monotonic()
@@ -350,25 +116,41 @@ class NodeBackend(ChannelBackend[N]):
                 raise CollectorTimeout(
                     f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
                 )
-            for fd, events in self._poller.poll(0):  # of nodes that have joined: still there?
-                self._turn_to(fd, events)
+            self._look()
             self._admitter.step(min(left, LOOK))
             while (node := self._next_joined()) is not None:
                 joined[node.index] = node
         self._peers = [joined[worker] for worker in range(len(factories))]
+        self._plane.enter(self._look)
         if self._replaces:
-            self._poller.register(self._admitter.bell, select.EPOLLIN)
+            self._channels.poller.register(self._admitter.bell, select.EPOLLIN)
         else:
             self._admission.close()
 
     def _invitation(self, node: int) -> Invitation:
         return Invitation(*self.address, node, self._secret, self._start_timeout)
 
-    def _take_over(self, guest: Guest) -> N:
-        keep_alive(guest.sock, self.timeout_s)
-        return self._node(guest)
+    def _take_over(self, guest: Guest) -> Node:
+        keep_alive(guest.sock, self._timeout_s)
+        return Node(
+            guest,
+            boot=self._boot,
+            plane=self._plane,
+            open_window=self._open_window,
+            launcher=self.launcher,
+            timeout_s=self._timeout_s,
+        )
 
-    def _next_joined(self) -> N | None:
+    def _boot(self, index: int, life: int) -> Boot:
+        connect = self._plane.connect(index)
+        return Boot(index, self._factories[index], self._threads, life, connect)
+
+    def _look(self) -> None:
+        """Look whether nodes that have joined are still there."""
+        for fd, events in self._channels.poller.poll(0):
+            self._turn_to(fd, events)
+
+    def _next_joined(self) -> Node | None:
         """Return a node that has joined, ``None`` if there is none.
 
         Raises:
@@ -379,7 +161,7 @@ class NodeBackend(ChannelBackend[N]):
             raise node
         if node is not None:
             node.heard = time.monotonic()
-            self._add(node)
+            self._channels.watch(node)
         return node
 
     def replace(self, worker: int, life: int) -> None:
@@ -395,14 +177,14 @@ class NodeBackend(ChannelBackend[N]):
         self._drop(self._peers[worker])
         self._admitter.want(worker, life)
 
-    def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> FlatWeightPublisher[N]:
+    def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> FlatWeightPublisher:
         """Prepare to send weights like these to all nodes that are told of it by `Bind`."""
-        self._publisher = FlatWeightPublisher(plan_flat(weights), self._send_weights)
+        self._publisher = FlatWeightPublisher(plan_flat(weights))
         return self._publisher
 
     # -- messages --------------------------------------------------------------------------------
 
-    def _post(self, peer: N, ticket: int, command: m.Command) -> None:
+    def _post(self, peer: Node, ticket: int, command: m.Command) -> None:
         if peer.gone:
             raise self._died(peer, "is gone")
         publisher = self._publisher
@@ -411,7 +193,10 @@ class NodeBackend(ChannelBackend[N]):
         peer.post(ticket, command)
         if publisher is not None and isinstance(command, m.Bind):
             publisher.include(peer)
-        self._watch(peer)
+        self._channels.watch(peer)
+
+    def wait(self, timeout: float) -> None:
+        self._channels.wait(timeout)
 
     def _send_stop(self, value: int) -> None:
         for node in self._peers:
@@ -419,19 +204,19 @@ class NodeBackend(ChannelBackend[N]):
                 node.put(STOP + bytes([value]))
 
     def _poll(self, timeout: float | None) -> float | None:
-        waiting = [node for node in self._by_fd.values() if node.announced]
+        waiting = [node for node in self._channels.peers() if node.announced]
         if waiting and timeout:  # announced but not here, and nobody tells when it is
             interruptible(time.sleep, min(self._nap, timeout))
             self._nap, timeout = min(2 * self._nap, _NAPS[1]), 0.0
-        for fd, events in interruptible(self._poller.poll, timeout):
+        for fd, events in interruptible(self._channels.poller.poll, timeout):
             self._turn_to(fd, events)
-        for node in list(self._by_fd.values()):
+        for node in self._channels.peers():
             self._deliver(node)
         if self._arrived:
             self._nap = _NAPS[0]
             return None
         silent_in = self._next_silence(time.monotonic())
-        if any(node.announced for node in self._by_fd.values()):
+        if any(node.announced for node in self._channels.peers()):
             return self._nap
         return silent_in
 
@@ -439,14 +224,14 @@ class NodeBackend(ChannelBackend[N]):
         if fd == self._admitter.bell:
             self._replace()
             return
-        node = self._by_fd[fd]
+        node = self._channels.of(fd)
         # Read first: what a node sent before it ended is whole, and so is what it is about.
         if events & ~select.EPOLLOUT:
             self._hear(node)
         if events & select.EPOLLOUT:
             node.flush()
         if not node.gone:
-            self._watch(node)
+            self._channels.watch(node)
 
     def _replace(self) -> None:
         node = self._next_joined()
@@ -455,7 +240,7 @@ class NodeBackend(ChannelBackend[N]):
             if self.stop_byte[0]:
                 node.put(STOP + bytes([self.stop_byte[0]]))
 
-    def _deliver(self, node: N) -> None:
+    def _deliver(self, node: Node) -> None:
         """Hand over the replies of ``node`` that are here with all that belongs to them."""
         while node.announced:
             ticket, _ = head_of(node.announced[0])
@@ -475,21 +260,21 @@ class NodeBackend(ChannelBackend[N]):
         Raises:
             WorkerDied: one has.
         """
-        left = self.timeout_s
-        for node in list(self._by_fd.values()):
+        left = self._timeout_s
+        for node in self._channels.peers():
             if node.leaving is not None and not node.announced:
                 raise self._died(node, node.leaving)
             silent_for_s = now - node.heard
-            if silent_for_s >= self.timeout_s:
+            if silent_for_s >= self._timeout_s:
                 raise self._died(
                     node,
                     f"showed no sign of life for {silent_for_s:.0f} s: its host or the network is "
                     "down, or its process stands still",
                 )
-            left = min(left, self.timeout_s - silent_for_s)
+            left = min(left, self._timeout_s - silent_for_s)
         return left
 
-    def _hear(self, peer: N) -> None:
+    def _hear(self, peer: Node) -> None:
         try:
             peer.read()
         except ForgedFrameError as err:
@@ -497,24 +282,22 @@ class NodeBackend(ChannelBackend[N]):
             raise self._died(peer, peer.leaving) from None
         except (EOFError, OSError) as err:
             if not peer.in_flight():  # else what it had sent comes first; this is told again
-                raise self._died(peer, f"closed its connection ({err})") from None
+                why = peer.problem or f"closed its connection ({err})"
+                raise self._died(peer, why) from None
 
-    def _exit_reason(self, peer: N, reason: str) -> str:
-        silent = time.monotonic() - peer.heard >= self.timeout_s
+    def _exit_reason(self, peer: Node, reason: str) -> str:
+        silent = time.monotonic() - peer.heard >= self._timeout_s
         if not peer.gone:
             peer.listen()
-        wait = 0.0 if silent or peer.gone else _NEWS
+        wait = 0.0 if silent or peer.gone else NEWS
         return f"on node {peer.address} {interruptible(peer.exit_reason, reason, wait)}"
 
-    def _drop(self, peer: N) -> None:
+    def _drop(self, peer: Node) -> None:
         """Hang up on ``peer`` and forget what it has to do with. Idempotent."""
-        super()._drop(peer)
+        self._channels.drop(peer)
         peer.close()
         peer.announced.clear()  # rollouts it had announced cannot be fetched any more
-        for _ in range(len(self._arrived)):  # one by one: others may be put there meanwhile
-            frame = self._arrived.popleft()
-            if head_of(frame)[1] != peer.index:
-                self._arrived.append(frame)
+        self._arrived = deque(f for f in self._arrived if head_of(f)[1] != peer.index)
         if self._publisher is not None:
             self._publisher.forget(peer)
 
@@ -527,49 +310,24 @@ class NodeBackend(ChannelBackend[N]):
         mine = self._owner == os.getpid()
         try:
             if mine:
+                self._plane.leave()
                 self._admitter.stop(min(timeout, _GRACE))
         finally:  # nodes end also where Ctrl-C ends the wait for threads
             self._end_nodes(mine, timeout)
 
     def _end_nodes(self, mine: bool, timeout: float) -> None:
-        nodes = self._let_go()
+        nodes = {*self._peers, *self._channels.peers()}
+        self._peers = []
+        self._arrived.clear()
         if not mine:
             _keep_for_ever((self, nodes))
         for node in nodes:
             node.close(drop=mine)
-            if self._publisher is not None:
-                self._publisher.forget(node)
         self._admission.close()
         self.launcher.stop(min(timeout, _GRACE))
-        self._poller.close()
-
-
-class NetworkBackend(NodeBackend[PairNode]):
-    """Nodes to which commands and replies travel on their connection, data by torch.distributed."""
-
-    def __init__(
-        self, open_window: OpenWindow, launcher: Launcher, *, kind: str = "gloo", **options: object
-    ) -> None:
-        """Listen for nodes.
-
-        Raises:
-            ConfigError: the process group is not available, or the port cannot be listened on.
-        """
-        check_kind(kind)
-        self.kind = kind
-        super().__init__(open_window, launcher, **options)  # type: ignore[arg-type]
-
-    def _node(self, guest: Guest) -> PairNode:
-        return PairNode(guest, self)
-
-    def boot(self, index: int, life: int) -> Boot:
-        connect = functools.partial(PairEndpoint, kind=self.kind)
-        return Boot(index, self._factories[index], self._threads, life, connect)
-
-    def _send_weights(
-        self, peer: PairNode, buffer: torch.Tensor, taken: Callable[[], None]
-    ) -> bool:
-        return peer.send_weights(buffer, taken)
+        self._channels.poller.close()
+        if mine:
+            self._plane.close()
 
 
 def _keep_for_ever(held: object) -> None:

@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, error_text
 from gleanrl.core.protocols import Stop
 from gleanrl.core.window import Window
+from gleanrl.transport.data_plane import ROLLOUT_TAG, WEIGHTS_TAG, Pair, Transfer
 from gleanrl.transport.frames import (
     BEAT,
     KEY,
@@ -35,10 +35,9 @@ from gleanrl.transport.frames import (
 )
 from gleanrl.transport.handshake import HandshakeError, Invitation, join, keep_alive
 from gleanrl.transport.landing import RolloutBlock
-from gleanrl.transport.process_group import NODE_RANK, ConnectionStore, ProcessGroupPair, Transfer
 from gleanrl.transport.stream import Channel, ForgedFrameError, SealedChannel
 from gleanrl.transport.weights import FlatBuffer
-from gleanrl.transport.worker import Boot, Endpoint, Inbox, Surroundings, WeightReceiver, serve
+from gleanrl.transport.worker import Boot, Inbox, Surroundings, WeightReceiver, serve
 
 _LAST = 5.0
 """Seconds a node that was asked to end may take to do so once the learner is gone."""
@@ -50,15 +49,17 @@ class NodeConnection:
     Commands go to ``inbox``; whoever carries them out answers through `send`.
     """
 
-    def __init__(self, channel: Channel, worker: int, timeout_s: float) -> None:
-        self._channel, self._worker, self._timeout_s = channel, worker, timeout_s
-        self._reader = CommandReader(worker)
+    def __init__(self, channel: Channel, index: int, here: str, timeout_s: float) -> None:
+        self._channel, self._timeout_s = channel, timeout_s
+        self.index, self.here = index, here
+        self._reader = CommandReader(index)
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._keys: dict[str, bytes] = {}
         self.weights_due: deque[bytes] = deque()
         """Announcements of weights that are on their way."""
         self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gleanrl connection", daemon=True)
         self._closing = False
         self.leaving = False
         """Whether this node was told to end: the learner is no longer spoken to."""
@@ -69,7 +70,7 @@ class NodeConnection:
         """Begin to read, after ``frames``, which have come already."""
         for frame in frames:
             self._take(frame)
-        threading.Thread(target=self._run, name="gleanrl connection", daemon=True).start()
+        self._thread.start()
 
     def finish(self) -> None:
         """From now on the learner may go away."""
@@ -96,6 +97,9 @@ class NodeConnection:
         self.inbox.put(0, m.Close())
         with contextlib.suppress(OSError):  # the learner is gone, too
             self.send(LEAVE + reason.encode())
+
+    def tell(self, key: str, value: bytes) -> None:
+        self.send(key_frame(key, value))
 
     def key(self, key: str) -> bytes:
         """Wait for what the learner tells of ``key``.
@@ -132,10 +136,17 @@ class NodeConnection:
             with contextlib.suppress(Exception):
                 self._channel.post(LEAVE + problem.encode())
 
+    def await_end(self) -> None:
+        self._thread.join(self._timeout_s)
+
+    def fail(self, reason: str) -> None:
+        """Hang up: this process ends, whatever the environment is doing."""
+        self._channel.hang_up()
+
     def _abort(self, why: str, details: str = "") -> None:
         """End this process, whatever the environment is doing: nobody waits for it any more."""
         with contextlib.suppress(Exception):  # there may be no stderr
-            sys.stderr.write(f"{details}node {self._worker}: {why}\n")
+            sys.stderr.write(f"{details}node {self.index}: {why}\n")
             sys.stderr.flush()
         os._exit(1)
 
@@ -271,13 +282,6 @@ def _call(method: Callable[[], Callable[[], None] | None]) -> None:
         found()
 
 
-_FOR_EVER = 1e8
-"""Seconds a rollout may wait for the learner to take it: as long as there is one, which the
-connection sees to."""
-ROLLOUT_TAG, WEIGHTS_TAG = 1, 2
-"""Of transfers."""
-
-
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
     """What a process that becomes a node is told: where to go, and what it inherits."""
@@ -318,7 +322,7 @@ def run_node(
     """
     sock, keys, timeout_s = join(invitation, invitation.timeout_s)
     keep_alive(sock, timeout_s)
-    address = str(sock.getsockname()[0])
+    here = str(sock.getsockname()[0])
     channel = SealedChannel(sock, sends=keys.node, receives=keys.learner)
     try:
         first, *others = channel.wait()
@@ -330,38 +334,25 @@ def run_node(
     # The learner has authenticated, and so is all that comes: its pickles are loaded.
     boot: Boot = pickle.loads(first)
     boot.prepare()
-    connection = NodeConnection(channel, invitation.node, timeout_s)
+    connection = NodeConnection(channel, invitation.node, here, timeout_s)
     connection.start(others)
     shutdown = SignalShutdown(connection, signals, label, note)
     with shutdown if signals else contextlib.nullcontext():
         assert boot.connect is not None
-        endpoint: NodeEndpoint = boot.connect(connection, boot, address)
-        serve(boot, endpoint)
-        endpoint.finish()
-    connection.finish()
+        pair = boot.connect(connection)
+        serve(boot, NodeEndpoint(connection, pair))
+        connection.finish()
+        pair.close()
     channel.close()
 
 
-class NodeEndpoint(Endpoint, Protocol):
-    """An `Endpoint` of a node."""
+class NodeEndpoint:
+    """An `Endpoint`: messages over the connection, rollouts and weights through a pair."""
 
-    def finish(self) -> None:
-        """Take leave of the learner, after `Close` was answered."""
-
-
-class PairEndpoint:
-    """A `NodeEndpoint` whose rollouts and weights travel through a process group of two."""
-
-    def __init__(self, connection: NodeConnection, boot: Boot, address: str, *, kind: str) -> None:
-
-        def tell(key: str, value: bytes) -> None:
-            connection.send(key_frame(key, value))
-
-        store = ConnectionStore(tell, connection.key)
-        self._connection = connection
-        self._group = ProcessGroupPair(kind, store, NODE_RANK, address, _FOR_EVER)
+    def __init__(self, connection: NodeConnection, pair: Pair) -> None:
+        self._connection, self._pair = connection, pair
         self.stop: Stop = connection.stop
-        self.weights: WeightReceiver | None = PairWeights(connection, self._group)
+        self.weights: WeightReceiver | None = NodeWeights(connection, pair)
         self._blocks: dict[int, RolloutBlock] = {}
         """Per slot of the learner's."""
         self._sending: dict[int, list[Transfer]] = {}
@@ -405,21 +396,18 @@ class PairEndpoint:
             block = self._block(due)
             self._await_taken(due.slot)
             block.mark[0] = reply.ticket
-            sending = [self._group.send(piece, ROLLOUT_TAG) for piece in block.pieces]
+            sending = [self._pair.send(piece, ROLLOUT_TAG) for piece in block.pieces]
             self._sending[due.slot] = sending
             if not connection.inbox:  # nothing else to do: announce it when it is on the way
                 self._await_taken(due.slot)
         connection.answer(reply)
 
-    def finish(self) -> None:
-        """Do nothing: the process group ends with this process."""
 
+class NodeWeights:
+    """A `WeightReceiver`: weights come through the pair, announced on the connection."""
 
-class PairWeights:
-    """A `WeightReceiver`: weights come through a process group, announced on the connection."""
-
-    def __init__(self, connection: NodeConnection, group: ProcessGroupPair) -> None:
-        self._connection, self._group = connection, group
+    def __init__(self, connection: NodeConnection, pair: Pair) -> None:
+        self._connection, self._pair = connection, pair
         self._model_id = ""
         self._buffers: list[FlatBuffer] = []
         """The first is the one that weights arrive in while the other is read."""
@@ -432,7 +420,7 @@ class PairWeights:
     def _expect(self) -> None:
         """Have the next weights arrive whatever this node does meanwhile."""
         self._buffers.reverse()
-        self._coming = self._group.receive(self._buffers[0].bytes, WEIGHTS_TAG)
+        self._coming = self._pair.receive(self._buffers[0].bytes, WEIGHTS_TAG)
 
     def newest(self) -> m.Snapshot | None:
         snapshot = None

@@ -9,8 +9,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
@@ -38,16 +38,14 @@ class RemoteFlag:
                 self._tell(raised)
 
 
-class Peer:
+class Peer(Protocol):
     """A worker seen from the learner."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.writer = CommandWriter()
+    index: int
 
     @property
     def gone(self) -> bool:
-        raise NotImplementedError
+        """Whether nothing can be sent to it any more."""
 
 
 P = TypeVar("P", bound=Peer)
@@ -152,14 +150,14 @@ class RemoteBackend(ABC, Generic[P]):
         return False
 
 
-class ChannelPeer(Peer):
+class ChannelPeer:
     """A worker on the other end of a `Channel`."""
 
     def __init__(self, index: int, channel: Channel) -> None:
-        super().__init__(index)
-        self.channel = channel
-        self.watched_for = select.EPOLLIN
-        """Events of the channel that the backend waits for."""
+        self.index, self.channel = index, channel
+        self.writer = CommandWriter()
+        self.watched_for = 0
+        """Events of the channel that are waited for."""
 
     @property
     def gone(self) -> bool:
@@ -170,41 +168,41 @@ class ChannelPeer(Peer):
             self.channel.flush()
 
 
-class ChannelBackend(RemoteBackend[C]):
-    """A `RemoteBackend` that has a connection of its own to each worker."""
+class Channels(Generic[C]):
+    """The connections to all workers, waited for together."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.poller = select.epoll()
         self._by_fd: dict[int, C] = {}
-        self._poller = select.epoll()
 
-    def _add(self, peer: C) -> None:
-        """Wait for what ``peer`` sends from now on."""
-        self._by_fd[peer.channel.fileno()] = peer
-        self._poller.register(peer.channel.fileno(), select.EPOLLIN)
-
-    def _watch(self, peer: C) -> None:
-        """Wait until ``peer`` takes what is still to be sent, if there is anything."""
+    def watch(self, peer: C) -> None:
+        """Wait for what ``peer`` sends, and for room if something is still to be sent to it."""
+        fd = peer.channel.fileno()
         wanted = select.EPOLLIN | (select.EPOLLOUT if peer.channel.pending else 0)
-        if wanted != peer.watched_for:
-            self._poller.modify(peer.channel.fileno(), wanted)
-            peer.watched_for = wanted
+        if not peer.watched_for:
+            self._by_fd[fd] = peer
+            self.poller.register(fd, wanted)
+        elif wanted != peer.watched_for:
+            self.poller.modify(fd, wanted)
+        peer.watched_for = wanted
+
+    def of(self, fd: int) -> C:
+        """Return the worker behind a descriptor."""
+        return self._by_fd[fd]
+
+    def peers(self) -> list[C]:
+        """Return the workers that are waited for."""
+        return list(self._by_fd.values())
 
     def wait(self, timeout: float) -> None:
+        """Wait until something has come, at most ``timeout`` seconds."""
         with contextlib.suppress(ValueError):  # closed meanwhile
-            self._poller.poll(timeout)
+            self.poller.poll(timeout)
 
-    def _drop(self, peer: C) -> None:
+    def drop(self, peer: C) -> None:
+        """Close the connection to ``peer``. Idempotent."""
         fd = peer.channel.fileno()
         if fd >= 0:
-            self._poller.unregister(fd)
-            self._by_fd.pop(fd, None)
+            if self._by_fd.pop(fd, None) is not None:
+                self.poller.unregister(fd)
             peer.channel.close()
-
-    def _let_go(self) -> Sequence[C]:
-        """Forget all workers, as the beginning of `stop`; return them."""
-        peers = {*self._peers, *self._by_fd.values()}
-        self._peers = []
-        self._arrived.clear()
-        self._by_fd.clear()
-        return sorted(peers, key=lambda peer: peer.index)

@@ -16,7 +16,7 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.memory.shared import SharedMemory, check_memory
-from gleanrl.transport.peer import ChannelBackend, ChannelPeer
+from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.stream import Channel
 from gleanrl.transport.waiting import interruptible
@@ -62,22 +62,15 @@ def zygote() -> Zygote:
         return _zygote
 
 
-class _Process(ChannelPeer):
-    """One worker, seen from here."""
-
-    def __init__(self, index: int, channel: Channel, pid: int) -> None:
-        super().__init__(index, channel)
-        self.pid = pid
-
-
-class ProcessBackend(ChannelBackend[_Process]):
+class ProcessBackend(RemoteBackend[ChannelPeer]):
     """One process per worker. Rollouts lie in memory both sides map; only messages travel."""
 
     def __init__(self, threads: int = 1) -> None:
         super().__init__()
         self._threads = threads
         with contextlib.ExitStack() as undo:
-            undo.callback(self._poller.close)
+            self._channels: Channels[ChannelPeer] = Channels()
+            undo.callback(self._channels.poller.close)
             self._zygote = zygote()
             self.memory = SharedMemory()
             """The arena's memory."""
@@ -87,6 +80,8 @@ class ProcessBackend(ChannelBackend[_Process]):
             self._control.reserve(1)
             self._stop_byte: Stop = memoryview(self._control.map())
             self._ends = select.poll()  # of connections; replies do not show in it
+            self.pids: list[int] = []
+            """Process ids in worker order; those of workers that are gone, too."""
             undo.pop_all()
 
     @property
@@ -113,21 +108,16 @@ class ProcessBackend(ChannelBackend[_Process]):
         except BaseException:
             ours.close()
             raise
-        process = _Process(worker, Channel(ours), pid)
+        process = ChannelPeer(worker, Channel(ours))
         self._peers.append(process)
-        self._add(process)
+        self.pids.append(pid)
         self._ends.register(process.channel.fileno(), 0)
         boot = Boot(worker, factory, self._threads, surroundings=Surroundings.here())
         with contextlib.suppress(ConnectionError):
             process.channel.post(pickle.dumps(boot))
-        self._watch(process)
+        self._channels.watch(process)
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids in worker order."""
-        return [process.pid for process in self._peers]
-
-    def _post(self, peer: _Process, ticket: int, command: m.Command) -> None:
+    def _post(self, peer: ChannelPeer, ticket: int, command: m.Command) -> None:
         channel = peer.channel
         if channel.fileno() < 0:
             raise self._died(peer, "is gone")
@@ -135,11 +125,11 @@ class ProcessBackend(ChannelBackend[_Process]):
         with contextlib.suppress(ConnectionError):
             channel.post(frame)
         if channel.pending:
-            self._watch(peer)
+            self._channels.watch(peer)
 
     def _poll(self, timeout: float | None) -> None:
-        for fd, events in interruptible(self._poller.poll, timeout):
-            peer = self._by_fd[fd]
+        for fd, events in interruptible(self._channels.poller.poll, timeout):
+            peer = self._channels.of(fd)
             # Read first: what a worker sent before it ended is whole, and so is what it is about.
             if events & ~select.EPOLLOUT:
                 try:
@@ -148,28 +138,33 @@ class ProcessBackend(ChannelBackend[_Process]):
                     raise self._died(peer, "closed its connection") from None
             if events & select.EPOLLOUT:
                 peer.flush()
-                self._watch(peer)
+                self._channels.watch(peer)
+
+    def wait(self, timeout: float) -> None:
+        self._channels.wait(timeout)
 
     def sound(self) -> bool:
         return not self._ends.poll(0)
 
-    def _exit_reason(self, peer: _Process, reason: str) -> str:
-        status = interruptible(self._zygote.exit_status, peer.pid, 2.0)
+    def _exit_reason(self, peer: ChannelPeer, reason: str) -> str:
+        pid = self.pids[peer.index]
+        status = interruptible(self._zygote.exit_status, pid, 2.0)
         reason = reason if status is None else exit_text(status)
-        return f"(process {peer.pid}) {reason}; what it printed last is above"
+        return f"(process {pid}) {reason}; what it printed last is above"
 
-    def _drop(self, peer: _Process) -> None:
+    def _drop(self, peer: ChannelPeer) -> None:
         if not peer.gone:
             self._ends.unregister(peer.channel.fileno())
-        super()._drop(peer)
+        self._channels.drop(peer)
 
     def stop(self, timeout: float) -> None:
-        processes = self._let_go()
+        processes, self._peers = self._peers, []
+        self._arrived.clear()
         for process in processes:
             process.channel.close()
         # In a forked child of the learner they are somebody else's workers.
         if self._owner == os.getpid():
-            self._zygote.end([each.pid for each in processes], min(timeout, _GRACE))
-        self._poller.close()
+            self._zygote.end([self.pids[p.index] for p in processes], min(timeout, _GRACE))
+        self._channels.poller.close()
         self.memory.close()
         self._control.close()

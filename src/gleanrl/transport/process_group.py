@@ -10,16 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.transport.data_plane import Connect, Connection, Pair, Transfer
 
 KINDS = ("gloo", "nccl", "mpi", "ucc")
-LEARNER_RANK, NODE_RANK = 0, 1
+_LEARNER, _NODE = 0, 1
 """The two ranks of every group."""
+_FOR_EVER = 1e8
+"""Seconds a node's rollout may wait for the learner to take it: as long as there is one, which the
+connection sees to."""
 
 
 def check_kind(kind: str) -> None:
@@ -53,59 +58,79 @@ def check_kind(kind: str) -> None:
 class ConnectionStore(dist.Store):  # type: ignore[misc, name-defined]  # not in the stubs
     """What the two sides of a group tell each other while it is made, over their connection."""
 
-    def __init__(
-        self, tell: Callable[[str, bytes], None], wait_for: Callable[[str], bytes]
-    ) -> None:
+    def __init__(self, connection: Connection) -> None:
         super().__init__()
-        self._tell, self._wait_for = tell, wait_for
+        self._connection = connection
         self._own: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
         self._own[key] = bytes(value)
-        self._tell(key, bytes(value))
+        self._connection.tell(key, bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self._own[key] if key in self._own else self._wait_for(key)
+        return self._own[key] if key in self._own else self._connection.key(key)
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
         for key in keys:
             self.get(key)
 
 
+class ProcessGroups:
+    """A `DataPlane` of one process group for every node."""
+
+    def __init__(self, kind: str = "gloo") -> None:
+        """Make none yet; ``kind`` is ``"gloo"``, ``"nccl"`` or ``"ucc"``.
+
+        Raises:
+            ConfigError: see `check_kind`.
+        """
+        check_kind(kind)
+        self._kind = kind
+
+    def begin(self, host: str, nodes: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    def connect(self, node: int) -> Connect:
+        return partial(ProcessGroupPair, kind=self._kind, rank=_NODE, timeout_s=_FOR_EVER)
+
+    def pair(self, connection: Connection) -> Pair:
+        return ProcessGroupPair(connection, self._kind, _LEARNER, self._timeout_s)
+
+    def enter(self, look: Callable[[], None]) -> None:
+        """Do nothing: every pair is connected by itself."""
+
+    def leave(self) -> None:
+        """Do nothing: pairs end with their nodes."""
+
+    close = leave
+
+
 class ProcessGroupPair:
     """A process group of learner and node."""
 
-    def __init__(
-        self, kind: str, store: ConnectionStore, rank: int, address: str, timeout_s: float
-    ) -> None:
-        """Connect; the other side does so at the same time.
-
-        Args:
-            kind: ``"gloo"``, ``"nccl"`` or ``"ucc"``.
-            store: Shared with the other side.
-            rank: `LEARNER_RANK` or `NODE_RANK`.
-            address: This side's address on the network between the two.
-            timeout_s: Seconds a transfer may take once somebody waits for it.
-        """
+    def __init__(self, connection: Connection, kind: str, rank: int, timeout_s: float) -> None:
+        """Connect; the other side does so at the same time."""
         self._peer = 1 - rank
         self._device = torch.device("cuda" if kind == "nccl" else "cpu")
-        self._group = _make(kind, store, rank, address, timedelta(seconds=timeout_s))
+        store, timeout = ConnectionStore(connection), timedelta(seconds=timeout_s)
+        self._group = _make(kind, store, rank, connection.here, timeout)
 
     def send(self, tensor: torch.Tensor, tag: int) -> Transfer:
-        """Begin to send ``tensor``, which must not change until the transfer is finished."""
         there = tensor.to(self._device)
-        return Transfer(self._group.send([there], self._peer, tag), there, None)
+        return _Work(self._group.send([there], self._peer, tag), there, None)
 
     def receive(self, tensor: torch.Tensor, tag: int) -> Transfer:
-        """Begin to receive into ``tensor``, which is whole once the transfer is finished."""
         if self._device.type == "cpu":
-            return Transfer(self._group.recv([tensor], self._peer, tag), tensor, None)
+            return _Work(self._group.recv([tensor], self._peer, tag), tensor, None)
         there = torch.empty_like(tensor, device=self._device)
-        return Transfer(self._group.recv([there], self._peer, tag), there, tensor)
+        return _Work(self._group.recv([there], self._peer, tag), there, tensor)
+
+    def close(self) -> None:
+        """Do nothing: the process group ends with this process."""
 
 
-class Transfer:
-    """One tensor on its way."""
+class _Work:
+    """A `Transfer` of a process group."""
 
     def __init__(self, work: Any, moving: torch.Tensor, wanted: torch.Tensor | None) -> None:
         self._work, self._moving, self._wanted = work, moving, wanted
@@ -116,12 +141,6 @@ class Transfer:
         return self._work is None or bool(self._work.is_completed())
 
     def finish(self) -> None:
-        """Wait for the end of it; once over, do nothing.
-
-        Raises:
-            RuntimeError: the other side is gone, or stood still for too long; the pair is of no
-                use any more.
-        """
         # Taken first: waiting again, after an interrupt, for what has come would never end.
         work, self._work = self._work, None
         if work is None:

@@ -24,11 +24,11 @@ from gleanrl.core.options import users_stacklevel
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.slab import packed
-from gleanrl.transport.frames import InOrder, reply_in
+from gleanrl.transport.frames import CommandWriter, reply_in
 from gleanrl.transport.landing import in_one_piece
-from gleanrl.transport.peer import Peer, RemoteBackend, RemoteFlag
+from gleanrl.transport.peer import RemoteBackend, RemoteFlag
 from gleanrl.transport.pickling import pickled
-from gleanrl.transport.ray_actor import COLLECTED, GROUPS, Answer, RayWorker
+from gleanrl.transport.ray_actor import COLLECTED, GROUPS, Answer, InOrder, RayWorker
 from gleanrl.transport.waiting import interruptible
 from gleanrl.transport.weights import FlatBuffer, plan_flat
 from gleanrl.transport.worker import Boot, OpenWindow
@@ -283,12 +283,12 @@ class RayWeightPublisher:
         self._tell(self._newest)
 
 
-class _Actor(Peer):
+class _Actor:
     """One worker, seen from here."""
 
     def __init__(self, index: int, handle: Any) -> None:
-        super().__init__(index)
-        self.handle = handle
+        self.index, self.handle = index, handle
+        self.writer = CommandWriter()
         self.turns = 0
         """Calls made whose order matters."""
         self.heeded = 0

@@ -8,16 +8,15 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
-import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.window import Array, Window
-from gleanrl.transport.frames import CommandReader, InOrder, frame_of
+from gleanrl.transport.frames import CommandReader, frame_of
 from gleanrl.transport.landing import RolloutBlock
-from gleanrl.transport.weights import LatestWeights
+from gleanrl.transport.weights import FlatBuffer
 from gleanrl.transport.worker import Boot, CommandQueue, WeightReceiver, Worker
 
 Answer: TypeAlias = "tuple[int, int, bytes, Array | None]"
@@ -29,6 +28,7 @@ _STEP_WAIT_S = 0.05
 """Seconds a step waits for a command that other calls were overtaken by."""
 
 
+T = TypeVar("T")
 GROUPS: Mapping[str, str] = {
     "serve": "work",
     "step": "work",
@@ -57,7 +57,7 @@ class RayWorker:
         self._boot = boot
         self._inbox = Arrivals()
         self._stop = bytearray(1)
-        self._weights = LatestWeights(_fetch)
+        self._weights = LatestWeights()
         self._begun = EventSet()
         self._over = EventSet()
         self._loop: ActorLoop | None = None
@@ -122,6 +122,31 @@ class RayWorker:
             self._why = f"its code ended it with {err!r}"
             self._over.reach(0)
             raise
+
+
+class InOrder(Generic[T]):
+    """Numbered items that come in any order, handed over in the order of their numbers."""
+
+    def __init__(self, hand_over: Callable[[T], object]) -> None:
+        self._hand_over = hand_over
+        self._early: dict[int, T] = {}
+        self.due = 0
+        """The next number: as many were handed over."""
+
+    def take(self, number: int, item: T) -> None:
+        """Hand over ``item`` and what follows it as soon as all before it was; once only."""
+        if number >= self.due:
+            self._early[number] = item
+        while self.due in self._early:
+            self._hand_over(self._early[self.due])
+            del self._early[self.due]
+            self.due += 1
+
+    def skip_missing(self) -> None:
+        """Hand over what has come although numbers before it are missing for good."""
+        for number in sorted(self._early):
+            self.due = number
+            self._hand_over(self._early.pop(number))
 
 
 class Arrivals:
@@ -280,6 +305,25 @@ class Blocks:
         return window, array
 
 
-def _fetch(ref: Any, target: torch.Tensor) -> None:
-    """Copy weights, because Ray's are read-only and occupy its store while they are held."""
-    np.copyto(target.numpy(), importlib.import_module("ray").get(ref))
+class LatestWeights:
+    """The newest weights that were put here and not taken over yet; a `WeightReceiver`."""
+
+    def __init__(self) -> None:
+        self._model_id = ""
+        self._buffer: FlatBuffer | None = None
+        self._newest: deque[Any] = deque(maxlen=1)
+
+    def put(self, ref: Any) -> None:
+        """Note the newest; those before are never fetched. Any thread may."""
+        self._newest.append(ref)
+
+    def bind(self, model_id: str, ref: m.WeightsRef) -> None:
+        self._model_id, self._buffer = model_id, FlatBuffer(ref)
+
+    def newest(self) -> m.Snapshot | None:
+        if self._buffer is None or not self._newest:
+            return None
+        # Copied, because Ray's are read-only and occupy its store while they are held.
+        found = importlib.import_module("ray").get(self._newest.pop())
+        np.copyto(self._buffer.bytes.numpy(), found)
+        return self._buffer.snapshot(self._model_id)

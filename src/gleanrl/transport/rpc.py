@@ -1,4 +1,4 @@
-"""Workers on nodes of a torch.distributed.rpc world, of which a process can be in one.
+"""Data of nodes by torch.distributed.rpc, in a world of which a process can be in one.
 
 Rank 0 is the learner, ranks 1, 2, ... are nodes. They find each other through a `TCPStore` on the
 learner's interface. Torch's agents and their store ask nobody who connects for a secret, and agents
@@ -12,14 +12,12 @@ import fcntl
 import ipaddress
 import os
 import secrets
-import select
 import socket
 import struct
-import sys
 import threading
 import time
 import warnings
-from collections import defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -30,19 +28,15 @@ import torch
 from torch import distributed
 from torch.distributed import autograd, rpc
 
-from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError
 from gleanrl.core.options import users_stacklevel
-from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.core.window import Window
-from gleanrl.transport.frames import WEIGHTS, CommandReader, InOrder, frame_of, head_of, key_frame
-from gleanrl.transport.handshake import Guest
-from gleanrl.transport.landing import Landings, RolloutBlock
-from gleanrl.transport.launchers import Launcher
-from gleanrl.transport.network import NodeBackend, RemoteNode
-from gleanrl.transport.node import NodeConnection
-from gleanrl.transport.weights import LatestWeights
-from gleanrl.transport.worker import Boot, OpenWindow, WeightReceiver
+from gleanrl.transport.data_plane import (
+    Connect,
+    Connection,
+    NodesConnection,
+    Pair,
+    Transfer,
+)
 
 LEARNER = 0
 _autograd: Any = autograd  # stubs leave out what we use of these
@@ -271,423 +265,244 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-_LARGE = 1 << 16
-"""Bytes from which on a frame travels beside the pickle."""
 _PIECE = 1 << 22
 """Largest tensor of a message, in bytes: what is larger gets fresh pages every time it arrives."""
-Data = Sequence[torch.Tensor]
-Sink = Callable[[int, bytes, Data], None]
-Lost = Callable[[int, str], None]
-_here: RpcMessenger | None = None
+_pairs: dict[int, RpcPair] = {}
+"""This process's sides, by the rank of the other one."""
 
 
-class RpcMessenger:
-    """One member's end."""
+class RpcPair:
+    """One side of what carries data between two members: tensors are pushed by RPC.
 
-    def __init__(self, world: World, rank: int, timeout: float, sink: Sink, lost: Lost) -> None:
-        """Be the end at which messages to this process arrive, from now on.
+    Calls may arrive in another order than they were made in, so the two sides count.
+    """
+
+    def __init__(self, world: World, rank: int, peer: int, connection: Connection) -> None:
+        """Be the end at which tensors from ``peer`` arrive, from now on.
 
         Args:
-            world: Whose members exchange them.
+            world: Both are members of it.
             rank: Of this process.
-            timeout: Seconds that one message may take.
-            sink: Called, in the order of sending, with who sent it, a frame and tensors; in any
-                thread, one at a time for each sender.
-            lost: Called with a member and what went wrong when a message did not reach it.
+            peer: Of the other one.
+            connection: Between the two; told if the other side cannot be reached.
         """
-        global _here
-        self._world, self._rank, self._timeout = world, rank, timeout
-        self._sink, self._lost = sink, lost
-        self._sending = threading.RLock()
-        self._sent: dict[int, int] = defaultdict(int)
-        self._arriving: dict[int, InOrder[tuple[bytes, Data]]] = {}
-        self._taking = threading.RLock()
-        self._under_way = 0
-        self._settled = threading.Condition(self._sending)
-        _here = self
+        self._world, self._rank, self._peer = world, rank, peer
+        self._connection = connection
+        self._counted: Counter[tuple[str, int]] = Counter()
+        self._lock = threading.Lock()
+        self._early: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
+        self._due: dict[tuple[int, int], _Arriving] = {}
+        self._over = False
+        _pairs[peer] = self
 
-    def send(
-        self, peer: int, frame: bytes, data: Data = (), done: Callable[[], None] | None = None
-    ) -> None:
-        """Send a message; waits for nobody.
+    def _place(self, direction: str, tag: int) -> tuple[int, int]:
+        """Return what both sides call the next transfer of that kind."""
+        number = self._counted[direction, tag]
+        self._counted[direction, tag] += 1
+        return tag, number
 
-        Args:
-            peer: Who gets it.
-            frame: The message.
-            data: CPU tensors that go with it (see `cut`); must not change before ``done``.
-            done: Called once the message has arrived or was lost; in any thread.
-        """
-        with self._sending:
-            number = self._sent[peer]
-            self._sent[peer] += 1
-            self._under_way += 1
-        try:
-            future = rpc.rpc_async(
-                self._world.name(peer),
-                _deliver,
-                args=(self._rank, number, _packed(frame), list(data)),
-                timeout=self._timeout,
-            )
-        except RuntimeError as err:  # the agent knows already that it cannot
-            self._finished(peer, str(err), done)
-            return
-        future.add_done_callback(lambda ended: self._finished(peer, _problem(ended), done))
+    def send(self, tensor: torch.Tensor, tag: int) -> Transfer:
+        # Each piece has a storage of its own: of a view, RPC would send a copy.
+        pieces = [torch.from_numpy(piece.numpy()) for piece in torch.split(tensor, _PIECE)]
+        future = rpc.rpc_async(
+            self._world.name(self._peer),
+            _deliver,
+            args=(self._rank, self._place("sent", tag), pieces),
+            timeout=self._world.timeout(self._rank),
+        )
+        future.add_done_callback(self._done)
+        return _Leaving(future)
 
-    def _finished(self, peer: int, problem: str | None, done: Callable[[], None] | None) -> None:
-        with self._sending:
-            self._under_way -= 1
-            self._settled.notify_all()
-        if done is not None:
-            done()
-        if problem is not None:
-            self._lost(peer, problem)
+    def _done(self, future: Any) -> None:
+        problem = _problem(future)
+        if problem is not None and not self._over:
+            self._connection.fail(f"cannot be reached by RPC ({problem})")
 
-    def settle(self, timeout: float) -> bool:
-        """Wait until all messages have arrived; return whether they have."""
-        with self._settled:
-            return self._settled.wait_for(lambda: self._under_way == 0, timeout)
+    def receive(self, tensor: torch.Tensor, tag: int) -> Transfer:
+        arriving = _Arriving(tensor, self._world.timeout(self._rank))
+        place = self._place("received", tag)
+        with self._lock:
+            pieces = self._early.pop(place, None)
+            if pieces is None:
+                self._due[place] = arriving
+        if pieces is not None:
+            arriving.fill(pieces)
+        return arriving
 
-    def take(self, sender: int, number: int, frame: bytes, data: Data) -> None:
-        """Take in a message; hand over those whose turn it is."""
-        with self._taking:
-            arriving = self._arriving.get(sender)
+    def take(self, place: tuple[int, int], pieces: Sequence[torch.Tensor]) -> None:
+        """Take in what the other side has sent, in a thread of the RPC agent."""
+        with self._lock:
+            arriving = self._due.pop(place, None)
             if arriving is None:
-                arriving = InOrder(lambda message: self._sink(sender, *message))
-                self._arriving[sender] = arriving
-            arriving.take(number, (frame, data))
+                self._early[place] = pieces
+        if arriving is not None:
+            arriving.fill(pieces)
 
     def close(self) -> None:
-        """Take no more messages."""
-        global _here
-        if _here is self:
-            _here = None
+        """Take no more tensors; that connections end is no problem from now on."""
+        self._over = True
+        _pairs.pop(self._peer, None)
 
 
-def _deliver(sender: int, number: int, frame: bytes | torch.Tensor, data: Data) -> None:
-    """Put a message down here; this is what an RPC runs."""
-    post = _here
-    if post is None:
-        raise GleanError("nobody takes messages here any more")
-    post.take(sender, number, _unpacked(frame), data)
+def _deliver(sender: int, place: tuple[int, int], pieces: Sequence[torch.Tensor]) -> None:
+    """Put a tensor down here; this is what an RPC runs."""
+    pair = _pairs.get(sender)
+    if pair is None:
+        raise GleanError("nobody takes data here any more")
+    pair.take(place, pieces)
 
 
-def cut(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the pieces in which ``flat`` (uint8) travels, over the same memory.
+class _Leaving:
+    """A `Transfer` to the other side."""
 
-    Each has a storage of its own: of a view, RPC would send a copy.
-    """
-    return [torch.from_numpy(piece.numpy()) for piece in torch.split(flat, _PIECE)]
+    def __init__(self, future: Any) -> None:
+        self._future = future
 
+    @property
+    def over(self) -> bool:
+        return bool(self._future.done())
 
-def paste(data: Data, targets: Sequence[torch.Tensor]) -> None:
-    """Copy what was cut from tensors of the sizes of ``targets`` into these."""
-    places = [place for target in targets for place in torch.split(target, _PIECE)]
-    for place, piece in zip(places, data, strict=True):
-        place.copy_(piece)
-
-
-def _packed(frame: bytes) -> bytes | torch.Tensor:
-    if len(frame) < _LARGE:
-        return frame
-    return torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+    def finish(self) -> None:
+        problem = _problem(self._future)
+        if problem is not None:
+            raise RuntimeError(problem)
 
 
-def _unpacked(frame: bytes | torch.Tensor) -> bytes:
-    return frame if isinstance(frame, bytes) else frame.numpy().tobytes()
+class _Arriving:
+    """A `Transfer` from the other side."""
+
+    def __init__(self, target: torch.Tensor, timeout: float) -> None:
+        self._target, self._timeout = target, timeout
+        self._whole = threading.Event()
+
+    def fill(self, pieces: Sequence[torch.Tensor]) -> None:
+        for place, piece in zip(torch.split(self._target, _PIECE), pieces, strict=True):
+            place.copy_(piece)
+        self._whole.set()
+
+    @property
+    def over(self) -> bool:
+        return self._whole.is_set()
+
+    def finish(self) -> None:
+        if not self._whole.wait(self._timeout):
+            raise RuntimeError(f"nothing came by RPC for {self._timeout:.0f} s")
 
 
 def _problem(future: Any) -> str | None:
+    """Wait for the end of an RPC; return what went wrong."""
     try:
-        future.value()
+        future.wait()
     except Exception as err:  # also what `_deliver` raised there
         return f"{type(err).__name__}: {err}"
     return None
-
-
-LEFT_WORLD = "leave"
-"""What the learner tells on the connection once it has left the world."""
-
-
-class RpcEndpoint:
-    """A `NodeEndpoint` whose commands, replies, rollouts and weights travel by RPC.
-
-    The connection on which the node was let in shows signs of life and raises the stop byte.
-    """
-
-    def __init__(
-        self, connection: NodeConnection, boot: Boot, address: str, *, world: World
-    ) -> None:
-        self._connection, self._world = connection, world
-        self._inbox = connection.inbox  # where a signal has this node end, too
-        self._reader = CommandReader(boot.worker)
-        self._received = LatestWeights(_paste_one)
-        self._blocks: dict[int, _Outgoing] = {}
-        self._slot = 0
-        self._over = False
-        self._index = boot.worker
-        self.stop: Stop = connection.stop
-        self.weights: WeightReceiver | None = self._received
-        rank = boot.worker + 1
-        self._messenger = RpcMessenger(world, rank, world.timeout(rank), self._take, self._lost)
-        world.enter(rank, world.connect(), address)
-
-    def next(self) -> tuple[int, m.Command]:
-        return self._inbox.next()
-
-    def _take(self, sender: int, frame: bytes, data: Data) -> None:
-        """Take in a message, in a thread of the RPC agent."""
-        if frame == WEIGHTS:
-            self._received.put(data)
-            return
-        ticket, command = self._reader.read(frame)
-        if isinstance(command, m.Failed):
-            self.answer(command)
-            return
-        self._over = self._over or isinstance(command, m.Close)
-        self._inbox.put(ticket, command)
-
-    def window(self, reference: m.WindowRef) -> Window:
-        self._slot = reference.slot
-        outgoing = self._blocks.get(reference.slot)
-        if outgoing is None:
-            outgoing = self._blocks[reference.slot] = _Outgoing(reference)
-        outgoing.free.wait()  # as long as the RPC may take, whose end sets it
-        return outgoing.block.window
-
-    def answer(self, reply: m.Reply) -> None:
-        outgoing = self._blocks.get(self._slot)
-        frame, send = frame_of(reply), self._messenger.send
-        if isinstance(reply, m.Rolled) and reply.report.payload is None and outgoing is not None:
-            outgoing.free.clear()
-            send(LEARNER, frame, outgoing.pieces, outgoing.free.set)
-        else:
-            send(LEARNER, frame)
-
-    def finish(self) -> None:
-        self._connection.finish()
-        self._over = True
-        with without_farewells(), contextlib.suppress(GleanError):
-            self._messenger.settle(self._world.timeout_s)
-            self._connection.key(LEFT_WORLD)
-        leave()
-
-    def _lost(self, peer: int, problem: str) -> None:
-        if self._over:  # the learner has left, maybe before its acknowledgement
-            return
-        sys.stderr.write(f"node {self._index}: a message did not reach the learner ({problem})\n")
-        sys.stderr.flush()
-        # Whatever the environment is doing: what the learner waits for will never come.
-        os._exit(1)
-
-
-class _Outgoing:
-    """The rollouts of one slot, as they travel."""
-
-    def __init__(self, reference: m.WindowRef) -> None:
-        self.block = RolloutBlock(reference)
-        self.pieces = [piece for whole in self.block.pieces for piece in cut(whole)]
-        self.free = threading.Event()
-        self.free.set()
-
-
-def _paste_one(data: Data, target: torch.Tensor) -> None:
-    """Copy what was cut from a tensor of the size of ``target`` into it."""
-    paste(data, [target])
 
 
 _LOOK = 0.2
 """Seconds between two looks at whether all nodes have entered the world."""
 
 
-class RpcNode(RemoteNode):
-    """A node to which messages and data go by RPC."""
-
-    def __init__(self, guest: Guest, backend: RPCBackend) -> None:
-        super().__init__(guest, backend)
-        self.messenger: RpcMessenger | None = None
-        """Carries messages, once the world was entered."""
-        self._landings = Landings(backend.open_window)
-        self._windows: dict[int, m.WindowRef] = {}
-        """By ticket, where rollouts that are due belong."""
-
-    def post(self, ticket: int, command: m.Command) -> None:
-        assert self.messenger is not None
-        if isinstance(command, m.Collect):
-            self._windows[ticket] = command.window
-        self.messenger.send(self.index + 1, self.writer.write(ticket, command))
-
-    def copy_in(self, ticket: int, data: Data) -> None:
-        """Copy the rollout that answers ``ticket`` into its window."""
-        reference = self._windows.get(ticket)
-        if data and reference is not None:
-            landing = self._landings.of(reference)
-            paste(data, landing.pieces)
-            landing.settle()
-        self._windows.pop(ticket, None)  # last: an interrupt meanwhile must not lose it
-
-
-class RPCBackend(NodeBackend[RpcNode]):
-    """Nodes whose commands, replies, rollouts and weights travel by RPC.
-
-    Nodes are let in on connections of their own, which tell who is gone; they and the learner then
-    enter an RPC world. Every RPC puts one message down and returns, however many are under way.
-    """
+class RpcPlane:
+    """A `DataPlane`: every RPC puts one tensor down and returns, however many are under way."""
 
     def __init__(
         self,
-        open_window: OpenWindow,
-        launcher: Launcher,
-        *,
-        rpc_options: Mapping[str, Any] | None = None,
+        host: str,
+        options: Mapping[str, Any] | None = None,
         devices: Sequence[Sequence[Any] | None] | None = None,
-        host: str | None = None,
-        **options: Any,
     ) -> None:
-        """Listen for nodes.
+        """Check that this process can enter a world.
 
         Args:
-            open_window: Maps windows of the learner's arenas.
-            launcher: Starts the nodes.
-            rpc_options: For `TensorPipeRpcBackendOptions`, in every process.
+            host: Address that nodes are told.
+            options: For `TensorPipeRpcBackendOptions`, in every process.
             devices: Per node, the CUDA devices whose tensors its RPCs may carry.
-            host: Address to listen on, and that nodes are told; the launcher's choice by default.
-            **options: See `NodeBackend`; ``timeout_s`` also bounds every RPC.
 
         Raises:
-            ConfigError: RPC is initialised in this process already, or the port is taken.
+            ConfigError: RPC is initialised in this process already, or on another interface.
         """
         check_outside()
-        address = socket.gethostbyname(host or launcher.address())
-        check_interface(address)
-        warn_of_strangers(address)
-        super().__init__(open_window, launcher, host=host, **options)
-        self._rpc_options = dict(rpc_options or {})
-        self._devices = devices
+        self._address = socket.gethostbyname(host)
+        check_interface(self._address)
+        warn_of_strangers(self._address)
+        self._options, self._devices = dict(options or {}), devices
         self._store: Any = None
         self._entering: threading.Thread | None = None
-        self._messenger: RpcMessenger | None = None
-        self._coming: deque[tuple[RpcNode, bytes, Data]] = deque()
-        """Replies that threads of the RPC agent have taken in."""
-        self._lost: list[tuple[RpcNode, str]] = []
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller.register(self._event, select.EPOLLIN)
 
-    def _node(self, guest: Guest) -> RpcNode:
-        return RpcNode(guest, self)
-
-    # -- start -----------------------------------------------------------------------------------
-
-    def start(self, factories: Sequence[SourceFactory]) -> None:
-        self._store = open_store(self._host, self.timeout_s)
+    def begin(self, host: str, nodes: int, timeout_s: float) -> None:
+        self._store = open_store(host, timeout_s)
         self._world = World(
-            size=len(factories) + 1,
-            host=self._host,
+            size=nodes + 1,
+            host=host,
             port=self._store.port,
-            timeout_s=self.timeout_s,
+            timeout_s=timeout_s,
             token=secrets.token_hex(8),
-            options=self._rpc_options,
+            options=self._options,
         )
-        super().start(factories)
-        timeout = self._world.timeout(LEARNER)
-        self._messenger = RpcMessenger(self._world, LEARNER, timeout, self._take, self._note_lost)
-        for node in self._peers:
-            node.messenger = self._messenger
-        self._enter()
 
-    def boot(self, index: int, life: int) -> Boot:
+    def connect(self, node: int) -> Connect:
         world = self._world
         if self._devices is not None:
-            own = {**self._rpc_options, "devices": list(self._devices[index] or [])}
+            own = {**self._options, "devices": list(self._devices[node] or [])}
             world = replace(world, options=own)
-        connect = partial(RpcEndpoint, world=world)
-        return Boot(index, self._factories[index], self._threads, life, connect)
+        return partial(_NodesPair, world=world)
 
-    def _enter(self) -> None:
-        """Enter the world in another thread, and look after the nodes meanwhile."""
-        address, timeout = socket.gethostbyname(self._host), self.timeout_s
+    def pair(self, connection: Connection) -> Pair:
+        return RpcPair(self._world, LEARNER, connection.index + 1, connection)
+
+    def enter(self, look: Callable[[], None]) -> None:
+        """Enter the world in another thread, and look after the nodes meanwhile.
+
+        Raises:
+            CollectorTimeout: not all nodes did in time.
+            RuntimeError: they went away.
+        """
         outcome: list[BaseException | None] = []
 
         def run() -> None:
             try:
-                self._world.enter(LEARNER, self._store, address)
+                self._world.enter(LEARNER, self._store, self._address)
                 outcome.append(None)
             except BaseException as err:
                 outcome.append(err)
 
-        thread = threading.Thread(target=run, name="gleanrl rpc", daemon=True)
-        self._entering = thread
+        self._entering = thread = threading.Thread(target=run, name="gleanrl rpc", daemon=True)
         thread.start()
+        timeout = self._world.timeout_s
         deadline = time.monotonic() + timeout
         while thread.is_alive():
             thread.join(_LOOK)
-            for fd, events in self._poller.poll(0):
-                self._turn_to(fd, events)
+            look()
             if time.monotonic() > deadline:
                 raise CollectorTimeout(f"the nodes did not enter an RPC world in {timeout} s")
         if outcome[0] is not None:
             raise outcome[0]
 
-    # -- messages --------------------------------------------------------------------------------
+    def leave(self) -> None:
+        """Leave the world before the nodes do."""
+        for pair in list(_pairs.values()):
+            pair.close()
+        leave()
 
-    def _send_weights(self, peer: RpcNode, buffer: torch.Tensor, taken: Callable[[], None]) -> bool:
-        assert self._messenger is not None
-        self._messenger.send(peer.index + 1, WEIGHTS, cut(buffer), taken)
-        return True
+    def close(self) -> None:
+        if self._entering is not None:  # it fails now that the nodes are gone
+            self._entering.join(_LOOK)
+        leave()
+        self._store = None  # a forked child has not the thread that this would wait for
 
-    def _take(self, sender: int, frame: bytes, data: Data) -> None:
-        """Take in a reply, in a thread of the RPC agent."""
-        self._coming.append((self._peers[sender - 1], frame, data))
-        self._wake()
 
-    def _note_lost(self, peer: int, problem: str) -> None:
-        """Note that a message did not arrive, in a thread of the RPC agent."""
-        self._lost.append((self._peers[peer - 1], problem))
-        self._wake()
+class _NodesPair(RpcPair):
+    """A node's side; it leaves the world last."""
 
-    def _wake(self) -> None:
-        if not self._closed:
-            os.eventfd_write(self._event, 1)
+    def __init__(self, connection: NodesConnection, world: World) -> None:
+        """Enter the world; returns once all others have."""
+        rank = connection.index + 1
+        super().__init__(world, rank, LEARNER, connection)
+        self._nodes = connection
+        world.enter(rank, world.connect(), connection.here)
 
-    def _turn_to(self, fd: int, events: int) -> None:
-        if fd == self._event:
-            os.eventfd_read(fd)
-        self._land()
-        if self._arrived:  # what a node sent before it ended comes before its end
-            if self._lost:
-                self._wake()
-            return
-        if fd != self._event:
-            super()._turn_to(fd, events)
-        while self._lost:
-            node, problem = self._lost.pop()
-            if not node.gone:
-                raise self._died(node, f"cannot be reached by RPC ({problem})")
-
-    def _land(self) -> None:
-        """Hand over the replies that have come, and put their rollouts where they belong."""
-        while self._coming:
-            node, frame, data = self._coming[0]
-            node.copy_in(head_of(frame)[0], data)
-            self._arrived.append(frame)
-            self._coming.popleft()
-
-    # -- the end ---------------------------------------------------------------------------------
-
-    def stop(self, timeout: float) -> None:
-        if self._closed:
-            return
-        mine = self._owner == os.getpid()  # in a forked child it is somebody else's world
-        if mine:
-            leave()
-            for node in {*self._peers, *self._by_fd.values()}:
-                if not node.gone:
-                    node.put(key_frame(LEFT_WORLD, b""))
-        super().stop(timeout)
-        if mine:
-            if self._entering is not None:  # it fails now that the nodes are gone
-                self._entering.join(_LOOK)
-            leave()
-            if self._messenger is not None:
-                self._messenger.close()
-            self._store = None  # a forked child has not the thread that this would wait for
-        os.close(self._event)
+    def close(self) -> None:
+        super().close()
+        with without_farewells():
+            self._nodes.await_end()  # the learner hangs up once it has left
+        leave()

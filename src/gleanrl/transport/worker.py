@@ -24,6 +24,7 @@ from gleanrl.core.window import Window
 from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.rollout.streams import enter_life
+from gleanrl.transport.data_plane import Connect
 from gleanrl.transport.frames import CommandReader, frame_of
 from gleanrl.transport.stream import Channel
 from gleanrl.weights.shared import SharedWeightReceiver
@@ -246,8 +247,8 @@ class Boot:
     """torch threads of the worker."""
     life: int = 0
     """How often this worker was lost before."""
-    connect: Callable[..., Any] | None = None
-    """Makes a node's endpoint."""
+    connect: Connect | None = None
+    """Makes a node's side of what carries data."""
     surroundings: Surroundings | None = None
     """Of the learner, where the worker takes them over."""
     path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))

@@ -24,9 +24,10 @@ from gleanrl.collectors.distributed.nodes import plan_nodes
 from gleanrl.collectors.workers import WorkersCollector
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds
-from gleanrl.transport.launchers import check_replaces, make_launcher, serve_elsewhere
-from gleanrl.transport.network import NetworkBackend, NodeBackend
-from gleanrl.transport.process_group import check_kind
+from gleanrl.transport.data_plane import DataPlane
+from gleanrl.transport.launchers import Launcher, check_replaces, make_launcher, serve_elsewhere
+from gleanrl.transport.network import NetworkBackend
+from gleanrl.transport.process_group import ProcessGroups, check_kind
 
 _PORTS = 1 << 16
 _MOST_PORTS = 100
@@ -128,11 +129,11 @@ class DistributedCollector(WorkersCollector):
         self._launch(
             arguments,
             plan,
-            lambda windows: self._make_backend(
+            lambda windows: NetworkBackend(
                 windows,
                 launcher,
-                replaces,
-                kind=arguments["backend"],
+                self._data_plane(arguments, launcher),
+                replaces=replaces,
                 host=arguments["host"],
                 ports=ports,
                 threads=threads,
@@ -141,11 +142,9 @@ class DistributedCollector(WorkersCollector):
             ),
         )
 
-    def _make_backend(
-        self, windows: Any, launcher: Any, replaces: bool, **options: Any
-    ) -> NodeBackend[Any]:
-        """Return what starts the nodes and carries messages and data."""
-        return NetworkBackend(windows, launcher, replaces=replaces, **options)
+    def _data_plane(self, arguments: NetworkArguments, launcher: Launcher) -> DataPlane:
+        """Return what carries data."""
+        return ProcessGroups(arguments["backend"])
 
 
 class DistributedSyncCollector(DistributedCollector):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import Any, Unpack, cast
 
 from gleanrl.collectors import per_worker
-from gleanrl.collectors.arguments import DistributedArguments, RPCArguments, shows
+from gleanrl.collectors.arguments import (
+    DistributedArguments,
+    NetworkArguments,
+    RPCArguments,
+    shows,
+)
 from gleanrl.collectors.compat import RPCWeightUpdater
 from gleanrl.collectors.distributed.generic import DistributedCollector
 from gleanrl.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from gleanrl.transport.rpc import RPCBackend
+from gleanrl.transport.data_plane import DataPlane
+from gleanrl.transport.launchers import Launcher
 
 __all__ = ["RPCCollector", "RPCDataCollector", "RPCWeightUpdater"]
 
@@ -22,7 +26,7 @@ _HIDDEN_OPTIONS = {"_transports", "_channels"}
 
 
 class RPCCollector(DistributedCollector):
-    """Like a `DistributedCollector`, with commands, rollouts and weights by RPC (TensorPipe).
+    """Like a `DistributedCollector`, with rollouts and weights by RPC (TensorPipe).
 
     Nodes are started, let in and watched in the same way; then they and this process enter a world
     of torch.distributed.rpc, of which a process can be in one only: there can be one `RPCCollector`
@@ -65,20 +69,15 @@ class RPCCollector(DistributedCollector):
         self._visible = kwargs.get("visible_devices")
         super().__init__(create_env_fn, policy, **cast("DistributedArguments", kwargs))
 
-    def _make_backend(
-        self, windows: Any, launcher: Any, replaces: bool, **options: Any
-    ) -> RPCBackend:
+    def _data_plane(self, arguments: NetworkArguments, launcher: Launcher) -> DataPlane:
         # Only here: torch.distributed.rpc takes a while to import, and not every build has it.
-        from gleanrl.transport.rpc import RPCBackend
+        from gleanrl.transport.rpc import RpcPlane
 
-        options.pop("kind")
         devices = None
         if self._visible is not None:
             dealt = per_worker.deal("visible_devices", list(self._visible), self.num_workers)
             devices = [list(d) if isinstance(d, list | tuple) else [d] for d in dealt]
-        return RPCBackend(
-            windows, launcher, rpc_options=self._tensorpipe, devices=devices, **options
-        )
+        return RpcPlane(arguments["host"] or launcher.address(), self._tensorpipe, devices)
 
 
 RPCDataCollector = RPCCollector

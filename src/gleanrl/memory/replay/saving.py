@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import CollectorTimeout, ConfigError
 from gleanrl.core.keys import Key, next_key
 from gleanrl.memory import tensor_files
 from gleanrl.memory.replay.dedup import follow
@@ -179,28 +179,41 @@ def _by_age(sequence: torch.Tensor) -> Any:
 
 META = "meta.json"
 FOLDER = re.compile(r"data-[0-9a-f]{32}")
-_LOCK_TIMEOUT_S = 10.0
+_LOCK_TIMEOUT_S = 600.0
 _POLL_INTERVAL_S = 0.01
 
 
 def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any]) -> None:
-    """Write a buffer to the directory ``path``, which several processes may do at once.
+    """Write a buffer to the directory ``path``, one process at a time.
 
-    A dump is a folder of files, and a description that names the folder. The writer of a folder
-    holds a lock of the kernel on it, which ends with the process; a folder that has neither a
-    holder nor a description was left by a dead process. What an earlier call wrote stays valid
-    until this one is complete and on the disk.
+    A dump is a folder of files, and a description that names the folder. What an earlier call wrote
+    stays valid until this one is complete and on the disk. Folders that no description names were
+    left by processes that ended.
 
     Raises:
         ConfigError: the storage is a list of objects.
+        CollectorTimeout: another process has been writing there for ten minutes.
         OSError: the disk is full; what an earlier call left there is still there.
     """
     if isinstance(storage, ListStorage):
         raise ConfigError("ListStorage holds any object, and files hold tensors: use state_dict()")
     root = Path(path)
     root.mkdir(parents=True, exist_ok=True)
-    with _new_folder(root) as folder:
-        _publish(folder, _write_tensors(folder, storage, sampler))
+    with _alone_in(root) as alone:
+        folder = root / f"data-{uuid.uuid4().hex}"
+        folder.mkdir()
+        try:
+            text = _write_tensors(folder, storage, sampler)
+            tensor_files.write_new(folder / META, text.encode())
+            tensor_files.sync_directory(folder)
+            tensor_files.publish(folder / META, root / META)
+        except BaseException:
+            if _current_folder(root) != folder.name:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        for other in [path for path in root.iterdir() if FOLDER.fullmatch(path.name)]:
+            if alone and other.name != folder.name:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def _write_tensors(folder: Path, storage: Storage, sampler: dict[str, Any]) -> str:
@@ -233,22 +246,6 @@ def _write_tensors(folder: Path, storage: Storage, sampler: dict[str, Any]) -> s
     return json.dumps(meta, indent=1)
 
 
-@contextlib.contextmanager
-def _new_folder(root: Path) -> Iterator[Path]:
-    """Make a folder for a dump; it is removed again if the dump fails."""
-    folder = root / f"data-{uuid.uuid4().hex}"
-    with contextlib.ExitStack() as held:
-        with _locked(root, _LOCK_TIMEOUT_S):  # no other process removes it before it is locked
-            folder.mkdir()
-            held.enter_context(_locked(folder, 0.0))
-        try:
-            yield folder
-        except BaseException:
-            if _current_folder(root) != folder.name:
-                _remove(folder)
-            raise
-
-
 def _current_folder(root: Path) -> str | None:
     """Return which folder the description names, ``None`` if there is no such description."""
     try:
@@ -258,44 +255,25 @@ def _current_folder(root: Path) -> str | None:
     return folder if isinstance(folder, str) and FOLDER.fullmatch(folder) else None
 
 
-def _publish(folder: Path, text: str) -> None:
-    """Make ``text`` the description, which names ``folder``; remove abandoned folders."""
-    root = folder.parent
-    tensor_files.sync_directory(folder)
-    fresh = root / f"{META}.{folder.name}"
-    tensor_files.write_new(fresh, text.encode())
-    with _locked(root, _LOCK_TIMEOUT_S) as alone:
-        before = _current_folder(root)
-        tensor_files.publish(fresh, root / META)
-        if before is not None and before != folder.name:
-            _remove(root / before)
-        for other in [path for path in root.iterdir() if FOLDER.fullmatch(path.name)]:
-            if alone and other.name != folder.name:
-                with contextlib.suppress(OSError), _locked(other, 0.0) as abandoned:
-                    if abandoned:
-                        _remove(other)
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder.parent / f"{META}.{folder.name}").unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
-def _locked(directory: Path, timeout: float) -> Iterator[bool]:
-    """Lock a directory; yield whether that succeeded within ``timeout`` seconds.
+def _alone_in(directory: Path) -> Iterator[bool]:
+    """Keep other dumps out of a directory; yields False on a file system that has no locks.
 
-    Without the lock (on a file system that has none, or if its holder was stopped) dumps are as
-    safe, but what dead processes left stays.
+    The lock is the kernel's, and ends with the process.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        deadline, locked = time.monotonic() + timeout, _try_lock(fd)
-        while locked is None and time.monotonic() < deadline:
+        deadline, locked = time.monotonic() + _LOCK_TIMEOUT_S, _try_lock(fd)
+        while locked is None:
+            if time.monotonic() > deadline:
+                raise CollectorTimeout(
+                    f"another process has been writing a replay buffer to {directory} for "
+                    f"{_LOCK_TIMEOUT_S:g} s; end it, or write to another directory"
+                )
             time.sleep(_POLL_INTERVAL_S)
             locked = _try_lock(fd)
         try:
-            yield bool(locked)
+            yield locked
         finally:
             if locked:  # a forked child has the descriptor as well: closing it is not enough
                 fcntl.flock(fd, fcntl.LOCK_UN)
@@ -339,12 +317,8 @@ def _read(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ConfigError(f"{root} holds {meta['format']!r}, version {meta['version']!r}")
         if not FOLDER.fullmatch(meta["folder"]) or (root / meta["folder"]).is_symlink():
             raise ConfigError(f"{root} names {meta['folder']!r} as its data")
-        tensors = []
-        for number, entry in enumerate(meta["files"]):
-            # Entries of older dumps have neither key nor file.
-            named = {"key": ["files", str(number)], "file": f"{number}.bin", **entry}
-            file = TensorFile.from_json(named, root / META)
-            tensors.append(file.load(file.locate(root / meta["folder"])))
+        files = [TensorFile.from_json(entry, root / META) for entry in meta["files"]]
+        tensors = [file.load(file.locate(root / meta["folder"])) for file in files]
         storage, sampler = dict(meta["storage"]), dict(meta["sampler"])
         number = int(meta["tensors"])
         if storage.get("layout") is not None:
