@@ -58,7 +58,7 @@ def group(entry: Mapping[str, Any]) -> Group:
 def bar(entry: Mapping[str, Any], name: str, label: str) -> Bar:
     """Return the bar of one reference; its label says both rates."""
     rates, ratio = entry["frames_per_second"], entry["ratios"][name]
-    label = f"{label}: {short(rates[OURS])} against {short(rates[name])} /s"
+    label = f"{label}: {short(rates[OURS])} vs {short(rates[name])} /s"
     return Bar(label, ratio["median"], ratio["q1"], ratio["q3"])
 
 
@@ -68,8 +68,8 @@ def times(value: float) -> str:
 
 
 def short(rate: float) -> str:
-    """Return a rate with three digits: ``36.2 k``."""
-    for factor, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+    """Return a rate with three digits: ``36.2k``."""
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if rate >= factor:
             return f"{rate / factor:#.3g}".rstrip(".") + letter
     return f"{rate:.0f}"

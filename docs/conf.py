@@ -30,13 +30,11 @@ myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 
-# Pages that are not written yet may be named and linked to: these two go when all are there.
-suppress_warnings = ["toc.not_readable", "myst.xref_missing"]
-
 autoclass_content = "both"
 autodoc_member_order = "groupwise"
 autodoc_typehints = "none"  # `complete` puts them where arguments are explained
 default_role = "py:obj"
+smartquotes = False  # so that headings are found as they are typed
 maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -59,6 +57,7 @@ html_theme = "furo"
 html_title = f"GleanRL {release}"
 html_theme_options = {"navigation_with_keys": True}
 html_static_path = ["_static"]
+html_search_scorer = str(Path(__file__).with_name("search.js"))
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False

@@ -14,7 +14,6 @@ estimates of van Hasselt et al. 2016; Young and Tian 2019, "MinAtar".
 
 import argparse
 import copy
-import time
 from collections.abc import Iterator
 
 import torch
@@ -79,13 +78,15 @@ def train(frames: int = 200_000, seed: int = 0) -> Iterator[dict]:
     actor = EpsilonGreedy()
     target = copy.deepcopy(actor)
     optimizer = torch.optim.Adam(actor.parameters(), RATE, fused=True)
-    warm_up = min(5_000, frames // 4)
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(100_000, compact=True),  # each observation once
         batch_size=BATCH,
         shared=True,  # the workers write into it themselves
         # Without a limiter the workers, who are faster, would be done before anything was learnt.
-        limiter=RateLimiter(min_samples_per_insert=SAMPLES_PER_FRAME),
+        limiter=RateLimiter(
+            min_samples_per_insert=SAMPLES_PER_FRAME,
+            min_size_to_sample=min(5_000, frames // 4),  # until then `sample` waits
+        ),
     )
     collector = MultiAsyncCollector(
         make_env,
@@ -100,9 +101,6 @@ def train(frames: int = 200_000, seed: int = 0) -> Iterator[dict]:
     collector.start()  # from here on the workers fill the buffer by themselves
     updates = 0
     while buffer.write_count < frames and not collector.stats()["failed"]:
-        if buffer.write_count < warm_up:
-            time.sleep(0.01)
-            continue
         loss = loss_of(actor, target, buffer.sample())
         optimizer.zero_grad()
         loss.backward()

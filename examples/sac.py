@@ -10,7 +10,6 @@ Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications".
 
 import argparse
 import copy
-import time
 from collections.abc import Iterator
 
 import torch
@@ -155,7 +154,11 @@ def train(frames: int = 12_000, seed: int = 0) -> Iterator[dict]:
         storage=LazyTensorStorage(frames),
         batch_size=BATCH,
         shared=True,
-        limiter=RateLimiter(min_samples_per_insert=128, max_samples_per_insert=256),
+        limiter=RateLimiter(
+            min_samples_per_insert=128,
+            max_samples_per_insert=256,
+            min_size_to_sample=min(RANDOM_FRAMES, frames // 4),  # until then `sample` waits
+        ),
     )
     collector = MultiAsyncCollector(
         "Pendulum-v1",
@@ -171,9 +174,6 @@ def train(frames: int = 12_000, seed: int = 0) -> Iterator[dict]:
     collector.start()  # from here on the worker fills the buffer by itself
     updates = 0
     while buffer.write_count < frames and not collector.stats()["failed"]:
-        if buffer.write_count < min(RANDOM_FRAMES, frames // 4):
-            time.sleep(0.01)
-            continue
         loss = learner.update(buffer.sample())
         updates += 1
         if updates % 10 == 0:

@@ -1,8 +1,8 @@
 """Looks at the built site in a browser: ``docs/screenshots``, pages too wide for a phone, search.
 
 ``python -m tools.screenshots`` needs ``pip install playwright`` and Debian's ``chromium``. It exits
-with 1 if a page of the site can be scrolled sideways on a phone, or if a question below does not
-find its page.
+with 1 if a page of the site can be scrolled sideways on a phone, or if the site's search does not
+find the page of one of the `QUESTIONS` readers ask.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import http.server
 import io
 import sys
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from tools.site import BUILT, DOCS
+from tools.site import BUILT, DOCS, QUESTIONS
 
 HTML, SHOTS = BUILT / "html", DOCS / "screenshots"
 SCREENS = {"desktop": (1280, 800), "phone": (390, 844)}
@@ -30,20 +31,7 @@ PAGES = {
     "api": "reference/collectors/Collector.html",
     "benchmarks": "benchmarks.html",
 }
-QUESTIONS = {
-    "log prob": "howto/policies",
-    "worker died": "howto/debug_a_hang",
-    "truncated": "concepts/episodes",
-    "frames_per_batch": "reference/collectors/Collector",
-    "resume": "howto/resume",
-    "prioritized": "howto/replay",
-    "slurm": "howto/slurm",
-    "stable baselines": "migration/stable_baselines3",
-    "hidden state": "howto/recurrent",
-    "cuda": "howto/gpu",
-}
-"""What a reader may type into the site's search, and the page that has to be among the answers."""
-SHOWN = 8
+SHOWN = 3
 """Answers that a reader looks at."""
 
 
@@ -107,7 +95,7 @@ def _too_wide(browser: Any, address: str) -> Iterator[str]:
 def _not_found(browser: Any, address: str) -> Iterator[str]:
     page = _page(browser, "desktop")
     for question, wanted in QUESTIONS.items():
-        page.goto(f"{address}/search.html?q={question.replace(' ', '+')}")
+        page.goto(f"{address}/search.html?q={urllib.parse.quote_plus(question)}")
         page.wait_for_function("document.querySelector('#search-results p.search-summary')")
         page.wait_for_function(
             "!document.querySelector('#search-progress')?.textContent.includes('.')"

@@ -27,30 +27,23 @@ def all_cases() -> list[Case]:
         *(collected(name) for name in SIZES),
         cartpole(),
         *(theirs(kind) for kind in ("async", "sync")),
-        *(delivered(kind, name, rpc=True) for kind in ("async", "sync") for name in SIZES),
     ]
 
 
-def _still(where: str, kind: str, size: int, frames: int) -> Build:
+def _still(kind: str, size: int, frames: int) -> Build:
     made = envs.still(WORKERS, size)
-    options = {"tcp_port": 0} if where == "rpc" else {}
-    return grouped(lambda: ours.Bytes(ours.over(where, kind, made, None, frames, **options), size))
+    return grouped(lambda: ours.Bytes(ours.over("nodes", kind, made, None, frames), size))
 
 
-def delivered(kind: str, name: str, rpc: bool = False) -> Case:
-    """Bytes per second that arrive, over torch.distributed or its RPC."""
+def delivered(kind: str, name: str) -> Case:
+    """Bytes per second that arrive over torch.distributed."""
     size, steps = SIZES[name]
-    frames = steps * (WORKERS if kind == "sync" else 1)
-    if rpc:
-        reference = Reference("bare rpc_async", grouped(lambda: bare.Pushes(2 * size * steps)))
-    else:
-        sends = grouped(lambda: bare.Sends(2 * size * steps))
-        reference = Reference("bare send and recv", sends, 0.8)
+    sends = grouped(lambda: bare.Sends(2 * size * steps))
     return Case(
-        f"{'rpc' if rpc else 'bytes'}-{name}-{kind}",
-        f"no-op environment, {name} per rollout, 2 nodes, {'RPC, ' * rpc}{kind}; bytes per second",
-        _still("rpc" if rpc else "nodes", kind, size, frames),
-        [reference],
+        f"bytes-{name}-{kind}",
+        f"no-op environment, {name} per rollout, 2 nodes, {kind}; bytes per second",
+        _still(kind, size, steps * (WORKERS if kind == "sync" else 1)),
+        [Reference("bare send and recv", sends, 0.8)],
         check=checks.real_bytes,
         turn=turn,
     )
@@ -63,7 +56,7 @@ def collected(name: str) -> Case:
     return Case(
         f"collected-{name}-async",
         f"no-op environment, {name} per rollout, 2 nodes, async; bytes per second",
-        _still("nodes", "async", size, steps),
+        _still("async", size, steps),
         [Reference("in-process collectors and bare send", made)],
         turn=turn,
     )

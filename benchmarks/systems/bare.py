@@ -1,4 +1,4 @@
-"""Bare transport: copies, messages, torch.distributed, its RPC, Ray. What no system can beat.
+"""Bare transport: copies, messages, torch.distributed. What no system can beat.
 
 Everything here delivers as many bytes as a collector does, and nothing else.
 """
@@ -9,9 +9,7 @@ import functools
 import multiprocessing
 import os
 import socket
-from collections import deque
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -203,145 +201,3 @@ def _hear(rank: int, size: int, copied: bool) -> None:
         if weights is not None:
             weights.copy_(buffer)
         dist.send(answer, 0)
-
-
-# -- torch.distributed.rpc -------------------------------------------------------------------------
-
-_AHEAD = 2
-"""Calls that each sender has under way, as our nodes have rollouts."""
-_told: Connection | None = None
-
-
-class Pushes(System):
-    """Two processes send the same bytes again and again to a third, which only counts them.
-
-    All three are apart from this one, which may be in another world.
-    """
-
-    def __init__(self, size: int) -> None:
-        """Send tensors of ``size`` bytes."""
-        port = _free_port()
-        # Not forked: a child of a member of another world cannot enter one.
-        context = multiprocessing.get_context("spawn")
-        self._size = size
-        self._counted, told = context.Pipe(duplex=False)
-        self._processes: list[Any] = [
-            context.Process(target=_rpc_member, args=(rank, port, size, told), daemon=True)
-            for rank in range(3)
-        ]
-        for process in self._processes:
-            process.start()
-        told.close()
-        self._counted.recv_bytes()
-
-    def collect_batch(self) -> int:
-        """Return the number of bytes."""
-        self._counted.recv_bytes()
-        return self._size
-
-    def close(self) -> None:
-        end(self._processes)
-
-
-def _rpc_member(rank: int, port: int, size: int, told: Connection) -> None:
-    global _told
-    from torch.distributed import rpc
-
-    _told = told
-    torch.set_num_threads(1)
-    os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
-    rpc.init_rpc(f"member{rank}", rank=rank, world_size=3, rpc_backend_options=options)
-    if rank:
-        _push(torch.ones(size, dtype=torch.uint8))
-    rpc.shutdown()  # of the one who counts: when the others are gone
-
-
-def _push(data: torch.Tensor) -> None:
-    from torch.distributed import rpc
-
-    under_way: deque[Any] = deque()
-    while True:
-        under_way.append(rpc.rpc_async("member0", _count, args=(data,)))
-        if len(under_way) >= _AHEAD:
-            under_way.popleft().wait()
-
-
-def _count(data: torch.Tensor) -> None:
-    assert _told is not None
-    _told.send_bytes(b"one")
-
-
-# -- Ray -------------------------------------------------------------------------------------------
-
-
-RAY_ACTORS = 2
-
-
-class RayStack(System):
-    """Two bare actors whose arrays are copied into one, as who learns from both has to."""
-
-    def __init__(self, size: int) -> None:
-        self._one = [RayObjects(size, "sync") for _ in range(RAY_ACTORS)]
-        self._whole = np.empty((RAY_ACTORS, size), np.uint8)
-
-    def collect_batch(self) -> int:
-        for one in self._one:
-            one.ask()
-        for row, one in zip(self._whole, self._one, strict=True):
-            row[:] = one.take()
-        return RAY_ACTORS
-
-    def close(self) -> None:
-        for one in self._one:
-            one.close()
-
-
-class RayObjects(System):
-    """A bare actor that returns the same array again and again; `ray.get`, and nothing else."""
-
-    def __init__(self, size: int, kind: str, copy: bool = False) -> None:
-        import ray
-
-        class Bare:
-            def __init__(self, size: int) -> None:
-                self._array = np.ones(size, np.uint8)
-
-            def get(self) -> Any:
-                return self._array
-
-        actors = 1 if kind == "sync" else RAY_ACTORS
-        made: Any = ray.remote(num_cpus=0)(Bare)
-        self._ray: Any = ray
-        self._actors = [made.remote(size) for _ in range(actors)]
-        self._copy = np.empty(size, np.uint8) if copy else None
-        self._depth = 1 if kind == "sync" else 2
-        self._under_way: dict[Any, Any] = {}
-        self._value: Any = None
-
-    def ask(self) -> None:
-        """Ask every actor for as many arrays as are to be under way."""
-        for actor in self._actors * self._depth:
-            self._under_way[actor.get.remote()] = actor
-
-    def take(self) -> Any:
-        """Wait for an array, of whichever actor."""
-        self.collect_batch()
-        return self._value
-
-    def collect_batch(self) -> int:
-        if not self._under_way:
-            self.ask()
-        ready, _ = self._ray.wait(list(self._under_way), num_returns=1)
-        self._value = self._ray.get(ready[0])
-        if self._copy is not None:
-            self._copy[:] = self._value
-        actor = self._under_way.pop(ready[0])
-        if self._depth > 1:
-            self._under_way[actor.get.remote()] = actor
-        return 1
-
-    def close(self) -> None:
-        self._value = None
-        for actor in self._actors:
-            self._ray.kill(actor)

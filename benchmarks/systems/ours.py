@@ -63,7 +63,7 @@ def over(
     """Return our collector with one factory per worker.
 
     Args:
-        where: ``"process"``, ``"nodes"``, ``"rpc"`` or ``"ray"``.
+        where: ``"process"``, ``"nodes"`` or ``"ray"``.
         kind: ``"sync"`` or ``"async"``.
         factories: One per worker.
         policy: The policy, ``None`` for random actions.
@@ -78,7 +78,7 @@ def over(
         make = gleanrl.MultiSyncCollector if kind == "sync" else gleanrl.MultiAsyncCollector
         options["num_threads"] = 1
     else:
-        names = {"nodes": "DistributedCollector", "rpc": "RPCCollector", "ray": "RayCollector"}
+        names = {"nodes": "DistributedCollector", "ray": "RayCollector"}
         make = getattr(gleanrl, names[where])
         options |= {"sync": kind == "sync"} | ({} if where == "ray" else {"launcher": "mp"})
     return Batches(make(list(factories), policy, **options))

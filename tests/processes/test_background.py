@@ -33,6 +33,7 @@ from gleanrl import (
     PrioritizedSampler,
     RateLimiter,
     ReplayBuffer,
+    ReplayError,
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
@@ -808,8 +809,8 @@ def test_a_partial_that_travels(make):
 # -- flow control ----------------------------------------------------------------------------------
 
 
-def limited(size=100_000, least=None, most=None, timeout=60.0, **options):
-    limiter = RateLimiter(least, most, timeout)
+def limited(size=100_000, least=None, most=None, timeout=60.0, first=1, **options):
+    limiter = RateLimiter(least, most, timeout, first)
     return ReplayBuffer(storage=LazyTensorStorage(size), batch_size=16, limiter=limiter, **options)
 
 
@@ -861,10 +862,13 @@ def test_a_learner_waits_for_a_running_collector(make, kind):
 
 
 def test_samples_per_insert_settle_between_the_bounds(make):
-    rb = limited(least=3.0, most=5.0)
+    rb = limited(least=3.0, most=5.0, first=100)
     collector = make("async", rb)
+    with pytest.raises(ReplayError):  # nobody would bring frames
+        rb.sample()
     collector.start()
-    rig.until(lambda: rb.write_count > 0)
+    rb.sample()
+    assert rb.write_count >= 100
     for _ in range(2000):
         rb.sample()
     assert 2.7 < collector.stats()["samples_per_insert"] < 5.3

@@ -75,6 +75,20 @@ def test_a_mask_and_leading_dimensions_are_taken_out(tmp_path):
     assert frames["observation"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11]
 
 
+@pytest.mark.parametrize("format", ["tensordict", "parquet"])
+def test_nested_batch_sizes_are_kept(tmp_path, format):
+    agents = TensorDict({"observation": torch.rand(2, 5, 3, 4)}, [2, 5, 3])
+    batch = TensorDict({"agents": agents, "next": {"agents": agents.clone()}}, [2, 5])
+    with Recorder(tmp_path / "data", format) as recorder:
+        recorder.write(batch)
+        assert load_dataset(tmp_path / "data")["agents"].shape == (10, 3)
+    gleanrl.convert_dataset(tmp_path / "data", tmp_path / "converted", "tensordict")
+    for frames in (load_dataset(tmp_path / "data"), TensorDict.load(tmp_path / "converted")):
+        assert frames.shape == (10,)
+        assert frames["agents"].shape == frames["next", "agents"].shape == (10, 3)
+        assert (frames["agents", "observation"] == agents["observation"].reshape(10, 3, 4)).all()
+
+
 def test_frames_that_differ_are_refused_and_those_before_kept(tmp_path):
     with Recorder(tmp_path / "data") as recorder:
         recorder.write(make_frames(10))
@@ -400,10 +414,11 @@ def test_dict_observations_images_and_other_entries_are_kept(tmp_path):
     assert shapes["image"] == [16, 20, 3]
 
 
-def test_a_killed_recording_is_converted(tmp_path, recorded):
+def test_a_killed_recording_is_converted(tmp_path, recorded, capsys):
     pytest.importorskip("pyarrow")
     left = shutil.copytree(recorded / "tensordict-v0", tmp_path / "left")
-    gleanrl.convert_dataset(left, tmp_path / "parquet", "parquet")
+    assert main(["convert", str(left), str(tmp_path / "parquet"), "--format", "parquet"]) == 0
+    assert "400" in capsys.readouterr().out
     gleanrl.convert_dataset(tmp_path / "parquet", tmp_path / "again-v0", "minari")
     expected = in_order(load_dataset(left))
     equal(in_order(load_dataset(tmp_path / "again-v0")), expected)

@@ -101,6 +101,18 @@ examples:
 Nothing in the directory is executed or unpickled; --play makes environments that are registered.
 """,
     ),
+    "convert": _Command(
+        options.ConvertOptions,
+        "write a dataset in another format, also one whose recording was killed",
+        "Write what collect or a Recorder wrote in another format; SOURCE stays as it is.",
+        """\
+A recording that ended by kill -9 or a full disk is readable as it is, but not yet in its format.
+
+examples:
+  gleanrl convert data/pendulum data/pendulum-parquet --format parquet
+  gleanrl convert data/killed data/pendulum/random-v0 --format minari
+""",
+    ),
     "top": _Command(
         options.TopOptions,
         "watch a collection that runs in another terminal",

@@ -71,6 +71,12 @@ def address(text: str) -> tuple[str, int]:
     raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 10.0.0.5:10003")
 
 
+FORMATS = ("tensordict", "minari", "parquet")
+_FORMATS_HELP = (
+    "a memory-mapped TensorDict (default), a Minari dataset (its directory ends in NAME-v0), or "
+    "Parquet files"
+)
+
 # -- commands --------------------------------------------------------------------------------------
 
 
@@ -194,13 +200,7 @@ class CollectOptions(RunOptions):
         "--seed S", seed, None, "seed of environments and policy (default: drawn, and printed)"
     )
     out: Path | None = option("--out DIR", Path, None, "keep the frames in DIR, a new directory")
-    format: str = option(
-        "--format",
-        ("tensordict", "minari", "parquet"),
-        "tensordict",
-        "what --out writes: a memory-mapped TensorDict (default), a Minari dataset (DIR ends in "
-        "NAME-v0), or Parquet files",
-    )
+    format: str = option("--format", FORMATS, "tensordict", f"what --out writes: {_FORMATS_HELP}")
     command: str = ""
     """The command as it can be typed again."""
 
@@ -255,6 +255,15 @@ class InspectOptions:
         None,
         "where to write the video, .mp4 or .gif (default: DIR/episode-EPISODE.mp4)",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """``gleanrl convert``."""
+
+    source: Path = argument("SOURCE", Path, "a dataset in any format, finished or not")
+    target: Path = argument("TARGET", Path, "a new directory")
+    format: str = option("--format", FORMATS, "tensordict", f"what TARGET holds: {_FORMATS_HELP}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,7 @@ class Background:
         self._stopping = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="gleanrl-collect", daemon=True)
+        active(True)
         self._thread.start()
 
     @property
@@ -56,7 +57,6 @@ class Background:
 
     def _run(self) -> None:
         try:
-            self._active(True)
             while not self._stopping:
                 feed = not self._paused
                 more = self._step(feed)

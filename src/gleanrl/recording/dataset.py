@@ -32,6 +32,8 @@ SHARDS, DATA = "shards", "data"
 LOCK = ".lock"
 """Locked by the process that records, for as long as it lives."""
 _PACKAGES = {"minari": "minari", "parquet": "pyarrow"}
+NESTED = "nested"
+"""What cards call the batch dimensions of nested entries beyond that of the frames."""
 ENDS = ("complete", "interrupted", "failed")
 """How a recording may have ended."""
 
@@ -207,6 +209,28 @@ class Dataset:
         entries = [part.read(key) for part in self.parts]
         return entries[0] if len(entries) == 1 else torch.cat(entries)
 
+    def frames(self, entries: Mapping[Key, torch.Tensor]) -> TensorDict:
+        """Return ``entries``, ``[K, ...]`` each, as a TensorDict ``[K]`` nested as the recorded.
+
+        Raises:
+            TensorFileError: the card contradicts itself.
+        """
+        count = next(iter(entries.values())).shape[0]
+        frames = TensorDict(batch_size=[count])
+        nested = self.metadata.facts.get(NESTED)
+        if nested is None and self.raw:  # the recording was not finished
+            nested = self.raw[0].metadata.facts.get(NESTED)
+        try:
+            for key, value in entries.items():
+                frames[key] = value
+            for key, shape in nested or ():
+                frames[tuple(key)].batch_size = [count, *shape]
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as err:
+            raise TensorFileError(
+                f"the card of {self.directory} contradicts itself: {err}"
+            ) from err
+        return frames
+
 
 def _parts(directory: Path, metadata: Metadata) -> Sequence[Part]:
     require(metadata.data)
@@ -284,13 +308,7 @@ def load_dataset(path: str | os.PathLike[str]) -> TensorDict:
     dataset = Dataset(Path(path))
     if not dataset.metadata.frames:
         raise TensorFileError(f"{path} holds no frames (yet)")
-    frames = TensorDict(batch_size=[dataset.metadata.frames])
-    try:
-        for key in dataset.keys():
-            frames[key] = dataset.read(key)
-    except KeyError as err:  # one entry lies in another
-        raise TensorFileError(f"the card of {path} contradicts itself: {err}") from err
-    return frames
+    return dataset.frames({key: dataset.read(key) for key in dataset.keys()})
 
 
 def size(nbytes: int) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK
@@ -28,14 +28,29 @@ from gleanrl.engine.sink import Sink
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFileError
 from gleanrl.recording import formats
-from gleanrl.recording.dataset import CARD, ENDS, FORMAT, FORMATS, LOCK, SHARDS, VERSION, Dataset
+from gleanrl.recording.dataset import (
+    CARD,
+    ENDS,
+    FORMAT,
+    FORMATS,
+    LOCK,
+    NESTED,
+    SHARDS,
+    VERSION,
+    Dataset,
+)
 from gleanrl.recording.origin import OF_ENV, describe_env
 from gleanrl.recording.shard import Shard
 
 _ROOM, _ROOM_NBYTES = ".room", 1 << 16
 """Room for the last card, if the disk is full by then: a file that is removed before."""
-_OF_FILES = ("format", "format_version", "data", "frames", "recording", "keys", "columns")
+_OF_FILES = (
+    *("format", "format_version", "data", "frames", "recording", "keys", "columns"),
+    *(NESTED, "rows", "status"),
+)
 """What a card says of the files, not of where the frames came from."""
+_FROM_SHARDS = (*OF_ENV, NESTED)
+"""What the card takes over from those of the writers."""
 _CONVERTED_BYTES = 1 << 26
 _ROWS = (
     "writer after writer (workers in order), each batch after batch; in a batch environment after "
@@ -306,7 +321,7 @@ def convert_dataset(
     facts = dict(dataset.metadata.facts)
     for raw in dataset.raw[:1]:
         facts |= {name: raw.metadata.facts[name] for name in OF_ENV if name in raw.metadata.facts}
-    for name in (*_OF_FILES, "rows", "status"):
+    for name in _OF_FILES:
         facts.pop(name, None)
     row = sum(file.nbytes for file in dataset.metadata.files)
     size = max(1, _CONVERTED_BYTES // max(row, 1))
@@ -316,10 +331,7 @@ def convert_dataset(
             entries = {file.key: part.read(file.key) for file in part.files}
             for start in range(0, part.frames, size):
                 rows = {key: value[start : start + size] for key, value in entries.items()}
-                frames = TensorDict(batch_size=[min(size, part.frames - start)])
-                for key, value in rows.items():
-                    frames[key] = value
-                recorder.write(frames)
+                recorder.write(dataset.frames(rows))
     except BaseException:
         recorder.close("failed")
         raise
@@ -380,7 +392,7 @@ def _finish(
             _discard(directory, made)
             return
         own = dataset.raw[0].metadata.facts
-        facts |= {name: own[name] for name in OF_ENV if own.get(name) is not None}
+        facts |= {name: own[name] for name in _FROM_SHARDS if own.get(name) is not None}
         facts["writers"] = facts.get("writers", len(dataset.raw))
         data, entries, frames = SHARDS, [], 0
         try:

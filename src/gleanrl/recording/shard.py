@@ -16,7 +16,7 @@ from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_te
 from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError
-from gleanrl.recording.dataset import CARD, FORMAT, SHARDS, VERSION, RawPart, size
+from gleanrl.recording.dataset import CARD, FORMAT, NESTED, SHARDS, VERSION, RawPart, size
 
 _COPY_BYTES = 1 << 24
 
@@ -98,7 +98,7 @@ class Shard:
                 os.truncate(draft / file.file, 0)
             head = {"format": FORMAT, "format_version": VERSION, "status": "collecting"}
             counts = {"shard": True, "frames": 0}
-            entries = {"keys": [file.to_json() for file in files]}
+            entries = {"keys": [file.to_json() for file in files], NESTED: _nested(frames)}
             card = json.dumps({**head, **counts, **self._facts, **entries})
             tensor_files.write_new(draft / CARD, card.encode())
             draft.rename(self.directory)
@@ -162,6 +162,13 @@ def _tensor_keys(frames: TensorDictBase) -> list[Key]:
                 f"{format_key(key)} cannot be recorded, because no file can be called so; rename it"
             )
     return found
+
+
+def _nested(frames: TensorDictBase) -> list[tuple[Key, tuple[int, ...]]]:
+    """Return the nested entries with batch dimensions of their own, and these."""
+    entries = [(as_key(key), value) for key, value in frames.items(include_nested=True)]
+    inner = [(key, value.shape[1:]) for key, value in entries if isinstance(value, TensorDictBase)]
+    return [(key, tuple(shape)) for key, shape in inner if shape]
 
 
 def join(parts: list[RawPart], directory: Path) -> list[TensorFile]:

@@ -81,7 +81,8 @@ class ReplayBuffer:
                 the buffer is sent to another process.
             dim_extend: Which dimension of the data for `extend` is time (or rows); for
                 ``[env, time]`` storages 1 by default, else 0.
-            limiter: Bounds the samples per insert while a collector is running.
+            limiter: Bounds the samples per insert while a collector is running, and has the first
+                sample wait for its frames.
             lock_timeout: Seconds that any process waits for another one that holds the lock of a
                 shared buffer and makes no progress (it was stopped); 60 by default.
 
@@ -241,7 +242,7 @@ class ReplayBuffer:
             self._sampler.restart()
 
     def _next(self, size: int) -> tuple[Draw, Any]:
-        if self.limiter is not None and len(self):
+        if self.limiter is not None:
             self.limiter.admit(self._storage, size)
         return self._make(size) if self._prefetcher is None else self._prefetcher.next(size)
 

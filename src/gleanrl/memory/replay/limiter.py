@@ -6,6 +6,7 @@ import time
 import warnings
 
 from gleanrl.core.errors import CollectorTimeout, ConfigError
+from gleanrl.core.options import check_int
 from gleanrl.memory.replay.storages import Storage
 
 _COUNTING, _ORIGIN, _SAMPLES, _RUNNING = range(4)
@@ -22,8 +23,9 @@ class RateLimiter:
 
     * A collector that was started begins nothing new while ``samples / inserts`` would fall below
       ``min_samples_per_insert``. What its workers have in hand still comes.
-    * `ReplayBuffer.sample` waits while ``samples / inserts`` exceeds ``max_samples_per_insert``, as
-      long as a started collector is running and not paused; else it does not wait.
+    * `ReplayBuffer.sample` waits while fewer than ``min_size_to_sample`` frames were stored or
+      ``samples / inserts`` exceeds ``max_samples_per_insert``, as long as a started collector is
+      running and not paused; else it does not wait.
 
     A learner that samples nothing for ``timeout`` seconds while the collector waits for it is taken
     to have stopped: the collector warns and goes on, and counting begins anew with the next
@@ -42,6 +44,7 @@ class RateLimiter:
         min_samples_per_insert: float | None = None,
         max_samples_per_insert: float | None = None,
         timeout: float = 60.0,
+        min_size_to_sample: int = 1,
     ) -> None:
         """Set the bounds.
 
@@ -49,9 +52,10 @@ class RateLimiter:
             min_samples_per_insert: Below it the collector waits; ``None``: never.
             max_samples_per_insert: Above it the learner waits; ``None``: never.
             timeout: Seconds either waits for the other.
+            min_size_to_sample: Frames stored before which the learner waits.
 
         Raises:
-            ConfigError: bounds or a timeout that are not positive, or contradict each other.
+            ConfigError: what is not positive, or bounds that contradict each other.
         """
         for name, value in (
             ("min_samples_per_insert", min_samples_per_insert),
@@ -68,6 +72,7 @@ class RateLimiter:
             )
         self.min_samples_per_insert = low
         self.max_samples_per_insert = high
+        self.min_size_to_sample = check_int("min_size_to_sample", min_size_to_sample, least=1)
         self.timeout = timeout
         self._waiting: tuple[int, float] | None = None
 
@@ -81,9 +86,10 @@ class RateLimiter:
         while not self._admitted(storage, rows):
             if time.monotonic() > deadline:
                 raise CollectorTimeout(
-                    f"sample() has waited {self.timeout} s for frames: there were "
-                    f"{self.ratio(storage):.3g} samples per insert, "
-                    f"max_samples_per_insert is {self.max_samples_per_insert}"
+                    f"sample() has waited {self.timeout} s for frames: {_stored(storage)} were "
+                    f"stored (min_size_to_sample is {self.min_size_to_sample}) and there were "
+                    f"{self.ratio(storage):.3g} samples per insert (max_samples_per_insert is "
+                    f"{self.max_samples_per_insert})"
                 )
             time.sleep(_POLL_INTERVAL_S)
 
@@ -91,10 +97,12 @@ class RateLimiter:
         ring = storage.ring
         with ring.section():
             words = ring.flow
+            most, running = self.max_samples_per_insert, words[_RUNNING] > 0
+            if _stored(storage) < self.min_size_to_sample:
+                return not running
             if not words[_COUNTING]:
                 words[_ORIGIN], words[_SAMPLES] = ring.count, 0
                 words[_COUNTING] = 1
-            most, running = self.max_samples_per_insert, words[_RUNNING] > 0
             if most is not None and running and words[_SAMPLES] > most * _inserts(storage):
                 return False
             words[_SAMPLES] += rows
@@ -149,6 +157,10 @@ class RateLimiter:
     def restart(self, storage: Storage) -> None:
         """Begin to count anew with the next sample; inside the section of the ring or alone."""
         storage.ring.flow[_COUNTING] = 0
+
+
+def _stored(storage: Storage) -> int:
+    return storage.ring.count * storage.envs
 
 
 def _inserts(storage: Storage) -> int:

@@ -1,0 +1,27 @@
+"""``gleanrl convert``: write a dataset in another format."""
+
+from __future__ import annotations
+
+from gleanrl.cli.display import print_table
+from gleanrl.cli.options import ConvertOptions
+from gleanrl.recording.dataset import Dataset, size
+from gleanrl.recording.recorder import convert_dataset
+
+
+def run(options: ConvertOptions) -> int:
+    """Convert, say what there is now and return the exit code.
+
+    Raises:
+        ConfigError: there is no dataset, or something is at the target already.
+        TensorFileError: files are damaged, the disk is full, or the data do not suit the format.
+    """
+    convert_dataset(options.source, options.target, options.format)
+    made = Dataset(options.target)
+    print_table(
+        [
+            ("status", made.metadata.status),
+            ("frames", f"{made.metadata.frames:,}"),
+            ("data", f"{options.target} ({options.format}, {size(made.nbytes)})"),
+        ]
+    )
+    return 0
