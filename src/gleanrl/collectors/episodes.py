@@ -184,7 +184,11 @@ class _PlaysEpisodes(WorkersCollector):
     ) -> SourceFactory:
         policy = builder.policy
         make = partial(_in_evaluation_mode, policy.policy, policy.policy_factory)
-        builder = replace(builder, policy=replace(policy, policy=None, policy_factory=make))
+        builder = replace(
+            builder,
+            policy=replace(policy, policy=None, policy_factory=make),
+            rollout=replace(builder.rollout, count_steps=False),  # the environment may count itself
+        )
         return EpisodesFactory(super()._factory(arguments, own, worker, builder), self._episodes)
 
     def play(

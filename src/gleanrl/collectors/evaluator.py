@@ -368,7 +368,8 @@ class Evaluator:
             policy_factory: Called in the worker to make the policy, with the environment if it
                 takes an argument. With a ``policy`` beside it, weights are taken from that.
             num_trajectories: Episodes of one evaluation.
-            max_steps: Truncate episodes after this many steps.
+            max_steps: Truncate episodes after this many steps; of this and a limit that the
+                environment has, the smaller one counts.
             frames_per_batch: Frames, over all environments, between two looks at how many episodes
                 have ended; by default 64 steps of each environment.
             collector_cls: Only `Collector`.
