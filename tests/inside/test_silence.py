@@ -41,7 +41,7 @@ def test_a_silent_worker_is_named_while_others_reply(told):
             while told.empty():
                 collector.next()
         assert told.get().startswith(SILENT)
-    collector.shutdown(timeout=0.5, raise_on_error=False)
+    collector.shutdown(timeout=0.1, raise_on_error=False)
 
 
 @pytest.mark.parametrize("kind", [MultiAsyncCollector, MultiSyncCollector])
@@ -51,13 +51,13 @@ def test_a_silent_worker_is_named_in_the_background(told, kind):
     collector = kind(envs, frames_per_batch=8, total_frames=-1, replay_buffer=buffer)
     collector.start()
     assert told.get(timeout=2 * rig.LIMIT).startswith(SILENT)
-    collector.shutdown(timeout=0.5, raise_on_error=False)
+    collector.shutdown(timeout=0.1, raise_on_error=False)
 
 
 def test_nobody_is_named_because_the_learner_was_away(told):
     envs = [rig.counting(0), rig.counting(1)]
     with MultiAsyncCollector(envs, frames_per_batch=8, total_frames=-1) as collector:
-        for _ in range(4):
+        for _ in range(2):
             collector.next()
             time.sleep(0.7)  # learning: longer than what a silent worker gets
     assert told.empty()
@@ -78,5 +78,5 @@ def test_questions_have_a_deadline_of_their_own_while_rollouts_are_queued(kind, 
     collector = kind(envs, frames_per_batch=8, total_frames=-1)
     next(iter(collector))
     with rig.in_time(10), pytest.raises(CollectorTimeout, match="did not answer Call"):
-        collector._engine.request(0, m.Call("env.hang"), 1.0)
-    collector.shutdown(raise_on_error=False)
+        collector._engine.request(0, m.Call("env.hang"), 0.5)
+    collector.shutdown(0.5, raise_on_error=False)

@@ -115,13 +115,13 @@ OPERATIONS = st.lists(
 )
 
 
-TORCHRLS = {"TorchRL's, transformed", "agents", "state from the policy", "undeclared entries"}
-# Importing TorchRL takes every worker a second: its environments are only split once, unevenly.
-SPLITS = [
-    (kind, workers, envs)
-    for kind in KINDS
-    for workers, envs in ([(2, 3)] if kind in TORCHRLS else [(1, 4), (2, 4), (3, 4)])
-]
+# Environments are dealt out to workers alike, whatever their kind: two kinds are split in all ways,
+# one that workers step without TensorDicts and one that they step with them.
+WAYS = {
+    "gymnasium environment": [(1, 4), (2, 4), (3, 4)],
+    "TensorDict environment": [(1, 4), (2, 4), (3, 4)],
+}
+SPLITS = [(kind, *split) for kind in KINDS for split in WAYS.get(kind, [(2, 3)])]
 
 
 def reseed(seed):

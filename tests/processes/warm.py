@@ -252,9 +252,13 @@ def _run(words: list[str]) -> None:
 
 
 def _import() -> None:
-    """Import all of GleanRL, and with it whatever it needs."""
+    """Import all of GleanRL, and with it whatever it needs; TorchRL, of which tests use much."""
     import gleanrl
 
+    with warnings.catch_warnings(), contextlib.suppress(ImportError):
+        warnings.simplefilter("ignore")
+        for package in ("torchrl.envs", "torchrl.collectors", "torchrl.objectives"):
+            importlib.import_module(package)
     for found in pkgutil.walk_packages(gleanrl.__path__, "gleanrl."):
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)

@@ -229,6 +229,7 @@ def without_private(batch: TensorDictBase) -> TensorDictBase:
 
 def seed_all(number: int) -> None:
     """Seed the streams of torch, numpy and Python."""
-    torch.manual_seed(number)
+    # `torch.manual_seed` also notes, for devices that nobody uses, where it was called.
+    torch.default_generator.manual_seed(number)
     np.random.seed(number)
     random.seed(number)

@@ -25,7 +25,7 @@ from gleanrl.transport.zygote import Zygote, exit_text
 from gleanrl.weights.shared import SharedWeightPublisher, reserve_shared
 
 _FORK_TIMEOUT = 60.0
-_GRACE = 1.0
+_GRACE = 0.5
 """Seconds within which a worker that was told to end has to be gone."""
 _zygote: Zygote | None = None
 _starting = threading.RLock()
