@@ -94,7 +94,7 @@ def _systems(entry: dict[str, Any]) -> Iterator[str]:
 
 
 _AGAINST = "| work | against | ratio (quartiles) | asked for |", "|---|---|---|---|"
-_RATES = "| work | loop | frames/s (quartiles) | GleanRL is faster by |", "|---|---|---|---|"
+_RATES = "| work | loop | frames/s (quartiles) | GleanRL over it |", "|---|---|---|---|"
 _TABLES = {"training_rates": (_RATES, _systems)}
 """Head and rows of suites whose rates are shown, not only ratios."""
 

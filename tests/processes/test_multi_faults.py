@@ -80,7 +80,7 @@ DEATHS = {
     "killed": (rig.kill, "was killed by signal 9"),
     "segfault": (rig.segfault, "was killed by signal 11"),
     "exit": (rig.leave, "exited with code 3"),
-    "sys.exit": (rig.quit_python, "exited with code"),
+    "sys.exit": (rig.quit_python, "exited with code 4"),
 }
 
 

@@ -48,6 +48,13 @@ class RolloutOptions:
     """Leave out observations under ``"next"``."""
     stream: int | None = None
     """Number the random streams are made from; ``None`` draws from the global ones until seeded."""
+    count_steps: bool = True
+    """Deliver ``step_count`` where there is a limit, so that the environment may have none."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether ``step_count`` is delivered."""
+        return self.count_steps and self.max_frames_per_traj is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, GleanError, WorkerDied
 from gleanrl.core.options import users_stacklevel
 from gleanrl.core.protocols import Backend
+
+if TYPE_CHECKING:
+    from gleanrl.engine.replacing import Replacements
 
 _NOTICE = 60.0
 """Seconds without a reply of a worker after which the user is warned of it."""
@@ -37,23 +40,6 @@ class Ticket:
     """Why no reply will come, if the worker was lost before."""
 
 
-class Replacing(Protocol):
-    """Has lost workers replaced."""
-
-    def replace(self, worker: int) -> str:
-        """Have a replacement started, if there is to be one; return what a warning says of it.
-
-        Never waits. The worker is `Dispatcher.joining` from then on.
-        """
-
-    def welcome(self, reply: m.Ready) -> Sequence[m.Command]:
-        """Return what brings a replacement up to date, before anything else is asked of it.
-
-        Raises:
-            GleanError: it cannot take the place of the one that was lost.
-        """
-
-
 class Dispatcher:
     """Posts commands to the workers of a backend and hands every reply to its ticket."""
 
@@ -62,7 +48,7 @@ class Dispatcher:
         self._backend = backend
         self.tolerant = False
         """Whether collection continues with the others when workers are lost."""
-        self.replacing: Replacing | None = None
+        self.replacing: Replacements | None = None
         """Has lost workers replaced, if they are."""
         self.joining: set[int] = set()
         """Lost workers whose replacement is expected."""
@@ -219,11 +205,8 @@ class Dispatcher:
             WorkerDied: a worker's process ended.
         """
         self.raise_lost()
-        while True:
-            try:
-                self.pump(0.0)
-            except CollectorTimeout:
-                return
+        self.take_in()
+        self.raise_lost()
 
     def raise_lost(self) -> None:
         """Raise what the first lost worker was lost to, if collection cannot go on."""

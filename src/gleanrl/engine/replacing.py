@@ -16,7 +16,7 @@ _SEEDS = 1 << 31
 
 
 class Replacements:
-    """Replaces lost workers; see `engine.dispatch.Replacing`.
+    """Replaces lost workers.
 
     A replacement is a worker of its own: nothing of what the lost one had in it is left. It gets
     the newest weights, and random streams and trajectory ids that no life before has used, both a
@@ -48,7 +48,10 @@ class Replacements:
             self.replace(worker)
 
     def replace(self, worker: int) -> str:
-        """Have a replacement started unless there were enough; return what is to be said of it."""
+        """Have a replacement started unless there were enough; return what is to be said of it.
+
+        Never waits. The worker is `Dispatcher.joining` from then on.
+        """
         if self._started[worker] == self._most:
             return f", for good (max_relaunches={self._most})"
         self._started[worker] += 1
@@ -58,7 +61,7 @@ class Replacements:
         return f" until replacement {self._started[worker]} of {self._most} has joined"
 
     def welcome(self, reply: m.Ready) -> Sequence[m.Command]:
-        """Return what brings a replacement up to date.
+        """Return what brings a replacement up to date, before anything else is asked of it.
 
         Raises:
             GleanError: its steps do not look like those of the one that was lost.

@@ -487,7 +487,7 @@ class EnvBase(nn.Module, abc.ABC):
         if actions is not None:
             if policy is not None:
                 raise ConfigError("actions and policy exclude each other")
-            policy = _Recorded(actions, self.action_key)
+            policy = _replaying(actions, self.action_key)
         any_done = not break_when_all_done if break_when_any_done is None else break_when_any_done
         root = self.reset() if auto_reset or tensordict is None else tensordict
         take = self._take_until_all if break_when_all_done else self._take_steps
@@ -711,15 +711,14 @@ class OwnBatch(EnvBase):
         """Seed environment ``i`` with ``seed + i`` (``seed`` if static) from its next reset on."""
 
 
-class _Recorded:
-    """A policy that takes given actions, one after the other."""
+def _replaying(actions: Iterable[Any], key: NestedKey) -> TensorDictPolicy:
+    """Return a policy that takes ``actions``, one after the other."""
+    left = iter(actions)
 
-    def __init__(self, actions: Iterable[Any], key: NestedKey) -> None:
-        self._actions = iter(actions)
-        self._key = key
-
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        action = next(self._actions)
+    def act(tensordict: TensorDictBase) -> TensorDictBase:
+        action = next(left)
         if isinstance(action, TensorDictBase):
             return tensordict.update(action)
-        return tensordict.set(self._key, torch.as_tensor(action))
+        return tensordict.set(key, torch.as_tensor(action))
+
+    return act

@@ -223,7 +223,6 @@ class Bounded(TensorSpec):
         shape: Size | None = None,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        **legacy: Any,
     ) -> None:
         """Describe ``[*shape]`` tensors with ``low <= value <= high`` elementwise.
 
@@ -233,14 +232,12 @@ class Bounded(TensorSpec):
             shape: That of the bounds by default.
             device: The CPU by default.
             dtype: That of the bounds if they are tensors, else torch's default.
-            legacy: ``minimum`` and ``maximum``, the bounds' old names.
 
         Raises:
             ConfigError: a bound is missing.
         """
-        low, high = legacy.pop("minimum", low), legacy.pop("maximum", high)
-        if low is None or high is None or legacy:
-            raise ConfigError(f"Bounded needs low= and high=, got {low}, {high}, {sorted(legacy)}")
+        if low is None or high is None:
+            raise ConfigError(f"Bounded needs low= and high=, got {low} and {high}")
         given = [x for x in (low, high) if isinstance(x, torch.Tensor | np.ndarray)]
         bounds = [torch.as_tensor(x) for x in (low, high)]
         if dtype is None and given:

@@ -62,37 +62,45 @@ def _remember(policy: Any) -> tuple[list[_Undo], dict[int, Any]]:
             continue
         seen[id(item)] = item
         with suppress(Exception):  # What cannot be copied is left alone.
-            undo = _undo_of(item)
+            undo, held = _looked_at(item)
             if undo is not None:
                 undos.append(undo)
-            todo.extend(_held_by(item))
+            todo.extend(held)
     return undos, seen
 
 
-# -- what an item holds ----------------------------------------------------------------------------
+def _looked_at(item: Any) -> tuple[_Undo | None, list[Any]]:
+    """Return what makes ``item`` what it is now, and what is reached through it.
 
-
-def _held_by(item: Any) -> list[Any]:
-    """Return what is reached through ``item`` and may have changed with it."""
-    if isinstance(item, (list, tuple, set, frozenset, deque)):
-        return list(item)
-    if isinstance(item, dict):
-        return list(item.values())
-    if isinstance(item, (MethodType, BuiltinMethodType)):
-        return [item.__self__, getattr(item, "__func__", None)]
-    if isinstance(item, functools.partial):
-        return [item.func, item.args, item.keywords]
-    if isinstance(item, CellType):
-        return [item.cell_contents]
-    if isinstance(item, FunctionType):
-        return [*_variables_of(item), item.__dict__, item.__defaults__, item.__kwdefaults__]
-    if isinstance(item, type):
-        return list(vars(item).values()) if _is_users(item) else []
+    The first is ``None`` if it cannot change by itself.
+    """
     if isinstance(item, torch.Tensor):
-        return [item.grad] if item.is_leaf else []
-    if _has_state(item):
-        return [vars(item), *type(item).__mro__]
-    return []
+        return _undo_tensor(item), [item.grad] if item.is_leaf else []
+    if isinstance(item, np.ndarray) and item.nbytes <= _MAX_BYTES:
+        return functools.partial(np.copyto, item, item.copy(), "no"), []
+    if isinstance(item, dict):
+        return _undo_dict(item), list(item.values())
+    if isinstance(item, (list, set, deque)):
+        return _undo_container(item), list(item)
+    if isinstance(item, (tuple, frozenset)):
+        return None, list(item)
+    if isinstance(item, CellType):
+        held = item.cell_contents
+        return functools.partial(setattr, item, "cell_contents", held), [held]
+    if isinstance(item, type):
+        return (_undo_class(item), list(vars(item).values())) if _is_users(item) else (None, [])
+    return _looked_at_code(item)
+
+
+def _looked_at_code(item: Any) -> tuple[_Undo | None, list[Any]]:
+    if isinstance(item, (MethodType, BuiltinMethodType)):
+        return None, [item.__self__, getattr(item, "__func__", None)]
+    if isinstance(item, functools.partial):
+        return None, [item.func, item.args, item.keywords]
+    if isinstance(item, FunctionType):
+        held = [*_variables_of(item), item.__dict__, item.__defaults__, item.__kwdefaults__]
+        return _undo_globals(item), held
+    return _undo_generator(item), [vars(item), *type(item).__mro__] if _has_state(item) else []
 
 
 def _variables_of(function: FunctionType) -> list[Any]:
@@ -115,25 +123,6 @@ def _is_users(kind: type) -> bool:
 
 
 # -- what puts an item back ------------------------------------------------------------------------
-
-
-def _undo_of(item: Any) -> _Undo | None:
-    """Return what makes ``item`` what it is now, ``None`` if it cannot change by itself."""
-    if isinstance(item, torch.Tensor):
-        return _undo_tensor(item)
-    if isinstance(item, np.ndarray) and item.nbytes <= _MAX_BYTES:
-        return functools.partial(np.copyto, item, item.copy(), "no")
-    if isinstance(item, dict):
-        return _undo_dict(item)
-    if isinstance(item, (list, set, deque)):
-        return _undo_container(item)
-    if isinstance(item, CellType):
-        return functools.partial(setattr, item, "cell_contents", item.cell_contents)
-    if isinstance(item, FunctionType):
-        return _undo_globals(item)
-    if isinstance(item, type):
-        return _undo_class(item) if _is_users(item) else None
-    return _undo_generator(item)
 
 
 def _undo_generator(item: Any) -> _Undo | None:

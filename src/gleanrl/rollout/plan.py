@@ -136,7 +136,7 @@ class RolloutPlan:
 
     def _counters(self) -> list[tuple[Key, tuple[int, ...]]]:
         counters: list[tuple[Key, tuple[int, ...]]] = []
-        if self._options.max_frames_per_traj is not None:
+        if self._options.counts:
             counters.append((STEP_COUNT, (1,)))
         if self._options.track_policy_version:
             counters.append((POLICY_VERSION, ()))
@@ -184,7 +184,7 @@ class RolloutPlan:
         if steps < window.steps:
             window.zero_from(steps)
         counts = None
-        if options.max_frames_per_traj is not None:
+        if options.counts:
             counts = np.zeros((window.envs, window.steps + 1), np.int64)
         bound = self._bound[window]
         tracker.finish(steps, bound.rewards(), bound.ids, counts)
@@ -264,8 +264,7 @@ def check_options(
         ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
         EnvError: ``set_truncated`` with an environment that cannot tell truncation.
     """
-    limited = options.max_frames_per_traj is not None
-    if limited and any(key[-1:] == STEP_COUNT for key in observed):
+    if options.counts and any(key[-1:] == STEP_COUNT for key in observed):
         raise ConfigError(
             "max_frames_per_traj needs to count steps, but the environment already delivers "
             "'step_count'; pass max_frames_per_traj=0 and let the environment truncate"

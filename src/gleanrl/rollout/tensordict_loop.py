@@ -317,7 +317,7 @@ class TensorDictRollout(BaseSource):
         if options.track_traj_ids:
             batch.set(TRAJ_IDS, self._shaped(ids))
         self._add_flags(batch)
-        if options.max_frames_per_traj is not None:
+        if options.counts:
             after = counts[:, :-1] + 1
             counts[:, valid:], after[:, valid:] = 0, 0
             batch.set(STEP_COUNT, self._shaped(counts[:, :-1]).unsqueeze(-1))

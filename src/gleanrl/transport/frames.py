@@ -22,9 +22,7 @@ from __future__ import annotations
 import pickle
 import struct
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -66,7 +64,7 @@ class CommandReader:
         self._windows: dict[int, m.WindowRef] = {}
 
     def read(self, frame: bytes) -> tuple[int, m.Command | m.Failed]:
-        """Return ticket and command; one that cannot be loaded is the reply that says so."""
+        """Return ticket and command; in place of one that cannot be loaded, what to reply."""
         ticket, _ = head_of(frame)
         try:
             return ticket, self._command(frame)
@@ -88,8 +86,7 @@ class CommandReader:
         return command
 
 
-def write_reply(reply: m.Reply, pickle: Callable[[Any], bytes] = cloudpickle.dumps) -> bytes:
-    """Return the frame of ``reply``."""
+def _write_reply(reply: m.Reply) -> bytes:
     if isinstance(reply, m.Rolled) and reply.report.payload is None:
         report, times = reply.report, reply.report.times
         head = _ROLLED.pack(
@@ -110,7 +107,7 @@ def write_reply(reply: m.Reply, pickle: Callable[[Any], bytes] = cloudpickle.dum
             times.weights,
         )
         return head + report.episodes.tobytes() if len(report.episodes) else head
-    return _HEAD.pack(_P, reply.ticket, reply.worker) + bytes(pickle(reply))
+    return _HEAD.pack(_P, reply.ticket, reply.worker) + bytes(cloudpickle.dumps(reply))
 
 
 def read_reply(frame: bytes) -> m.Reply:
@@ -193,7 +190,7 @@ def frame_of(reply: m.Reply) -> bytes:
         remote = RemoteError.of(reply.error)
         reply = m.Failed(reply.worker, reply.ticket, remote)  # type: ignore[arg-type]
     try:
-        return write_reply(reply)
+        return _write_reply(reply)
     except Exception as err:  # whatever the user's objects do when pickled
         error = GleanError(
             f"the answer cannot be sent to the learner's process ({type(err).__name__}: "

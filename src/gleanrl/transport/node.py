@@ -37,7 +37,7 @@ from gleanrl.transport.handshake import HandshakeError, Invitation, join, keep_a
 from gleanrl.transport.landing import RolloutBlock
 from gleanrl.transport.stream import Channel, ForgedFrameError, SealedChannel
 from gleanrl.transport.weights import FlatBuffer
-from gleanrl.transport.worker import Boot, Inbox, Surroundings, WeightReceiver, serve
+from gleanrl.transport.worker import Asked, Boot, Inbox, Surroundings, WeightReceiver, serve
 
 _LAST = 5.0
 """Seconds a node that was asked to end may take to do so once the learner is gone."""
@@ -180,9 +180,6 @@ class NodeConnection:
 
     def _command(self, frame: bytes) -> None:
         ticket, command = self._reader.read(frame)
-        if isinstance(command, m.Failed):
-            self.answer(command)
-            return
         self._closing = isinstance(command, m.Close)
         self.inbox.put(ticket, command)
 
@@ -360,7 +357,7 @@ class NodeEndpoint:
         """Of the rollout that is being carried out."""
         self._closing = False
 
-    def next(self) -> tuple[int, m.Command]:
+    def next(self) -> tuple[int, Asked]:
         ticket, command = self._connection.inbox.next()
         if isinstance(command, m.Collect) and command.window.blocks:
             self._due = command.window

@@ -216,7 +216,6 @@ class ActorLoop:
         self._weights = weights
         self._reader = CommandReader(boot.worker)
         self._queued = CommandQueue()
-        self._refused: deque[m.Reply] = deque()
         self._blocks = Blocks()
         self._block: Array | None = None
         self._place = 0
@@ -233,7 +232,7 @@ class ActorLoop:
 
     def step(self) -> Answer | None:
         """Carry out the next command, if one has arrived."""
-        self._take_in(0.0 if self._queued or self._refused else _STEP_WAIT_S)
+        self._take_in(0.0 if self._queued else _STEP_WAIT_S)
         return self._next()
 
     def again(self) -> Answer | None:
@@ -244,8 +243,6 @@ class ActorLoop:
         return self._next()
 
     def _next(self) -> Answer | None:
-        if self._refused:
-            return self._answer(self._refused.popleft())
         if not self._queued:
             return None
         ticket, command = self._queued.pop()
@@ -258,10 +255,6 @@ class ActorLoop:
     def _take_in(self, wait: float) -> None:
         for frame in self._inbox.frames(wait):
             ticket, command = self._reader.read(frame)
-            if isinstance(command, m.Failed):
-                self._begun.reach(ticket)
-                self._refused.append(command)
-                continue
             if isinstance(command, m.Collect):
                 ticket = COLLECTED
                 self._usual = self._usual if command.random else command

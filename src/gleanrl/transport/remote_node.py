@@ -232,10 +232,7 @@ class Node(ChannelPeer):
     def listen(self) -> None:
         """Look whether the node has said that it ends, in what nobody has read yet."""
         with contextlib.suppress(EOFError, OSError):
-            while frames := self.channel.read():
-                for frame in frames:
-                    if frame[:1] == LEAVE:
-                        self.leaving = frame[1:].decode()
+            self.read()
 
     def close(self, *, drop: bool = True) -> None:
         """Close the connection, by which a node that is still there ends.

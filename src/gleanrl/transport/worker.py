@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import cloudpickle
 import torch
@@ -29,6 +29,8 @@ from gleanrl.transport.frames import CommandReader, frame_of
 from gleanrl.transport.stream import Channel
 from gleanrl.weights.shared import SharedWeightReceiver
 
+Asked: TypeAlias = m.Command | m.Failed
+"""What a worker turns to: a command, or the answer to one that could not be loaded."""
 OpenWindow = Callable[[m.WindowRef], Window]
 
 
@@ -67,7 +69,7 @@ class Worker:
         """Say what one step looks like."""
         return m.Ready(self._index, self.source.layout())
 
-    def handle(self, ticket: int, command: m.Command) -> m.Reply:
+    def handle(self, ticket: int, command: Asked) -> m.Reply:
         """Carry out ``command``; what the user's code raises becomes a `Failed` reply."""
         began = monotonic()
         self._waited += began - self._idle_since
@@ -78,6 +80,8 @@ class Worker:
                 report = self._collect(command)
                 self._complete(report.times, began)
                 return m.Rolled(self._index, ticket, report)
+            if isinstance(command, m.Failed):
+                return command
             return m.Done(self._index, ticket, self._other(command))
         except Exception as err:
             return m.Failed(self._index, ticket, err)
@@ -153,19 +157,19 @@ class CommandQueue:
     """Commands in the order they are carried out: rollouts not begun yet come last."""
 
     def __init__(self) -> None:
-        self._collects: deque[tuple[int, m.Command]] = deque()
-        self._others: deque[tuple[int, m.Command]] = deque()
+        self._collects: deque[tuple[int, Asked]] = deque()
+        self._others: deque[tuple[int, Asked]] = deque()
 
     def __bool__(self) -> bool:
         """Return whether there is anything to do."""
         return bool(self._others or self._collects)
 
-    def put(self, ticket: int, command: m.Command) -> None:
+    def put(self, ticket: int, command: Asked) -> None:
         """Queue ``command``."""
         queue = self._collects if isinstance(command, m.Collect) else self._others
         queue.append((ticket, command))
 
-    def pop(self) -> tuple[int, m.Command]:
+    def pop(self) -> tuple[int, Asked]:
         """Return the next command and its ticket."""
         return (self._others or self._collects).popleft()
 
@@ -181,13 +185,13 @@ class Inbox:
         """Return whether there is anything to do."""
         return bool(self._queue)
 
-    def put(self, ticket: int, command: m.Command) -> None:
+    def put(self, ticket: int, command: Asked) -> None:
         """Queue ``command``; safe in any thread."""
         with self._arrived:
             self._queue.put(ticket, command)
             self._arrived.notify()
 
-    def next(self) -> tuple[int, m.Command]:
+    def next(self) -> tuple[int, Asked]:
         """Wait for a command, as long as it takes, and return it and its ticket."""
         with self._arrived:
             while not self._queue:
@@ -201,7 +205,7 @@ class Endpoint(Protocol):
     stop: Stop
     weights: WeightReceiver | None
 
-    def next(self) -> tuple[int, m.Command]:
+    def next(self) -> tuple[int, Asked]:
         """Wait for the next command; return its ticket and it."""
 
     def window(self, reference: m.WindowRef) -> Window:
@@ -317,7 +321,7 @@ class ProcessEndpoint:
         self._queue = CommandQueue()
         self._windows: dict[int, Window] = {}
 
-    def next(self) -> tuple[int, m.Command]:
+    def next(self) -> tuple[int, Asked]:
         if self._queue:
             self._take_in(self._channel.read())
         while not self._queue:
@@ -326,11 +330,7 @@ class ProcessEndpoint:
 
     def _take_in(self, frames: list[bytes]) -> None:
         for frame in frames:
-            ticket, command = self._reader.read(frame)
-            if isinstance(command, m.Failed):
-                self.answer(command)
-            else:
-                self._queue.put(ticket, command)
+            self._queue.put(*self._reader.read(frame))
 
     def window(self, reference: m.WindowRef) -> Window:
         window = self._windows.get(reference.slot)

@@ -400,8 +400,10 @@ class _Zygote:
                 _die_with(parent)
                 become()
                 code = 0
-            except BaseException:
+            except BaseException as error:
                 traceback.print_exc()
+                if isinstance(error, SystemExit):
+                    code = error.code if isinstance(error.code, int) else int(bool(error.code))
             finally:
                 try:
                     _flush()
