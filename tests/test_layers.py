@@ -1,6 +1,7 @@
 """Imports go inward only."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,18 @@ NAMESPACES = [
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
+@functools.cache
+def imports(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+
+
 def imported(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in imports(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             names.add(node.module or "")
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
@@ -66,8 +73,7 @@ def test_imports_go_inward(path):
 def test_inner_rings_import_modules_never_the_namespace_of_environments(path):
     ring, *below = path.relative_to(SOURCE).parts
     if below and ring in ALLOWED["engine"]:
-        tree = ast.walk(ast.parse(path.read_text()))
-        froms = {node.module for node in tree if isinstance(node, ast.ImportFrom)}
+        froms = {node.module for node in imports(path) if isinstance(node, ast.ImportFrom)}
         assert path == ENVS or "gleanrl.envs" not in froms
 
 

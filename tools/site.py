@@ -46,7 +46,8 @@ def main() -> int:
 
 def build(builder: str) -> bool:
     """Run one of Sphinx's builders; return whether it failed."""
-    options = ["--fresh-env", "--fail-on-warning", "--quiet"]  # code, too, may have changed
+    options = ["--jobs=auto", "--fail-on-warning", "--quiet"]
+    options.append("--fresh-env")  # code, too, may have changed
     options.append(f"--doctree-dir={BUILT / 'doctrees'}")
     folders = [str(DOCS), str(BUILT / builder)]
     command = [sys.executable, "-m", "sphinx", "-b", builder, *options, *folders]

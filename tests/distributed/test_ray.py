@@ -30,7 +30,9 @@ from gleanrl import (
 )
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.timeout(300)  # beside four busy processes Ray takes minutes
+pytestmark = pytest.mark.timeout(300)
+PATIENT = {"start_timeout": 280.0}
+"""Beside four busy processes Ray takes minutes to start some actors."""
 
 
 SCRIPT = """
@@ -39,25 +41,16 @@ SCRIPT = """
 
     config = dict(num_cpus=2, object_store_memory=10**8, include_dashboard=False,
                   log_to_driver=False, logging_level="ERROR")
-    collector = RayCollector(["CartPole-v1"], frames_per_batch=8, ray_init_config=config)
+    collector = RayCollector(["CartPole-v1"], frames_per_batch=8, ray_init_config=config,
+                             start_timeout=280.0)
     assert ray.is_initialized()
     assert collector.next().shape == (8,)
     print("done")
 """
 
 
-@pytest.fixture(scope="module")
-def script():
-    """A process that begins with the first test, to be looked at by the last."""
-    command = [warm.PYTHON, "-W", "error::UserWarning", "-c", textwrap.dedent(SCRIPT)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as started:
-        yield started
-        started.kill()
-
-
 @pytest.fixture(scope="module", autouse=True)
-def _ray(script, python):
+def _ray(python):
     ray.init(
         num_cpus=4,
         object_store_memory=200 * 2**20,
@@ -69,12 +62,26 @@ def _ray(script, python):
     ray.shutdown()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def script(_ray):
+    """A process that begins with the first test, to be looked at by the last.
+
+    It begins once Ray is up here: two that start at once may choose the same ports.
+    """
+    command = [warm.PYTHON, "-W", "error::UserWarning", "-c", textwrap.dedent(SCRIPT)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as started:
+        yield started
+        started.kill()
+
+
 def faulty(fault, **options):
     return RayCollector(
         [rig.counting(0, fault=fault, at=20)],
         frames_per_batch=8,
         sync=True,
         remote_configs={"num_cpus": 0},
+        **PATIENT,
         **options,
     )
 
@@ -84,6 +91,7 @@ ALONE = {
         [rig.counting(0, fault=rig.fail, where="reset")],
         frames_per_batch=8,
         remote_configs={"num_cpus": 0},
+        **PATIENT,
     ),
     "fails": lambda: faulty(rig.fail),
     "leaves": lambda: faulty(rig.leave),
@@ -93,9 +101,10 @@ ALONE = {
         frames_per_batch=50,
         replay_buffer=ReplayBuffer(storage=LazyTensorStorage(100_000)),
         remote_configs={"num_cpus": 0},
+        **PATIENT,
     ),
     "large": lambda: RayCollector(
-        [rig.Wide], frames_per_batch=100, sync=True, remote_configs={"num_cpus": 0}
+        [rig.Wide], frames_per_batch=100, sync=True, remote_configs={"num_cpus": 0}, **PATIENT
     ),
 }
 """Collectors of one actor each. Starting one leaves a core idle: they are started together."""
@@ -117,7 +126,7 @@ def make():
     made = []
 
     def build(envs, policy=None, **options):
-        made.append(RayCollector(envs, policy, **options))
+        made.append(RayCollector(envs, policy, **PATIENT, **options))
         return made[-1]
 
     yield build
@@ -410,6 +419,6 @@ def test_the_example_learns():
 
 
 def test_a_collector_starts_ray_and_a_script_that_just_ends_is_quiet(script):
-    out, err = script.communicate(timeout=90)
+    out, err = script.communicate(timeout=290)
     assert out.strip() == "done", err
     assert "Traceback" not in err

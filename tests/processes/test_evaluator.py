@@ -141,6 +141,25 @@ def test_every_evaluation_begins_with_fresh_episodes():
         assert [evaluator.evaluate().lengths.tolist() for _ in range(3)] == [[70]] * 3
 
 
+@pytest.mark.parametrize("dump_video", [True, False])
+def test_transforms_write_their_videos_after_each_evaluation(tmp_path, dump_video):
+    envs = pytest.importorskip("torchrl.envs")
+
+    class Camera(envs.Transform):
+        def dump(self, step):
+            (tmp_path / f"{step}.mp4").touch()
+
+    def make():
+        return envs.TransformedEnv(envs.GymEnv("Pendulum-v1"), Camera())
+
+    kwargs = {"num_trajectories": 1, "max_steps": 3, "dump_video": dump_video}
+    with Evaluator(make, lambda observation: torch.zeros(1), **kwargs) as evaluator:
+        evaluator.evaluate(step=4)
+        evaluator.evaluate()
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == (["0.mp4", "4.mp4"] if dump_video else [])
+
+
 @pytest.mark.parametrize(("own", "asked"), [(7, 20), (20, 7)])
 def test_of_two_limits_of_an_episode_the_smaller_one_counts(own, asked):
     envs = pytest.importorskip("torchrl.envs")

@@ -257,8 +257,9 @@ def _import() -> None:
 
     with warnings.catch_warnings(), contextlib.suppress(ImportError):
         warnings.simplefilter("ignore")
-        for package in ("torchrl.envs", "torchrl.collectors", "torchrl.objectives"):
-            importlib.import_module(package)
+        sys.modules["ray"] = None  # type: ignore[assignment]  # once imported, it cannot be forked
+        importlib.import_module("torchrl.envs")
+    del sys.modules["ray"]
     for found in pkgutil.walk_packages(gleanrl.__path__, "gleanrl."):
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)

@@ -1,13 +1,16 @@
 """Other platforms, as far as a process of Linux can act one."""
 
 import subprocess
-import sys
 
-MACOS = """
-import builtins, io, os, sys
-import gymnasium, tensordict, torch  # which are made for the platform they are on
+NOTHING_IMPORTED = """
+import sys
 for name in [name for name in sys.modules if name.startswith("gleanrl")]:
     del sys.modules[name]
+"""
+WINDOWS = "sys.platform = 'win32'; import gleanrl"
+MACOS = """
+import builtins, io, os
+import gymnasium, tensordict, torch  # which are made for the platform they are on
 sys.platform = "darwin"
 for name in ("memfd_create", "eventfd", "pidfd_open", "sched_getaffinity"):
     delattr(os, name)
@@ -36,12 +39,13 @@ for needs_processes in (
 """
 
 
-def run(program, python=sys.executable):
-    return subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=60)
+def run(python, program):
+    command = [python, "-c", NOTHING_IMPORTED + program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def test_on_macos_what_needs_no_worker_processes_works_and_the_rest_says_so(python):
-    done = run(MACOS, python)
+    done = run(python, MACOS)
     assert done.stdout.splitlines() == [
         "8",
         "8",
@@ -50,6 +54,6 @@ def test_on_macos_what_needs_no_worker_processes_works_and_the_rest_says_so(pyth
     ], done.stderr
 
 
-def test_on_windows_the_import_says_what_to_use():
-    done = run("import sys; sys.platform = 'win32'; import gleanrl")
+def test_on_windows_the_import_says_what_to_use(python):
+    done = run(python, WINDOWS)
     assert done.stderr.splitlines()[-1].startswith("ImportError: GleanRL does not run on Windows")

@@ -16,6 +16,7 @@ from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.multi import MultiSyncCollector
 from gleanrl.collectors.worker import FillingSource
 from gleanrl.collectors.workers import WorkersCollector
+from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, format_key
 from gleanrl.core.messages import Report
@@ -190,6 +191,19 @@ class _PlaysEpisodes(WorkersCollector):
             rollout=replace(builder.rollout, count_steps=False),  # the environment may count itself
         )
         return EpisodesFactory(super()._factory(arguments, own, worker, builder), self._episodes)
+
+    @property
+    def has_transforms(self) -> bool:
+        """Whether the environment has transforms, some of which may record videos."""
+        try:
+            self._engine.ask(m.Get("env.transform.__class__.__name__"))
+        except AttributeError:
+            return False
+        return True
+
+    def dump(self, step: int) -> None:
+        """Have the environment's transforms write what they recorded, labelled ``step``."""
+        self._engine.ask(m.Call("env.transform.dump", (), {"step": step}))
 
     def play(
         self, weights: Mapping[str, Any], version: int | None, seed: int | None

@@ -153,8 +153,10 @@ class _Line:
         prefix: str,
         on_result: Callable[[TensorDictBase], Any] | None,
         here: bool,
+        dump: bool,
     ) -> None:
         self.collector = collector
+        self._dump = dump
         self._prefix, self._on_result, self._here = prefix, on_result, here
         self._owner = os.getpid()
         self._carrier: int | None = None
@@ -224,6 +226,8 @@ class _Line:
         request, self._carrier = self._requests[0], threading.get_ident()
         try:
             summary, version = self.collector.play(request.weights, request.version, request.seed)
+            if self._dump:
+                self.collector.dump(request.step)
             result = _evaluation(summary, version, request.step, self._prefix)
             if self._on_result is not None:
                 self._on_result(TensorDict({k: torch.as_tensor(v) for k, v in result.items()}))
@@ -351,6 +355,7 @@ class Evaluator:
         device: torch.device | str | int | None = None,
         exploration_type: InteractionType | None = InteractionType.DETERMINISTIC,
         metrics_fn: Metrics | None = None,
+        dump_video: bool = True,
         on_result: Callable[[TensorDictBase], Any] | None = None,
         busy_policy: str = "skip",
         backend: str = "process",
@@ -384,6 +389,8 @@ class Evaluator:
             metrics_fn: Called in the worker with the whole episodes, padded, ``[N, T]`` with
                 ``("collector", "mask")``; returns further scalars by name. Without it, observations
                 are not kept.
+            dump_video: Have the environment's transforms write the videos that they recorded, with
+                ``env.transform.dump(step=...)`` after each evaluation; TorchRL's have that.
             on_result: Called with each result, a `TensorDict` of scalars, as soon as it is there;
                 in another thread than the caller's. It may trigger evaluations, not wait for them.
             busy_policy: What `trigger_eval` does while a request is under way: ``"skip"`` (return
@@ -446,7 +453,8 @@ class Evaluator:
             )
         else:
             collector = EpisodesCollector(plan, env, policy, backend=backend, **kwargs)
-        self._line = _Line(collector, log_prefix, on_result, backend == "inline")
+        dump = dump_video and collector.has_transforms
+        self._line = _Line(collector, log_prefix, on_result, backend == "inline", dump)
         self._line.closing = weakref.finalize(self, self._line.close, CLOSE_TIMEOUT_S)
 
     # -- evaluating ------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ class NetworkBackend(RemoteBackend[Node]):
         if fd == self._admitter.bell:
             self._replace()
             return
-        node = self._channels.of(fd)
+        node = self._channels.by_fd[fd]
         # Read first: what a node sent before it ended is whole, and so is what it is about.
         if events & ~select.EPOLLOUT:
             self._hear(node)

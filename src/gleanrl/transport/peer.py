@@ -173,26 +173,23 @@ class Channels(Generic[C]):
 
     def __init__(self) -> None:
         self.poller = select.epoll()
-        self._by_fd: dict[int, C] = {}
+        self.by_fd: dict[int, C] = {}
+        """Those that are waited for, by descriptor."""
 
     def watch(self, peer: C) -> None:
         """Wait for what ``peer`` sends, and for room if something is still to be sent to it."""
         fd = peer.channel.fileno()
         wanted = select.EPOLLIN | (select.EPOLLOUT if peer.channel.pending else 0)
         if not peer.watched_for:
-            self._by_fd[fd] = peer
+            self.by_fd[fd] = peer
             self.poller.register(fd, wanted)
         elif wanted != peer.watched_for:
             self.poller.modify(fd, wanted)
         peer.watched_for = wanted
 
-    def of(self, fd: int) -> C:
-        """Return the worker behind a descriptor."""
-        return self._by_fd[fd]
-
     def peers(self) -> list[C]:
         """Return the workers that are waited for."""
-        return list(self._by_fd.values())
+        return list(self.by_fd.values())
 
     def wait(self, timeout: float) -> None:
         """Wait until something has come, at most ``timeout`` seconds."""
@@ -203,6 +200,6 @@ class Channels(Generic[C]):
         """Close the connection to ``peer``. Idempotent."""
         fd = peer.channel.fileno()
         if fd >= 0:
-            if self._by_fd.pop(fd, None) is not None:
+            if self.by_fd.pop(fd, None) is not None:
                 self.poller.unregister(fd)
             peer.channel.close()

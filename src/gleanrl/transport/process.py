@@ -129,7 +129,7 @@ class ProcessBackend(RemoteBackend[ChannelPeer]):
 
     def _poll(self, timeout: float | None) -> None:
         for fd, events in interruptible(self._channels.poller.poll, timeout):
-            peer = self._channels.of(fd)
+            peer = self._channels.by_fd[fd]
             # Read first: what a worker sent before it ended is whole, and so is what it is about.
             if events & ~select.EPOLLOUT:
                 try:
