@@ -193,8 +193,11 @@ def test_an_info_key_that_never_comes_is_warned_about_once():
     with Collector(
         Plain(info={"lives": 3, "_x": 1}), frames_per_batch=4, info_keys=["live", "lives"]
     ) as collector:
-        with pytest.warns(UserWarning, match=r"has 'live', so .* zeros; there were \['lives'\]"):
+        with pytest.warns(
+            UserWarning, match=r"has 'live', so .* zeros; there were \['lives'\]"
+        ) as caught:
             batch = collector.next()
+        assert caught[0].filename == __file__
         assert not batch["next", "live"].any()
         assert batch["next", "lives"].tolist() == [3] * 4
         collector.next()  # warnings are errors here

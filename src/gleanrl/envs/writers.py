@@ -17,7 +17,7 @@ import torch
 from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import format_key, next_key
 from gleanrl.core.layout import Field
-from gleanrl.core.options import InfoKeys
+from gleanrl.core.options import InfoKeys, users_stacklevel
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.spaces import RESERVED, Leaf
 from gleanrl.envs.validation import NUMBERS
@@ -171,7 +171,7 @@ class _InfoWatch:
                 f"info_keys: no info of the first rollout has {self._name!r}, so it is delivered "
                 f"as zeros; there were {others}",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=users_stacklevel(),
             )
         self._others.clear()
 
