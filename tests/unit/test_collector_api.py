@@ -20,6 +20,7 @@ from gleanrl import (
     DataCollectorBase,
     EnvError,
     LazyTensorStorage,
+    MultiAsyncCollector,
     PolicyError,
     PolicyTypeError,
     PolicyVersion,
@@ -254,6 +255,14 @@ def test_counts_are_rounded_up_with_one_warning(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cartpole(num_envs=3, frames_per_batch=10)
+
+
+def test_rounding_of_an_asynchronous_batch_names_the_environments_of_one_worker():
+    with pytest.warns(UserWarning, match="multiple of the 8 environments: batches hold 104"):
+        collector = MultiAsyncCollector(
+            "CartPole-v1", num_workers=2, num_envs=8, frames_per_batch=100, backend="inline"
+        )
+    collector.shutdown()
 
 
 def test_shutdown_twice_is_fine_and_later_use_is_named():

@@ -143,7 +143,7 @@ class Engine:
         self.sizes = [steps * count for steps, count in zip(self.steps, rows, strict=True)]
         """Per worker, the frames of its rollouts."""
         size = max(self.sizes) if options.single else sum(self.sizes)
-        budget = Budget(limits.rounded(size, self.num_envs))
+        budget = Budget(limits.rounded(size, max(rows) if options.single else self.num_envs))
         self.batches = plan = BatchPlan(self.backend.memory, layouts, self.steps, options)
         if options.single:
             self._gather = AsyncGather(self.dispatcher, plan.worker_slots, self.sizes)
