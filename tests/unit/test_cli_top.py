@@ -197,5 +197,8 @@ def read_until(screen, text):
     shown = ""
     deadline = time.monotonic() + 30
     while text not in shown and select.select([screen], [], [], deadline - time.monotonic())[0]:
-        shown += os.read(screen, 1 << 16).decode(errors="replace")
+        try:
+            shown += os.read(screen, 1 << 16).decode(errors="replace")
+        except OSError:  # the program has ended
+            break
     return shown
