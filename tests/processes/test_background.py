@@ -884,15 +884,17 @@ def test_a_waiting_learner_is_let_go_when_collection_ends(make, ending):
     collector = make("async", rb, envs=envs, total_frames=total)
     collector.start()
     rig.until(lambda: rb.write_count > 0)
+    ends = threading.Timer(0.1, collector.shutdown)
     if ending == "shutdown":
-        threading.Timer(0.1, collector.shutdown).start()
+        ends.start()
     with rig.in_time(10.0):
         for _ in range(300):
             rb.sample()
     rig.until(lambda: not collector.is_running())
     assert collector.stats()["failed"] == (ending == "error")
     if ending == "shutdown":
-        rig.until(lambda: collector.closed)
+        ends.join(rig.LIMIT)
+        assert collector.closed
 
 
 def test_a_learner_does_not_wait_for_ever(make):

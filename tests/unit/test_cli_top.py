@@ -129,6 +129,18 @@ def test_a_runtime_folder_that_cannot_be_used_costs_no_collection(runtime, capsy
         monkeypatch.setattr("tempfile.tempdir", os.devnull)
         with make() as other:
             assert len(list(other)) == 2
+            code, _, err = top(capsys)
+    assert code == NOBODY
+    assert "no collection" in err
+
+
+def test_a_collection_outlives_the_runtime_folder_of_the_login_that_began_it(runtime, capsys):
+    with make() as collector:
+        shutil.rmtree(runtime)
+        list(collector)
+        (found,) = json.loads(top(capsys, "--json")[1])
+        assert found["stats"]["frames"] == 40
+    assert list(runtime.iterdir()) == []
 
 
 def test_a_folder_that_others_can_enter_is_not_used(runtime, capsys):
@@ -136,7 +148,8 @@ def test_a_folder_that_others_can_enter_is_not_used(runtime, capsys):
     runtime.chmod(0o755)
     with make():  # writes to the other folder
         assert list(runtime.iterdir()) == []
-        code, _, err = top(capsys)
+        assert len(json.loads(top(capsys, "--json")[1])) == 1
+    code, _, err = top(capsys)
     assert code == NOBODY
     assert "mode drwxr-xr-x" in err
 
@@ -184,5 +197,8 @@ def read_until(screen, text):
     shown = ""
     deadline = time.monotonic() + 30
     while text not in shown and select.select([screen], [], [], deadline - time.monotonic())[0]:
-        shown += os.read(screen, 1 << 16).decode(errors="replace")
+        try:
+            shown += os.read(screen, 1 << 16).decode(errors="replace")
+        except OSError:  # the program has ended
+            break
     return shown

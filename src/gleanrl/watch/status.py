@@ -36,44 +36,50 @@ class StatusFile:
     """The status of one collector, for as long as that lives."""
 
     def __init__(self) -> None:
-        """Choose a place; there is none if no runtime folder can be used or `OFF` forbids it."""
+        """Write nothing yet, and never if `OFF` forbids it."""
         self._owner = os.getpid()
+        self._name = f"{self._owner}-{_start_of(self._owner)}-{next(_numbers)}"
         self._path: Path | None = None
-        if os.environ.get(OFF) == "0":
-            return
-        name = f"{self._owner}-{_start_of(self._owner)}-{next(_numbers)}"
+        self._shown = os.environ.get(OFF) != "0"
+
+    def _place(self) -> Path | None:
+        """Return where it is to be; there is no place if no runtime folder can be used."""
         for folder in folders():
             with contextlib.suppress(OSError, StatusError):
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir(mode=0o700)
                 _living(folder)
-                self._path = folder / name
-                return
+                return folder / self._name
+        return None
 
     def write(self, status: Callable[[], Mapping[str, Any]]) -> None:
         """Replace what is there by what ``status`` returns; a failure is nobody's concern."""
-        path = self._path
-        if path is None or os.getpid() != self._owner:
+        if not self._shown or os.getpid() != self._owner:
             return
         try:
             text = json.dumps(_plain(status()))
         except Exception as err:  # of a subclass of the user's
             text = json.dumps({"pid": self._owner, "error": f"{type(err).__name__}: {err}"})
-        draft = path.with_name(f".{path.name}")
         with contextlib.suppress(OSError):
+            if self._path is None or not self._path.parent.is_dir():
+                # Nothing was free before, or the folder went with the user's last login.
+                self._path = self._place()
+            if (path := self._path) is None:
+                return
+            draft = path.with_name(f".{path.name}")
             file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with open(file, "w") as out:
                 out.write(text)
             os.replace(draft, path)
-            if self._path is None:  # another thread removed it meanwhile
+            if not self._shown:  # another thread removed it meanwhile
                 path.unlink()
 
     def remove(self) -> None:
         """Remove it; what is written from now on is not shown. Idempotent; children keep it."""
-        path, self._path = self._path, None
-        if path is not None and os.getpid() == self._owner:
+        shown, self._shown = self._shown, False
+        if shown and self._path is not None and os.getpid() == self._owner:
             with contextlib.suppress(OSError):
-                path.unlink()
+                self._path.unlink()
 
 
 def _plain(value: Any) -> Any:
@@ -91,16 +97,24 @@ def collections() -> list[dict[str, Any]]:
     ``"age"`` is how many seconds ago it was written. Files of processes that ended are removed.
 
     Raises:
-        StatusError: a runtime folder can be entered by others.
+        StatusError: there is none, and a runtime folder can be entered by others.
     """
-    found = []
+    found, unsafe = [], None
     for folder in folders():
-        with contextlib.suppress(FileNotFoundError):
-            for path in _living(folder):
-                with contextlib.suppress(OSError, ValueError):  # it ended just now
-                    status = json.loads(path.read_bytes())
-                    status["age"] = max(0.0, time.time() - path.stat().st_mtime)
-                    found.append(status)
+        living: list[Path] = []
+        try:
+            living = _living(folder)
+        except OSError:  # it cannot be used, so nobody did
+            pass
+        except StatusError as err:  # collectors use the next one
+            unsafe = err
+        for path in living:
+            with contextlib.suppress(OSError, ValueError):  # it ended just now
+                status = json.loads(path.read_bytes())
+                status["age"] = max(0.0, time.time() - path.stat().st_mtime)
+                found.append(status)
+    if unsafe is not None and not found:
+        raise unsafe
     return sorted(found, key=lambda status: float(status.get("started", 0)))
 
 
