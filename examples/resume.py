@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from gleanrl import MultiSyncCollector, WorkerDied
 
-WORKERS, ENVS, STEPS = 2, 8, 64  # a batch is [16, 64]: 1,024 frames
+WORKERS, ENVS, STEPS = 2, 8, 128  # a batch is [16, 128]: 2,048 frames
 GAMMA, LAMBDA, CLIP, ENTROPY = 0.99, 0.95, 0.2, 0.01
-EPOCHS, MINIBATCH, RATE = 4, 256, 1e-3
+EPOCHS, MINIBATCH, RATE = 6, 256, 1e-3
 NEVER = threading.Event()
 EVERY = 20  # batches from one checkpoint to the next, for ends that give no warning
 
