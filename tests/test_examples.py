@@ -65,7 +65,7 @@ def test_training_goes_on_after_sigterm(python, tmp_path):
         frames = [learnt, *rows][-1]["frames"]  # batches that were under way count
     assert begun.returncode == 0
     done = subprocess.run(
-        [*command, "--frames", str(frames + 6144)],
+        [*command, "--frames", str(frames + 12_288)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -73,8 +73,8 @@ def test_training_goes_on_after_sigterm(python, tmp_path):
     )
     again = list(printed(done.stdout.splitlines()))
     first = again[0]["frames"]  # a batch may have been learnt from whose row was not printed
-    assert first - frames in {1024, 2048}
-    assert [row["frames"] for row in again] == list(range(first, frames + 6145, 1024))
+    assert first - frames in {2048, 4096}
+    assert [row["frames"] for row in again] == list(range(first, frames + 12_289, 2048))
     assert again[-1]["return"] > 40, "that of an untrained policy is 22"
 
 
