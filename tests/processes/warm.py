@@ -213,6 +213,7 @@ def _take_over(told: dict) -> None:
     os.chdir(told["folder"])
     os.environ.clear()
     os.environ.update(told["env"])
+    tempfile.tempdir = None  # it was looked up in another environment
     for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         stream = open(fd, mode, closefd=False) if fd in told["fds"] else None  # noqa: SIM115
         if stream is not None and fd:
