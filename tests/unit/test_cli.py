@@ -499,6 +499,7 @@ def test_nothing_heavy_is_imported_before_a_command_needs_it(argument, code):
         "gleanrl", "gleanrl.core", "gleanrl.core.errors", "gleanrl.core.lazy",
         "gleanrl.core.platforms",
         "gleanrl.cli", "gleanrl.cli.main", "gleanrl.cli.options",
+        "gleanrl.recording", "gleanrl.recording.formats",
     }  # fmt: skip
     assert not imported & {"torch", "tensordict", "gymnasium", "numpy", "rich", "rich.console"}
     assert "gleanrl" in done.stdout + done.stderr

@@ -23,9 +23,9 @@ from gleanrl.cli.policies import load_policy
 from gleanrl.cli.topology import Topology
 from gleanrl.collectors import BaseCollector, Interruptor, MultiAsyncCollector
 from gleanrl.core.errors import ConfigError
-from gleanrl.recording import formats
 from gleanrl.recording.dataset import size
 from gleanrl.recording.episodes import EpisodeStats, describe_episodes
+from gleanrl.recording.formats import check_target
 from gleanrl.recording.recorder import Recorder, make_way
 from gleanrl.watch.progress import Display
 
@@ -195,7 +195,7 @@ def run(options: CollectOptions) -> int:
     _check_counts(options)
     if options.out is not None:
         make_way(options.out)
-        formats.check(options.format, options.out.resolve())
+        check_target(options.format, options.out.resolve())
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     torch.manual_seed(seed)
     policy = load_policy(options.policy)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from gleanrl.recording.formats import FORMATS
+
 # -- readers ---------------------------------------------------------------------------------------
 
 
@@ -71,7 +73,7 @@ def address(text: str) -> tuple[str, int]:
     raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 10.0.0.5:10003")
 
 
-FORMATS = ("tensordict", "minari", "parquet")
+_FORMATS = tuple(FORMATS)
 _FORMATS_HELP = (
     "a memory-mapped TensorDict (default), a Minari dataset (its directory ends in NAME-v0), or "
     "Parquet files"
@@ -200,7 +202,7 @@ class CollectOptions(RunOptions):
         "--seed S", seed, None, "seed of environments and policy (default: drawn, and printed)"
     )
     out: Path | None = option("--out DIR", Path, None, "keep the frames in DIR, a new directory")
-    format: str = option("--format", FORMATS, "tensordict", f"what --out writes: {_FORMATS_HELP}")
+    format: str = option("--format", _FORMATS, "tensordict", f"what --out writes: {_FORMATS_HELP}")
     command: str = ""
     """The command as it can be typed again."""
 
@@ -263,7 +265,7 @@ class ConvertOptions:
 
     source: Path = argument("SOURCE", Path, "a dataset in any format, finished or not")
     target: Path = argument("TARGET", Path, "a new directory")
-    format: str = option("--format", FORMATS, "tensordict", f"what TARGET holds: {_FORMATS_HELP}")
+    format: str = option("--format", _FORMATS, "tensordict", f"what TARGET holds: {_FORMATS_HELP}")
 
 
 @dataclass(frozen=True, kw_only=True)
