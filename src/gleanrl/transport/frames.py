@@ -106,7 +106,7 @@ def _write_reply(reply: m.Reply) -> bytes:
             times.taken,
             times.weights,
         )
-        return head + report.episodes.tobytes() if len(report.episodes) else head
+        return head + report.episodes.tobytes()
     return _HEAD.pack(_P, reply.ticket, reply.worker) + bytes(cloudpickle.dumps(reply))
 
 
@@ -118,10 +118,12 @@ def read_reply(frame: bytes) -> m.Reply:
     """
     if frame[:1] == _R:
         _, ticket, worker, steps, frames, version, discarded, *times = _ROLLED.unpack_from(frame)
-        episodes = m.NO_EPISODES
+        ended = m.NO_EPISODES
         if len(frame) > _ROLLED.size:
-            episodes = np.frombuffer(frame, offset=_ROLLED.size).reshape(-1, 2)
-        report = m.Report(steps, frames, version, discarded, None, episodes, m.Times(*times))
+            ended = np.frombuffer(frame, offset=_ROLLED.size).reshape(-1, 2)
+        report = m.Report(
+            steps, frames, version, discarded, None, m.Episodes(ended), m.Times(*times)
+        )
         return m.Rolled(worker, ticket, report)
     reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
     return reply
