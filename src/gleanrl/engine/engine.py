@@ -396,6 +396,8 @@ class Engine:
         deadline = time.monotonic() + timeout
         self.dispatcher.replacing = None
         self.dispatcher.joining.clear()
+        # A worker that ends while others are waited for is none that collection continues without.
+        tolerant, self.dispatcher.tolerant = self.dispatcher.tolerant, False
         tickets: dict[int | None, Ticket] = {}
         for worker in self.dispatcher.alive if close_env else ():
             try:
@@ -417,7 +419,7 @@ class Engine:
         errors += [t.reply.error for t in tickets.values() if isinstance(t.reply, m.Failed)]
         self.closed = True
         self.backend.stop(max(0.5, deadline - time.monotonic()))
-        if self.dispatcher.tolerant:  # now as before
+        if tolerant:  # now as before
             errors = [err for err in errors if not isinstance(err, WorkerDied)]
         if errors and raise_on_error:
             raise errors[0]
