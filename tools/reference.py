@@ -79,7 +79,6 @@ GROUPS = {
             "memory.replay.storages",
             "memory.replay.samplers",
             "memory.replay.slices",
-            "memory.replay.prioritized",
             "memory.replay",
         ),
         paged=True,

@@ -15,8 +15,7 @@ from gleanrl import ConfigError, RayCollector, RayWeightSyncScheme, WeightsError
 from gleanrl.core import messages as m
 from gleanrl.core.layout import Field, Layout
 from gleanrl.engine.batches import BatchOptions, SlabSlots
-from gleanrl.memory.arena import Arena
-from gleanrl.memory.slab import Order, Slab
+from gleanrl.memory.arena import Arena, Order, Slab
 from gleanrl.testing import StampedSource
 from gleanrl.transport.frames import CommandWriter, read_reply
 from gleanrl.transport.peer import RemoteFlag

@@ -23,7 +23,7 @@ from gleanrl.core.messages import WeightsRef, WindowRef
 from gleanrl.core.options import users_stacklevel
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.window import Array, Window
-from gleanrl.memory.slab import packed
+from gleanrl.memory.arena import packed
 from gleanrl.transport.frames import CommandWriter, reply_in
 from gleanrl.transport.landing import in_one_piece
 from gleanrl.transport.peer import RemoteBackend, RemoteFlag
