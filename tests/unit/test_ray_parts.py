@@ -10,6 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from backend_rig import StampedSource
 
 from gleanrl import ConfigError, RayCollector, RayWeightSyncScheme, WeightsError, WeightSyncScheme
 from gleanrl.core import messages as m
@@ -17,7 +18,6 @@ from gleanrl.core.layout import Field, Layout
 from gleanrl.engine.batches import BatchOptions, SlabSlots
 from gleanrl.memory.arena import Arena
 from gleanrl.memory.slab import Order, Slab
-from gleanrl.testing import StampedSource
 from gleanrl.transport.frames import CommandWriter, read_reply
 from gleanrl.transport.peer import RemoteFlag
 from gleanrl.transport.ray import (
