@@ -57,6 +57,8 @@ class Engine:
         """Frames that were stepped but not delivered."""
         self.tallies = [Tally() for _ in factories]
         """Per worker, what it has delivered."""
+        self.processes = [(0, "")] * self.workers
+        """Per worker its process id and host."""
         self.lives = [0] * self.workers
         """Per worker how often it was lost before: its life now; if it is lost, its next one."""
         self.standing: dict[str, m.Command] = {}
@@ -99,6 +101,7 @@ class Engine:
                 raise reply.error
             if isinstance(reply, m.Ready):
                 layouts[reply.worker] = reply.layout
+                self.processes[reply.worker] = reply.process
 
     def place(self, worker: int) -> m.Place:
         """Return what numbers the environments of ``worker``, in the life it is in."""
