@@ -218,7 +218,7 @@ STOCHASTIC = {
         (RANDOM, DETERMINISTIC),
     ),
     "tanh-unsafe": (lambda: gaussian(rl.TanhNormal, {"safe_tanh": False}), FLOATS, 2, (RANDOM,)),
-    "tanh-located": (lambda: gaussian(rl.TanhNormal, {"tanh_loc": True}), FLOATS, 1, (RANDOM,)),
+    "tanh-located": (lambda: gaussian(rl.TanhNormal, {"tanh_loc": True}), FLOATS, 2, (RANDOM,)),
     "function-distribution": (
         lambda: gaussian(lambda loc, scale: D.Independent(D.Normal(loc, scale), 1)),
         FLOATS,
