@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import distributions as D
 
 from gleanrl.policies.inspect import Watch, is_genuine, qualified
+from gleanrl.policies.normals import IndependentNormal, TanhNormal
 from gleanrl.policies.op_recorder import OpRecorder, require
 
 # What these do depends on their parameters' values only by the arithmetic. Full names, because the
@@ -19,13 +21,13 @@ _KNOWN = {
     qualified(D.Categorical),
     qualified(D.OneHotCategorical),
     qualified(D.Normal),
+    qualified(IndependentNormal),
+    qualified(TanhNormal),
     "tensordict.nn.distributions.discrete.OneHotCategorical",
     "torchrl.modules.distributions.discrete.OneHotCategorical",
     "torchrl.modules.distributions.continuous.IndependentNormal",
     "torchrl.modules.distributions.continuous.TanhNormal",
 }
-# Those of them that take ``validate_args``.
-_CHECKING = (D.Categorical, D.OneHotCategorical, D.Normal)
 _BUILT_OF = (D.Distribution, D.transforms.Transform, D.constraints.Constraint)
 
 
@@ -55,12 +57,18 @@ def watch_distribution(watch: Watch, distribution: Any) -> None:
             todo.extend(vars(item).values())
 
 
-def unchecked(module: Any) -> Any:
-    """Return ``module``, which draws, as one whose distribution does not check its parameters."""
-    twin = copy.copy(module)
-    if issubclass(module.distribution_class, _CHECKING):
-        twin.distribution_kwargs = {**module.distribution_kwargs, "validate_args": False}
-    return twin
+@contextmanager
+def unchecked(module: Any) -> Iterator[Any]:
+    """Give ``module``, which draws, as one whose distribution does not check its parameters."""
+    twin, options = copy.copy(module), module.distribution_kwargs
+    if "validate_args" in options:
+        twin.distribution_kwargs = {**options, "validate_args": False}
+    validates = D.Distribution._validate_args
+    D.Distribution.set_default_validate_args(False)
+    try:
+        yield twin
+    finally:
+        D.Distribution.set_default_validate_args(validates)
 
 
 def check_parameters(
@@ -80,7 +88,7 @@ def check_parameters(
         f"the policy gave NaN or infinite values in {name} during this rollout; look at its "
         "weights and at the observations it was fed"
     )
-    checked = issubclass(module.distribution_class, _CHECKING) and validated
+    least = 1e-6 if module.distribution_class.__name__ == "TanhNormal" else 0.0
     for what, value in params.items():
         if what == "logits":
             # NaN, +inf and rows of -inf all show in the normaliser; single -inf are legal masks.
@@ -89,7 +97,8 @@ def check_parameters(
             ops.check_finite(ops.latest["sum"], not_finite)
             tiny = torch.finfo(value.dtype).tiny
             ops.check_above(value, -tiny, f"the policy gave negative probabilities in {name}")
-        elif what == "loc" and checked:
+        elif what == "loc" and validated:
             ops.check_finite(value, not_finite)
-        elif what == "scale" and checked:
-            ops.check_above(value, 0.0, f"the policy gave a scale of at most 0; {not_finite}")
+        elif what == "scale" and validated:
+            message = f"the policy gave a scale of at most {least:g}; {not_finite}"
+            ops.check_above(value, least, message)
