@@ -276,7 +276,8 @@ class _Segment:
         module: Any = unit.module
         _require_plain_draw(module, qualified(type(module)) == _SAFE_MODULE)
         params = dict(zip(map(_last, module.dist_keys), map(self._read, reads), strict=True))
-        written = self._record(unit, unchecked(module), reads)
+        with unchecked(module) as twin:
+            written = self._record(unit, twin, reads)
         check_parameters(self._ops, module, params, ", ".join(map(format_key, reads)))
         return written
 
