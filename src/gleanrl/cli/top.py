@@ -23,7 +23,7 @@ from rich.text import Text
 
 from gleanrl.cli.display import plural
 from gleanrl.cli.options import TopOptions
-from gleanrl.watch.progress import plain
+from gleanrl.watch.progress import number, plain
 from gleanrl.watch.status import OFF, StatusError, collections
 
 _COLUMNS = (
@@ -202,13 +202,7 @@ def _count(value: float | None) -> str:
 
 
 def _short(value: float | None) -> str:
-    """Spell a count in at most six characters."""
-    if value is None:
-        return "-"
-    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= unit:
-            return f"{value / (1e3 if suffix == 'k' else unit):.4g}{suffix}"
-    return f"{value:,.0f}"
+    return "-" if value is None else number(value)
 
 
 def _decimal(value: float | None) -> str:
