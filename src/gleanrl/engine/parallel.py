@@ -21,7 +21,7 @@ from gleanrl.core.layout import Layout
 from gleanrl.core.options import check_int, seconds
 from gleanrl.engine.dispatch import Ticket
 from gleanrl.engine.engine import Engine
-from gleanrl.envs.base import OwnBatch
+from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
 from gleanrl.envs.stock import Methods
 from gleanrl.envs.tensordict import EnvSpecs, widened
@@ -147,7 +147,7 @@ class Exchange:
         self._underway = []
 
 
-class ParallelEnv(OwnBatch):
+class ParallelEnv(EnvBase):
     """``num_envs`` environments of one kind in ``num_workers`` processes, one batch.
 
     Gives the data of a `SerialEnv` of the same environments, under the same seed. Processes are
@@ -161,6 +161,8 @@ class ParallelEnv(OwnBatch):
         torch.Size([2, 3, 4])
         >>> env.close()
     """
+
+    _returns_all = True
 
     def __init__(
         self,
@@ -448,7 +450,7 @@ class ParallelEnv(OwnBatch):
             found = engine.request_all(command, _CONTROL_S)
         return [value for values in found for value in values]
 
-    def _spread_seed(self, seed: int, static: bool) -> None:
+    def _set_seed(self, seed: Any, static: bool = False) -> None:
         with self._workers() as engine:
             each = self.batch_size[1:].numel()
             firsts = [seed if static else seed + part.start * each for part in self._parts]

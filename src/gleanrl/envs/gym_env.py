@@ -18,7 +18,7 @@ from gleanrl.core.keys import REWARD, Key, format_key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import GymOptions, InfoKeys, check_int, check_observation_dtype
 from gleanrl.core.window import Window
-from gleanrl.envs.base import OwnBatch
+from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_one
 from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymSource
 from gleanrl.envs.stock import stock
@@ -28,7 +28,7 @@ _AFTER = (REWARD, *FLAGS)
 
 
 @stock
-class GymEnv(OwnBatch):
+class GymEnv(EnvBase):
     """A Gymnasium environment, or several of one kind as a batch.
 
     Observations keep the dtype of their space, and ``Dict`` spaces become nested keys; rewards are
@@ -39,6 +39,8 @@ class GymEnv(OwnBatch):
         >>> env.rollout(3)["observation"].shape
         torch.Size([3, 4])
     """
+
+    _returns_all = True
 
     def __init__(
         self,
@@ -171,7 +173,7 @@ class GymEnv(OwnBatch):
 
     # -- life ------------------------------------------------------------------------------------
 
-    def _spread_seed(self, seed: int, static: bool) -> None:
+    def _set_seed(self, seed: Any, static: bool = False) -> None:
         self.batch.seed(seed, static)
 
     def _close(self) -> None:

@@ -319,8 +319,6 @@ class EnvSpecs:
         if self.state.is_empty():
             self.state = Composite(shape=self.batch_size)
         self.ends = EndFlags(self.done, tuple(self.batch_size), self.locked)
-        self.silent: tuple[Key, ...] = ()
-        """Flags that were declared by `add_truncated` and are never set."""
         if self.device is not None:
             self.to(self.device)
 
@@ -334,8 +332,8 @@ class EnvSpecs:
         for name, specs in self.groups().items():
             setattr(self, name, specs.to(self.device))
 
-    def add_truncated(self) -> None:
-        """Declare ``"truncated"`` beside every ``"done"`` that lacks it."""
+    def add_truncated(self) -> bool:
+        """Declare ``"truncated"`` beside every ``"done"`` that lacks it; tell whether one did."""
         done = self.done.clone()
         added = [(*group.prefix, "truncated") for group in self.ends.groups if not group.truncated]
         for key in added:
@@ -343,7 +341,7 @@ class EnvSpecs:
             done.set(key, Binary(shape=shape, dtype=torch.bool, device=self.device))
         self.done = done
         self.ends = EndFlags(done, tuple(self.batch_size), self.locked)
-        self.silent += tuple(added)
+        return bool(added)
 
 
 def widened(tree: Any, extra: Sequence[int] = ()) -> Composite:
