@@ -209,11 +209,10 @@ class ParallelEnv(EnvBase):
         self._factories = per_env("create_env_fn", create_env_fn, number, counted)
         self._kwargs = per_env("create_env_kwargs", create_env_kwargs or {}, number, counted)
         check_factories(self._factories)
-        self._wanted = device if device is None else torch.device(device)
         self._threads = check_int("num_sub_threads", num_sub_threads, least=1)
         self._timeout = timeout if timeout is None else seconds("timeout", timeout)
         self.num_envs = number
-        super().__init__()
+        super().__init__(device=device)
         self._engine: Engine | None = None
 
     # -- start and end ---------------------------------------------------------------------------
@@ -221,8 +220,7 @@ class ParallelEnv(EnvBase):
     @property
     def _env_specs(self) -> EnvSpecs:
         self.start()
-        assert self._declared is not None
-        return self._declared
+        return super()._env_specs
 
     def start(self) -> None:
         """Start the processes and make the environments there. Idempotent.
@@ -261,11 +259,9 @@ class ParallelEnv(EnvBase):
         first = found[0]
         for worker, other in enumerate(found):
             _check_alike(first, other, self._parts[worker].start)
-        self._declared = EnvSpecs(
-            *(widened(tree, (self.num_envs,)) for tree in first.specs),
-            batch_size=torch.Size((self.num_envs, *first.batch)),
-            device=first.device if self._wanted is None else self._wanted,
-        )
+        self._batch = torch.Size((self.num_envs, *first.batch))
+        self._device = first.device if self._device is None else self._device
+        self._declare(*(widened(tree, (self.num_envs,)) for tree in first.specs))
         layouts = [layout for layout in engine.layouts if layout is not None]
         # Workers may step their environments in different ways, of which each has its own fields.
         alike = all((d.inputs, d.masked) == (first.inputs, first.masked) for d in found)

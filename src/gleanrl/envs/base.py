@@ -15,7 +15,14 @@ from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, format_key
 from gleanrl.core.options import check_int
 from gleanrl.envs.specs import Binary, Composite, Unbounded
-from gleanrl.envs.tensordict import SPEC_GROUPS, EnvSpecs, is_spec_group, widened, with_all_flags
+from gleanrl.envs.tensordict import (
+    SPEC_GROUPS,
+    EndFlags,
+    EnvSpecs,
+    is_spec_group,
+    widened,
+    with_all_flags,
+)
 
 Self = TypeVar("Self", bound="EnvBase")
 TensorDictPolicy = Callable[[TensorDictBase], Any]
@@ -88,6 +95,12 @@ class EnvBase(nn.Module, abc.ABC):
     _batch: torch.Size = torch.Size(())
     _device: torch.device | None = None
     _may_begin_done = False
+    _own_specs: Mapping[str, Composite] = {}
+    """What was declared."""
+    _known: EnvSpecs | None = None
+    """The same, completed; made when it is asked for."""
+    specs_assigned = False
+    """Whether specs were assigned one by one. Internal to the package."""
 
     def __init__(
         self,
@@ -125,13 +138,11 @@ class EnvBase(nn.Module, abc.ABC):
             self._batch = torch.Size(batch_size)
         if device is not None:
             self._device = torch.device(device)
-        self._declared: EnvSpecs | None = None
 
     def _declare(self, *specs: Composite) -> None:
         """Declare all data at once: observation, action, reward, done and maybe state specs."""
-        self._declared = EnvSpecs(
-            *specs, batch_size=self._batch, device=self._device, locked=self.batch_locked
-        )
+        self._own_specs = dict(zip(SPEC_GROUPS, specs, strict=False))
+        self._known = None
 
     def _assign(self, group: str, spec: Any) -> None:
         """Declare the data of one group: specs by name, or one spec, which is called as it."""
@@ -142,33 +153,28 @@ class EnvBase(nn.Module, abc.ABC):
                 f"{group}_spec has shape {tuple(spec.shape)}, which does not begin with the "
                 f"environment's batch size {tuple(self._batch)}"
             )
-        if not self.specs_assigned:
-            declared = vars(self).get("_declared")
-            vars(self)["_assigned"] = {} if declared is None else declared.groups()
-        vars(self)["_assigned"][group] = widened(spec)
-        self._declared = None
-
-    @property
-    def specs_assigned(self) -> bool:
-        """Whether specs were assigned one by one. Internal to the package."""
-        return "_assigned" in vars(self)
+        spec = widened(spec)
+        self._own_specs = {
+            **self._own_specs,
+            group: with_all_flags(spec) if group == "done" else spec,
+        }
+        self.specs_assigned, self._known = True, None
 
     @property
     def _env_specs(self) -> EnvSpecs:
         """What is declared; a subclass that has to find out first overrides this."""
-        declared: EnvSpecs | None = vars(self).get("_declared")
-        if declared is None:
+        if self._known is None:
             batch = self._batch
             specs = {name: Composite(shape=batch) for name in SPEC_GROUPS}
             specs["reward"] = Composite(reward=Unbounded((*batch, 1)), shape=batch)
             flag = Binary(shape=(*batch, 1), dtype=torch.bool)
-            specs["done"] = Composite(done=flag, shape=batch)
-            specs.update(vars(self).get("_assigned", {}))
-            specs["done"] = with_all_flags(specs["done"])
-            self._declare(*specs.values())
-            declared = self._declared
-        assert declared is not None
-        return declared
+            specs["done"] = Composite(done=flag, terminated=flag.clone(), shape=batch)
+            specs.update(self._own_specs)
+            if self._device is not None:
+                specs = {name: spec.to(self._device) for name, spec in specs.items()}
+            ends = EndFlags(specs["done"], tuple(batch), self.batch_locked)
+            self._known = EnvSpecs(**specs, ends=ends, batch_size=batch, device=self._device)
+        return self._known
 
     # -- for subclasses --------------------------------------------------------------------------
 
@@ -275,7 +281,7 @@ class EnvBase(nn.Module, abc.ABC):
 
     def to(self: Self, device: torch.device | str) -> Self:  # type: ignore[override]
         """Return data on ``device`` from now on. Changes and returns this environment."""
-        self._env_specs.to(device)
+        self._device, self._known = torch.device(device), None
         return self
 
     def add_truncated_keys(self: Self) -> Self:
@@ -283,7 +289,14 @@ class EnvBase(nn.Module, abc.ABC):
 
         Changes and returns this environment.
         """
-        if self._env_specs.add_truncated():
+        known = self._env_specs
+        lacking = [group for group in known.ends.groups if not group.truncated]
+        if lacking:
+            done = known.done.clone()
+            for group in lacking:
+                flag = Binary(shape=done[group.keys()[0]].shape, dtype=torch.bool)
+                done.set((*group.prefix, "truncated"), flag)
+            self._own_specs, self._known = {**self._own_specs, "done": done}, None
             self._returns_all = False
         return self
 
@@ -540,7 +553,7 @@ class EnvBase(nn.Module, abc.ABC):
     def _complete(self, data: TensorDictBase) -> TensorDictBase:
         """Set end flags that are missing: they follow from those that are there, or are down."""
         known = self._env_specs
-        lead = data.batch_size[: data.ndim - len(known.batch_size)]
+        lead = data.batch_size[: data.ndim - len(self.batch_size)]
         for group in () if self._returns_all else known.ends.groups:
             keys = [(*group.prefix, name) for name in ("done", "terminated", "truncated")]
             done, dead, late = (data.get(key, None) for key in keys)

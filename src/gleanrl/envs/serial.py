@@ -166,7 +166,6 @@ class SerialEnv(EnvBase):
             env.set_seed(seed if static else seed + offset, static_seed=static)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # of environments
-        """Return the state of every environment, ``"worker0"`` and so on."""
         return {f"worker{i}": env.state_dict() for i, env in enumerate(self._envs)}
 
     def load_state_dict(  # type: ignore[override]  # of environments
