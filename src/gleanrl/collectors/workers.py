@@ -511,7 +511,7 @@ class WorkersCollector(EngineCollector):
             stats["worker_frames"] = sum(tally.frames for tally in tallies)
         stats["workers"], stats["workers_alive"] = self.num_workers, len(alive)
         stats["workers_lost"] = self._engine.losses
-        stats["rollouts_queued"] = self._engine.queued
+        stats["rollouts_queued"] = self._engine.gather.queued
         if workers != "aggregate":
             for worker, tally in enumerate(tallies):
                 stats[f"worker_{worker}/frames"] = tally.frames

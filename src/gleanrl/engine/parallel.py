@@ -25,7 +25,7 @@ from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
 from gleanrl.envs.stock import Methods
 from gleanrl.envs.tensordict import EnvSpecs, widened
-from gleanrl.memory.slab import Order, Slab
+from gleanrl.memory.arena import Order, Slab
 from gleanrl.memory.trees import copied, stacked
 from gleanrl.rollout.env_worker import RESET, TODO, EnvWorkerBuilder, EnvWorkerInfo, Todo, grouped
 from gleanrl.transport.process import ProcessBackend
