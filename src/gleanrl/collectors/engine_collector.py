@@ -619,7 +619,7 @@ class EngineCollector(BaseCollector):
         """Carry out commands that begin new trajectories; what was under way is discarded."""
         self._touched = True
         with self._engine.turn(None):
-            while self._fills and not self._engine.idle:
+            while self._fills and not self._engine.gather.idle:
                 self._collect(feed=False)  # it is in the buffer, or will be
             self._ready.clear()
             self._pipeline.forget()
@@ -641,8 +641,8 @@ class EngineCollector(BaseCollector):
             "frames_per_batch": self.frames_per_batch,
             "requested_frames_per_batch": self.frames_per_batch,
             "frames_discarded": engine.discarded + self._pipeline.discarded,
-            "batches_copied": engine.copies,
-            "memory_bytes": engine.nbytes,
+            "batches_copied": engine.gather.copies,
+            "memory_bytes": engine.gather.nbytes,
             "num_envs": engine.num_envs,
             "policy_version": self._models.number,
             "completed": self._budget.exhausted,

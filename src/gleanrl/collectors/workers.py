@@ -511,7 +511,7 @@ class WorkersCollector(EngineCollector):
             stats["worker_frames"] = sum(tally.frames for tally in tallies)
         stats["workers"], stats["workers_alive"] = self.num_workers, len(alive)
         stats["workers_lost"] = self._engine.losses
-        stats["rollouts_queued"] = self._engine.queued
+        stats["rollouts_queued"] = self._engine.gather.queued
         if workers != "aggregate":
             for worker, tally in enumerate(tallies):
                 stats[f"worker_{worker}/frames"] = tally.frames
@@ -519,12 +519,14 @@ class WorkersCollector(EngineCollector):
                 stats[f"worker_{worker}/requested_frames_per_batch"] = self._engine.sizes[worker]
                 stats[f"worker_{worker}/policy_version"] = tally.policy_version
                 stats[f"worker_{worker}/alive"] = worker in alive
+                stats[f"worker_{worker}/pid"] = self._engine.processes[worker][0]
                 for name, value in self._watching.stats(worker).items():
                     stats[f"worker_{worker}/{name}"] = value
         return stats
 
     def _status(self) -> dict[str, Any]:
-        return {**super()._status(), "stats": self.stats("both")}
+        hosts = [host for _, host in self._engine.processes]
+        return {**super()._status(), "stats": self.stats("both"), "hosts": hosts}
 
     # -- questions -------------------------------------------------------------------------------
 

@@ -246,6 +246,8 @@ class Ready:
     layout: Layout | None
     """``None`` if steps have no fixed layout (ragged or non-tensor data)."""
     ticket: int = 0
+    process: tuple[int, str] = (0, "")
+    """The worker's process id, and the name of its host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -12,19 +13,22 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 
-from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
+from gleanrl.core.errors import ConfigError, PolicyError
+from gleanrl.core.keys import REWARD, Key, format_key, next_key
+from gleanrl.core.layout import Field
 from gleanrl.core.options import GymOptions, InfoKeys, check_int, check_observation_dtype
-from gleanrl.core.window import Array, Window
-from gleanrl.envs.base import OwnBatch
-from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_one
+from gleanrl.core.window import Window
+from gleanrl.envs.base import EnvBase
+from gleanrl.envs.factory import EnvFactory, build, closed_on_error, make_one
 from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymSource
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
 
+_AFTER = (REWARD, *FLAGS)
+
 
 @stock
-class GymEnv(OwnBatch):
+class GymEnv(EnvBase):
     """A Gymnasium environment, or several of one kind as a batch.
 
     Observations keep the dtype of their space, and ``Dict`` spaces become nested keys; rewards are
@@ -35,6 +39,8 @@ class GymEnv(OwnBatch):
         >>> env.rollout(3)["observation"].shape
         torch.Size([3, 4])
     """
+
+    _returns_all = True
 
     def __init__(
         self,
@@ -75,7 +81,7 @@ class GymEnv(OwnBatch):
             raise ConfigError(
                 f"num_envs ({num_envs}) needs an id or a callable, not a built {type(env).__name__}"
             )
-        if from_pixels:
+        if from_pixels and not isinstance(env, gym.Env):
             make_kwargs.setdefault("render_mode", "rgb_array")
         self._envs: list[gym.Env[Any, Any]] = []
         batch = (num_envs,) if num_envs else ()
@@ -105,10 +111,12 @@ class GymEnv(OwnBatch):
     def _take(self, source: GymSource, device: torch.device | str | None) -> None:
         self.batch = GymnasiumEnv(source)
         """What steps them. Internal to the package."""
-        shown, count = self.batch.layout.observations, len(self._envs)
-        now, window = (Window.allocate(shown, count, 1) for _ in range(2))
-        self._now: Window = now
-        self.batch.bind(window, now)
+        layout = self.batch.layout
+        flags = [Field(key, (1,), torch.bool) for key in FLAGS]
+        after = [replace(field, key=next_key(field.key)) for field in (*layout.rewards, *flags)]
+        fields = (*layout.observations, *layout.actions, *after)
+        self._window = Window.allocate(fields, layout.num_envs, 1)
+        self.batch.bind(self._window)
         super().__init__(device=device, batch_size=source.batch_shape)
         self._declare(*self.batch.specs())
 
@@ -117,58 +125,55 @@ class GymEnv(OwnBatch):
         """The Gymnasium environments inside, wrappers included."""
         return tuple(self._envs)
 
-    def move(self, window: Window, now: Window) -> None:
-        """Keep the present observations in ``now`` from here on. Internal to the package."""
-        for key in now.keys():
-            now.tensor(key).copy_(self._now.tensor(key))
-        self._now = now
-        self.batch.bind(window, now)
+    def move(self, window: Window) -> None:
+        """Step in ``window`` from here on. Internal to the package."""
+        for field in self.batch.layout.observations:
+            window.tensor(field.key).copy_(self._window.tensor(field.key))
+        self._window = window
+        self.batch.bind(window)
 
     # -- stepping --------------------------------------------------------------------------------
 
     def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
-        chosen = range(len(self._envs))
+        chosen = None
         if mask is not None:
-            flat = mask.reshape(len(self._envs), -1).any(1).cpu()
-            chosen = [env for env in chosen if flat[env]]  # type: ignore[assignment]
-        self.batch.reset(self._now, chosen, **options)
+            chosen = torch.nonzero(mask.reshape(len(self._envs), -1).any(1)).flatten().tolist()
+        self.batch.reset(self._window, chosen, **options)
         flags = torch.zeros((*self.batch_size, 1), dtype=torch.bool)
         return self._pack({key: flags.clone() for key in FLAGS})
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        outcome = self.batch.advance(self._actions(tensordict))
-        shape = (*self.batch_size, 1)
-        ended = torch.from_numpy(outcome.terminated).view(shape)
-        cut = torch.from_numpy(outcome.truncated).view(shape)
-        return self._pack(
-            {
-                REWARD: torch.from_numpy(outcome.rewards).view(shape),
-                DONE: ended | cut,
-                TERMINATED: ended,
-                TRUNCATED: cut,
-            }
-        )
+        for key in self.batch.action_specs:
+            row, action = self._window.tensor(key), tensordict.get(key).detach()
+            real = row.is_floating_point()
+            if action.numel() == row.numel() and action.is_floating_point() == real:
+                given = action.reshape(row.shape)
+                row.copy_(given)
+                if real or action.dtype == row.dtype or bool((row == given.cpu()).all()):
+                    continue
+            raise PolicyError(
+                f"{format_key(key)} is {action!r:.100}, of shape {tuple(action.shape)} and "
+                f"{action.dtype}; the action space takes {row.dtype} of shape "
+                f"{(*self.batch_size, *row.shape[2:])}"
+            )
+        self.batch.advance()
+        return self._pack({key: self._copy(next_key(key)) for key in _AFTER})
 
     def _pack(self, entries: dict[Key, torch.Tensor]) -> TensorDictBase:
         packed = TensorDict({}, batch_size=self.batch_size, device=self.device)
-        for key in self._now.keys():
-            now = self._now.tensor(key)[:, 0]
-            packed.set(key, now.clone().view((*self.batch_size, *now.shape[1:])))
-        for key, value in entries.items():
+        shown = {field.key: self._copy(field.key) for field in self.batch.layout.observations}
+        for key, value in (*shown.items(), *entries.items()):
             packed.set(key, value)
         return packed
 
-    def _actions(self, tensordict: TensorDictBase) -> list[Array]:
-        parts, ndim = [], len(self.batch_size)
-        for key in self.batch.action_specs:
-            action = tensordict.get(key).detach().cpu()
-            parts.append(action.reshape((len(self._envs), *action.shape[ndim:])).numpy())
-        return parts
+    def _copy(self, key: Key) -> torch.Tensor:
+        found = self._window.tensor(key)
+        return found.clone().view((*self.batch_size, *found.shape[2:]))
 
     # -- life ------------------------------------------------------------------------------------
 
-    def _spread_seed(self, seed: int, static: bool) -> None:
+    def _set_seed(self, seed: Any, static: bool = False) -> None:
         self.batch.seed(seed, static)
 
     def _close(self) -> None:
@@ -186,19 +191,13 @@ GymWrapper = GymEnv
 
 
 def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
-    if not isinstance(given, gym.Env) and (is_id(given) or callable(given)):
-        given = make_one(given, kwargs)
-    elif kwargs and kwargs != {"render_mode": "rgb_array"}:
-        raise ConfigError(
-            f"arguments {sorted(kwargs)} are for making an environment; a "
-            f"{type(given).__name__} was given, which is built already"
-        )
-    if not isinstance(given, gym.Env):
+    made = build(given, kwargs)
+    if not isinstance(made, gym.Env):
         raise ConfigError(
             f"GymEnv needs an id, a gymnasium.Env or a callable that makes one, not a "
-            f"{type(given).__name__}"
+            f"{type(made).__name__}"
         )
-    return given
+    return made
 
 
 def make_tensordict_env(factory: EnvFactory, kwargs: Mapping[str, Any]) -> Any:
@@ -234,7 +233,6 @@ class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
         self._times = times
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step up to ``times`` times."""
         total = 0.0
         for _ in range(self._times):
             observation, reward, terminated, truncated, info = self.env.step(action)
@@ -244,7 +242,7 @@ class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
         return observation, total, terminated, truncated, info
 
 
-class Pixels(gym.Wrapper[Any, Any, Any, Any]):
+class Pixels(gym.ObservationWrapper[Any, Any, Any]):
     """Shows what the environment renders as ``"pixels"``, alone or beside its observation."""
 
     def __init__(self, env: gym.Env[Any, Any], only: bool = True) -> None:
@@ -267,19 +265,13 @@ class Pixels(gym.Wrapper[Any, Any, Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Start an episode, or return the one begun at construction."""
         first, self._first = self._first, None
         if first is None or seed is not None or options is not None:
             first = self.env.reset(seed=seed, options=options)
         observation, info = first
-        return self._show(observation), info
+        return self.observation(observation), info
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step and render."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        return self._show(observation), reward, terminated, truncated, info
-
-    def _show(self, observation: Any) -> dict[str, Any]:
+    def observation(self, observation: Any) -> dict[str, Any]:
         shown = {"pixels": self._render()}
         if self._only:
             return shown
@@ -295,7 +287,7 @@ class Pixels(gym.Wrapper[Any, Any, Any, Any]):
         return picture
 
 
-class set_gym_backend(contextlib.ContextDecorator):
+class set_gym_backend(contextlib.nullcontext[Any], contextlib.ContextDecorator):
     """Choose the library behind `GymEnv`; there is one. Use as ``.set()``, context or decorator."""
 
     def __init__(self, backend: Any) -> None:
@@ -309,13 +301,8 @@ class set_gym_backend(contextlib.ContextDecorator):
                 f"gym backend {backend!r} is not supported: environments are made with gymnasium; "
                 "wrap those of other libraries with shimmy"
             )
+        super().__init__(self)
         self.backend = "gymnasium"
 
     def set(self) -> None:
         """Do nothing: it is the backend already."""
-
-    def __enter__(self) -> set_gym_backend:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return

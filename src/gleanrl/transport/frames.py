@@ -226,7 +226,8 @@ def raised(worker: int, remote: RemoteError) -> BaseException:
     text = f"{headline}\n\nTraceback in worker {worker}:\n{remote.traceback}"
     plain = WorkerError(text)
     plain.headline = headline
-    for note in remote.notes:
+    notes = [f"worker {worker}: {note}" for note in remote.notes]
+    for note in notes:
         plain.add_note(note)
     if remote.error is None:
         return plain
@@ -235,7 +236,7 @@ def raised(worker: int, remote: RemoteError) -> BaseException:
         # The original's own `__new__`: that of RuntimeError is not safe for an OSError.
         error: BaseException = kind.__new__(_both(kind), *args)
         error.args = args
-        vars(error).update(attributes, _text=text, headline=headline)
+        vars(error).update(attributes, _text=text, headline=headline, __notes__=notes)
         if isinstance(error, WorkerDied):  # a worker of the worker's: none of ours
             error.worker = None
     except Exception:  # classes that cannot be loaded here, or not combined
