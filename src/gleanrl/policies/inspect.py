@@ -12,13 +12,7 @@ unit                                reads
 ==================================  ==============================================================
 every module                        its class and bases, ``training``, hooks, the instance's
                                     ``__dict__``, and what lists, tuples and dicts in there hold
-``nn.Linear``                       memory of ``weight`` and ``bias``; their values at every step
-activations                         their numbers: ``alpha``, ``min_val``, ``negative_slope``, ...
-``nn.Dropout``                      ``training``, ``p``
-norms, softmax, softplus, GELU      called as they are at every step
-``nn.Sequential``, ``MLP``          ``_modules``; ``MLP`` also ``_reshape_out``
-``NormalParamExtractor``            ``scale_lb``, ``scale_mapping`` (``bias``, ``min_val``)
-``AddStateIndependentNormalScale``  called as it is at every step
+layers                              memory of weights and buffers; their values at every step
 ``TensorDictModule``                ``module``, keys, ``method``, ``inplace``, keyword arguments
 ``ProbabilisticTensorDictModule``   keys, ``distribution_class``, ``distribution_kwargs``, flags
 ``QValueModule``                    ``action_space``, ``action_mask_key``, keys
@@ -341,7 +335,6 @@ class Watch:
         self._tensors: list[torch.Tensor] = []
         self._memory: list[list[Any]] = [[], [], [], []]
         self._settings: list[tuple[Callable[[], bytes], bytes]] = []
-        self._others: list[Watch] = []
         self._around = _surroundings()
         self._hold(DETERMINISTIC_REGISTER)
 
@@ -380,14 +373,10 @@ class Watch:
                     for value in vars(cls).values():
                         self._hold(value)
 
-    def include(self, other: Watch) -> None:
-        """Watch what ``other`` watches as well."""
-        self._others.append(other)
-
     def changed(self) -> bool:
         """Tell whether anything was replaced; weights changed in place are no change."""
         try:
-            return not self._same() or any(other.changed() for other in self._others)
+            return not self._same()
         except (RuntimeError, TypeError, ValueError):
             return True  # What a tensor became has no memory to compare.
 

@@ -21,8 +21,7 @@ import torch
 
 from gleanrl.core.messages import Block, WindowRef
 from gleanrl.core.window import Array, Window
-from gleanrl.memory.arena import window_over
-from gleanrl.memory.slab import MARK, packed
+from gleanrl.memory.arena import MARK, packed, window_over
 
 ROLLOUT_TAG, WEIGHTS_TAG = 1, 2
 """What a transfer is about; of either the first that is sent is the first that is received."""

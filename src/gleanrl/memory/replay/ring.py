@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
-from gleanrl.memory.fence import fence
 from gleanrl.memory.replay.locks import ThreadLock
+from gleanrl.memory.shared import fence
 
 Words: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 _OWNER_BITS = 20
@@ -108,13 +108,6 @@ class RingIndex:
     def __deepcopy__(self, memo: dict[int, Any]) -> RingIndex:
         """Return the index itself: its storage makes the copy, all others only compare it."""
         return self
-
-    def take_over(self, other: RingIndex) -> None:
-        """Become what ``other`` is, without its reservations; inside the sections of both."""
-        self._all[:] = other._all
-        self.flow[:] = 0
-        for entry in np.flatnonzero(self._table[:, 0]).tolist():
-            self._enact(_REVOKE, Reservation(entry, *map(int, self._table[entry])))
 
     @property
     def ready(self) -> bool:
@@ -262,7 +255,7 @@ class RingIndex:
         """Show the rows of a checked `snapshot`, which were copied; after `clear_for`.
 
         Their positions are moved behind all that were ever given out, so that no reader takes them
-        for rows that it has seen.
+        for rows that it has seen; in a ring that was never used they stay what they are.
 
         Args:
             state: Cursor, counters and sequence numbers, of a ring of the same size.
@@ -272,6 +265,7 @@ class RingIndex:
         after = self._cursor_after(state, int(h[_BASE]))
         h[_TO_CURSOR] = after
         h[_OP] = _LOAD
+        h[_BASE] = h[_BASE] or state["base"]
         shift = np.where(numbers > 0, after - cursor, 0) << _OWNER_BITS
         np.add(numbers, shift, out=self.sequence[: len(numbers)])
         h[_CURSOR], h[_COUNT] = after, state["count"]
@@ -286,6 +280,8 @@ class RingIndex:
 
     def _cursor_after(self, state: Mapping[str, Any], base: int) -> int:
         """Return the cursor once the rows of a state lie behind the position ``base``."""
+        if not base:
+            return int(state["cursor"])
         after = base + _span(state)
         return int(after + (state["cursor"] - after) % max(self.slots, 1))
 
