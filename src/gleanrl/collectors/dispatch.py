@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from gleanrl.collectors import per_worker
 from gleanrl.collectors.arguments import CollectorArguments, defaults, definitions, instead
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.tracebacks import for_users
@@ -110,6 +109,7 @@ def several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     # Imported here: these classes are built from parts of `Collector` themselves.
     from gleanrl.collectors import distributed
     from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+    from gleanrl.collectors.workers import env_functions_of
 
     sync = kwargs.get("sync")
     if sync is not None and not isinstance(sync, bool):
@@ -129,7 +129,7 @@ def several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     options = _options(kwargs.get("backend_options"), given)
     given = _wanted(given, kind.ARGUMENTS)
     count = _count(kwargs.get("num_collectors"))
-    functions = per_worker.env_functions_of(given.get("create_env_fn"), count)
+    functions = env_functions_of(given.get("create_env_fn"), count)
     if not nodes:
         return kind(**{**given, "num_workers": len(functions)}, **options)
     if "process_group_backend" in options:

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase, is_leaf_nontensor
 
 from gleanrl.collectors.arguments import MultiArguments, defaults
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.engine_collector import EngineCollector
+from gleanrl.collectors.plan import Launch
 from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
@@ -52,7 +52,12 @@ class NestedFactory:
 
 
 def nested_factory(
-    arguments: Mapping[str, Any], kind: Any, builder: SourceBuilder, frames: int, workers: int
+    arguments: Mapping[str, Any],
+    kind: Any,
+    builder: SourceBuilder,
+    launch: Launch,
+    worker: int,
+    more: Mapping[str, Any],
 ) -> NestedFactory:
     """Return the factory of one worker's collector, built from the same arguments.
 
@@ -60,8 +65,9 @@ def nested_factory(
         arguments: The arguments of the outer collector.
         kind: The class of the collector in the worker.
         builder: The worker's `SourceBuilder`.
-        frames: What the worker is asked for.
-        workers: How many workers there are.
+        launch: What the outer collector starts.
+        worker: The index of the worker.
+        more: Further arguments of the collector in the worker.
 
     Raises:
         ConfigError: arguments that the worker's collector needs and does not take.
@@ -69,7 +75,7 @@ def nested_factory(
     if not callable(kind):
         raise ConfigError(f"collector_class ({kind!r}) must be callable")
     kwargs: dict[str, Any] = {
-        "frames_per_batch": frames,
+        "frames_per_batch": launch.asked[worker],
         "total_frames": -1,
         "create_env_kwargs": dict(builder.env.create_env_kwargs),
         "policy_device": builder.policy.device,
@@ -85,13 +91,15 @@ def nested_factory(
     said = {name: arguments[name] for name in _PASSED_ON if _unusual(name, arguments[name])}
     _check_taken(kind, said, [name for name in _KEPT_OUT if _unusual(name, arguments[name])])
     if "init_random_frames" in said:  # over all workers
+        workers = len(launch.plan.functions)
         said["init_random_frames"] = -(-int(said["init_random_frames"]) // workers)
+    functions = builder.env.create_env_fn
+    each = launch.plan.workers_each
+    several = isinstance(kind, type) and issubclass(kind, BaseCollector) and not kind._here
+    if launch.plan.remote and (each > 1 or several):
+        functions = [functions] * each
     return NestedFactory(
-        kind,
-        builder.env.create_env_fn,
-        builder.policy.policy,
-        {**kwargs, **said},
-        builder.rollout.stream,
+        kind, functions, builder.policy.policy, {**kwargs, **said, **more}, builder.rollout.stream
     )
 
 
@@ -158,8 +166,8 @@ class NestedSource:
         self._version = 0
         self._layout: Layout | None = None
         self._reports: list[Report] = []
-        if isinstance(collector, EngineCollector):
-            self._layout = collector.batch_layout()
+        if isinstance(collector, BaseCollector):
+            self._layout = collector._batch_layout()
             reports = self._reports
             collector.watch(lambda new, _: reports.extend(new.values()))
 
@@ -225,8 +233,8 @@ class NestedSource:
     def _counted(self, batch: TensorDictBase | None) -> tuple[int, int]:
         """Return the valid frames of ``batch``, and the version that it was made with."""
         collector = self.collector
-        if isinstance(collector, EngineCollector) and _takes_versions(collector):
-            frames, version = collector.gathered()
+        if isinstance(collector, BaseCollector) and _takes_versions(collector):
+            frames, version = collector._gathered()
             return (frames if batch is None else _valid_frames(batch)), version
         return (0 if batch is None else _valid_frames(batch)), self._version
 
@@ -242,7 +250,7 @@ class NestedSource:
 
     def _why_over(self) -> str:
         name = f"the {type(self.collector).__name__} in this worker"
-        if isinstance(self.collector, EngineCollector) and self.collector.closed:
+        if isinstance(self.collector, BaseCollector) and self.collector.closed:
             return f"{name} was shut down, by an earlier failure or a call of shutdown"
         return (
             f"{name} has delivered its total_frames; leave them to the collector around it, or "
@@ -262,7 +270,7 @@ class NestedSource:
             name: {key: _copied(value) for key, value in weights.items()}
             for name, weights in snapshot.models.items()
         }
-        if isinstance(self.collector, EngineCollector):
+        if isinstance(self.collector, BaseCollector):
             if _takes_versions(self.collector):
                 self.collector.receive_models(copies, snapshot.version)
             elif copies:
@@ -308,8 +316,8 @@ class NestedSource:
 
     def describe_weights(self, model_id: str) -> Shapes:
         """Return the shapes of a model of the collector."""
-        if isinstance(self.collector, EngineCollector):
-            return self.collector.describe_weights(model_id)
+        if isinstance(self.collector, BaseCollector):
+            return self.collector._describe_weights(model_id)
         return shapes_of(self.collector.get_model(model_id))
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
@@ -334,9 +342,9 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _takes_versions(collector: EngineCollector) -> bool:
+def _takes_versions(collector: BaseCollector) -> bool:
     """Whether it takes a parent's versions; one that receives in a way of its own may not."""
-    return type(collector).receive_models is EngineCollector.receive_models
+    return type(collector).receive_models is BaseCollector.receive_models
 
 
 def _write_batch(batch: TensorDictBase, layout: Layout, window: Window) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gleanrl.collectors.arguments import check_schemes
@@ -27,6 +28,74 @@ class Publishes(Protocol):
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """Update weights, in the way of the collector's class."""
         ...
+
+
+class Sending(Protocol):
+    """Sends the policy's weights without being asked for, around each batch."""
+
+    def before(self, collector: Any) -> None:
+        """Send what is due before a batch is collected."""
+
+    def after(self, collector: Any, delivered: Collection[int]) -> None:
+        """Note a batch, which is made of rollouts of the workers ``delivered``."""
+
+    def sent(self, workers: Sequence[int]) -> None:
+        """Note that ``workers`` were sent weights, for whatever reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class EachBatch:
+    """Sends to all workers with each batch: before synchronous ones, after asynchronous ones."""
+
+    sync: bool
+
+    def before(self, collector: Any) -> None:
+        """Send if batches are synchronous."""
+        if self.sync:
+            collector.update_policy_weights_()
+
+    def after(self, collector: Any, delivered: Collection[int]) -> None:
+        """Send if batches are asynchronous."""
+        if not self.sync:
+            collector.update_policy_weights_()
+
+    def sent(self, workers: Sequence[int]) -> None:
+        """Ignore what was sent."""
+
+
+class WeightSchedule:
+    """Sends to a worker every ``interval`` batches, or ``after_each`` that it delivered."""
+
+    def __init__(self, workers: int, interval: int | None, after_each: bool) -> None:
+        """Nothing is due at first."""
+        self._waiting = dict.fromkeys(range(workers), 0)
+        self._interval, self._after_each = interval, after_each
+        self._due: set[int] = set()
+        """Workers that get weights before the next batch."""
+
+    def before(self, collector: Any) -> None:
+        """Send the learner's newest weights to the workers that are due."""
+        if self._due and collector._plan.tolerant:
+            collector._engine.check()  # workers that were lost meanwhile need no weights
+            self._due &= set(collector._engine.dispatcher.alive)
+        if self._due and collector._models.policy is not None:
+            everybody = len(self._due) == len(self._waiting)
+            collector.update_policy_weights_(worker_ids=None if everybody else sorted(self._due))
+
+    def after(self, collector: Any, delivered: Collection[int]) -> None:
+        """Count a batch; workers that have waited for long enough are due."""
+        for worker in self._waiting:
+            self._waiting[worker] += 1
+            if self._interval is not None and self._waiting[worker] >= self._interval:
+                self._due.add(worker)
+        if self._after_each:
+            self._due.update(delivered)
+
+    def sent(self, workers: Sequence[int]) -> None:
+        """Note that ``workers`` have new weights, and have to wait again."""
+        for worker in workers:
+            self._waiting[worker] = 0
+            self._due.discard(worker)
 
 
 class WeightUpdates:

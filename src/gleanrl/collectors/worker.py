@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.collectors.arguments import read_index, read_seed
-from gleanrl.collectors.base import BaseCollector, PostHook, PreHook
+from gleanrl.collectors.handle import Handle, PostHook, PreHook
 from gleanrl.core.keys import MASK, TIME
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
@@ -36,7 +36,7 @@ class WorkerRole:
     """Whether there is a buffer, but in the learner's process."""
 
 
-class WorkerCollector(BaseCollector):
+class WorkerCollector(Handle):
     """The collector of one worker; the collector in the learner's process asks it for rollouts.
 
     ``"env.spec.id"``, ``"policy.module"``, ``"replay_buffer.__len__"``, ``"worker_idx"`` or
@@ -166,33 +166,6 @@ class WorkerCollector(BaseCollector):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restore what `state_dict` returned."""
         self._source.load_state(state_dict, strict)
-
-    # -- what the learner's process does ---------------------------------------------------------
-
-    def iterator(self) -> Iterator[Any]:
-        """Refuse: rollouts are asked for by the collector around this one.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "the collector inside a worker is not iterated over: iterate over the one that has the "
-            "workers"
-        )
-
-    def __len__(self) -> int:
-        """Refuse: a worker's collector is endless.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError("the collector inside a worker has no length")
-
-    def shutdown(
-        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
-    ) -> None:
-        """Close the environments of this worker."""
-        self._source.close()
 
 
 @dataclass(frozen=True, slots=True)

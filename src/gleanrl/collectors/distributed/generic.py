@@ -6,14 +6,14 @@ import os
 from collections.abc import Sequence
 from typing import Any, ClassVar, Unpack
 
-from gleanrl.collectors import per_worker
 from gleanrl.collectors.arguments import (
+    Arguments,
     DistributedArguments,
     DistributedSyncArguments,
-    NetworkArguments,
     read,
     shows,
 )
+from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.compat import DistributedWeightUpdater
 from gleanrl.collectors.distributed.default_configs import (
     DEFAULT_SLURM_CONF,
@@ -21,7 +21,7 @@ from gleanrl.collectors.distributed.default_configs import (
     TCP_PORT,
 )
 from gleanrl.collectors.distributed.nodes import plan_nodes
-from gleanrl.collectors.workers import WorkersCollector
+from gleanrl.collectors.workers import env_functions, launch_workers
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds
 from gleanrl.transport.data_plane import DataPlane
@@ -34,7 +34,7 @@ _MOST_PORTS = 100
 _SHORTEST_BEAT_S = 0.1
 
 
-class DistributedCollector(WorkersCollector):
+class DistributedCollector(BaseCollector):
     """Runs a policy on other machines (or in processes of this one) and yields batches.
 
     A launcher starts one node per entry of ``create_env_fn``. Each connects to this process, shows
@@ -75,13 +75,13 @@ class DistributedCollector(WorkersCollector):
             WorkerDied: a node ended while starting.
             CollectorTimeout: nodes did not come up in time.
         """
-        arguments: DistributedArguments = read(self.ARGUMENTS, type(self).__name__, kwargs)
+        arguments = read(self.ARGUMENTS, type(self).__name__, kwargs)
         interval = arguments["max_weight_update_interval"]
         if arguments["update_interval"] is not None:
             if interval not in (None, -1):
                 raise ConfigError("update_interval is max_weight_update_interval: give one of them")
             interval = check_int("update_interval", arguments["update_interval"], least=1)
-        self._launch_nodes(
+        self._start_nodes(
             create_env_fn,
             policy,
             arguments,
@@ -90,11 +90,11 @@ class DistributedCollector(WorkersCollector):
             interval,
         )
 
-    def _launch_nodes(
+    def _start_nodes(
         self,
         create_env_fn: Any,
         policy: Any,
-        arguments: NetworkArguments,
+        arguments: Arguments,
         sync: bool,
         update_after: bool,
         interval: int | None,
@@ -104,7 +104,7 @@ class DistributedCollector(WorkersCollector):
             check_replaces(arguments["launcher"])
         serve_elsewhere(arguments["launcher"], arguments["start_timeout"])
         super().__init__(arguments)
-        functions = per_worker.env_functions(create_env_fn, None, default=1)
+        functions = env_functions(create_env_fn, None, default=1)
         relaunches = check_int("max_relaunches", arguments["max_relaunches"], least=0)
         plan = plan_nodes(
             type(self).__name__,
@@ -126,9 +126,9 @@ class DistributedCollector(WorkersCollector):
         ports = ports_to_try(arguments["tcp_port"])
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         replaces = plan.relaunches is not None
-        self._launch(
+        self._start(
             arguments,
-            plan,
+            launch_workers(arguments, plan),
             lambda windows: NetworkBackend(
                 windows,
                 launcher,
@@ -142,7 +142,7 @@ class DistributedCollector(WorkersCollector):
             ),
         )
 
-    def _data_plane(self, arguments: NetworkArguments, launcher: Launcher) -> DataPlane:
+    def _data_plane(self, arguments: Arguments, launcher: Launcher) -> DataPlane:
         """Return what carries data."""
         return ProcessGroups(arguments["backend"])
 
@@ -177,7 +177,7 @@ class DistributedSyncCollector(DistributedCollector):
         """
         arguments = read(DistributedSyncArguments, type(self).__name__, kwargs)
         interval = check_int("update_interval", arguments["update_interval"], least=1)
-        self._launch_nodes(create_env_fn, policy, arguments, True, False, interval)
+        self._start_nodes(create_env_fn, policy, arguments, True, False, interval)
 
 
 def ports_to_try(arguments: int | str | None) -> Sequence[int]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from gleanrl.collectors import per_worker
-from gleanrl.collectors.arguments import NodesArguments, RayArguments, RPCArguments, defaults
+from gleanrl.collectors.arguments import Arguments, RayArguments, RPCArguments, defaults
 from gleanrl.collectors.collector import Collector
+from gleanrl.collectors.episodes import EpisodesPlan
 from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
-from gleanrl.collectors.workers import WeightSchedule, WorkerPlan
+from gleanrl.collectors.plan import WorkerPlan
+from gleanrl.collectors.weights import WeightSchedule
+from gleanrl.collectors.workers import deal
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int
 
@@ -30,7 +32,7 @@ def plan_nodes(
     owner: str,
     create_env_fn: Any,
     policy: Any,
-    arguments: NodesArguments,
+    arguments: Arguments,
     *,
     functions: Sequence[Any],
     sync: bool,
@@ -65,7 +67,7 @@ def plan_nodes(
             "pass collector_class='sync' or 'async', or num_envs= for one worker with several "
             "environments"
         )
-    dealt = per_worker.deal("collector_kwargs", arguments["collector_kwargs"], count)
+    dealt = deal("collector_kwargs", arguments["collector_kwargs"], count)
     kwargs = [_read_kwargs(one, arguments) for one in dealt]
     check_bool("sync", sync)
     check_bool("update_after_each_batch", update_after)
@@ -92,7 +94,7 @@ def plan_nodes(
         remote=True,
         kwargs=kwargs,
         workers_each=workers_each,
-        schedule=WeightSchedule(count, None if interval == -1 else interval, update_after),
+        sending=WeightSchedule(count, None if interval == -1 else interval, update_after),
         tolerant=arguments["on_failure"] != "raise",
         relaunches=relaunches if arguments["on_failure"] == "relaunch" else None,
         num_threads=torch.get_num_threads(),  # as they are: nodes have their own cores
@@ -118,9 +120,11 @@ def _check_failure(owner: str, what: Any, sync: bool, replaces: bool) -> None:
         )
 
 
-def _read_class(collector_class: Any) -> Callable[..., Any]:
+def _read_class(collector_class: Any) -> Any:
     if collector_class is None:
         return Collector
+    if isinstance(collector_class, EpisodesPlan):
+        return collector_class
     if isinstance(collector_class, str):
         if collector_class not in KINDS:
             raise ConfigError(
@@ -129,8 +133,7 @@ def _read_class(collector_class: Any) -> Callable[..., Any]:
         collector_class = KINDS[collector_class]
     if not callable(collector_class):
         raise ConfigError(f"collector_class ({collector_class!r:.100}) must be a class or a name")
-    kind: Callable[..., Any] = collector_class
-    return kind
+    return collector_class
 
 
 def check_bool(name: str, value: Any) -> bool:

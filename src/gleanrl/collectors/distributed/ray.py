@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Unpack
 
-from gleanrl.collectors import per_worker
-from gleanrl.collectors.arguments import RayArguments, read, shows
+from gleanrl.collectors.arguments import Arguments, RayArguments, read, shows
+from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.distributed.nodes import plan_nodes
-from gleanrl.collectors.workers import WorkersCollector
+from gleanrl.collectors.workers import deal, env_functions_of, launch_workers
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.transport.ray import RayBackend, check_options, require_ray, session
 
 
-class RayCollector(WorkersCollector):
+class RayCollector(BaseCollector):
     """Runs a policy in Ray actors, on this machine or on a cluster, and yields batches.
 
     One actor per entry of ``create_env_fn``, each with a copy of the policy; it serves like a
@@ -66,16 +66,14 @@ class RayCollector(WorkersCollector):
         require_ray()
         super().__init__(arguments)
         self._policy, self._given = policy, arguments
-        self._start(_actors(create_env_fn, arguments["num_collectors"]), arguments)
+        self._start_actors(_actors(create_env_fn, arguments["num_collectors"]), arguments)
 
-    def _start(self, functions: list[Any], arguments: RayArguments) -> None:
+    def _start_actors(self, functions: list[Any], arguments: Arguments) -> None:
         """Check the arguments and create the actors."""
         self._functions, self._given = functions, arguments
         options = [
             check_options(config)
-            for config in per_worker.deal(
-                "remote_configs", arguments["remote_configs"] or {}, len(functions)
-            )
+            for config in deal("remote_configs", arguments["remote_configs"] or {}, len(functions))
         ]
         plan = plan_nodes(
             type(self).__name__,
@@ -89,9 +87,9 @@ class RayCollector(WorkersCollector):
         )
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         init = arguments["ray_init_config"]
-        self._launch(
+        self._start(
             arguments,
-            plan,
+            launch_workers(arguments, plan),
             lambda windows: RayBackend(windows, init=init, options=options, threads=threads),
         )
         self._touched = False
@@ -149,8 +147,8 @@ class RayCollector(WorkersCollector):
 
         def with_new(name: str, old: Any, added: Any) -> list[Any]:
             return [
-                *per_worker.deal(name, old or {}, before),
-                *per_worker.deal(name, added or {}, len(new)),
+                *deal(name, old or {}, before),
+                *deal(name, added or {}, len(new)),
             ]
 
         arguments = self._given.copy()
@@ -163,7 +161,7 @@ class RayCollector(WorkersCollector):
         session.enter(self, None)  # so that it does not end in between
         try:
             self.shutdown()
-            self._start([*self._functions, *new], arguments)
+            self._start_actors([*self._functions, *new], arguments)
         finally:
             session.leave(self, True)
 
@@ -222,4 +220,4 @@ class Settled:
 def _actors(create_env_fn: Any, count: int | None) -> list[Any]:
     """Return what each actor collects from."""
     count = None if count is None else check_int("num_collectors", count, least=1)
-    return per_worker.env_functions_of(create_env_fn, count)
+    return env_functions_of(create_env_fn, count)
