@@ -695,8 +695,7 @@ def _check_buffer(arguments: Arguments, extend: bool, same_td: bool) -> None:
 class Options:
     """The arguments of a collector in the groups that other parts read, each checked."""
 
-    source: SourceBuilder
-    """Builds what collects, once environments, policy and devices are filled in."""
+    exploration: InteractionType
     trajectories: TrajectoryOptions
     extend: bool
     """Whether a replay buffer gets whole batches."""
@@ -726,7 +725,9 @@ class Options:
         if arguments["replay_buffer"] is not None:
             _check_buffer(arguments, extend, same_td)
         return cls(
-            source=source(arguments),
+            exploration=_read_exploration(
+                arguments["exploration_type"], arguments["exploration_mode"]
+            ),
             trajectories=TrajectoryOptions.from_arguments(
                 arguments["split_trajs"],
                 arguments["trajs_per_batch"],
@@ -761,17 +762,45 @@ class Options:
         return sink, stages
 
 
-def source(arguments: Arguments) -> SourceBuilder:
-    """Return what builds a source, without environments, policy, devices and random stream."""
+def source(
+    arguments: Arguments,
+    env: Any,
+    env_kwargs: Mapping[str, Any],
+    policy: Any,
+    policy_factory: Callable[[], Any] | None,
+    *,
+    env_device: torch.device | None,
+    policy_device: torch.device | None,
+    mask: bool,
+    stream: int | None = None,
+) -> SourceBuilder:
+    """Return what builds the source of one worker.
+
+    Args:
+        arguments: All arguments of the worker.
+        env: What it collects from.
+        env_kwargs: Arguments for that.
+        policy: What acts, if there is no factory.
+        policy_factory: Returns what acts.
+        env_device: Where the environment runs.
+        policy_device: Where the policy runs.
+        mask: Whether rollouts may be stopped early.
+        stream: What the worker's random streams are made from.
+    """
     return SourceBuilder(
         env=EnvOptions(
-            create_env_fn=None,
+            create_env_fn=env,
+            create_env_kwargs=env_kwargs,
             num_envs=arguments["num_envs"],
+            device=env_device,
             categorical=arguments["categorical_action_encoding"],
             observation_dtype=arguments["observation_dtype"],
             info_keys=arguments["info_keys"],
         ),
         policy=PolicyOptions(
+            policy=policy,
+            policy_factory=policy_factory,
+            device=policy_device,
             trust_policy=arguments["trust_policy"],
             compile_policy=arguments["compile_policy"],
             cudagraph_policy=arguments["cudagraph_policy"],
@@ -788,7 +817,9 @@ def source(arguments: Arguments) -> SourceBuilder:
             ),
             track_policy_version=bool(arguments["track_policy_version"]),
             check_finite=arguments["check_finite"],
+            mask=mask,
             compact=arguments["compact_obs"],
+            stream=stream,
         ),
     )
 

@@ -140,7 +140,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self.replay_buffer = arguments["replay_buffer"]
         self.storing_device = launch.batches.device
         self.policy_device, self.env_device = launch.policy_device, launch.env_device
-        self.exploration_type = options.source.rollout.exploration
+        self.exploration_type = options.exploration
         self.interruptor = plan.interruptor
         self.num_workers = len(launch.factories)
         self._updates.register(arguments["weight_recv_schemes"] or {})
@@ -882,10 +882,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """Frames of one batch, rounded up to whole steps."""
         return self._budget.limits.frames_per_batch
 
-    @property
-    def requested_frames_per_batch(self) -> int:
-        """Frames of one batch, rounded up to whole steps."""
-        return self._budget.limits.frames_per_batch
+    requested_frames_per_batch = frames_per_batch
 
     def frames_per_batch_worker(self, worker_idx: int = 0) -> int:
         """Return the frames of one rollout of a worker."""

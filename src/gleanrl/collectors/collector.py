@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Unpack, cast
 
 import torch
@@ -19,6 +18,7 @@ from gleanrl.collectors.arguments import (
     read_index,
     shown,
     shows,
+    source,
 )
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.plan import Launch, WorkerPlan
@@ -85,22 +85,15 @@ class Collector(BaseCollector):
             own["policy_device"],
             own["env_device"],
         )
-        source = options.source
-        builder = replace(
-            source,
-            env=replace(
-                source.env,
-                create_env_fn=create_env_fn,
-                create_env_kwargs=dict(own["create_env_kwargs"] or {}),
-                device=devices.env,
-            ),
-            policy=replace(
-                source.policy,
-                policy=policy,
-                policy_factory=own["policy_factory"],
-                device=devices.policy,
-            ),
-            rollout=replace(source.rollout, mask=interruptor is not None),
+        builder = source(
+            arguments,
+            create_env_fn,
+            dict(own["create_env_kwargs"] or {}),
+            policy,
+            own["policy_factory"],
+            env_device=devices.env,
+            policy_device=devices.policy,
+            mask=interruptor is not None,
         )
         limits = FrameBudget.from_arguments(
             own["frames_per_batch"],
@@ -142,10 +135,9 @@ class Collector(BaseCollector):
         """
         if cls is not Collector:
             dispatch.check_subclass(cls, kwargs)
-        elif dispatch.elsewhere(kwargs):
-            return dispatch.several(args, kwargs)
-        dispatch.check_here(kwargs)
-        return super().__new__(cls)
+            return super().__new__(cls)
+        other = dispatch.elsewhere(args, kwargs)
+        return super().__new__(cls) if other is None else other
 
     def _make_models(self, arguments: Arguments) -> Models:
         schemes = arguments["weight_sync_schemes"]

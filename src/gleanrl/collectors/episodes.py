@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from gleanrl.collectors.worker import FillingSource, WorkerFactory, WorkerRole
+from gleanrl.collectors.worker import FillingSource, WorkerRole, serve_worker
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, format_key
@@ -39,7 +39,7 @@ class EpisodesPlan:
     """Frames, over all environments, between two looks at how many episodes have ended."""
     metrics: Metrics | None
 
-    def factory(self, builder: SourceBuilder, role: WorkerRole) -> EpisodesFactory:
+    def factory(self, builder: SourceBuilder, role: WorkerRole) -> SourceFactory:
         """Return what builds a worker whose rollouts are evaluations."""
         policy = builder.policy
         make = partial(_in_evaluation_mode, policy.policy, policy.policy_factory)
@@ -48,7 +48,7 @@ class EpisodesPlan:
             policy=replace(policy, policy=None, policy_factory=make),
             rollout=replace(builder.rollout, count_steps=False),  # the environment may count itself
         )
-        return EpisodesFactory(WorkerFactory(builder, role), self)
+        return partial(_serve_episodes, partial(serve_worker, builder, role), self)
 
 
 def _in_evaluation_mode(policy: Any, factory: Callable[[], Any] | None) -> Any:
@@ -124,20 +124,13 @@ def _numbers(found: Any) -> dict[str, torch.Tensor]:
         ) from err
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodesFactory:
-    """Builds a source whose rollouts are evaluations."""
-
-    factory: SourceFactory
-    plan: EpisodesPlan
-
-    def __call__(self, worker: int) -> EpisodesSource:
-        """Build the source."""
-        source = self.factory(worker)
-        envs = int(source.get("num_envs"))
-        source.place(0, envs)
-        steps = _STEPS if self.plan.frames is None else -(-self.plan.frames // envs)
-        return EpisodesSource(source, Episodes(self.plan, envs), steps)
+def _serve_episodes(factory: SourceFactory, plan: EpisodesPlan, worker: int) -> EpisodesSource:
+    """Build a source whose rollouts are evaluations."""
+    source = factory(worker)
+    envs = int(source.get("num_envs"))
+    source.place(0, envs)
+    steps = _STEPS if plan.frames is None else -(-plan.frames // envs)
+    return EpisodesSource(source, Episodes(plan, envs), steps)
 
 
 class EpisodesSource(FillingSource):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -20,7 +20,7 @@ from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, Times
-from gleanrl.core.protocols import Stop
+from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.trees import copied
@@ -29,26 +29,17 @@ from gleanrl.rollout.streams import Streams
 from gleanrl.weights.snapshot import Shapes, shapes_of
 
 
-@dataclass(frozen=True, slots=True)
-class NestedFactory:
-    """Builds a collector of the user's class where its worker is."""
-
-    collector_class: Callable[..., Any]
-    create_env_fn: Any
-    policy: Any
-    kwargs: Mapping[str, Any]
-    stream: int | None = None
-    """What the worker's random streams are made from; the global ones are used by default."""
-
-    def __call__(self, worker: int) -> NestedSource:
-        """Build the collector and serve it."""
-        streams = Streams()
-        streams.begin(self.stream)
-        with preserved(), streams.active():  # those of workers of its own come from these
-            collector = self.collector_class(self.create_env_fn, self.policy, **self.kwargs)
-        if isinstance(collector, BaseCollector):
-            collector.worker_idx = worker
-        return NestedSource(collector, streams)
+def _serve_nested(
+    kind: Any, env: Any, policy: Any, kwargs: Mapping[str, Any], stream: int | None, worker: int
+) -> NestedSource:
+    """Build a collector of the user's class where its worker is, and serve it."""
+    streams = Streams()
+    streams.begin(stream)
+    with preserved(), streams.active():  # those of workers of its own come from these
+        collector = kind(env, policy, **kwargs)
+    if isinstance(collector, BaseCollector):
+        collector.worker_idx = worker
+    return NestedSource(collector, streams)
 
 
 def nested_factory(
@@ -58,7 +49,7 @@ def nested_factory(
     launch: Launch,
     worker: int,
     more: Mapping[str, Any],
-) -> NestedFactory:
+) -> SourceFactory:
     """Return the factory of one worker's collector, built from the same arguments.
 
     Args:
@@ -98,8 +89,9 @@ def nested_factory(
     several = isinstance(kind, type) and issubclass(kind, BaseCollector) and not kind._here
     if launch.plan.remote and (each > 1 or several):
         functions = [functions] * each
-    return NestedFactory(
-        kind, functions, builder.policy.policy, {**kwargs, **said, **more}, builder.rollout.stream
+    kwargs = {**kwargs, **said, **more}
+    return partial(
+        _serve_nested, kind, functions, builder.policy.policy, kwargs, builder.rollout.stream
     )
 
 

@@ -86,20 +86,14 @@ class WorkerCollector(Handle):
         layout = self._source.layout()
         return int(self._source.get("num_envs")) if layout is None else layout.all_envs
 
-    @property
-    def n_env(self) -> int:
-        """Environments of this worker."""
-        return self.num_envs
+    n_env = num_envs
 
     @property
     def frames_per_batch(self) -> int:
         """Frames that this worker is asked for at a time."""
         return self._role.frames_per_batch
 
-    @property
-    def requested_frames_per_batch(self) -> int:
-        """Frames that this worker is asked for at a time."""
-        return self._role.frames_per_batch
+    requested_frames_per_batch = frames_per_batch
 
     @property
     def policy_version(self) -> int:
@@ -168,17 +162,10 @@ class WorkerCollector(Handle):
         self._source.load_state(state_dict, strict)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFactory:
-    """Builds the source of a worker with its collector."""
-
-    factory: SourceFactory
-    role: WorkerRole
-
-    def __call__(self, worker: int) -> WorkerSource:
-        """Build both."""
-        source = self.factory(worker)
-        return WorkerSource(source, WorkerCollector(source, worker, self.role))
+def serve_worker(factory: SourceFactory, role: WorkerRole, worker: int) -> WorkerSource:
+    """Build the source of a worker with its collector."""
+    source = factory(worker)
+    return WorkerSource(source, WorkerCollector(source, worker, role))
 
 
 class WorkerSource:
@@ -256,21 +243,13 @@ class Takes(Protocol):
         """Drop episodes in the making."""
 
 
-@dataclass(frozen=True, slots=True)
-class FillingFactory:
-    """Builds a source whose rollouts go into a buffer where they are made."""
-
-    factory: SourceFactory
-    pipeline: Pipeline
-    """What rollouts go through there."""
-    sink: Sink
-    """The end of it."""
-
-    def __call__(self, worker: int) -> FillingSource:
-        """Build the source and connect it to the buffer."""
-        source = self.factory(worker)
-        self.sink.serve(worker, source)
-        return FillingSource(source, self.pipeline)
+def serve_filling(
+    factory: SourceFactory, pipeline: Pipeline, sink: Sink, worker: int
+) -> FillingSource:
+    """Build a source whose rollouts go through ``pipeline`` into ``sink`` where they are made."""
+    source = factory(worker)
+    sink.serve(worker, source)
+    return FillingSource(source, pipeline)
 
 
 class FillingSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import gymnasium as gym
@@ -15,7 +16,7 @@ from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.episodes import EpisodesPlan
 from gleanrl.collectors.nested import nested_factory
 from gleanrl.collectors.plan import Launch, WorkerPlan
-from gleanrl.collectors.worker import FillingFactory, WorkerFactory, WorkerRole
+from gleanrl.collectors.worker import WorkerRole, serve_filling, serve_worker
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import DevicePlan, FrameBudget, check_int, seconds, users_stacklevel
 from gleanrl.core.protocols import SourceFactory
@@ -123,22 +124,17 @@ def _factories(arguments: Arguments, launch: Launch) -> list[SourceFactory]:
     for worker in range(count):
         own = plan.kwargs[worker] if plan.kwargs else {}
         merged = cast("Arguments", {**arguments, **own})
-        base = source(merged) if own else launch.options.source
         more = env_kwargs(own.get("create_env_kwargs"), 1)[0]
-        builder = SourceBuilder(
-            env=replace(
-                base.env,
-                create_env_fn=plan.functions[worker],
-                create_env_kwargs={**kwargs[worker], **more},
-                device=launch.env_device[worker],
-            ),
-            policy=replace(
-                base.policy,
-                policy=plan.policy if makers[worker] is None else None,
-                policy_factory=makers[worker],
-                device=launch.policy_device[worker],
-            ),
-            rollout=replace(base.rollout, mask=plan.stops, stream=launch.stream + worker),
+        builder = source(
+            merged,
+            plan.functions[worker],
+            {**kwargs[worker], **more},
+            plan.policy if makers[worker] is None else None,
+            makers[worker],
+            env_device=launch.env_device[worker],
+            policy_device=launch.policy_device[worker],
+            mask=plan.stops,
+            stream=launch.stream + worker,
         )
         factories.append(_factory(merged, launch, worker, builder))
     return factories
@@ -164,13 +160,13 @@ def _factory(
     if isinstance(kind, EpisodesPlan):
         factory = kind.factory(builder, role)
     elif kind is Collector and not more:
-        factory = WorkerFactory(builder, role)
+        factory = partial(serve_worker, builder, role)
     else:
         if plan.remote and init_fn is not None:  # it runs where the environments are
             more["init_fn"], init_fn = init_fn, None
         factory = nested_factory(arguments, kind, builder, launch, worker, more)
     if launch.sink is not None and launch.fills:
-        factory = FillingFactory(factory, launch.pipeline, launch.sink)
+        factory = partial(serve_filling, factory, launch.pipeline, launch.sink)
     return factory if init_fn is None else Initialised(init_fn, factory)
 
 
