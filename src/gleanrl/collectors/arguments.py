@@ -14,7 +14,7 @@ import operator
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import (
     Annotated,
@@ -563,9 +563,6 @@ def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
 
     Returns:
         Those of ``kind``, and the defaults of all that other collectors take.
-
-    Raises:
-        TypeError: a name that it does not take, or a missing argument.
     """
     known = definitions(kind)
     for name in arguments:
@@ -598,15 +595,12 @@ def instead(name: str, known: Mapping[str, Any]) -> str:
 
 
 def check(arguments: Arguments) -> None:
-    """Find contradictions between arguments, before anything is built.
-
-    Raises:
-        ConfigError: wrong values, or some that contradict each other.
-        TypeError: arguments that exclude each other.
-    """
+    """Find contradictions between arguments, before anything is built."""
     if arguments["weight_updater"] is not None and arguments["weight_sync_schemes"] is not None:
         raise ArgumentTypeError("give weight_sync_schemes or weight_updater, not both")
-    _check_trajectories(arguments)
+    for wrong, message in _contradictions(arguments):
+        if wrong:
+            raise ConfigError(message)
     check_callables(
         postproc=arguments["postproc"],
         pre_collect_hook=arguments["pre_collect_hook"],
@@ -615,29 +609,37 @@ def check(arguments: Arguments) -> None:
     if arguments["timeout"] is not None:
         seconds("timeout", arguments["timeout"])
     check_schemes(arguments["weight_sync_schemes"])
-    if not arguments["reset_when_done"]:
-        raise ConfigError(
-            "reset_when_done=False is not supported: environments that end are always reset; use "
-            "split_trajs=True or trajs_per_batch= to get whole trajectories, or the rollout("
-            "break_when_any_done=True) of an environment"
-        )
 
 
-def _check_trajectories(arguments: Arguments) -> None:
-    """Whole trajectories are found by their ids and are copies."""
+def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
+    """Yield what would be wrong, and what is to be said of it."""
     whole = arguments["trajs_per_batch"] is not None
-    if (arguments["split_trajs"] or whole) and not arguments["track_traj_ids"]:
-        raise ConfigError("split_trajs and trajs_per_batch need track_traj_ids=True")
-    if arguments["set_truncated"] and whole:
-        raise ConfigError(
-            "set_truncated=True would cut trajectories where batches end; it excludes "
-            "trajs_per_batch, which delivers whole ones"
-        )
-    if arguments["traj_quota"] is not None and arguments["reset_at_each_iter"]:
-        raise ConfigError(
-            "reset_at_each_iter=True drops trajectories that outlast a batch, so that short ones "
-            "are preferred; it excludes traj_quota"
-        )
+    apart = arguments["split_trajs"] or whole
+    yield (
+        apart and not arguments["track_traj_ids"],
+        "split_trajs and trajs_per_batch need track_traj_ids=True",
+    )
+    yield (
+        arguments["set_truncated"] and whole,
+        "set_truncated=True would cut trajectories where batches end; it excludes trajs_per_batch, "
+        "which delivers whole ones",
+    )
+    yield (
+        arguments["traj_quota"] is not None and arguments["reset_at_each_iter"],
+        "reset_at_each_iter=True drops trajectories that outlast a batch, so that short ones are "
+        "preferred; it excludes traj_quota",
+    )
+    yield (
+        arguments["return_same_td"] and apart,
+        "return_same_td=True needs batches of one shape; it excludes split_trajs and "
+        "trajs_per_batch",
+    )
+    yield (
+        not arguments["reset_when_done"],
+        "reset_when_done=False is not supported: environments that end are always reset; use "
+        "split_trajs=True or trajs_per_batch= to get whole trajectories, or the rollout("
+        "break_when_any_done=True) of an environment",
+    )
 
 
 def check_callables(**arguments: Any) -> None:
@@ -666,7 +668,7 @@ def check_schemes(schemes: Mapping[str, Any] | None) -> None:
             )
 
 
-def _check_buffer(arguments: Arguments, extend: bool, same_td: bool) -> None:
+def _check_buffer(arguments: Arguments, extend: bool) -> None:
     """A replay buffer takes the place of delivered batches."""
     buffer = arguments["replay_buffer"]
     if arguments["compact_obs"] and isinstance(buffer, ReplayBuffer) and buffer.storage.compact:
@@ -676,7 +678,7 @@ def _check_buffer(arguments: Arguments, extend: bool, same_td: bool) -> None:
         )
     if arguments["use_buffers"]:
         raise ArgumentTypeError("use_buffers=True and replay_buffer exclude each other")
-    if same_td:
+    if arguments["return_same_td"]:
         raise ArgumentTypeError(
             "return_same_td=True and replay_buffer exclude each other: nothing is returned"
         )
@@ -704,26 +706,19 @@ class Options:
     """The version counter to show."""
 
     @classmethod
-    def of(cls, arguments: Arguments, *, same_td: bool = False) -> "Options":
+    def of(cls, arguments: Arguments) -> "Options":
         """Check and read the arguments that all collectors share.
-
-        Args:
-            arguments: All arguments.
-            same_td: Whether the same `TensorDict` is delivered each time.
 
         Raises:
             ConfigError: wrong values, or some that contradict each other.
             TypeError: arguments that exclude each other.
         """
         check(arguments)
-        if same_td and (arguments["split_trajs"] or arguments["trajs_per_batch"] is not None):
-            raise ConfigError(
-                "return_same_td=True needs batches of one shape; it excludes split_trajs and "
-                "trajs_per_batch"
-            )
-        extend = _read_extend_buffer(arguments["extend_buffer"], arguments["replay_buffer_chunk"])
+        extend, chunk = arguments["extend_buffer"], arguments["replay_buffer_chunk"]
+        if chunk not in (None, extend):  # its retired spelling
+            raise ConfigError(f"replay_buffer_chunk ({chunk}) contradicts extend_buffer ({extend})")
         if arguments["replay_buffer"] is not None:
-            _check_buffer(arguments, extend, same_td)
+            _check_buffer(arguments, extend)
         return cls(
             exploration=_read_exploration(
                 arguments["exploration_type"], arguments["exploration_mode"]
@@ -850,15 +845,6 @@ def _read_exploration(kind: InteractionType | None, mode: str | None) -> Interac
             "exploration_mode"
         )
     return parsed
-
-
-def _read_extend_buffer(extend_buffer: bool, chunk: bool | None) -> bool:
-    """Return ``extend_buffer``, of which ``replay_buffer_chunk`` is a retired spelling."""
-    if chunk not in (None, extend_buffer):
-        raise ConfigError(
-            f"replay_buffer_chunk ({chunk}) contradicts extend_buffer ({extend_buffer})"
-        )
-    return extend_buffer
 
 
 # -- what collectors show of their arguments -------------------------------------------------------

@@ -78,7 +78,7 @@ class Collector(BaseCollector):
         own = cast("CollectorArguments", arguments)  # which hold for one worker
         check_callables(policy_factory=arguments["policy_factory"])
         same_td, interruptor = arguments["return_same_td"], arguments["interruptor"]
-        options = Options.of(arguments, same_td=same_td)
+        options = Options.of(arguments)
         devices = DevicePlan.from_arguments(
             own["device"],
             own["storing_device"],

@@ -41,12 +41,6 @@ def elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Args:
         args: The positional arguments of `Collector`.
         kwargs: Its other arguments.
-
-    Raises:
-        TypeError: a selector of the wrong type, or an argument that has no meaning over processes.
-        ConfigError: an unknown backend, options that contradict other arguments, or counts that do
-            not fit.
-        NotImplementedError: a backend that this version does not have.
     """
     backend, count = kwargs.get("backend"), kwargs.get("num_collectors")
     if backend == "thread":
@@ -80,11 +74,7 @@ def _check_here(count: int | None, kwargs: Mapping[str, Any]) -> None:
 
 
 def check_subclass(kind: type, kwargs: Mapping[str, Any]) -> None:
-    """Refuse selectors on a class of the user's, which runs where it is made.
-
-    Raises:
-        TypeError: they ask for something else.
-    """
+    """Refuse selectors on a class of the user's, which runs where it is made."""
     others = [name for name in _SELECTORS[1:] if kwargs.get(name) is not None]
     if others or kwargs.get("backend") not in _HERE:
         raise ArgumentTypeError(
@@ -147,11 +137,7 @@ def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wanted(given: Mapping[str, Any], target: Any) -> dict[str, Any]:
-    """Drop what merely repeats a default of `Collector`, where the target has another or none.
-
-    Raises:
-        TypeError: an argument that the target does not take.
-    """
+    """Drop what merely repeats a default of `Collector`, where the target has another or none."""
     if "num_workers" in given:
         raise ArgumentTypeError("num_workers= is num_collectors= here: say that")
     usual, known = {"policy": None, **defaults(CollectorArguments)}, definitions(target)

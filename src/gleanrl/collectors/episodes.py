@@ -153,11 +153,7 @@ class EpisodesSource(FillingSource):
         return 1 if path == "num_envs" else self._source.get(path)
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Reset all environments and play until there are enough episodes.
-
-        Raises:
-            ClosedError: the evaluation was stopped.
-        """
+        """Reset all environments and play until there are enough episodes."""
         began = time.perf_counter()
         if not self._fresh:
             self.reset(None, {})

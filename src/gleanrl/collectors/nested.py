@@ -59,9 +59,6 @@ def nested_factory(
         launch: What the outer collector starts.
         worker: The index of the worker.
         more: Further arguments of the collector in the worker.
-
-    Raises:
-        ConfigError: arguments that the worker's collector needs and does not take.
     """
     if not callable(kind):
         raise ConfigError(f"collector_class ({kind!r}) must be callable")
@@ -124,11 +121,7 @@ def _unusual(name: str, value: Any) -> bool:
 
 
 def _check_taken(kind: Any, said: Mapping[str, Any], refused: list[str]) -> None:
-    """Refuse arguments that a collector in a worker cannot have.
-
-    Raises:
-        ConfigError: some are ``refused``, or ``kind`` does not take one that was ``said``.
-    """
+    """Refuse arguments that a collector in a worker cannot have."""
     try:
         parameters = inspect.signature(kind).parameters
     except (TypeError, ValueError):  # written in C, or hidden: it will say so itself
@@ -183,12 +176,7 @@ class NestedSource:
         return self._layout
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Write the collector's next batch into ``window``, or return it if that has no fields.
-
-        Raises:
-            ClosedError: the collector has delivered all it was made for.
-            ConfigError: the batch is not what the first ones were.
-        """
+        """Write the collector's next batch into ``window``, or return it if that has no fields."""
         begin = monotonic()
         batch = self._next()
         times, episodes = self._times(begin), self._episodes()
@@ -346,9 +334,6 @@ def _write_batch(batch: TensorDictBase, layout: Layout, window: Window) -> int:
         batch: ``[*layout.batch_shape, t]``, with the fields of ``layout``.
         layout: What was said of it.
         window: Of at least ``t`` steps.
-
-    Raises:
-        ConfigError: it has another shape, or other fields.
     """
     taken = int(batch.shape[-1])
     if tuple(batch.shape[:-1]) != layout.batch_shape or taken > window.steps:

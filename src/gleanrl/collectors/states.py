@@ -47,12 +47,7 @@ def states_of(engine: Engine) -> dict[str, Any]:
 
 
 def entries_of(state_dict: Mapping[str, Any], workers: int, strict: bool) -> list[Any]:
-    """Return the entry of each worker in a collector's state.
-
-    Raises:
-        ConfigError: the state of another number of workers.
-        KeyError: ``strict`` and an entry is missing.
-    """
+    """Return the entry of each worker in a collector's state."""
     names = [f"worker{worker}" for worker in range(workers)]
     saved = sum(str(name).startswith("worker") for name in state_dict)
     if saved != workers:

@@ -68,11 +68,7 @@ class WorkerCollector(Handle):
 
     @property
     def replay_buffer(self) -> Any:
-        """The buffer that this worker writes into, ``None`` if there is none.
-
-        Raises:
-            AttributeError: there is one, but the learner writes.
-        """
+        """The buffer that this worker writes into, ``None`` if there is none."""
         if self._role.learner_extends:
             raise AttributeError(
                 "workers do not have this replay buffer, the learner's process writes into it: use "

@@ -48,12 +48,7 @@ _OF_A_WORKER = frozenset(
 
 
 def launch_workers(arguments: Arguments, plan: WorkerPlan) -> Launch:
-    """Return what is started for these arguments.
-
-    Raises:
-        ConfigError: wrong values, or some that contradict each other.
-        TypeError: arguments that exclude each other.
-    """
+    """Return what is started for these arguments."""
     count = len(plan.functions)
     _check(arguments, plan)
     options = Options.of(arguments)
@@ -176,12 +171,7 @@ def _factory(
 def env_functions(
     create_env_fn: Any, num_workers: int | None, default: int | None = None
 ) -> list[Any]:
-    """Return what each worker collects from; one environment is for ``default`` workers.
-
-    Raises:
-        TypeError: one environment and no number of workers.
-        ConfigError: no workers.
-    """
+    """Return what each worker collects from; one environment is for ``default`` workers."""
     if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
         if not create_env_fn:
             raise ConfigError("create_env_fn is empty: give one environment per worker")
@@ -218,11 +208,7 @@ def _warn_of_copies(functions: Sequence[Any]) -> None:
 
 
 def env_functions_of(create_env_fn: Any, num_collectors: int | None) -> list[Any]:
-    """Return what each worker collects from, where a list has to match ``num_collectors``.
-
-    Raises:
-        ConfigError: it does not, or there are no workers.
-    """
+    """Return what each worker collects from, where a list has to match ``num_collectors``."""
     functions = env_functions(create_env_fn, None, default=num_collectors or 1)
     if num_collectors not in (None, len(functions)):
         raise ConfigError(
@@ -233,11 +219,7 @@ def env_functions_of(create_env_fn: Any, num_collectors: int | None) -> list[Any
 
 
 def deal(name: str, value: Any, workers: int) -> list[Any]:
-    """Deal ``value`` out: one for all, or a list with one entry per worker.
-
-    Raises:
-        ConfigError: a list of another length.
-    """
+    """Deal ``value`` out: one for all, or a list with one entry per worker."""
     if isinstance(value, list | tuple):
         if len(value) != workers:
             raise ConfigError(f"{name} has {len(value)} entries for {workers} workers")
@@ -250,9 +232,6 @@ def frames_per_worker(frames_per_batch: Any, workers: int, sync: bool) -> list[i
 
     Synchronous workers share a number out (rounded up); asynchronous ones collect all of it each.
     A sequence gives each its own.
-
-    Raises:
-        ConfigError: a sequence of another length, or numbers that are not positive.
     """
     if isinstance(frames_per_batch, Sequence) and not isinstance(frames_per_batch, str):
         given = deal("frames_per_batch", list(frames_per_batch), workers)
@@ -262,11 +241,7 @@ def frames_per_worker(frames_per_batch: Any, workers: int, sync: bool) -> list[i
 
 
 def read_cat(cat_results: str | int | None, sync: bool) -> int | None:
-    """Return the dimension to concatenate along, ``None`` to stack.
-
-    Raises:
-        ConfigError: another string, or batches that are not ``sync``.
-    """
+    """Return the dimension to concatenate along, ``None`` to stack."""
     if cat_results is None or cat_results == "stack":
         return None
     if not sync:
@@ -280,11 +255,7 @@ def read_cat(cat_results: str | int | None, sync: bool) -> int | None:
 
 
 def read_threshold(threshold: float | None, workers: int) -> int | None:
-    """Return how many workers have to finish before the others are stopped, ``None`` for all.
-
-    Raises:
-        ConfigError: outside [0, 1].
-    """
+    """Return how many workers have to finish before the others are stopped, ``None`` for all."""
     if threshold is None:
         return None
     if isinstance(threshold, bool) or not isinstance(threshold, int | float):

@@ -218,9 +218,6 @@ def plan_nodes(
         arguments: All arguments.
         functions: What each node collects from.
         replaces: Whether lost nodes can be replaced.
-
-    Raises:
-        ConfigError: arguments that contradict each other.
     """
     count = len(functions)
     kind = _read_class(arguments["collector_class"])
@@ -266,11 +263,7 @@ def plan_nodes(
 
 
 def _check_failure(owner: str, arguments: Arguments, replaces: bool) -> None:
-    """Check what is to be done when a node is lost.
-
-    Raises:
-        ConfigError: no way to continue, or none for this collector.
-    """
+    """Check what is to be done when a node is lost."""
     what, quota = arguments["on_failure"], arguments["traj_quota"]
     if what not in ("raise", "continue", "relaunch"):
         raise ConfigError(f"on_failure ({what!r}) must be 'raise', 'continue' or 'relaunch'")
