@@ -4,43 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gleanrl.collectors.arguments import check_schemes
 from gleanrl.collectors.compat import WeightUpdaterBase, read_updater
 from gleanrl.core.errors import ArgumentTypeError, UnknownModelError
-from gleanrl.engine.engine import Engine
 from gleanrl.weights.scheme import WeightSyncScheme
 
+if TYPE_CHECKING:
+    from gleanrl.collectors.base import BaseCollector
+
 _POLICY = "policy"
-
-
-class Publishes(Protocol):
-    """What weight updates need of a collector."""
-
-    _engine: Engine
-    _models: Any
-
-    def _publish(self, models: Mapping[str, Any], worker_ids: Any, version: int | None) -> None: ...
-
-    def _check_workers(self, worker_ids: Any) -> None: ...
-
-    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """Update weights, in the way of the collector's class."""
-        ...
-
-
-class Sending(Protocol):
-    """Sends the policy's weights without being asked for, around each batch."""
-
-    def before(self, collector: Any) -> None:
-        """Send what is due before a batch is collected."""
-
-    def after(self, collector: Any, delivered: Collection[int]) -> None:
-        """Note a batch, which is made of rollouts of the workers ``delivered``."""
-
-    def sent(self, workers: Sequence[int]) -> None:
-        """Note that ``workers`` were sent weights, for whatever reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +23,12 @@ class EachBatch:
 
     sync: bool
 
-    def before(self, collector: Any) -> None:
+    def before(self, collector: BaseCollector) -> None:
         """Send if batches are synchronous."""
         if self.sync:
             collector.update_policy_weights_()
 
-    def after(self, collector: Any, delivered: Collection[int]) -> None:
+    def after(self, collector: BaseCollector, delivered: Collection[int]) -> None:
         """Send if batches are asynchronous."""
         if not self.sync:
             collector.update_policy_weights_()
@@ -73,7 +47,7 @@ class WeightSchedule:
         self._due: set[int] = set()
         """Workers that get weights before the next batch."""
 
-    def before(self, collector: Any) -> None:
+    def before(self, collector: BaseCollector) -> None:
         """Send the learner's newest weights to the workers that are due."""
         if self._due and collector._plan.tolerant:
             collector._engine.check()  # workers that were lost meanwhile need no weights
@@ -82,7 +56,7 @@ class WeightSchedule:
             everybody = len(self._due) == len(self._waiting)
             collector.update_policy_weights_(worker_ids=None if everybody else sorted(self._due))
 
-    def after(self, collector: Any, delivered: Collection[int]) -> None:
+    def after(self, collector: BaseCollector, delivered: Collection[int]) -> None:
         """Count a batch; workers that have waited for long enough are due."""
         for worker in self._waiting:
             self._waiting[worker] += 1
@@ -96,6 +70,10 @@ class WeightSchedule:
         for worker in workers:
             self._waiting[worker] = 0
             self._due.discard(worker)
+
+
+Sending: TypeAlias = EachBatch | WeightSchedule
+"""Sends the policy's weights without being asked for, around each batch."""
 
 
 class WeightUpdates:
@@ -122,7 +100,7 @@ class WeightUpdates:
         """The legacy weight updater."""
         return self._updater
 
-    def use(self, updater: Any, collector: Any) -> None:
+    def use(self, updater: Any, collector: BaseCollector) -> None:
         """Have ``updater`` (or what it returns) send the weights of ``collector`` from now on."""
         chosen = read_updater(updater)
         if chosen is not None:
@@ -131,7 +109,7 @@ class WeightUpdates:
 
     def update(
         self,
-        collector: Publishes,
+        collector: BaseCollector,
         models: Mapping[str, Any],
         worker_ids: Any,
         kwargs: Mapping[str, Any],
@@ -155,7 +133,7 @@ class WeightUpdates:
     def _run_updater(
         self,
         updater: WeightUpdaterBase,
-        collector: Publishes,
+        collector: BaseCollector,
         weights: Any,
         worker_ids: Any,
         kwargs: Mapping[str, Any],
@@ -172,7 +150,7 @@ class WeightUpdates:
             if self._delivered:
                 collector._models.continue_from(number)
 
-    def deliver(self, collector: Publishes, weights: Any, worker_ids: Any) -> None:
+    def deliver(self, collector: BaseCollector, weights: Any, worker_ids: Any) -> None:
         """Publish weights of the policy, past the updater."""
         collector._publish({_POLICY: weights}, worker_ids, self._pushing)
         self._delivered = True
@@ -197,7 +175,9 @@ class WeightUpdates:
                 f"name {sorted(self._receivers)}"
             )
 
-    def receive(self, collector: Publishes, models: Mapping[str, Any], version: int | None) -> None:
+    def receive(
+        self, collector: BaseCollector, models: Mapping[str, Any], version: int | None
+    ) -> None:
         """Apply what a parent sent, by model id: all of it or nothing."""
         for name in models:
             self.check_receiver(name)
