@@ -12,16 +12,14 @@ observation and action by the equations of motion, the log-probability by the ne
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.harness import OURS, WRONG, Clock, Fields, System
-from benchmarks.processes import turn
+from benchmarks.harness import OURS, WRONG, Fields, System
 
 _SEED = 7
 _BAD = re.compile("DIFFERENT|INCONSISTENT")
@@ -116,24 +114,8 @@ BATCHES = 8
 class RealBatches:
     """Checks the systems of one case."""
 
-    def __init__(
-        self,
-        net: nn.Module,
-        rows: int,
-        steps: int,
-        workers: int,
-        turn: Callable[[System], AbstractContextManager[Clock]] = turn,
-    ) -> None:
-        """Remember what is expected.
-
-        Args:
-            net: The network everybody runs.
-            rows: Environments of all workers.
-            steps: Steps per environment and rollout.
-            workers: How many there are.
-            turn: Surrounds what a system does.
-        """
-        self._turn = turn
+    def __init__(self, net: nn.Module, rows: int, steps: int, workers: int) -> None:
+        """Remember the network, environments of all workers, steps of a rollout, workers."""
         self._net, self._rows, self._steps, self._workers = net, rows, steps, workers
 
     def __call__(self, systems: Mapping[str, System]) -> list[str]:
@@ -146,7 +128,7 @@ class RealBatches:
 
     def _check(self, name: str, system: System) -> tuple[list[str], list[str]]:
         batches = []
-        with self._turn(system):
+        with system.turn():
             for _ in range(BATCHES):
                 system.collect_batch()
                 batches.append(system.fields())
@@ -234,7 +216,7 @@ def real_bytes(systems: Mapping[str, System]) -> list[str]:
         return lines
     system = systems[OURS]
     expected: dict[int, int] = {}
-    with turn(system):
+    with system.turn():
         for _ in range(BATCHES):
             system.collect_batch()
             fields = system.fields()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -112,7 +111,7 @@ class Seeds:
         return made
 
 
-# -- environments that cost next to nothing, or an exactly known time, and say what they did -------
+# -- an environment that costs next to nothing and says what it did --------------------------------
 
 
 class Still(gym.Env[Any, Any]):
@@ -140,43 +139,6 @@ class Still(gym.Env[Any, Any]):
         return self._seen, 0.0, False, False, {}
 
 
-class Timed(gym.Env[Any, Any]):
-    """Sleeps at every step and tells when and for how long.
-
-    Observations are ``[time, busy, number]``: the clock when the step ended, all seconds spent in
-    `step` so far, the number of the environment. ``time.perf_counter`` is one clock for all
-    processes of a Linux machine.
-    """
-
-    action_space = gym.spaces.Discrete(2)
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
-
-    def __init__(self, number: int, mean: float, exponential: bool) -> None:
-        self._number, self._busy = number, 0.0
-        random = np.random.default_rng(number)
-        times = random.exponential(mean, 4096) if exponential else np.full(4096, mean)
-        self._times = times.tolist()
-        self._count = 0
-
-    def _observe(self) -> np.ndarray[Any, Any]:
-        return np.array([time.perf_counter(), self._busy, self._number])
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return self._observe(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        start = time.perf_counter()
-        self._count += 1
-        time.sleep(self._times[self._count % len(self._times)])
-        self._busy += time.perf_counter() - start
-        return self._observe(), 0.0, False, False, {}
-
-
 def still(count: int, size: int) -> list[Callable[[], Still]]:
     """Return ``count`` factories of `Still`."""
     return [partial(Still, number, size) for number in range(count)]
-
-
-def timed(count: int, mean: float, exponential: bool) -> list[Callable[[], Timed]]:
-    """Return ``count`` factories of `Timed`."""
-    return [partial(Timed, number, mean, exponential) for number in range(count)]

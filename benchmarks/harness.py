@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from benchmarks.processes import cpu_seconds, workers
+
 Fields = Mapping[str, np.ndarray[Any, Any]]
 """A batch for comparison: dotted names to ``[P, T, ...]`` arrays."""
+Clock = Callable[[], float]
+OURS = "gleanrl"
+WRONG = "WRONG"
+SETTLE = 0.3
+"""Seconds of batches before a window is timed: whatever was ready beforehand is used up in them."""
 
 
 class System:
-    """Something that fills batches, built once per case and driven by `measure`."""
+    """Something that fills batches, built once per case and driven by `run_case`."""
 
     def collect_batch(self) -> int:
         """Collect one batch and return how many agent steps (or whatever counts) it holds."""
@@ -27,8 +36,65 @@ class System:
         """Return the last batch for comparison, if there is anything to compare. Not timed."""
         return {}
 
+    @contextmanager
+    def turn(self) -> Iterator[Clock]:
+        """Surround a window of batches; gives the clock of the CPU time that they take."""
+        yield time.process_time
+
     def close(self) -> None:
         """Release environments and processes."""
+
+
+class Around(System):
+    """A system that does what another one does, and more."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def collect_batch(self) -> int:
+        return int(self.inner.collect_batch())
+
+    def fields(self) -> Fields:
+        found: Fields = self.inner.fields()
+        return found
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Group(Around):
+    """A system together with the processes that building it started.
+
+    They sleep (SIGSTOP) while other systems have their turn: some peers go on working or spinning
+    when nobody asks them to.
+    """
+
+    def __init__(self, build: Build) -> None:
+        before = workers()
+        super().__init__(build())
+        self._pids = workers() - before
+        self._signal(signal.SIGSTOP)
+
+    @contextmanager
+    def turn(self) -> Iterator[Clock]:
+        """Wake the processes and let them settle; put them to sleep afterwards."""
+        self._signal(signal.SIGCONT)
+        try:
+            end = time.perf_counter() + SETTLE
+            while time.perf_counter() < end:
+                self.collect_batch()
+            yield lambda: time.process_time() + cpu_seconds(self._pids)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        super().close()
 
 
 class Skip(Exception):
@@ -37,15 +103,6 @@ class Skip(Exception):
 
 Build = Callable[[], System]
 """Builds a system; its requirements are imported inside."""
-
-
-Clock = Callable[[], float]
-
-
-@contextmanager
-def in_process(_: System) -> Iterator[Clock]:
-    """A turn of a system that lives in this process: nothing but its CPU clock is needed."""
-    yield time.process_time
 
 
 @dataclass(frozen=True)
@@ -68,159 +125,83 @@ class Case:
     references: Sequence[Reference]
     check: Callable[[Mapping[str, System]], list[str]] | None = None
     """Compares the first batches of all systems; lines that start with `WRONG` are errors."""
-    extra: Callable[[], dict[str, Any]] | None = None
-    """More numbers to report, measured outside the rounds."""
-    turn: Callable[[System], AbstractContextManager[Clock]] = in_process
-    """Surrounds each window of a system; gives the clock of the CPU time it takes."""
-
-
-def summary(values: list[float]) -> dict[str, Any]:
-    """Return median, quartiles and extremes of what the rounds gave."""
-    low, middle, high = values * 3 if len(values) < 2 else _quartiles(values)
-    return {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values)}
-
-
-def _quartiles(values: list[float]) -> list[float]:
-    return statistics.quantiles(values, n=4, method="inclusive")
-
-
-Tick = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One number that is no rate against a rate, measured several times."""
-
-    name: str
-    unit: str
-    values: list[float]
-    limit: float | None = None
-    """Greatest acceptable median; ``None`` only informs."""
-
-    def summary(self) -> dict[str, Any]:
-        found = summary(self.values)
-        met = None if self.limit is None else found["median"] <= self.limit
-        head = {"unit": self.unit, "limit": self.limit}
-        return {**head, **found, "met": met, "rounds": self.values}
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Something that gives `Figure` objects."""
-
-    name: str
-    title: str
-    run: Callable[[int, float, Tick], Iterable[Figure]]
-    """Called with rounds, seconds per round and the tick of a progress display."""
-
-
-@dataclass
-class Result:
-    """Everything measured for one case."""
-
-    name: str
-    title: str
-    rates: dict[str, list[float]] = field(default_factory=dict)
-    """Agent steps per second of wall time, one per round."""
-    cpu_rates: dict[str, list[float]] = field(default_factory=dict)
-    """The same per second of the system's CPU time, which stolen cores do not touch."""
-    targets: dict[str, float | None] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    agreement: list[str] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
-    load: list[float] = field(default_factory=list)
-    """Load averages of the machine after the case."""
-
-    def ratios(self, cpu: bool = False) -> dict[str, Any]:
-        """Return ours against every reference that ran, round by round, and summed up."""
-        rates = self.cpu_rates if cpu else self.rates
-        ours = rates.get(OURS)
-        found = {}
-        for name, theirs in rates.items() if ours else ():
-            if name == OURS:
-                continue
-            rounds, target = [a / b for a, b in zip(ours, theirs, strict=True)], self.targets[name]
-            values = summary(rounds)
-            met = None if target is None else values["median"] >= target
-            found[name] = {"target": target, **values, "met": met, "rounds": rounds}
-        return found
-
-
-OURS = "gleanrl"
-WRONG = "WRONG"
+    stopped: bool = False
+    """Whether processes of systems that do not have their turn are stopped (`Group`)."""
 
 
 def run_case(
     case: Case, rounds: int, seconds: float, tick: Callable[[str], None] = lambda _: None
-) -> Result:
+) -> dict[str, Any]:
     """Build the systems of ``case``, compare their batches, time them, close them.
 
     Args:
         case: What to run.
         rounds: Windows per system.
         seconds: Least length of one window.
-        tick: Called with a short text after every window, for a progress bar.
+        tick: Called with a short text after every window.
+
+    Returns:
+        What was found, ready for JSON: rates in agent steps per second of wall time and of CPU
+        time, one per round; their medians and quartiles; ours over each reference.
     """
-    result = Result(case.name, case.title)
-    systems = _build(case, result)
+    systems, skipped = _build(case)
     try:
-        if case.check is not None and systems:
-            result.agreement = case.check(systems)
-        _measure(case, systems, result, rounds, seconds, tick)
-        if case.extra is not None:
-            result.extra = _optional(case.extra)
+        agreement = case.check(systems) if case.check is not None and systems else []
+        rates, cpu_rates = _measure(systems, rounds, seconds, tick)
     finally:
         for system in systems.values():
             system.close()
-    return result
+    found = {name: summary(values) for name, values in rates.items()}
+    return {
+        "title": case.title,
+        "frames_per_second": {name: round(rate["median"]) for name, rate in found.items()},
+        "quartiles": {name: [round(r["q1"]), round(r["q3"])] for name, r in found.items()},
+        "rates": rates,
+        "cpu_rates": cpu_rates,
+        "ratios": _ratios(case, rates),
+        "cpu_ratios": _ratios(case, cpu_rates),
+        "agreement": agreement,
+        "skipped": skipped,
+        "load_average": list(os.getloadavg()),
+    }
 
 
-def _build(case: Case, result: Result) -> dict[str, System]:
+def _build(case: Case) -> tuple[dict[str, System], dict[str, str]]:
     builders = {OURS: case.ours, **{item.name: item.build for item in case.references}}
-    result.targets = {item.name: item.target for item in case.references}
     systems: dict[str, System] = {}
+    skipped: dict[str, str] = {}
     for name, build in builders.items():
         try:
-            systems[name] = build()
+            systems[name] = Group(build) if case.stopped else build()
         except (Skip, ImportError) as err:
-            result.skipped[name] = str(err) or type(err).__name__
+            skipped[name] = str(err) or type(err).__name__
         except Exception as err:
-            result.skipped[name] = f"{WRONG} {type(err).__name__}: {err}"
-    return systems
-
-
-def _optional(extra: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return extra()
-    except (Skip, ImportError) as err:
-        return {"skipped": str(err)}
+            skipped[name] = f"{WRONG} {type(err).__name__}: {err}"
+    return systems, skipped
 
 
 def _measure(
-    case: Case,
-    systems: Mapping[str, System],
-    result: Result,
-    rounds: int,
-    seconds: float,
-    tick: Callable[[str], None],
-) -> None:
+    systems: Mapping[str, System], rounds: int, seconds: float, tick: Callable[[str], None]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     for system in systems.values():
-        _window(case, system, min(seconds, 0.2))
-    order = list(systems)
+        _window(system, min(seconds, 0.2))
+    rates: dict[str, list[float]] = {name: [] for name in systems}
+    cpu_rates: dict[str, list[float]] = {name: [] for name in systems}
     for number in range(rounds):
         # Every other round runs backwards, so that a drift of the machine favours nobody.
-        for name in order if number % 2 == 0 else reversed(order):
-            rate, cpu_rate = _window(case, systems[name], seconds)
-            result.rates.setdefault(name, []).append(rate)
-            result.cpu_rates.setdefault(name, []).append(cpu_rate)
-            tick(f"{result.name}: {name} {rate:,.0f}/s")
+        for name in systems if number % 2 == 0 else reversed(list(systems)):
+            rate, cpu_rate = _window(systems[name], seconds)
+            rates[name].append(rate)
+            cpu_rates[name].append(cpu_rate)
+            tick(f"{name}: {rate:,.0f}/s")
+    return rates, cpu_rates
 
 
-def _window(case: Case, system: System, seconds: float) -> tuple[float, float]:
+def _window(system: System, seconds: float) -> tuple[float, float]:
     gc.collect()
     collect, clock = system.collect_batch, time.perf_counter
     frames = 0
-    with case.turn(system) as cpu:
+    with system.turn() as cpu:
         cpu_start, start = cpu(), clock()
         end = start
         while end - start < seconds:
@@ -230,14 +211,20 @@ def _window(case: Case, system: System, seconds: float) -> tuple[float, float]:
     return frames / (end - start), frames / max(spent, 1e-9)
 
 
-def tensordict_fields(batch: Any) -> Fields:
-    """Return the leaves of a batch as ``[P, T, ...]``; flags and rewards lose their last 1."""
-    batch = batch.unsqueeze(0) if batch.ndim == 1 else batch.flatten(0, -2)
-    fields: dict[str, Any] = {}
-    for key, value in batch.items(include_nested=True, leaves_only=True):
-        name = key if isinstance(key, str) else ".".join(key)
-        array = value.detach().numpy()
-        if name.rsplit(".", 1)[-1] in ("reward", "done", "terminated", "truncated"):
-            array = array[..., 0]
-        fields[name] = array.copy()
-    return fields
+def _ratios(case: Case, rates: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Return ours against every reference that ran, round by round, and summed up."""
+    found = {}
+    for item in case.references:
+        if OURS in rates and item.name in rates:
+            rounds = [a / b for a, b in zip(rates[OURS], rates[item.name], strict=True)]
+            values = summary(rounds)
+            met = None if item.target is None else values["median"] >= item.target
+            found[item.name] = {"target": item.target, **values, "met": met, "rounds": rounds}
+    return found
+
+
+def summary(values: list[float]) -> dict[str, Any]:
+    """Return median, quartiles and extremes of what the rounds gave."""
+    rounds = values if len(values) > 1 else values * 2
+    low, middle, high = statistics.quantiles(rounds, n=4, method="inclusive")
+    return {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values)}

@@ -39,18 +39,9 @@ def take(name: str, results: Path) -> None:
     cases: dict[str, Any] = json.loads(path.read_text())["cases"] if path.exists() else {}
     here = {"created": found["created"], "versions": found["versions"], "machine": found["machine"]}
     for case, entry in found["cases"].items():
-        cases[case] = {
-            "title": entry["title"],
-            **here,
-            "load_average": entry["load_average"],
-            "agreement": entry["agreement"],
-            "skipped": entry["skipped"],
-            "frames_per_second": entry["frames_per_second"],
-            "quartiles": entry["quartiles"],
-            "ratios": entry["ratios"],
-            "cpu_ratios": entry["cpu_ratios"],
-        }
-    document = {"settings": found["settings"], "cases": cases, "memory": found.get("memory")}
+        entry = {key: entry[key] for key in entry if key not in ("rates", "cpu_rates")}
+        cases[case] = {**entry, **here, "settings": found["settings"]}
+    document = {"cases": cases}
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
 

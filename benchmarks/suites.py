@@ -1,4 +1,4 @@
-"""Runs the cases and measurements of a suite: options, progress, one interpreter each."""
+"""Runs the cases of a suite, each in an interpreter of its own; shows and saves what they found."""
 
 from __future__ import annotations
 
@@ -11,105 +11,87 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.table import Table
 
-from benchmarks import report
-from benchmarks.harness import WRONG, Case, Figure, Measurement, Result, Skip, run_case
-from benchmarks.processes import in_fresh_process
+from benchmarks import picture
+from benchmarks.harness import OURS, WRONG, Case, run_case
+from benchmarks.machine import machine, versions
 
+SUITES = {
+    "single": (7, 1.0),
+    "multi": (7, 1.0),
+    "distributed": (7, 1.0),
+    "ray": (7, 1.0),
+    "replay": (9, 0.3),
+    "training_rates": (7, 3.0),
+}
+"""Modules of `benchmarks.cases`, with windows per system and seconds of a window."""
 MINUTES = 15
-"""Longest that one case or measurement may take in an interpreter of its own."""
+"""Longest that one case may take."""
+_VERDICT = {True: "[green]met[/green]", False: "[red]missed[/red]", None: ""}
 
 
-@dataclass(frozen=True)
-class Suite:
-    """Benchmarks that are run by one command."""
-
-    module: str
-    """What ``python -m`` runs."""
-    cases: Callable[[], list[Case]]
-    measurements: Callable[[], list[Measurement]] = list
-    alone: bool = False
-    """Each runs in an interpreter of its own: threads and processes that one library leaves behind
-    have made another one hang when it forked."""
-    memory: bool = False
-    """Whether the resident size over many batches is measured, too."""
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Surrounds all cases."""
-    rounds: int = 7
-    seconds: float = 1.0
-    """Defaults of the options."""
-
-
-def main(suite: Suite, arguments: Sequence[str] | None = None) -> int:
-    """Run the chosen cases and measurements, print and save the results.
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the chosen cases, print and save the results.
 
     Returns:
         1 if ``--strict`` was given and a target was missed, else 0.
     """
-    options = _parse(suite, arguments)
-    cases, measurements = suite.cases(), suite.measurements()
+    options = _parse(arguments)
+    cases: list[Case] = import_module(f"benchmarks.cases.{options.suite}").all_cases()
     if options.list:
-        lines = [f"{item.name:24} {item.title}" for item in (*cases, *measurements)]
-        print("\n".join([*lines, *["memory"] * suite.memory]))
+        print("\n".join(f"{case.name:24} {case.title}" for case in cases))
         return 0
-    names = [item.name for item in (*cases, *measurements)] + ["memory"] * suite.memory
-    names = chosen(names, options.only)
+    names = chosen([case.name for case in cases], options.only)
     if not names:
         print(f"no case is named {options.only}; --list shows them", file=sys.stderr)
         return 2
-    console = Console() if sys.stdout.isatty() else Console(width=130)
-    _quiet()
     if options.part is not None:
-        options.part.write_text(json.dumps(_run_one(suite, names[0], options, console)))
+        (case,) = (case for case in cases if case.name == names[0])
+        options.part.write_text(json.dumps(_run(case, options)))
         return 0
-    settings = {"rounds": options.rounds, "seconds": options.seconds}
-    if suite.alone:
-        doc: dict[str, Any] = {**report.document([], settings, None), "figures": {}}
-        for name in names:
-            for kind, entries in _elsewhere(suite, name, options).items():
-                doc[kind].update(entries)
-    else:
-        with suite.around():
-            found = _run_cases([case for case in cases if case.name in names], options, console)
-        resident = _memory(options.batches, console) if "memory" in names else None
-        doc = report.document(found, settings, resident)
-    report.show(doc, console)
-    for path in report.save(doc, options.out):
-        console.print(f"wrote {path}")
-    missed = report.missed(doc)
-    for line in missed:
+    doc = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "machine": machine(),
+        "settings": {"rounds": options.rounds, "seconds": options.seconds},
+        "cases": {name: _elsewhere(name, options) for name in names},
+    }
+    console = Console() if sys.stdout.isatty() else Console(width=130)
+    lines = missed(doc)
+    show(doc, console)
+    console.print(f"wrote {save(doc, options.out or Path('benchmarks/results', options.suite))}")
+    for line in lines:
         console.print(f"[red]missed[/red] {line}", highlight=False)
-    return int(bool(missed) and options.strict)
+    return int(bool(lines) and options.strict)
 
 
-def _parse(suite: Suite, arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {suite.module}")
-    out = Path("benchmarks/results") / suite.module.partition(".")[2]
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
     add = parser.add_argument
+    add("suite", nargs="?", choices=SUITES, default="single")
     add("--only", nargs="+", metavar="CASE", help="names, patterns or parts (see --list)")
-    rounds, seconds = suite.rounds, suite.seconds
-    add("--rounds", type=int, default=rounds, help=f"windows per system ({rounds})")
-    add("--seconds", type=float, default=seconds, help=f"length of a window ({seconds})")
-    if suite.memory:
-        add("--batches", type=int, default=1000, help="for the memory case (1000)")
-    add("--out", type=Path, default=out, metavar="DIR")
+    add("--rounds", type=int, help="windows per system")
+    add("--seconds", type=float, help="length of a window")
+    add("--out", type=Path, metavar="DIR", help="where results go (benchmarks/results/SUITE)")
     add("--quick", action="store_true", help="2 short windows per system: does it run at all?")
     add("--strict", action="store_true", help="exit with 1 if a target is missed")
     add("--part", type=Path, help=argparse.SUPPRESS)
     add("--list", action="store_true", help="print the names of everything")
     options = parser.parse_args(arguments)
-    if options.quick:
-        options.rounds, options.seconds, options.batches = 2, 0.2, 50
+    rounds, seconds = (2, 0.2) if options.quick else SUITES[options.suite]
+    options.rounds, options.seconds = options.rounds or rounds, options.seconds or seconds
     return options
 
 
@@ -123,59 +105,30 @@ def chosen(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:
     return [name for name in names if name in found]
 
 
-def _quiet() -> None:
-    """Set one thread, no argument checks in distributions (for everybody), no chatter."""
+def _run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a case with one thread, no argument checks in distributions (for everybody), silently."""
     torch.set_num_threads(1)
     torch.distributions.Distribution.set_default_validate_args(False)
     warnings.filterwarnings("ignore")
     gym.logger.min_level = gym.logger.ERROR
 
+    def tick(text: str) -> None:
+        print(f"\r{case.name}: {text:60}", end="", file=sys.stderr)
 
-def _run_cases(
-    cases: Sequence[Case], options: argparse.Namespace, console: Console
-) -> list[Result]:
-    """Run each case, with a progress bar."""
-    results = []
-    windows = [options.rounds * (1 + len(case.references)) for case in cases]
-    columns: tuple[Any, ...] = (
-        BarColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-    )
-    # Redrawing takes time from what is measured: the bar moves between windows only.
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
-        task = progress.add_task("starting", total=sum(windows))
-        for case, count in zip(cases, windows, strict=True):
-
-            def tick(text: str) -> None:
-                progress.update(task, advance=1, description=text, refresh=True)
-
-            start = progress.tasks[0].completed
-            result = run_case(case, options.rounds, options.seconds, tick)
-            result.load = list(os.getloadavg())
-            progress.update(task, completed=start + count, refresh=True)
-            results.append(result)
-    return results
+    return run_case(case, options.rounds, options.seconds, tick)
 
 
-def _memory(batches: int, console: Console) -> Any:
-    """Measure it where no case has stretched the heap."""
-    if not batches:
-        return None
-    with console.status("memory"):
-        try:
-            return in_fresh_process("benchmarks.measurements", "memory", batches)
-        except RuntimeError as err:
-            return {"skipped": str(err)}
+def _elsewhere(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one case in a fresh interpreter.
 
-
-def _elsewhere(suite: Suite, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one case or measurement in a fresh interpreter; return its part of the document."""
+    Threads and processes that one library leaves behind have made another one hang when it forked.
+    """
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / "part.json"
-        command = [sys.executable, "-W", "ignore", "-m", suite.module, "--only", name]
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks", options.suite]
         command += ["--rounds", str(options.rounds), "--seconds", str(options.seconds)]
-        process = subprocess.Popen([*command, "--part", str(part)], start_new_session=True)
+        command += ["--only", name, "--part", str(part)]
+        process = subprocess.Popen(command, start_new_session=True)
         try:
             code = process.wait(60 * MINUTES)
             why = f"{WRONG} ended with code {code}"
@@ -188,29 +141,53 @@ def _elsewhere(suite: Suite, name: str, options: argparse.Namespace) -> dict[str
             process.wait()
         if part.exists():
             return dict(json.loads(part.read_text()))
-    return {"figures": {name: {"title": name, "figures": {}, "skipped": why}}}
+    nothing = {"frames_per_second": {}, "ratios": {}, "agreement": []}
+    return {"title": name, **nothing, "skipped": {OURS: why}}
 
 
-def _run_one(
-    suite: Suite, name: str, options: argparse.Namespace, console: Console
-) -> dict[str, Any]:
-    cases = [case for case in suite.cases() if case.name == name]
-    if cases:
-        return {"cases": report.document(_run_cases(cases, options, console), {}, None)["cases"]}
-    (item,) = (item for item in suite.measurements() if item.name == name)
-    skipped = ""
-    found: list[Figure] = []
-    with console.status(name) as status:
-        try:
-            found = list(item.run(options.rounds, options.seconds, status.update))
-        except (Skip, ImportError) as err:
-            skipped = str(err)
-        except Exception as err:
-            skipped = f"{WRONG} {type(err).__name__}: {err}"
-    entry = {
-        "title": item.title,
-        "figures": {figure.name: figure.summary() for figure in found},
-        "skipped": skipped,
-        "load_average": list(os.getloadavg()),
-    }
-    return {"figures": {name: entry}}
+def missed(doc: dict[str, Any]) -> list[str]:
+    """Return a line per target that was not met and per disagreement."""
+    lines = []
+    for case, entry in doc["cases"].items():
+        lines += [
+            f"{case} against {name}: {ratio['median']:.3f} < {ratio['target']}"
+            for name, ratio in entry["ratios"].items()
+            if ratio["met"] is False
+        ]
+        remarks = (*entry["agreement"], *entry["skipped"].values())
+        lines += [f"{case}: {line}" for line in remarks if line.startswith(WRONG)]
+    return lines
+
+
+def show(doc: dict[str, Any], console: Console) -> None:
+    """Print one row per case and reference."""
+    table = Table("case", "against", "ours /s", "theirs /s", "ratio", "IQR", "target", "")
+    for name, entry in doc["cases"].items():
+        rates = entry["frames_per_second"]
+        for other, ratio in entry["ratios"].items():
+            target = "-" if ratio["target"] is None else f"{ratio['target']:g}"
+            spread = f"{ratio['q1']:.2f}-{ratio['q3']:.2f}"
+            cells = (f"{ratio['median']:.3f}", spread, target, _VERDICT[ratio["met"]])
+            table.add_row(name, other, f"{rates[OURS]:,}", f"{rates[other]:,}", *cells)
+    console.print(table)
+    for line in _remarks(doc):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _remarks(doc: dict[str, Any]) -> Iterator[str]:
+    for name, entry in doc["cases"].items():
+        for line in entry["agreement"]:
+            yield f"[dim]{name}: {escape(line)}[/dim]"
+        for other, why in entry["skipped"].items():
+            yield f"[yellow]{name}: {other} skipped: {escape(why)}[/yellow]"
+
+
+def save(doc: dict[str, Any], folder: Path) -> Path:
+    """Write ``results.json`` and ``results.svg``; return the path of the first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "results.json"
+    path.write_text(json.dumps(doc, indent=1) + "\n")
+    groups = [picture.group(entry) for entry in doc["cases"].values()]
+    drawn = picture.draw("Rates: GleanRL over others", groups, [doc["created"]])
+    path.with_suffix(".svg").write_text(drawn)
+    return path

@@ -26,9 +26,9 @@ from tensordict.nn import (
     TensorDictModule,
 )
 from torch import Tensor, nn
-from torch.distributions import Independent, Normal, TanhTransform, TransformedDistribution
 
 from gleanrl import MultiSyncCollector
+from gleanrl.modules import TanhNormal
 
 WORKERS, ENVS, STEPS = 2, 4, 250  # a batch is [2, 4, 250]: 2,000 frames
 GAMMA, LAMBDA, CLIP = 0.99, 0.95, 0.2
@@ -95,24 +95,6 @@ class Actor(nn.Module):
         """Return location and scale ``[..., 6]`` for observations ``[..., 17]``."""
         loc = self.mean(self.normalizer(observation))
         return loc, self.log_std.exp().expand_as(loc)
-
-
-class TanhNormal(TransformedDistribution):
-    """The hyperbolic tangent of independent Gaussians."""
-
-    def __init__(self, loc: Tensor, scale: Tensor) -> None:
-        """Take location and scale before squashing."""
-        gaussian = Independent(Normal(loc, scale, validate_args=False), 1, validate_args=False)
-        super().__init__(gaussian, TanhTransform(cache_size=1), validate_args=False)
-
-    @property
-    def deterministic_sample(self) -> Tensor:
-        """What ``ExplorationType.DETERMINISTIC`` takes."""
-        return self.base_dist.mean.tanh()
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Return log densities; actions that were rounded to a bound are moved off it."""
-        return super().log_prob(value.clamp(-1 + 1e-6, 1 - 1e-6))
 
 
 def as_policy(actor: nn.Module) -> ProbabilisticTensorDictSequential:

@@ -19,18 +19,12 @@ from tensordict.nn import (
     TensorDictModule,
 )
 from torch import Tensor, nn
-from torch.distributions import (
-    AffineTransform,
-    Independent,
-    Normal,
-    TanhTransform,
-    TransformedDistribution,
-)
 
 from gleanrl import Collector, LazyTensorStorage, MultiAsyncCollector, RateLimiter, ReplayBuffer
 from gleanrl.envs.utils import ExplorationType
+from gleanrl.modules import TanhNormal
 
-OBSERVATIONS, ACTIONS, BOUND = 3, 1, 2.0  # Pendulum's torques lie between -2 and 2
+OBSERVATIONS, ACTIONS, BOUNDS = 3, 1, {"low": -2.0, "high": 2.0}  # of Pendulum's torques
 ENVS, STEPS = 2, 8  # a rollout is [2, 8]: 16 frames, made with the newest weights
 GAMMA, TAU, RATE, BATCH = 0.99, 0.01, 1e-3, 128
 RANDOM_FRAMES = 1_000
@@ -57,27 +51,15 @@ class Actor(nn.Module):
         return loc, log_std.clamp(-5, 2).exp()
 
 
-class Squashed(TransformedDistribution):
-    """``BOUND`` times the hyperbolic tangent of a Gaussian."""
-
-    def __init__(self, loc: Tensor, scale: Tensor) -> None:
-        """Take location and scale before squashing."""
-        squash = [TanhTransform(cache_size=1), AffineTransform(0.0, BOUND, cache_size=1)]
-        gaussian = Independent(Normal(loc, scale, validate_args=False), 1, validate_args=False)
-        super().__init__(gaussian, squash, validate_args=False)
-
-    @property
-    def deterministic_sample(self) -> Tensor:
-        """The torque without noise, which ``ExplorationType.DETERMINISTIC`` asks for."""
-        return BOUND * self.base_dist.mean.tanh()
-
-
 def as_policy(actor: Actor) -> ProbabilisticTensorDictSequential:
     """Return the policy that samples torques."""
     return ProbabilisticTensorDictSequential(
         TensorDictModule(actor, in_keys=["observation"], out_keys=["loc", "scale"]),
         ProbabilisticTensorDictModule(
-            in_keys=["loc", "scale"], out_keys=["action"], distribution_class=Squashed
+            in_keys=["loc", "scale"],
+            out_keys=["action"],
+            distribution_class=TanhNormal,
+            distribution_kwargs=BOUNDS,
         ),
     )
 
@@ -96,9 +78,8 @@ class Learner:
 
     def sample(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """Return differentiable torques ``[n, 1]`` and their log-probabilities ``[n, 1]``."""
-        choice = Squashed(*self.actor(observation))
-        action = choice.rsample()
-        return action, choice.log_prob(action).unsqueeze(-1)
+        action, log_prob = TanhNormal(*self.actor(observation), **BOUNDS).rsample_and_log_prob()
+        return action, log_prob.unsqueeze(-1)
 
     def update(self, batch) -> float:
         """Take one step of every optimizer on rows ``[n]`` and return the critics' loss."""

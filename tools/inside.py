@@ -25,7 +25,6 @@ PUBLIC = {
     "gleanrl.envs.utils",
     "gleanrl.modules",
     "gleanrl.policies",
-    "gleanrl.testing",
     "gleanrl.weight_update",
 }
 MAIN = "gleanrl.cli.main"

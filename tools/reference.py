@@ -25,7 +25,6 @@ MODULES = [
     "gleanrl.envs",
     "gleanrl.envs.utils",
     "gleanrl.modules",
-    "gleanrl.testing",
     "gleanrl.weight_update",
 ]
 """Whose ``__all__`` is public; of several paths of one object the first is the one to use."""
@@ -100,7 +99,6 @@ GROUPS = {
         ("engine.trajectories", "policies", "tensordict.nn", "engine"),
     ),
     "errors": Group("Errors", "What GleanRL raises.", ("core.errors",)),
-    "testing": Group("Testing", "For tests of what is built on GleanRL.", ("testing",)),
     "launchers": Group(
         "Slurm jobs",
         "Start a learner and its nodes as one Slurm job each.",

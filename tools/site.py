@@ -28,6 +28,13 @@ QUESTIONS = {
     "How do I evaluate without disturbing training?": "howto/evaluate",
 }
 """What readers ask, and the page with such a heading; `tools.screenshots` asks the search."""
+WORDS = {
+    "log_prob": "howto/policies",
+    "set_seed": "concepts/seeds",
+    "stale policy": "concepts/sync_async",
+    "update_policy_weights_": "concepts/weights",
+}
+"""What readers search for, and the page that has to come first."""
 
 
 def main() -> int:

@@ -1,1 +1,1 @@
-"""What is compared: one suite per module, each run by a command of the same name."""
+"""What is compared: one module per suite."""

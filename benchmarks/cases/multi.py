@@ -1,4 +1,4 @@
-"""Over processes: ours against everybody else and against bare copies, and `measurements`."""
+"""Over processes: ours against everybody else and against bare copies."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from typing import Any
 
 from benchmarks import checks, envs, policies
 from benchmarks.cases.cartpole import ENVS, STEPS, WORKERS, frames, gleanrl, torchrl
-from benchmarks.harness import Build, Case, Measurement, Reference
-from benchmarks.processes import grouped, turn
-from benchmarks.suites import Suite
+from benchmarks.harness import Build, Case, Reference
 from benchmarks.systems import bare, ours, peers
 
-NESTED = 2**14
-"""Bytes of an observation of the nested cases."""
 SIZES = {"1KB": 2**10, "64KB": 2**16, "1MB": 2**20, "8MB": 2**23}
 
 
@@ -24,12 +20,8 @@ def all_cases() -> list[Case]:
         process_peers(),
         *(many_workers(kind) for kind in ("sync", "async")),
         *(delivered(kind, name) for kind in ("async", "sync") for name in SIZES),
-        *(nested(name, frames) for name, frames in (("1MB", 32), ("16MB", 512))),
+        one_frame(),
     ]
-
-
-def _ours(kind: str, policy: Any, workers: int = WORKERS) -> Build:
-    return grouped(lambda: gleanrl("process", kind, policy, workers))
 
 
 def cartpole(kind: str) -> Case:
@@ -37,29 +29,26 @@ def cartpole(kind: str) -> Case:
     net = policies.mlp(4, 2)
     policy = policies.categorical_policy(net)
     factories = envs.seeded(envs.cartpole, ENVS)
+    peer = f"TorchRL Multi{kind.capitalize()}Collector"
     return Case(
         f"cartpole-{kind}",
         f"CartPole-v1 x16 in each of 2 workers, 64-64 MLP, {kind}",
-        _ours(kind, policy),
+        lambda: gleanrl("process", kind, policy),
         [
             Reference(
                 "in-process Collector x16",
-                grouped(lambda: ours.inline(factories, policy, frames(kind))),
+                lambda: ours.inline(factories, policy, frames(kind)),
                 1.8 if kind == "sync" else 1.85,
             ),
+            Reference(peer, lambda: torchrl("process", kind, policy), 20.0),
             Reference(
-                f"TorchRL Multi{kind.capitalize()}Collector",
-                grouped(lambda: torchrl("process", kind, policy)),
-                20.0,
-            ),
-            Reference(
-                f"TorchRL Multi{kind.capitalize()}Collector, argument checks",
-                grouped(lambda: torchrl("process", kind, policy, argument_checks=True)),
+                f"{peer}, argument checks",
+                lambda: torchrl("process", kind, policy, argument_checks=True),
                 20.0,
             ),
         ],
         check=checks.RealBatches(net, WORKERS * ENVS, STEPS, WORKERS),
-        turn=turn,
+        stopped=True,
     )
 
 
@@ -75,109 +64,66 @@ def process_peers() -> Case:
     return Case(
         "process-peers",
         "CartPole-v1 x32, 64-64 MLP, environments in processes",
-        _ours("sync", policy),
+        lambda: gleanrl("process", "sync", policy),
         [
-            Reference(name, grouped(build), 1.0)
-            for name, build in (
-                ("AsyncVectorEnv", peer(peers.async_vector_env)),
-                ("SB3 SubprocVecEnv", peer(peers.sb3_processes, lean=False)),
-                ("SB3 SubprocVecEnv, lean critic", peer(peers.sb3_processes, lean=True)),
-            )
+            Reference("AsyncVectorEnv", peer(peers.async_vector_env), 1.0),
+            Reference("SB3 SubprocVecEnv", peer(peers.sb3_processes, lean=False), 1.0),
+            Reference("SB3 SubprocVecEnv, lean critic", peer(peers.sb3_processes, lean=True), 1.0),
         ],
         check=checks.RealBatches(net, WORKERS * ENVS, STEPS, WORKERS),
-        turn=turn,
+        stopped=True,
     )
 
 
 def many_workers(kind: str) -> Case:
     """More workers than cores must not be worse than as many."""
-    net = policies.mlp(4, 2)
-    policy = policies.categorical_policy(net)
+    policy = policies.categorical_policy(policies.mlp(4, 2))
     return Case(
         f"eight-workers-{kind}",
         f"CartPole-v1 x16 in each of 8 workers on two cores, 64-64 MLP, {kind}",
-        _ours(kind, policy, 8),
-        [Reference("2 workers", _ours(kind, policy), 0.85)],
-        turn=turn,
+        lambda: gleanrl("process", kind, policy, 8),
+        [Reference("2 workers", lambda: gleanrl("process", kind, policy), 0.85)],
+        stopped=True,
     )
 
 
-def rollout_steps(size: int) -> int:
-    """Return how many steps of ``size`` bytes a rollout has: 64 MB of them at most."""
-    return min(256, max(4, 2**24 // size))
-
-
-def still_collector(kind: str, size: int) -> ours.Bytes:
-    """Return ours on two environments that do nothing."""
-    steps = rollout_steps(size) * (WORKERS if kind == "sync" else 1)
-    return ours.Bytes(ours.over("process", kind, envs.still(WORKERS, size), None, steps), size)
-
-
 def delivered(kind: str, name: str) -> Case:
-    """Bytes per second, of observations and successors."""
+    """Bytes per second, of observations and successors; rollouts have 64 MB at most."""
     size = SIZES[name]
-    steps = rollout_steps(size)
+    steps = min(256, max(4, 2**24 // size))
+    frames = steps * (WORKERS if kind == "sync" else 1)
 
-    def two(stepping: bool) -> Build:
-        return grouped(lambda: bare.copies_in_two(size, steps, stepping))
+    def ours_of_two() -> ours.Bytes:
+        made = envs.still(WORKERS, size)
+        return ours.Bytes(ours.over("process", kind, made, None, frames), size)
 
     return Case(
         f"bytes-{name}-{kind}",
         f"no-op environment, {name} observations, 2 workers, {kind}; bytes per second",
-        grouped(lambda: still_collector(kind, size)),
+        ours_of_two,
         [
-            Reference("memcpy", grouped(lambda: bare.Copies(size, steps)), 0.8),
-            Reference("memcpy in 2 processes", two(False), 0.8),
-            Reference("env.step and memcpy in 2 processes", two(True)),
+            Reference("memcpy", lambda: bare.Copies(size, steps), 0.8),
+            Reference("memcpy in 2 processes", lambda: bare.copies_in_two(size, steps), 0.8),
+            Reference(
+                "env.step and memcpy in 2 processes",
+                lambda: bare.copies_in_two(size, steps, stepping=True),
+            ),
         ],
         check=checks.real_bytes,
-        turn=turn,
+        stopped=True,
     )
 
 
-def nested(name: str, frames: int) -> Case:
-    """A collector inside a worker: its batches in shared memory against pickled ones."""
-    from gleanrl.collectors import MultiSyncCollector
+def one_frame() -> Case:
+    """The least that a batch takes: a message to a worker, and its answer."""
 
-    class Payloads(MultiSyncCollector):
-        """Not known to hand out what it collected, so that its batches are pickled."""
+    def ours_of(count: int) -> Build:
+        return lambda: ours.over("process", "async", envs.still(count, 16), None, 1)
 
-    def build(made: Any, **options: Any) -> Build:
-        return grouped(
-            lambda: ours.Bytes(ours.over("process", "sync", made, None, frames, **options), NESTED)
-        )
-
-    made = envs.still(WORKERS, NESTED)
     return Case(
-        f"nested-{name}",
-        f"no-op environment, batches of {name}, a collector in one worker; bytes per second",
-        build([made], collector_class=MultiSyncCollector),
-        [
-            Reference("2 workers", build(made)),
-            Reference("payloads", build([made], collector_class=Payloads)),
-        ],
-        turn=turn,
+        "one-frame",
+        "batches of one frame, 2 workers, async",
+        ours_of(2),
+        [Reference("1 worker", ours_of(1)), Reference("message and answer", bare.ping_pong)],
+        stopped=True,
     )
-
-
-def _measured(name: str, title: str) -> Measurement:
-    """Return a measurement of `benchmarks.measurements`, imported where it runs."""
-    from benchmarks import measurements
-
-    return Measurement(name, title, getattr(measurements, name.replace("-", "_")))
-
-
-def all_measurements() -> list[Measurement]:
-    """Return what is no rate against a rate, in the order in which it runs."""
-    return [
-        _measured("one-frame", "time per batch of one frame, async"),
-        _measured("faults", "page faults and copies with large observations"),
-        _measured("weights", "publishing weights against memcpy"),
-        _measured("freshness", "publishing to the first frame"),
-        _measured("stragglers", "exponential step times"),
-        _measured("start", "start to first batch"),
-        _measured("flat", "10,000 batches: memory and descriptors"),
-    ]
-
-
-SUITE = Suite("benchmarks.multi", all_cases, all_measurements, alone=True)

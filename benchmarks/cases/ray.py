@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from benchmarks import checks, policies
 from benchmarks.cases.cartpole import ENVS, STEPS, WORKERS, gleanrl, torchrl
-from benchmarks.harness import Case, Reference, in_process
-from benchmarks.suites import Suite
+from benchmarks.harness import Case, Reference
+from benchmarks.systems.ours import Batches
 
 
 def all_cases() -> list[Case]:
@@ -25,31 +24,26 @@ def cartpole(kind: str) -> Case:
     return Case(
         f"cartpole-{kind}",
         f"CartPole-v1 x16 in each of {WORKERS} actors, 64-64 MLP, {kind}; frames per second",
-        lambda: gleanrl("ray", kind, policy),
-        [Reference("TorchRL RayCollector", lambda: torchrl("ray", kind, policy), 5.0)],
-        check=checks.RealBatches(net, WORKERS * ENVS, STEPS, WORKERS, in_process),
+        lambda: _on_ray(gleanrl, kind, policy),
+        [Reference("TorchRL RayCollector", lambda: _on_ray(torchrl, kind, policy), 5.0)],
+        check=checks.RealBatches(net, WORKERS * ENVS, STEPS, WORKERS),
     )
 
 
-@contextmanager
-def started() -> Iterator[None]:
-    """A Ray of our own."""
+def _on_ray(make: Any, kind: str, policy: Any) -> Batches:
+    """Return a collector on a Ray of our own."""
     import ray
 
-    # Actors import what they run from here.
-    here = str(Path(__file__).parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
-    ray.init(
-        num_cpus=8,
-        object_store_memory=2 * 10**9,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-SUITE = Suite("benchmarks.ray", all_cases, around=started)
+    if not ray.is_initialized():
+        # Actors import what they run from here.
+        here = str(Path(__file__).parents[2])
+        os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+        ray.init(
+            num_cpus=8,
+            object_store_memory=2 * 10**9,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    batches: Batches = make("ray", kind, policy)
+    return batches

@@ -1,24 +1,26 @@
-"""Replay buffers: sampling against `torch.index_select`, against TorchRL, and memory per row.
+"""Replay buffers: sampling against `torch.index_select`, against TorchRL, and filled by workers.
 
 The rows of "Pong" are real: ALE Pong, grey, 84x84, four frames stacked, a random policy.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
-import mmap
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
 
-from benchmarks import envs
-from benchmarks.harness import Build, Case, Figure, Measurement, Reference, Skip, System, Tick
-from benchmarks.suites import Suite
+from benchmarks import envs, policies
+from benchmarks.harness import Build, Case, Reference, Skip, System
+from benchmarks.systems.ours import Batches
+from gleanrl import Collector, MultiAsyncCollector
 from gleanrl.data import (
     LazyTensorStorage,
     ReplayBuffer,
@@ -26,50 +28,54 @@ from gleanrl.data import (
     TensorDictPrioritizedReplayBuffer,
 )
 
-BATCH = 256
-ROWS = 1_000_000
-IMAGES = 20_000
-PONG = 4096
-Make = Callable[[int], Any]
+BATCH, ROWS, IMAGES, PONG = 256, 1_000_000, 20_000, 4096
+ENVS, STEPS = 16, 64
+SLICE_S = 0.05
+"""Seconds of background collection that count as one batch."""
+Make = Callable[[int], TensorDict]
+
+
+def all_cases() -> list[Case]:
+    """Return every case, in the order in which they run."""
+    return [
+        sampling("1 M CartPole rows", cartpole, ROWS),
+        sampling("20 k image rows", images, IMAGES),
+        prioritized(),
+        slices(writing=False),
+        slices(writing=True),
+        compact(storing=False),
+        compact(storing=True),
+        extending(),
+        background("idle", "no sampling", None),
+        background("modest", "100 samples/s", 0.01),
+        background("busy", "sampling in a loop", 0.0),
+    ]
 
 
 class Calls(System):
     """Calls a function; one counts as one."""
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
+    def __init__(self, prepare: Callable[[], Callable[[], Any]]) -> None:
+        self._call = prepare()
 
     def collect_batch(self) -> int:
         self._call()
         return 1
 
 
-def calls(build: Callable[[], Callable[[], Any]]) -> Build:
-    """Return a builder of the calls of what ``build`` returns."""
-    return lambda: Calls(build())
-
-
 # -- rows ------------------------------------------------------------------------------------------
 
 
 def cartpole(rows: int) -> TensorDict:
-    def flags() -> dict[str, torch.Tensor]:
+    def part(**more: torch.Tensor) -> dict[str, torch.Tensor]:
         names = ("done", "terminated", "truncated")
-        return {name: torch.zeros(rows, 1, dtype=torch.bool) for name in names}
+        flags = {name: torch.zeros(rows, 1, dtype=torch.bool) for name in names}
+        return {"observation": torch.randn(rows, 4), **flags, **more}
 
-    return TensorDict(
-        {
-            "observation": torch.randn(rows, 4),
-            "action": torch.zeros(rows, dtype=torch.int64),
-            **flags(),
-            "next": {
-                "observation": torch.randn(rows, 4),
-                "reward": torch.ones(rows, 1),
-                **flags(),
-            },
-        },
-        [rows],
-    )
+    action, reward = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, 1)
+    ids = {"traj_ids": torch.arange(rows) // 200}
+    data = part(action=action) | {"collector": ids, "next": part(reward=reward)}
+    return TensorDict(data, [rows])
 
 
 def images(rows: int) -> TensorDict:
@@ -79,47 +85,15 @@ def images(rows: int) -> TensorDict:
     return data
 
 
-def trajectories(rows: int) -> TensorDict:
-    data = cartpole(rows)
-    data["collector"] = {"traj_ids": torch.arange(rows) // 200}
-    return data
-
-
-def numbers(rows: int) -> TensorDict:
-    return TensorDict({"a": torch.zeros(rows)}, [rows])
-
-
-def pong(rows: int, count: int = 4, steps: int = 64) -> list[TensorDict]:
-    """Batches of ``count`` environments and ``steps`` steps, as a collector stores them."""
-    from gleanrl import Collector
-
-    batch = count * steps
-    with Collector([envs.pong] * count, frames_per_batch=batch, total_frames=-1) as collector:
+def pong() -> list[TensorDict]:
+    """Return batches as a collector stores them."""
+    with Collector([envs.pong] * 4, frames_per_batch=BATCH, total_frames=PONG) as collector:
         collector.set_seed(0)
-        found = (batch.reshape(-1).clone() for batch in collector)
-        return list(itertools.islice(found, -(-rows // batch)))
-
-
-def filled(rows: int, data: list[TensorDict], compact: bool) -> ReplayBuffer:
-    rb = ReplayBuffer(storage=LazyTensorStorage(rows, compact=compact))
-    for part in [*data, *data]:  # twice round: overflow rows are used again
-        rb.extend(part)
-    return rb
-
-
-def fill(rb: Any, make: Make, rows: int) -> Any:
-    part = min(rows, 10_000)
-    data = make(part)
-    for _ in range(rows // part):
-        rb.extend(data)
-    return rb
+        return [batch.reshape(-1).clone() for batch in collector]
 
 
 def ours(make: Make, rows: int, **options: Any) -> ReplayBuffer:
-    buffer: ReplayBuffer = fill(
-        ReplayBuffer(storage=LazyTensorStorage(rows), **options), make, rows
-    )
-    return buffer
+    return filled(ReplayBuffer(storage=LazyTensorStorage(rows), **options), make, rows)
 
 
 def theirs(make: Make, rows: int, **options: Any) -> Any:
@@ -127,19 +101,23 @@ def theirs(make: Make, rows: int, **options: Any) -> Any:
     import torchrl.data as data
 
     logging.getLogger("torchrl").setLevel(logging.ERROR)
-    return fill(data.ReplayBuffer(storage=data.LazyTensorStorage(rows), **options), make, rows)
+    return filled(data.ReplayBuffer(storage=data.LazyTensorStorage(rows), **options), make, rows)
+
+
+def filled(rb: Any, make: Make, rows: int) -> Any:
+    part = min(rows, 10_000)
+    data = make(part)
+    for _ in range(rows // part):
+        rb.extend(data)
+    return rb
 
 
 # -- cases -----------------------------------------------------------------------------------------
 
 
 def sampling(title: str, make: Make, rows: int) -> Case:
-    def one(build: Callable[[], Any]) -> Build:
-        def prepared() -> Callable[[], Any]:
-            rb = build()
-            return lambda: rb.sample(BATCH)
-
-        return calls(prepared)
+    def one(build: Callable[..., Any], **options: Any) -> Build:
+        return lambda: Calls(lambda: partial(build(make, rows, **options).sample, BATCH))
 
     def selecting() -> Callable[[], Any]:
         """The floor: `torch.index_select` of every stored tensor, with indices drawn beforehand."""
@@ -155,22 +133,20 @@ def sampling(title: str, make: Make, rows: int) -> Case:
     return Case(
         f"sample(256), {title}",
         "sampling",
-        one(lambda: ours(make, rows)),
+        one(ours),
         [
-            Reference("index_select", calls(selecting)),
-            Reference("gleanrl shared", one(lambda: ours(make, rows, shared=True))),
-            Reference("torchrl", one(lambda: theirs(make, rows))),
+            Reference("index_select", lambda: Calls(selecting)),
+            Reference("gleanrl shared", one(ours, shared=True)),
+            Reference("torchrl", one(theirs)),
         ],
     )
 
 
-def extending(rows: int) -> Case:
+def extending() -> Case:
     def one(build: Callable[..., Any], **options: Any) -> Build:
-        def prepared() -> Callable[[], Any]:
-            rb, batch = build(cartpole, rows, **options), cartpole(256)
-            return lambda: rb.extend(batch)
-
-        return calls(prepared)
+        return lambda: Calls(
+            lambda: partial(build(cartpole, ROWS, **options).extend, cartpole(BATCH))
+        )
 
     return Case(
         "extend(256), CartPole rows",
@@ -180,54 +156,37 @@ def extending(rows: int) -> Case:
     )
 
 
-def prioritized(rows: int, alone: bool) -> Case:
-    """The samplers, with or without gathering rows."""
-    make = numbers if alone else cartpole
-
-    def mine() -> Callable[[], Any]:
-        storage = LazyTensorStorage(rows)
-        rb = fill(
-            TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=storage), make, rows
-        )
-        if not alone:
+def prioritized() -> Case:
+    def one(make: Callable[[], Any]) -> Build:
+        def prepared() -> Callable[[], Any]:
+            rb = filled(make(), cartpole, ROWS)
             return lambda: rb.update_priority(rb.sample(BATCH)["index"], torch.rand(BATCH))
-        priority = torch.rand(BATCH)
 
-        def call() -> None:
-            draw = rb.sampler.draw(rb.storage, BATCH, None)
-            rb.sampler.update_priority(rb.storage, draw.index, priority)
+        return lambda: Calls(prepared)
 
-        return call
+    def mine() -> Any:
+        storage = LazyTensorStorage(ROWS)
+        return TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=storage)
 
-    def peer() -> Callable[[], Any]:
+    def peer() -> Any:
         import torchrl.data as data
 
-        storage = data.LazyTensorStorage(rows)
+        storage = data.LazyTensorStorage(ROWS)
         try:
-            rb = data.TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=storage)
+            return data.TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=storage)
         except RuntimeError as err:  # it was built without its trees
             raise Skip(f"torchrl: {err}") from err
-        fill(rb, make, rows)
-        if not alone:
-            return lambda: rb.update_priority(rb.sample(BATCH)["index"], torch.rand(BATCH))
-        priority = torch.rand(BATCH)
 
-        def call() -> None:
-            index, _ = rb.sampler.sample(rb._storage, BATCH)
-            rb.sampler.update_priority(index, priority)
-
-        return call
-
-    title = "the same, samplers alone" if alone else "prioritized sample + update, 1 M rows"
-    return Case(title, "priorities", calls(mine), [Reference("torchrl", calls(peer))])
+    title = "prioritized sample + update, 1 M rows"
+    return Case(title, "priorities", one(mine), [Reference("torchrl", one(peer))])
 
 
-def slices(rows: int, writing: bool) -> Case:
-    fresh = trajectories(64)
+def slices(writing: bool) -> Case:
+    fresh = cartpole(64)
 
     def one(build: Callable[..., Any], sampler: Callable[[], Any]) -> Build:
         def prepared() -> Callable[[], Any]:
-            rb = build(trajectories, rows, sampler=sampler())
+            rb = build(cartpole, ROWS, sampler=sampler())
 
             def call() -> None:
                 if writing:
@@ -236,7 +195,7 @@ def slices(rows: int, writing: bool) -> Case:
 
             return call
 
-        return calls(prepared)
+        return lambda: Calls(prepared)
 
     def peer() -> Any:
         from torchrl.data.replay_buffers.samplers import SliceSampler as Theirs
@@ -257,72 +216,74 @@ def compact(storing: bool) -> Case:
 
     def one(once: bool) -> Build:
         def prepared() -> Callable[[], Any]:
-            data = pong(PONG)
-            rb, parts = filled(PONG, data, once), itertools.cycle(data)
-            return (lambda: rb.extend(next(parts))) if storing else (lambda: rb.sample(BATCH))
+            data = pong()
+            rb, parts = ReplayBuffer(storage=LazyTensorStorage(PONG, compact=once)), [*data, *data]
+            for part in parts:  # twice round: overflow rows are used again
+                rb.extend(part)
+            again = itertools.cycle(data)
+            return (lambda: rb.extend(next(again))) if storing else (lambda: rb.sample(BATCH))
 
-        return calls(prepared)
+        return lambda: Calls(prepared)
 
     title = "extend(256), Pong rows, compact" if storing else "sample(256), 4 k Pong rows, compact"
     return Case(title, "compact", one(True), [Reference("not compact", one(False))])
 
 
-def all_cases() -> list[Case]:
-    """Return every case, in the order in which they run."""
-    return [
-        sampling("1 M CartPole rows", cartpole, ROWS),
-        sampling("20 k image rows", images, IMAGES),
-        prioritized(ROWS, alone=False),
-        prioritized(ROWS, alone=True),
-        slices(ROWS, writing=False),
-        slices(ROWS, writing=True),
-        compact(storing=False),
-        compact(storing=True),
-        extending(ROWS),
-    ]
+# -- filled in the background ----------------------------------------------------------------------
 
 
-# -- memory ----------------------------------------------------------------------------------------
+class Act(nn.Module):
+    """Samples from the logits of a network, and delivers no more than actions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = policies.mlp(4, 2)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return torch.distributions.Categorical(logits=self.net(observation)).sample()
 
 
-def bookkeeping(rounds: int, seconds: float, tick: Tick) -> Iterator[Figure]:
-    """Bytes of a row with and without those beside the data."""
-    for name, make in (("CartPole", cartpole), ("images", images)):
-        rb = ReplayBuffer(storage=LazyTensorStorage(1000))
-        rb.extend(make(10))
-        row = rb.storage.rows.layout.nbytes
-        yield Figure(f"{name}: data", "B", [row])
-        yield Figure(f"{name}: data and bookkeeping / data", "x", [(row + 8) / row])
+def workers(**options: Any) -> MultiAsyncCollector:
+    policy = TensorDictModule(Act(), in_keys=["observation"], out_keys=["action"])
+    options |= {"num_workers": 2, "num_envs": ENVS, "frames_per_batch": ENVS * STEPS}
+    return MultiAsyncCollector("CartPole-v1", policy, **options)
 
 
-def resident() -> int:
-    """Bytes of memory this process takes from the machine."""
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+class Background(System):
+    """A started collector, and a learner that samples."""
+
+    def __init__(self, pace: float | None) -> None:
+        """Sample every ``pace`` seconds: 0 for without a pause, ``None`` for never."""
+        self._pace, self._due = pace, 0.0
+        self._buffer = ReplayBuffer(storage=LazyTensorStorage(ROWS), shared=True)
+        self._collector = workers(replay_buffer=self._buffer)
+        self._collector.start()
+        while self._buffer.write_count < 20_000:
+            time.sleep(0.01)
+
+    def collect_batch(self) -> int:
+        before, start = self._buffer.write_count, time.perf_counter()
+        end = start + SLICE_S
+        if self._pace is None:
+            time.sleep(SLICE_S)
+        self._due = max(self._due, start)
+        while self._pace is not None and (now := time.perf_counter()) < end:
+            if self._pace and now < self._due:
+                time.sleep(min(self._due, end) - now)
+                continue
+            self._due += self._pace
+            self._buffer.sample(BATCH)
+        return int(self._buffer.write_count - before)
+
+    def close(self) -> None:
+        self._collector.shutdown()
 
 
-def once_or_twice(rounds: int, seconds: float, tick: Tick) -> Iterator[Figure]:
-    """Bytes per transition, compact against storing both, counted and as the system sees them."""
-    for count, steps in ((4, 64), (8, 16)):
-        data = pong(PONG, count, steps)
-        sizes, kept = {}, []
-        for once in (False, True):
-            before = resident()
-            kept.append(filled(PONG, data, once))
-            sizes[once] = kept[-1].storage.nbytes / PONG, (resident() - before) / PONG
-        counted, taken = (a / b for a, b in zip(sizes[True], sizes[False], strict=True))
-        name = f"Pong, {count} environments, rollouts of {steps} steps"
-        yield Figure(f"{name}: compact", "B per transition", [sizes[True][0]])
-        yield Figure(f"{name}: compact / both", "x", [counted])
-        yield Figure(f"{name}: compact / both, resident", "x", [taken])
-
-
-def all_measurements() -> list[Measurement]:
-    """Return what is no rate against a rate."""
-    return [
-        Measurement("bookkeeping", "bytes of a row", bookkeeping),
-        Measurement("compact Pong", "bytes of a transition", once_or_twice),
-    ]
-
-
-SUITE = Suite("benchmarks.replay", all_cases, all_measurements, alone=True, rounds=9, seconds=0.3)
+def background(name: str, title: str, pace: float | None) -> Case:
+    return Case(
+        f"buffer-{name}",
+        f"CartPole-v1 x16 in each of 2 workers into a buffer, {title}",
+        lambda: Background(pace),
+        [Reference("batches", lambda: Batches(workers()), 0.9)],
+        stopped=True,
+    )

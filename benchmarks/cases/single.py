@@ -10,7 +10,6 @@ import torch
 
 from benchmarks import checks, envs, policies
 from benchmarks.harness import Build, Case, Reference, System
-from benchmarks.suites import Suite
 from benchmarks.systems.hand import (
     AddmmActor,
     CategoricalActor,
@@ -168,22 +167,7 @@ def pong() -> Case:
             )
         ],
         check=checks.first_batches,
-        extra=_pong_writes,
     )
-
-
-def _pong_writes() -> dict[str, Any]:
-    from benchmarks.counts import count_traffic, still_frames
-
-    real = count_traffic([envs.pong] * 2, steps=32)
-    still = count_traffic([still_frames] * 8, steps=16)
-    observations = {name: times for name, times in real.written.items() if "observation" in name}
-    return {
-        "frame_bytes": 4 * 84 * 84,
-        "writes_per_stored_observation": observations,
-        "bytes_copied_per_frame": sum(observations.values()) * 4 * 84 * 84,
-        "transient_bytes_of_16_steps_x8": still.transient,
-    }
 
 
 def envpool(mlp: bool) -> Case:
@@ -243,6 +227,3 @@ def torchrl_env(transforms: bool) -> Case:
         [Reference("TorchRL Collector", lambda: torchrl(make(), policy, ALONE), 1.5)],
         check=checks.first_batches,
     )
-
-
-SUITE = Suite("benchmarks", all_cases, memory=True)

@@ -18,7 +18,6 @@ from torch.distributions import Categorical
 
 from benchmarks import envs, policies
 from benchmarks.harness import Case, Reference, System
-from benchmarks.suites import Suite
 from benchmarks.systems import training
 from benchmarks.systems.ours import inline
 from benchmarks.systems.peers import SB3, CleanRL, torchrl, torchrl_serial
@@ -179,6 +178,3 @@ def all_cases() -> list[Case]:
         ),
         pong(),
     ]
-
-
-SUITE = Suite("benchmarks.training_rates", all_cases, alone=True, rounds=7, seconds=3.0)

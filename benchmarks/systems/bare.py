@@ -9,7 +9,10 @@ import functools
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,79 @@ from torch import distributed as dist
 
 from benchmarks.envs import Still, still
 from benchmarks.harness import System
-from benchmarks.processes import Forked, end
+
+# -- processes of our own --------------------------------------------------------------------------
+
+
+class Forked(System):
+    """Processes that do something again and again, and only say that it is done.
+
+    Each is asked ``ahead`` times before the first answer is taken, so that none waits for us.
+    """
+
+    def __init__(
+        self, builds: Sequence[Callable[[], Callable[[], Any]]], size: int, ahead: int = 2
+    ) -> None:
+        """Start a process per build; what it returns is called once per request.
+
+        Args:
+            builds: Called in the processes.
+            size: What one answer counts for.
+            ahead: Requests under way; none for a message and its answer.
+        """
+        context = multiprocessing.get_context("fork")
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        self._size, self._ahead = size, ahead
+        for build in builds:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_answer, args=(theirs, build), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+            for _ in range(ahead):
+                ours.send_bytes(b"go")
+
+    def collect_batch(self) -> int:
+        """Return the size of an answer, of whoever is ready first."""
+        if not self._ahead:
+            self._pipes[0].send_bytes(b"go")
+            self._pipes[0].recv_bytes()
+            return self._size
+        pipe: Any = wait(self._pipes)[0]
+        pipe.recv_bytes()
+        pipe.send_bytes(b"go")
+        # Another first the next time.
+        self._pipes.append(self._pipes.pop(self._pipes.index(pipe)))
+        return self._size
+
+    def close(self) -> None:
+        _end(self._processes)
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _answer(pipe: Connection, build: Callable[[], Callable[[], Any]]) -> None:
+    act = build()
+    with suppress(EOFError, OSError):
+        while True:
+            pipe.recv_bytes()
+            act()
+            pipe.send_bytes(b"done")
+
+
+def _end(processes: Iterable[Any]) -> None:
+    """Kill processes of `multiprocessing` and wait for them."""
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def ping_pong() -> Forked:
+    """A message to another process and its answer: the least that a batch of one frame needs."""
+    return Forked([lambda: lambda: None], 1, ahead=0)
+
 
 # -- copies ----------------------------------------------------------------------------------------
 
@@ -53,17 +128,7 @@ class Copies(System):
 
 def copies_in_two(size: int, steps: int, stepping: bool = False) -> Forked:
     """Return `Copies` in each of two processes; a message per rollout says that it is done."""
-    build = functools.partial(_copier, size, steps, stepping)
-    return Forked([build] * 2, 2 * steps * size)
-
-
-def _copier(size: int, steps: int, stepping: bool) -> Any:
-    return Copies(size, steps, stepping).collect_batch
-
-
-def ping_pong() -> Forked:
-    """A message to another process and its answer: the least that a batch of one frame needs."""
-    return Forked([lambda: lambda: None], 1, ahead=0)
+    return Forked([lambda: Copies(size, steps, stepping).collect_batch] * 2, 2 * steps * size)
 
 
 # -- torch.distributed -----------------------------------------------------------------------------
@@ -90,7 +155,7 @@ class _World:
         _join(0, port)
 
     def close(self) -> None:
-        end(self._processes)
+        _end(self._processes)
         dist.destroy_process_group()
 
 
@@ -163,41 +228,3 @@ def _collect(rank: int, size: int, steps: int) -> None:
     for batch in Collector(env, None, frames_per_batch=steps, total_frames=-1):
         dist.send(batch["observation"], 0)
         dist.send(batch["next", "observation"], 0)
-
-
-class Broadcasts(System):
-    """This process broadcasts ``size`` bytes; the others say when they have them."""
-
-    def __init__(self, size: int, copied: bool = False) -> None:
-        """Broadcast ``size`` bytes.
-
-        Args:
-            size: Of the weights.
-            copied: From a copy, so that training can go on meanwhile, and into other memory, so
-                that nobody acts with weights that are half there.
-        """
-        self._group = _World(functools.partial(_hear, copied=copied), size)
-        self._buffer = torch.ones(size, dtype=torch.uint8)
-        self._weights = self._buffer.clone() if copied else None
-        self._answer = torch.zeros(1)
-
-    def once(self) -> None:
-        """Broadcast, and wait for both answers."""
-        if self._weights is not None:
-            self._buffer.copy_(self._weights)
-        dist.broadcast(self._buffer, 0)
-        for rank in (1, 2):
-            dist.recv(self._answer, rank)
-
-    def close(self) -> None:
-        self._group.close()
-
-
-def _hear(rank: int, size: int, copied: bool) -> None:
-    buffer, answer = torch.zeros(size, dtype=torch.uint8), torch.zeros(1)
-    weights = buffer.clone() if copied else None
-    while True:
-        dist.broadcast(buffer, 0)
-        if weights is not None:
-            weights.copy_(buffer)
-        dist.send(answer, 0)

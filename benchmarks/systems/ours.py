@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Fields, System, tensordict_fields
+from benchmarks.harness import Around, Fields, System
 
 
 class Batches(System):
@@ -26,28 +26,34 @@ class Batches(System):
         return int(self.batch.numel())
 
     def fields(self) -> Fields:
-        """Return rows of all workers below each other, ``[W * P, T, ...]``."""
-        return tensordict_fields(self.batch)
+        """Return rows of all workers below each other, ``[W * P, T, ...]``.
+
+        Flags and rewards lose their last dimension, which is 1.
+        """
+        batch, found = self.batch, {}
+        batch = batch.unsqueeze(0) if batch.ndim == 1 else batch.flatten(0, -2)
+        for key, value in batch.items(include_nested=True, leaves_only=True):
+            name = key if isinstance(key, str) else ".".join(key)
+            array = value.detach().numpy()
+            if name.rsplit(".", 1)[-1] in ("reward", "done", "terminated", "truncated"):
+                array = array[..., 0]
+            found[name] = array.copy()
+        return found
 
     def close(self) -> None:
         self.batch = None
         self.collector.shutdown()
 
 
-class Bytes(System):
+class Bytes(Around):
     """Counts bytes of observations and successors instead of frames."""
 
     def __init__(self, batches: Batches, size: int) -> None:
-        self.batches, self._size = batches, 2 * size
+        super().__init__(batches)
+        self._size = 2 * size
 
     def collect_batch(self) -> int:
-        return self._size * self.batches.collect_batch()
-
-    def fields(self) -> Fields:
-        return self.batches.fields()
-
-    def close(self) -> None:
-        self.batches.close()
+        return self._size * super().collect_batch()
 
 
 def inline(env: Any, policy: Any, frames: int, **options: Any) -> Batches:

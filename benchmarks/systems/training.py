@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.envs import EnvFactory
-from benchmarks.harness import Fields, System
+from benchmarks.harness import Around, System
 from benchmarks.policies import mlp
 from benchmarks.systems.ours import Batches
 from benchmarks.systems.peers import SB3, CleanRL, DistributionOf
@@ -21,22 +21,17 @@ from benchmarks.systems.peers import SB3, CleanRL, DistributionOf
 GAMMA, LAMBDA, CLIP = 0.99, 0.95, 0.2
 
 
-class Trained(System):
+class Trained(Around):
     """Collects with one system and updates after each batch."""
 
-    def __init__(self, source: System, update: Callable[[Any], None]) -> None:
-        self.source, self._update = source, update
+    def __init__(self, inner: System, update: Callable[[Any], None]) -> None:
+        super().__init__(inner)
+        self._update = update
 
     def collect_batch(self) -> int:
-        frames = self.source.collect_batch()
-        self._update(self.source)
+        frames = super().collect_batch()
+        self._update(self.inner)
         return frames
-
-    def fields(self) -> Fields:
-        return self.source.fields()
-
-    def close(self) -> None:
-        self.source.close()
 
 
 # -- PPO -------------------------------------------------------------------------------------------
@@ -213,15 +208,16 @@ class DQN:
             self._optimizer.step()
 
 
-class Replayed(System):
+class Replayed(Around):
     """A collector that fills a replay buffer of its own library, which is sampled from."""
 
     def __init__(self, batches: Batches, buffer: Any, update: DQN) -> None:
-        self._batches, self._buffer, self._update = batches, buffer, update
+        super().__init__(batches)
+        self._buffer, self._update = buffer, update
 
     def collect_batch(self) -> int:
-        frames = self._batches.collect_batch()
-        self._buffer.extend(self._batches.batch.reshape(-1))
+        frames = super().collect_batch()
+        self._buffer.extend(self.inner.batch.reshape(-1))
         self._update(self._sample)
         return frames
 
@@ -235,9 +231,6 @@ class Replayed(System):
             after["observation"],
             after["terminated"],
         )
-
-    def close(self) -> None:
-        self._batches.close()
 
 
 class CleanRLReplay(System):

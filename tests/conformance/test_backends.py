@@ -3,6 +3,8 @@
 import functools
 
 import pytest
+import rig
+from backend_rig import ScriptedBackend, StampedSource, check_stamps
 
 from gleanrl import ClosedError
 from gleanrl.core import messages as m
@@ -10,7 +12,6 @@ from gleanrl.core.options import FrameBudget
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
-from gleanrl.testing import KeepingLearner, ScriptedBackend, StampedSource, check_stamps
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.launchers.local import LocalLauncher
 from gleanrl.transport.network import NetworkBackend
@@ -75,7 +76,7 @@ class BackendConformance:
             assert check_stamps(collect(engine)) == [w * 10**6 + number for w in range(3)]
 
     def test_what_the_learner_keeps_never_changes(self, make):
-        engine, learner = make(), KeepingLearner()
+        engine, learner = make(), rig.KeepingLearner()
         for number in range(12):
             batch = collect(engine)
             if number % 3:

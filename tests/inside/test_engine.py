@@ -3,7 +3,9 @@
 import functools
 
 import pytest
+import rig
 import torch
+from backend_rig import Act, Die, Fail, ScriptedBackend, StampedSource, check_stamps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,15 +15,6 @@ from gleanrl.core.options import FrameBudget
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
-from gleanrl.testing import (
-    Act,
-    Die,
-    Fail,
-    KeepingLearner,
-    ScriptedBackend,
-    StampedSource,
-    check_stamps,
-)
 from gleanrl.transport.inline import InlineBackend
 
 
@@ -64,7 +57,7 @@ def test_a_batch_holds_one_whole_rollout_per_worker():
 def test_no_batch_is_torn_or_changes_in_the_learners_hands(delays, keep):
     script = {(w, n): Act(after=delays[8 * w + n]) for w in range(3) for n in range(8)}
     engine = make_engine(script, workers=3)
-    learner = KeepingLearner()
+    learner = rig.KeepingLearner()
     for number in range(8):
         batch = collect(engine)
         assert check_stamps(batch) == [w * 10**6 + number for w in range(3)]
@@ -75,7 +68,7 @@ def test_no_batch_is_torn_or_changes_in_the_learners_hands(delays, keep):
 
 def test_a_learner_that_keeps_everything_gets_copies_and_is_never_waited_for():
     engine = make_engine()
-    learner = KeepingLearner()
+    learner = rig.KeepingLearner()
     for _ in range(10):
         learner.take(collect(engine))
     learner.check_unchanged()

@@ -173,26 +173,25 @@ def test_somebody_is_asked_to_start_a_node_again(tmp_path, monkeypatch):
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_strangers_are_refused_and_delay_nobody(monkeypatch):
-    from gleanrl.transport import joining as admission
+class AmongStrangers(LocalLauncher):
+    """Others connect before the nodes do."""
 
-    met = []
-    wait = admission.Admission.wait
+    def launch(self, invitations):
+        self.met = []
+        for greeting in (b"GET / HTTP/1.0\r\n\r\n", b"\x80" * 100, b"", *[None] * 100):
+            stranger = socket.create_connection((invitations[0].host, invitations[0].port))
+            self.met.append(stranger)
+            if greeting is not None:  # else: says nothing for as long as it is let
+                stranger.sendall(greeting)
+                stranger.shutdown(socket.SHUT_WR)
+        super().launch(invitations)
 
-    def wait_among_strangers(self, timeout):
-        if not met:
-            where = self._listener.getsockname()
-            for greeting in (b"GET / HTTP/1.0\r\n\r\n", b"\x80" * 100, b"", *[None] * 100):
-                stranger = socket.create_connection(where)
-                met.append(stranger)
-                if greeting is not None:  # else: says nothing for as long as it is let
-                    stranger.sendall(greeting)
-                    stranger.shutdown(socket.SHUT_WR)
-        return wait(self, timeout)
 
-    monkeypatch.setattr(admission.Admission, "wait", wait_among_strangers)
+def test_strangers_are_refused_and_delay_nobody():
+    launcher = AmongStrangers()
     with rig.in_time(20):  # one by one it would be 200 s
-        collector = nodes(rig.counting(0), rig.counting(1))
+        collector = nodes(rig.counting(0), rig.counting(1), launcher=launcher)
+    met = launcher.met
     with collector:
         assert collector.next() is not None
     assert len(met) == 103

@@ -247,3 +247,22 @@ def in_time(seconds=LIMIT):
     finally:
         took = time.monotonic() - begin
         assert took < seconds * load(), f"it took {took:.1f} s"
+
+
+class KeepingLearner:
+    """Keeps every batch and a copy of it, to tell whether one ever changed in its hands."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self.batches = []
+        self._copies = []
+
+    def take(self, batch):
+        """Keep ``batch`` for good."""
+        self.batches.append(batch)
+        self._copies.append(batch.clone())
+
+    def check_unchanged(self):
+        """Raise `AssertionError` if any batch changed since it was taken."""
+        for number, (batch, copy) in enumerate(zip(self.batches, self._copies, strict=True)):
+            assert bool((batch == copy).all()), f"batch {number} changed after it was handed over"

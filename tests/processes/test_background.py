@@ -345,6 +345,10 @@ def test_an_error_surfaces_at_the_next_call(make, kind, ask):
     if len(rb):
         rows = rb[:]
         assert (rows["observation"][:, 1] + 1 == rows["next", "observation"][:, 1]).all()
+    rb.empty()
+    with pytest.raises(ReplayError, match="the collector that fills it failed") as starved:
+        rb.sample(4)
+    assert starved.value.__cause__ is raised.value
 
 
 @pytest.mark.parametrize("ask", ["update", "pause", "state", "shutdown"])

@@ -26,7 +26,6 @@ from gleanrl import (
     MultiAsyncCollector,
     MultiSyncCollector,
 )
-from gleanrl.testing import KeepingLearner
 from gleanrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
@@ -303,7 +302,7 @@ def test_devices_are_dealt_out():
 
 
 def test_what_a_learner_keeps_never_changes_and_nothing_is_lost(kind):
-    learner, ledger = KeepingLearner(), Ledger()
+    learner, ledger = rig.KeepingLearner(), Ledger()
     with open_two(kind, rig.Encoded(4)) as collector:
         for number, batch in enumerate(collector):
             ledger.take(batch)

@@ -37,7 +37,6 @@ from gleanrl import (
     WorkerDied,
     WorkerError,
 )
-from gleanrl.testing import KeepingLearner
 
 # Workers that need not import this file (and TorchRL with it) start in milliseconds.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -252,7 +251,7 @@ def test_each_environment_can_be_made_in_its_own_way():
 
 
 def test_what_was_returned_never_changes():
-    learner = KeepingLearner()
+    learner = rig.KeepingLearner()
     with ParallelEnv(2, "CartPole-v1", num_envs=4) as env:
         root = env.reset()
         for _ in range(20):

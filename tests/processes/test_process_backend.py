@@ -6,11 +6,13 @@ import select
 import signal
 import subprocess
 import textwrap
+from pathlib import Path
 
 import gymnasium as gym
 import pytest
 import rig
 import torch
+from backend_rig import StampedSource
 from torch import nn
 
 from gleanrl import ConfigError, WorkerDied, WorkerError
@@ -20,7 +22,6 @@ from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.rollout.build import SourceBuilder
-from gleanrl.testing import StampedSource
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 
@@ -159,7 +160,7 @@ SCRIPT = """
     from gleanrl.engine.batches import BatchOptions
     from gleanrl.engine.budget import Budget
     from gleanrl.engine.engine import Engine
-    from gleanrl.testing import StampedSource
+    from backend_rig import StampedSource
 
     class Stuck(StampedSource):  # lives in __main__, is never importable there
         def collect(self, window, steps, stop, random):
@@ -185,6 +186,7 @@ def test_workers_end_with_a_learner_that_is_terminated(python):
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        cwd=Path(__file__).parent,  # where the rig is
     ) as learner:
         pids = [int(word) for word in learner.stdout.readline().split()]
         watched = [os.pidfd_open(pid) for pid in pids]

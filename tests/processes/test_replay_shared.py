@@ -235,7 +235,7 @@ def test_share_takes_along_what_is_stored():
 def test_rows_reserved_by_the_dead_are_skipped_and_written_again():
     rb = ReplayBuffer(storage=LazyTensorStorage(40), shared=True)
     rb.extend(rows(1, 0, 20))
-    finish(start(rb, "rb.reserve(10)"))
+    finish(start(rb, "rb.storage.ring.reserve(10)"))
     assert len(rb) == 20
     for _ in range(20):
         assert rb.sample(16)["number"].max() < 10**9 + 20
@@ -258,10 +258,11 @@ class Mortal:
         h[word] = value
 
 rb.storage.ring._h = Mortal()
-taken = rb.reserve(4)
-for key, tensor in rb.windows(taken)[0].items():
-    tensor.copy_(rows(7, 0, 4)[key])
-rb.commit(taken)
+taken = rb.storage.ring.reserve(4)
+values, _ = rb.storage.prepare(rows(7, 0, 4), 0)
+for start, stop, ahead in rb.storage.ring.pieces(taken.first, 4):
+    rb.storage.write(start, values, ahead, stop - start)
+rb.storage.ring.commit(taken)
 """
 
 
@@ -360,7 +361,7 @@ def test_a_forked_child_writes_under_its_own_name():
     child = os.fork()
     if child == 0:
         rb.extend(rows(2, 0, 5))
-        rb.reserve(3)
+        rb.storage.ring.reserve(3)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     lock, table = rb.storage.ring.lock, rb.storage.ring._table

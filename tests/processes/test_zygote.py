@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import rig
 import warm
+from backend_rig import StampedSource
 
 from gleanrl import ClosedError, CollectorTimeout, MultiSyncCollector, WorkerDied
 from gleanrl.core import messages as m
 from gleanrl.engine.engine import Engine
-from gleanrl.testing import StampedSource
 from gleanrl.transport import process
 from gleanrl.transport.process import ProcessBackend
 from gleanrl.transport.zygote import Zygote

@@ -464,13 +464,13 @@ def test_help_shows_examples_and_version_is_printed(capsys):
     for arguments in (["--help"], *([name, "--help"] for name in ("collect", "bench", "inspect"))):
         code, out, err = run(capsys, *arguments)
         assert (code, err) == (0, "")
-        assert "examples:\n  gleanrl " in out
+        assert "Examples:\n  gleanrl " in out
     code, out, _ = run(capsys, "--version")
     assert code == 0
     assert out.startswith("gleanrl 0.")
     code, out, _ = run(capsys)
     assert code == 0
-    assert "examples:" in out
+    assert "Examples:" in out
 
 
 def test_collect_ends_with_a_histogram_that_fits_80_columns(capsys, monkeypatch):
@@ -499,6 +499,7 @@ def test_nothing_heavy_is_imported_before_a_command_needs_it(argument, code):
         "gleanrl", "gleanrl.core", "gleanrl.core.errors", "gleanrl.core.lazy",
         "gleanrl.core.platforms",
         "gleanrl.cli", "gleanrl.cli.main", "gleanrl.cli.options",
+        "gleanrl.recording", "gleanrl.recording.formats",
     }  # fmt: skip
     assert not imported & {"torch", "tensordict", "gymnasium", "numpy", "rich", "rich.console"}
     assert "gleanrl" in done.stdout + done.stderr

@@ -6,12 +6,14 @@ import gc
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import subprocess
 import sys
 import time
 
+import gymnasium as gym
 import pytest
 
 from gleanrl.cli.main import main
@@ -113,11 +115,19 @@ def test_a_failure_in_the_background_is_shown(runtime, capsys):
 
 
 def test_collectors_in_workers_are_shown_as_part_of_the_one_around_them(runtime, capsys):
+    def make_env():
+        env = gym.make("CartPole-v1")
+        env.unwrapped.made_by = os.getpid()
+        return env
+
     with MultiSyncCollector(
-        ["CartPole-v1"], collector_class=Collector, frames_per_batch=10, total_frames=20
+        [make_env], collector_class=Collector, frames_per_batch=10, total_frames=20
     ) as collector:
         list(collector)
+        (pid,) = collector.get_distant_attr("env.unwrapped.made_by")
+        assert collector.stats("per_worker")["worker_0/pid"] == pid != os.getpid()
         (found,) = json.loads(top(capsys, "--json")[1])
+        assert re.search(f"(?m)^0 +{pid} ", top(capsys, "--once")[1])
     assert found["collector"].startswith("MultiSyncCollector")
 
 

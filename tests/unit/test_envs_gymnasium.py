@@ -244,6 +244,19 @@ def test_what_one_environment_returns_wrongly_is_an_error_whatever_the_others_do
         first_batch([*[Plain] * others, odd] if others else odd)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cure"),
+    [(">f4", "own byte order: float32"), (np.longdouble, "a dtype that torch has")],
+)
+@pytest.mark.parametrize("kind", ["observation_space", "action_space"])
+def test_a_space_of_a_dtype_that_torch_lacks_is_named(kind, dtype, cure):
+    env = Plain()
+    setattr(env, kind, spaces.Box(-1, 1, (2,), dtype))
+    name = np.dtype(dtype).str
+    with pytest.raises(ConfigError, match=f"space Box.* has dtype {name}, .*; declare .*{cure}"):
+        first_batch(env)
+
+
 @pytest.mark.parametrize("others", [0, 2])
 @pytest.mark.parametrize(
     ("shown", "message"),

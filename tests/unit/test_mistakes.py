@@ -247,7 +247,7 @@ def policy_that_fails(observation):
         ),
         (
             lambda: MultiSyncCollector([lambda: Failing("step")], **FRAMES),
-            "environment 0 raised this at step 2",
+            "^worker 0: environment 0 raised this at step 2",
         ),
         (
             lambda: Collector("CartPole-v1", late("no number", 0), **FRAMES),

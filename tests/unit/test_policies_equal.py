@@ -21,7 +21,7 @@ from torchrl import modules as rl
 from torchrl.data import Categorical as CategoricalSpec
 from torchrl.data import OneHot
 
-from gleanrl import Collector
+from gleanrl import Collector, modules
 from gleanrl.envs import GymEnv
 
 BATCHES = [(), (1,), (5,), (16,), (2, 3)]
@@ -109,6 +109,87 @@ class Grid(nn.Module):
 
 
 SAFE = rl.SafeProbabilisticModule
+
+
+def normals(library):
+    """Return policies with the Gaussians of TorchRL or of GleanRL, which have the same names."""
+    return {
+        "independent": (
+            lambda: gaussian(library.IndependentNormal),
+            FLOATS,
+            2,
+            (RANDOM, MODE, MEAN, DETERMINISTIC),
+        ),
+        "independent-safe": (
+            lambda: gaussian(library.IndependentNormal, module=SAFE),
+            FLOATS,
+            2,
+            (RANDOM, DETERMINISTIC),
+        ),
+        "tanh-fixed-scale": (
+            lambda: actor(net(3), library.TanhNormal, ("loc",), {"scale": 0.3}, module=SAFE),
+            FLOATS,
+            2,
+            (RANDOM, DETERMINISTIC),
+        ),
+        "independent-free-scale": (
+            lambda: actor(
+                nn.Sequential(*net(3), AddStateIndependentNormalScale(3)),
+                library.IndependentNormal,
+                ("loc", "scale"),
+            ),
+            FLOATS,
+            2,
+            (RANDOM, MEAN),
+        ),
+        "tanh": (lambda: gaussian(library.TanhNormal), FLOATS, 2, (RANDOM, DETERMINISTIC)),
+        "tanh-no-log-prob": (
+            lambda: gaussian(library.TanhNormal, log_prob=False),
+            FLOATS,
+            2,
+            (RANDOM,),
+        ),
+        "tanh-bounds": (
+            lambda: gaussian(library.TanhNormal, {"low": -2.0, "high": 2.0}),
+            FLOATS,
+            2,
+            (RANDOM, DETERMINISTIC),
+        ),
+        "tanh-tensor-bounds": (
+            lambda: gaussian(
+                library.TanhNormal, {"low": -torch.ones(3), "high": torch.arange(1.0, 4)}
+            ),
+            FLOATS,
+            2,
+            (RANDOM, DETERMINISTIC),
+        ),
+        "tanh-safe": (
+            lambda: gaussian(library.TanhNormal, module=SAFE),
+            FLOATS,
+            2,
+            (RANDOM, DETERMINISTIC),
+        ),
+        "tanh-safe-bounds": (
+            lambda: gaussian(library.TanhNormal, {"low": -2.0, "high": 2.0}, module=SAFE),
+            FLOATS,
+            2,
+            (RANDOM, DETERMINISTIC),
+        ),
+        "tanh-unsafe": (
+            lambda: gaussian(library.TanhNormal, {"safe_tanh": False}),
+            FLOATS,
+            2,
+            (RANDOM,),
+        ),
+        "tanh-located": (
+            lambda: gaussian(library.TanhNormal, {"tanh_loc": True}),
+            FLOATS,
+            1,
+            (RANDOM,),
+        ),
+    }
+
+
 STOCHASTIC = {
     "categorical": (lambda: actor(net(3), D.Categorical), INT, 2, (RANDOM, MODE, DETERMINISTIC)),
     "categorical-no-log-prob": (
@@ -161,64 +242,13 @@ STOCHASTIC = {
         (RANDOM, MODE, DETERMINISTIC),
     ),
     "normal": (lambda: gaussian(D.Normal), FLOATS, 2, (RANDOM, MODE, MEAN, DETERMINISTIC)),
-    "independent": (
-        lambda: gaussian(rl.IndependentNormal),
-        FLOATS,
-        2,
-        (RANDOM, MODE, MEAN, DETERMINISTIC),
-    ),
     "independent-own": (lambda: gaussian(OwnNormal), FLOATS, 1, (RANDOM, DETERMINISTIC)),
-    "independent-safe": (
-        lambda: gaussian(rl.IndependentNormal, module=SAFE),
-        FLOATS,
-        2,
-        (RANDOM, DETERMINISTIC),
-    ),
     "normal-fixed-scale": (
         lambda: actor(net(3), D.Normal, ("loc",), {"scale": 0.3}),
         FLOATS,
         2,
         (RANDOM, MEAN),
     ),
-    "tanh-fixed-scale": (
-        lambda: actor(net(3), rl.TanhNormal, ("loc",), {"scale": 0.3}, module=SAFE),
-        FLOATS,
-        2,
-        (RANDOM, DETERMINISTIC),
-    ),
-    "independent-free-scale": (
-        lambda: actor(
-            nn.Sequential(*net(3), AddStateIndependentNormalScale(3)),
-            rl.IndependentNormal,
-            ("loc", "scale"),
-        ),
-        FLOATS,
-        2,
-        (RANDOM, MEAN),
-    ),
-    "tanh": (lambda: gaussian(rl.TanhNormal), FLOATS, 2, (RANDOM, DETERMINISTIC)),
-    "tanh-no-log-prob": (lambda: gaussian(rl.TanhNormal, log_prob=False), FLOATS, 2, (RANDOM,)),
-    "tanh-bounds": (
-        lambda: gaussian(rl.TanhNormal, {"low": -2.0, "high": 2.0}),
-        FLOATS,
-        2,
-        (RANDOM, DETERMINISTIC),
-    ),
-    "tanh-tensor-bounds": (
-        lambda: gaussian(rl.TanhNormal, {"low": -torch.ones(3), "high": torch.arange(1.0, 4)}),
-        FLOATS,
-        2,
-        (RANDOM, DETERMINISTIC),
-    ),
-    "tanh-safe": (lambda: gaussian(rl.TanhNormal, module=SAFE), FLOATS, 2, (RANDOM, DETERMINISTIC)),
-    "tanh-safe-bounds": (
-        lambda: gaussian(rl.TanhNormal, {"low": -2.0, "high": 2.0}, module=SAFE),
-        FLOATS,
-        2,
-        (RANDOM, DETERMINISTIC),
-    ),
-    "tanh-unsafe": (lambda: gaussian(rl.TanhNormal, {"safe_tanh": False}), FLOATS, 2, (RANDOM,)),
-    "tanh-located": (lambda: gaussian(rl.TanhNormal, {"tanh_loc": True}), FLOATS, 1, (RANDOM,)),
     "function-distribution": (
         lambda: gaussian(lambda loc, scale: D.Independent(D.Normal(loc, scale), 1)),
         FLOATS,
@@ -228,6 +258,7 @@ STOCHASTIC = {
     "truncated": (lambda: gaussian(rl.TruncatedNormal), FLOATS, 1, (RANDOM, DETERMINISTIC)),
     "bernoulli": (lambda: actor(net(3), D.Bernoulli), FLOATS, 1, (RANDOM, MODE)),
 }
+STOCHASTIC |= normals(rl) | {f"{name}-ours": case for name, case in normals(modules).items()}
 CASES = [
     pytest.param(name, kind, id=f"{name}-{kind.name}")
     for name, (_, _, _, kinds) in STOCHASTIC.items()
@@ -240,7 +271,7 @@ CASES = [
 def test_stochastic_policies_draw_what_the_plain_call_draws(name, kind, batch):
     build, action, lowered, _ = STOCHASTIC[name]
     _, count = same(build(), layout(batch, action), kind)
-    assert count == tensor_calls(name, lowered, batch, kind)
+    assert count == tensor_calls(name.removesuffix("-ours"), lowered, batch, kind)
 
 
 class Custom(TensorDictModuleBase):

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torchrl import modules as rl
 
 from gleanrl import Collector, ExplorationType, set_exploration_type
+from gleanrl.modules import TanhNormal
 
 STEPS = 8
 
@@ -194,7 +195,7 @@ def test_a_distribution_that_decides_by_its_parameters():
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-@pytest.mark.parametrize("owner", [rl.IndependentNormal, rl.TanhNormal, D.Normal, Own])
+@pytest.mark.parametrize("owner", [rl.IndependentNormal, rl.TanhNormal, TanhNormal, D.Normal, Own])
 def test_a_method_of_a_distribution_is_patched(owner, when):
     policy = normal(rl.IndependentNormal if owner is D.Normal else owner)
     patches = mock.patch.object(owner, "rsample", doubling(owner.rsample))

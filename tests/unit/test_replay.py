@@ -296,29 +296,27 @@ def test_max_value_writer_needs_its_entry():
 
 def test_rows_are_written_in_place_and_seen_when_committed():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
-    with pytest.raises(ReplayError, match="not known"):
-        rb.reserve(2)
     rb.extend(rows(0, 8))
-    taken = rb.reserve(4)
+    taken = rb.storage.ring.reserve(4)
     assert len(rb) == 6  # two of the oldest make room
-    windows = rb.windows(taken)
-    assert [len(window["action",]) for window in windows] == [2, 2]
-    for start, window in zip((8, 10), windows, strict=True):
-        for key, value in window.items():
-            value.copy_(rows(start, 2)[key])
+    values, _ = rb.storage.prepare(rows(8, 4), 0)
+    pieces = list(rb.storage.ring.pieces(taken.first, taken.rows))
+    assert pieces == [(8, 10, 0), (0, 2, 2)]
+    for start, stop, ahead in pieces:
+        rb.storage.write(start, values, ahead, stop - start)
     assert set(rb.sample(100)["action"].tolist()) == {2, 3, 4, 5, 6, 7}
     assert rb.write_count == 8
-    assert rb.commit(taken)
+    assert rb.storage.ring.commit(taken)
     assert (len(rb), rb.write_count) == (10, 12)
     assert rb[:]["action"].tolist() == [10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
     with pytest.raises(ReplayError, match="not held"):
-        rb.commit(taken)
+        rb.storage.ring.commit(taken)
 
 
 def test_revoked_rows_are_skipped():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(rows(0, 4))
-    rb.revoke(rb.reserve(3))
+    rb.storage.ring.revoke(rb.storage.ring.reserve(3))
     assert rb.extend(rows(4, 2)).tolist() == [7, 8]
     assert set(rb.sample(200)["action"].tolist()) == {0, 1, 2, 3, 4, 5}
     assert len(rb) == rb.write_count == 6
@@ -327,21 +325,21 @@ def test_revoked_rows_are_skipped():
 def test_writers_go_round_what_others_hold():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(rows(0, 10))
-    held = rb.reserve(3)
+    held = rb.storage.ring.reserve(3)
     assert rb.extend(rows(10, 7)).tolist() == [3, 4, 5, 6, 7, 8, 9]
     assert rb.extend(rows(17, 4)).tolist() == [3, 4, 5, 6]
     with pytest.raises(ReplayError, match="8 rows cannot be reserved in a buffer of 10"):
         rb.extend(rows(0, 8))
-    rb.revoke(held)
+    rb.storage.ring.revoke(held)
     assert len(rb.extend(rows(21, 10))) == 10
 
 
 def test_what_is_written_while_the_buffer_is_emptied_goes_too():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(rows(0, 8))
-    taken = rb.reserve(2)
+    taken = rb.storage.ring.reserve(2)
     rb.empty()
-    assert not rb.commit(taken)
+    assert not rb.storage.ring.commit(taken)
     assert (len(rb), rb.write_count) == (0, 0)
     rb.extend(rows(20, 10))
     assert len(rb) == 10

@@ -353,8 +353,6 @@ def test_what_cannot_be_compact_is_named():
             rb.extend(rows)
     rb = ReplayBuffer(storage=LazyTensorStorage(8, compact=True))
     rb.extend(data)
-    with pytest.raises(ConfigError, match="in place"):
-        rb.reserve(2)
     ranked = TensorDictMaxValueWriter("small")
     with pytest.raises(ConfigError, match="compact=False"):
         ReplayBuffer(storage=LazyTensorStorage(8, compact=True), writer=ranked).extend(data)

@@ -45,7 +45,7 @@ def test_a_deep_copy_has_all_rows_and_goes_its_own_way(kind, shared, written):
     rb = ReplayBuffer(storage=kind(20), shared=shared)
     if written:
         rb.extend(rows(0, written))
-        held = rb.reserve(3) if not rb.storage.compact else None
+        held = rb.storage.ring.reserve(3) if not rb.storage.compact else None
     twin = copy.deepcopy(rb)
     assert (twin.shared, len(twin), twin.write_count) == (shared, len(rb), rb.write_count)
     if written:
@@ -56,7 +56,7 @@ def test_a_deep_copy_has_all_rows_and_goes_its_own_way(kind, shared, written):
         ]
         assert (rb[:] == before).all()
         if held is not None:
-            rb.revoke(held)
+            rb.storage.ring.revoke(held)
     twin.extend(rows(200, 20))
     assert sorted(twin[:]["number"].tolist()) == list(range(200, 220))
     assert (twin[:]["next", "wide"] == twin[:]["wide"] + 3).all()

@@ -51,7 +51,7 @@ class Buffers(RuleBasedStateMachine):
     @precondition(lambda self: self.held is None and self.next and not self.compact)
     @rule(count=st.integers(1, 3))
     def reserve(self, count):
-        self.held = self.both[0].reserve(count)
+        self.held = self.both[0].storage.ring.reserve(count)
         for n in range(count):
             self.model.pop((self.held.first + n) % SIZE, None)
 
@@ -60,15 +60,13 @@ class Buffers(RuleBasedStateMachine):
     def end(self, keep, which):
         held, self.held = self.held, None
         if not keep:
-            self.both[which].revoke(held)
+            self.both[which].storage.ring.revoke(held)
             return
-        done = 0
-        for window in self.both[0].windows(held):
-            (count,) = {len(value) for value in window.values()}
-            for key, value in window.items():
-                value.copy_(rows(self.next + done, count)[key])
-            done += count
-        if self.both[which].commit(held):
+        storage = self.both[0].storage
+        values, _ = storage.prepare(rows(self.next, held.rows), 0)
+        for start, stop, ahead in storage.ring.pieces(held.first, held.rows):
+            storage.write(start, values, ahead, stop - start)
+        if self.both[which].storage.ring.commit(held):
             self.store([(held.first + n) % SIZE for n in range(held.rows)])
 
     @rule(which=st.integers(0, 1))

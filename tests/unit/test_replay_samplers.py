@@ -81,9 +81,9 @@ def test_slices_cross_neither_ends_nor_gaps_nor_the_cursor(size, writes, length,
     number, traj, held = 0, 0, []
     for count, ending, what in writes:
         if what != "write" and strict.storage.ring.ready and len(held) < 2:
-            taken = strict.reserve(min(count, 3))
+            taken = strict.storage.ring.reserve(min(count, 3))
             if what == "revoke":
-                strict.revoke(taken)
+                strict.storage.ring.revoke(taken)
             else:
                 held.append(taken)
             # The stored trajectory goes on behind the gap, with other numbers.
@@ -257,9 +257,9 @@ def test_overwritten_rows_lose_their_priority():
     rb.update_priority(torch.arange(4), 0.0)
     rb.extend(steps([4, 5], [0] * 2))
     assert set(rb.sample(100)["number"].tolist()) == {4, 5}
-    taken = rb.reserve(3)
+    taken = rb.storage.ring.reserve(3)
     assert set(rb.sample(100)["number"].tolist()) == {5}
-    rb.revoke(taken)
+    rb.storage.ring.revoke(taken)
     assert set(rb.sample(100)["number"].tolist()) == {5}
 
 

@@ -25,9 +25,9 @@ def test_loops_of_the_benchmark_train(name, peers, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peers warn of much
         result = run_case(case, rounds=1, seconds=1e-3)
-    assert all("stable_baselines3" in why for why in result.skipped.values()), result.skipped
-    assert "gleanrl" in result.rates
-    assert not peers or {"CleanRL loop", "TorchRL Collector"} <= set(result.rates)
+    assert all("stable_baselines3" in why for why in result["skipped"].values()), result["skipped"]
+    assert "gleanrl" in result["rates"]
+    assert not peers or {"CleanRL loop", "TorchRL Collector"} <= set(result["rates"])
 
 
 def test_updates_change_the_weights_that_collect():

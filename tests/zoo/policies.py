@@ -31,6 +31,8 @@ from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_
 from torchrl import data as specs
 from torchrl import modules as rl
 
+from gleanrl.modules import TanhNormal
+
 POLICIES: dict[str, Policy] = {}
 
 
@@ -726,6 +728,7 @@ GAUSSIANS: dict[str, Callable] = {
     "TanhNormal-tanh-loc": gaussian(rl.TanhNormal, {"tanh_loc": True, "upscale": 3.0}),
     "TanhNormal-unsafe": gaussian(rl.TanhNormal, {"safe_tanh": False}, return_log_prob=True),
     "TanhNormal-event": gaussian(rl.TanhNormal, {"event_dims": 0}, return_log_prob=True),
+    "TanhNormal-ours": gaussian(TanhNormal, {"low": -0.5, "high": 2.0}, return_log_prob=True),
     "TruncatedNormal": gaussian(rl.TruncatedNormal, return_log_prob=True),
     "TruncatedNormal-tanh-loc": gaussian(rl.TruncatedNormal, {"tanh_loc": True}),
     "LogNormal": gaussian(D.LogNormal),

@@ -14,8 +14,7 @@ from typing import Any
 from gleanrl.cli.display import print_table
 from gleanrl.cli.main import INTERRUPTED
 from gleanrl.cli.options import BenchOptions
-from gleanrl.cli.policies import load_policy
-from gleanrl.cli.topology import Topology, default_workers, usable_cores
+from gleanrl.cli.topology import Topology, default_workers, load_policy, usable_cores
 from gleanrl.collectors import BaseCollector
 from gleanrl.core.errors import ConfigError, WorkerError
 from gleanrl.memory import tensor_files

@@ -13,19 +13,16 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from tensordict import TensorDictBase
 
-from gleanrl.cli.display import plural, print_table
-from gleanrl.cli.histogram import print_histogram
+from gleanrl.cli.display import plural, print_histogram, print_table
 from gleanrl.cli.main import INTERRUPTED
 from gleanrl.cli.options import CollectOptions
-from gleanrl.cli.policies import load_policy
-from gleanrl.cli.topology import Topology
+from gleanrl.cli.topology import Topology, load_policy
 from gleanrl.collectors import BaseCollector, Interruptor, MultiAsyncCollector
 from gleanrl.core.errors import ConfigError
-from gleanrl.recording import formats
 from gleanrl.recording.dataset import size
 from gleanrl.recording.episodes import EpisodeStats, describe_episodes
+from gleanrl.recording.formats import check_target
 from gleanrl.recording.recorder import Recorder, make_way
 from gleanrl.watch.progress import Display
 
@@ -73,112 +70,14 @@ class _Drained:
         return all(count >= goal for count, goal in zip(counts, self._goals, strict=True))
 
 
-class Run:
-    """One collection: counts, shows and writes what a collector delivers."""
-
-    def __init__(self, options: CollectOptions, seed: int, total: int) -> None:
-        """Prepare to collect ``total`` frames."""
-        self.stats = EpisodeStats()
-        self.total = total
-        self.recorder: Recorder | None = None
-        self._seconds = 0.0
-        self._nbytes = 0
-        self._options = options
-        self._seed = seed
-
-    def record(self, path: Path) -> None:
-        """Keep the frames in ``path`` as well."""
-        options, where = self._options, topology(self._options)
-        self.recorder = Recorder(
-            path,
-            options.format,
-            env=options.env,
-            num_envs=where.num_envs * max(1, where.workers),
-            seed=self._seed,
-            total_frames=self.total,
-            facts={
-                "workers": where.workers,
-                "backend": options.backend,
-                "async": options.asynchronous,
-                "policy": options.policy,
-                "command": options.command,
-            },
-        )
-
-    def collect(self, collector: BaseCollector, interruptor: Interruptor, display: Display) -> None:
-        """Take batches until all frames are there or ``interruptor`` says stop."""
-        start = time.perf_counter()
-        drained = _Drained()
-        for batch in collector:
-            self._take(batch)
-            # The collector uses the batch's memory again once nobody holds it.
-            del batch
-            self._seconds = time.perf_counter() - start
-            text = describe_progress(self.stats, self.total, self._seconds)
-            display.show(self.stats.frames, self._summary(), f": {text}")
-            if interruptor.collection_stopped() and drained(collector):
-                break
-
-    def _summary(self) -> str:
-        """Return what stands beside the bar."""
-        recent = self.stats.recent(_RECENT)
-        found = "" if recent is None else f"  return {recent[0]:,.1f}"
-        return f"{self._rate:,.0f} frames/s{found}"
-
-    @property
-    def _rate(self) -> float:
-        return self.stats.frames / self._seconds if self._seconds else 0.0
-
-    def _take(self, batch: TensorDictBase) -> None:
-        self.stats.update(batch)
-        if self.recorder is not None:
-            self.recorder.write(batch)
-
-    def finish(self, status: str) -> None:
-        """Write the card."""
-        if self.recorder is not None:
-            self._nbytes = self.recorder.nbytes
-            speed = {"seconds": round(self._seconds, 3), "frames_per_second": round(self._rate, 1)}
-            self.recorder.facts |= speed
-            self.recorder.close(status)
-
-    def report(self) -> list[tuple[str, str]]:
-        """Return what is printed at the end."""
-        options, frames = self._options, self.stats.frames
-        lines = [
-            ("environment", options.env),
-            ("setting", str(topology(options))),
-            ("policy", options.policy),
-            ("seed", str(self._seed)),
-            ("frames", f"{frames:,} in {self._seconds:,.1f} s ({self._rate:,.0f} per second)"),
-            *describe_episodes(self.stats),
-        ]
-        if frames < self.total:
-            lines.append(("interrupted", f"{self.total - frames:,} frames were left"))
-        if self._nbytes:
-            lines.append(("data", f"{options.out} ({size(self._nbytes)})"))
-        return lines
-
-    def draw(self) -> None:
-        """Print a small picture of the returns, and how to get the full one."""
-        episodes = self.stats.episodes
-        if not episodes:
-            return
-        print()  # noqa: T201  # this is the command's output
-        print_histogram(f"returns of {plural(episodes, 'episode')}", self.stats.returns)
-        out = self._options.out
-        how = "keep the frames with --out DIR, then: gleanrl inspect DIR"
-        if out is not None:
-            how = shlex.join(["gleanrl", "inspect", str(out)])
-        print(f"returns over time: {how}")  # noqa: T201  # this is the command's output
-
-
 def describe_progress(stats: EpisodeStats, total: int, seconds: float) -> str:
     """Say in one line how far ``seconds`` of collecting have come."""
-    rate = stats.frames / seconds if seconds else 0.0
     percent = 100 * stats.frames // max(total, 1)
-    parts = [f"{stats.frames:,}/{total:,} frames ({percent}%)", f"{rate:,.0f} frames/s"]
-    parts.append(plural(stats.episodes, "episode"))
+    parts = [
+        f"{stats.frames:,}/{total:,} frames ({percent}%)",
+        f"{_rate(stats, seconds):,.0f} frames/s",
+        plural(stats.episodes, "episode"),
+    ]
     recent = stats.recent(_RECENT)
     parts += [] if recent is None else [f"return {recent[0]:,.1f}", f"length {recent[1]:,.1f}"]
     return ", ".join(parts)
@@ -189,13 +88,12 @@ def run(options: CollectOptions) -> int:
 
     Raises:
         ConfigError: an option is wrong or the environment is not known.
-        Exception: what the environment, the policy or the disk raises; data written until then is
-            kept and valid.
+        Exception: what the environment or the policy raises.
     """
     _check_counts(options)
     if options.out is not None:
         make_way(options.out)
-        formats.check(options.format, options.out.resolve())
+        check_target(options.format, options.out.resolve())
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     torch.manual_seed(seed)
     policy = load_policy(options.policy)
@@ -208,15 +106,93 @@ def run(options: CollectOptions) -> int:
             print(collector.explain())  # noqa: T201  # this is the command's output
             return 0
         collector.set_seed(seed)
-        task = Run(options, seed, total)
-        if options.out is not None:
-            task.record(options.out)
+        recorder = None if options.out is None else _recorder(options, options.out, seed, total)
         display = Display(options.env, total, _LINE_EVERY_S)
-        with _recording(task), display, _stop_on_interrupt(interruptor):
-            task.collect(collector, interruptor, display)
-    print_table(task.report())
-    task.draw()
-    return INTERRUPTED if task.stats.frames < total else 0
+        with recorder or contextlib.nullcontext(), display, _stop_on_interrupt(interruptor):
+            stats, seconds = _collect(collector, total, recorder, interruptor, display)
+            if recorder is not None and stats.frames < total:
+                recorder.close("interrupted")
+    speed = f"{seconds:,.1f} s ({_rate(stats, seconds):,.0f} per second)"
+    lines = [
+        ("environment", options.env),
+        ("setting", str(topology(options))),
+        ("policy", options.policy),
+        ("seed", str(seed)),
+        (
+            "frames",
+            f"{stats.frames:,} in {speed}",
+        ),
+        *describe_episodes(stats),
+    ]
+    if stats.frames < total:
+        lines.append(("interrupted", f"{total - stats.frames:,} frames were left"))
+    if recorder is not None and recorder.nbytes:
+        lines.append(("data", f"{options.out} ({size(recorder.nbytes)})"))
+    print_table(lines)
+    _draw(stats, options.out)
+    return INTERRUPTED if stats.frames < total else 0
+
+
+def _recorder(options: CollectOptions, path: Path, seed: int, total: int) -> Recorder:
+    where = topology(options)
+    facts = {
+        "workers": where.workers,
+        "backend": options.backend,
+        "async": options.asynchronous,
+        "policy": options.policy,
+        "command": options.command,
+    }
+    num_envs = where.num_envs * max(1, where.workers)
+    return Recorder(
+        path,
+        options.format,
+        env=options.env,
+        num_envs=num_envs,
+        seed=seed,
+        total_frames=total,
+        facts=facts,
+    )
+
+
+def _collect(
+    collector: BaseCollector,
+    total: int,
+    recorder: Recorder | None,
+    interruptor: Interruptor,
+    display: Display,
+) -> tuple[EpisodeStats, float]:
+    """Take batches until all frames are there or ``interruptor`` says stop; time it in seconds."""
+    stats, seconds, start, drained = EpisodeStats(), 0.0, time.perf_counter(), _Drained()
+    for batch in collector:
+        stats.update(batch)
+        if recorder is not None:
+            recorder.write(batch)
+        del batch  # the collector uses its memory again once nobody holds it
+        seconds = time.perf_counter() - start
+        rate, recent = _rate(stats, seconds), stats.recent(_RECENT)
+        if recorder is not None:
+            recorder.facts |= {"seconds": round(seconds, 3), "frames_per_second": round(rate, 1)}
+        beside = f"{rate:,.0f} frames/s" + (f"  return {recent[0]:,.1f}" if recent else "")
+        display.show(stats.frames, beside, f": {describe_progress(stats, total, seconds)}")
+        if interruptor.collection_stopped() and drained(collector):
+            break
+    return stats, seconds
+
+
+def _rate(stats: EpisodeStats, seconds: float) -> float:
+    return stats.frames / seconds if seconds else 0.0
+
+
+def _draw(stats: EpisodeStats, out: Path | None) -> None:
+    """Print a small picture of the returns, and how to get the full one."""
+    if not stats.episodes:
+        return
+    print()  # noqa: T201  # this is the command's output
+    print_histogram(f"returns of {plural(stats.episodes, 'episode')}", stats.returns)
+    how = "keep the frames with --out DIR, then: gleanrl inspect DIR"
+    if out is not None:
+        how = shlex.join(["gleanrl", "inspect", str(out)])
+    print(f"returns over time: {how}")  # noqa: T201  # this is the command's output
 
 
 def _check_counts(options: CollectOptions) -> None:
@@ -234,20 +210,6 @@ def _check_counts(options: CollectOptions) -> None:
     if options.asynchronous and not (options.workers or options.nodes):
         raise ConfigError("--async is about worker processes: say how many with --workers N")
     topology(options).check_memory()
-
-
-@contextlib.contextmanager
-def _recording(task: Run) -> Iterator[None]:
-    """Leave a valid dataset whatever ends the collection."""
-    status = "failed"
-    try:
-        yield
-        status = "complete" if task.stats.frames >= task.total else "interrupted"
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise
-    finally:
-        task.finish(status)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import os
 import shlex
 import sys
@@ -11,7 +12,7 @@ import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from gleanrl import __version__
 from gleanrl.cli import options
@@ -21,7 +22,7 @@ FAILURE, USAGE_ERROR = 1, 2
 INTERRUPTED = 130
 """After Ctrl-C, as shells have it."""
 _EXAMPLES = """\
-examples:
+Examples:
   gleanrl collect CartPole-v1
   gleanrl collect Pendulum-v1 --num-envs 8 --frames 100_000 --out data/pendulum
   gleanrl collect CartPole-v1 --policy my_policy.py:make_policy --seed 0
@@ -30,124 +31,6 @@ examples:
   gleanrl inspect data/pendulum
   gleanrl top
 """
-
-
-class _Command(NamedTuple):
-    """A command, whose module in this package has ``run(options) -> exit code``."""
-
-    options: type[Any]
-    help: str
-    description: str
-    examples: str
-
-
-_COMMANDS = {
-    "collect": _Command(
-        options.CollectOptions,
-        "run a policy in an environment; show or keep what happens",
-        "Run a policy in an environment; show, and with --out keep, what happens.",
-        """\
-ENV is a Gymnasium id; 'module:id' imports the module that registers it first.
-
-examples:
-  gleanrl collect CartPole-v1
-      act at random for 10,000 frames and print returns and speed
-  gleanrl collect Pendulum-v1 --num-envs 8 --frames 100_000 --out data/pendulum
-      keep the frames as a memory-mapped TensorDict; load them with
-      gleanrl.load_dataset("data/pendulum"); --format parquet or minari for others
-  gleanrl collect CartPole-v1 --policy my_policy.py:make_policy --seed 0
-      call make_policy() for the policy; the same seed gives the same frames
-  gleanrl collect CartPole-v1 --workers 4 --num-envs 16
-      64 environments in four processes; --async takes what is there first, so that
-      no worker waits for another ('gleanrl bench' says what is fastest here)
-  gleanrl collect CartPole-v1 --backend distributed --nodes 8 --launcher submitit --async
-      eight Slurm jobs; with --backend ray, eight actors
-
-Frames of several environments are stored batch after batch; in a batch environment after
-environment, each with its steps in order. ("collector", "traj_ids") tells episodes apart, and
-modulo the number of environments it is the environment.
-
-Ctrl-C stops after the current step; what was collected until then is kept.
-""",
-    ),
-    "bench": _Command(
-        options.BenchOptions,
-        "try numbers of workers and environments, and say what is fastest here",
-        "Measure a few numbers of workers and environments; say what to use here.",
-        """\
-Each setting runs for some seconds: environments in this process, in synchronous workers, and
-the fastest of these as asynchronous workers. Nothing is learned meanwhile; a learner that is
-busy leaves asynchronous workers collecting and synchronous ones waiting.
-
-examples:
-  gleanrl bench CartPole-v1
-      settings that suit the number of cores, random actions
-  gleanrl bench CartPole-v1 --policy my_policy.py:make_policy --seconds 10
-  gleanrl bench Pendulum-v1 --workers 1,2,4 --num-envs 1,8,32 --out bench.json
-""",
-    ),
-    "inspect": _Command(
-        options.InspectOptions,
-        "say what a directory written by collect holds, and plot its returns",
-        "Say what a directory written by 'collect --out' holds; plot its returns.",
-        """\
-examples:
-  gleanrl inspect data/pendulum
-  gleanrl inspect data/pendulum --plot pendulum.png
-  gleanrl inspect data/pendulum --play 3 --video pendulum.mp4
-  gleanrl inspect data/pendulum --html pendulum.html
-      returns, their distribution and episode lengths, to look at in a browser
-
-Nothing in the directory is executed or unpickled; --play makes environments that are registered.
-""",
-    ),
-    "convert": _Command(
-        options.ConvertOptions,
-        "write a dataset in another format, also one whose recording was killed",
-        "Write what collect or a Recorder wrote in another format; SOURCE stays as it is.",
-        """\
-A recording that ended by kill -9 or a full disk is readable as it is, but not yet in its format.
-
-examples:
-  gleanrl convert data/pendulum data/pendulum-parquet --format parquet
-  gleanrl convert data/killed data/pendulum/random-v0 --format minari
-""",
-    ),
-    "top": _Command(
-        options.TopOptions,
-        "watch a collection that runs in another terminal",
-        "Watch a running collection: its workers, rates, returns, and where the time goes.",
-        """\
-A collector of this user can be watched without preparing it; GLEANRL_TOP=0 in its environment
-forbids that. Without PID, several processes that collect are listed. q or Ctrl-C ends.
-
-env, policy, transfer and wait are shares of a worker's time; lag is how many policy versions old
-the weights of the newest batch were; returns and lengths are means of the last 100 episodes.
-
-examples:
-  gleanrl top
-  gleanrl top 4711 --every 5
-  gleanrl top --once
-  gleanrl top --json | jq '.[0].stats.fps'
-""",
-    ),
-    "node": _Command(
-        options.NodeOptions,
-        "be a node of a DistributedCollector on another machine",
-        "Be a node of a DistributedCollector: run its environments and policy here.",
-        """\
-For collectors with launcher="manual", which print these commands. The secret of the learner has
-to be in the environment variable GLEANRL_SECRET. Without --node the number is that in
-GLEANRL_NODE, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or JOB_COMPLETION_INDEX.
-
-examples:
-  gleanrl node 10.0.0.5:10003 --node 0
-  mpirun -n 8 -x GLEANRL_SECRET gleanrl node 10.0.0.5:10003
-
-The node ends with its learner. SIGTERM ends it after the current step, and the learner is told.
-""",
-    ),
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -203,15 +86,12 @@ def parser() -> _Parser:
     top.add_argument("--version", action="version", version=f"gleanrl {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", dest="name", required=True)
     top.commands = commands.choices
-    for name, command in _COMMANDS.items():
+    for name, asked in options.COMMANDS.items():
+        about, _, more = inspect.cleandoc(asked.__doc__ or "").partition("\n\n")
         below = commands.add_parser(
-            name,
-            help=command.help,
-            description=command.description,
-            epilog=command.examples,
-            formatter_class=raw,
+            name, help=about, description=about, epilog=more, formatter_class=raw
         )
-        options.add_options(below, command.options)
+        options.add_options(below, asked)
         below.add_argument(
             "--traceback",
             action="store_true",
@@ -235,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     found["command"] = shlex.join(["gleanrl", *arguments])
-    kind = _COMMANDS[found["name"]].options
+    kind = options.COMMANDS[found["name"]]
     try:
         module = import_module(f"gleanrl.cli.{found['name']}")
         asked = kind(**{item.name: found[item.name] for item in fields(kind)})

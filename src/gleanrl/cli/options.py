@@ -1,13 +1,15 @@
-"""What each command can be asked for: one dataclass per command, which is also its parser."""
+"""The commands and what each can be asked for: a dataclass per command is its parser and help."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from gleanrl.recording.formats import FORMATS
 
 # -- readers ---------------------------------------------------------------------------------------
 
@@ -15,13 +17,12 @@ from typing import Any
 def _integer(least: int, most: float, range_text: str) -> Callable[[str], int]:
     def read(text: str) -> int:
         digits = text.replace(",", "_")
-        try:
-            value: float = int(digits)
-        except ValueError:
+        value: float = math.nan
+        for kind in (float, int):  # exactly, if it can be
             try:
-                value = float(digits)
+                value = kind(digits)
             except ValueError:
-                value = math.nan
+                continue
         if not (value % 1 == 0 and least <= value <= most):
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {range_text}")
         return int(value)
@@ -71,54 +72,57 @@ def address(text: str) -> tuple[str, int]:
     raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 10.0.0.5:10003")
 
 
-FORMATS = ("tensordict", "minari", "parquet")
-_FORMATS_HELP = (
-    "a memory-mapped TensorDict (default), a Minari dataset (its directory ends in NAME-v0), or "
-    "Parquet files"
-)
-
-# -- commands --------------------------------------------------------------------------------------
+# -- fields ----------------------------------------------------------------------------------------
 
 
-def option(text: str, read: Any, default: Any, help: str) -> Any:
+def option(metavar: str, read: Any, default: Any, help: str, flag: str = "") -> Any:
     """Return the field of an option.
 
     Args:
-        text: The flag, and what stands for its value in ``--help``.
+        metavar: What stands for its value in ``--help``.
         read: The reader of the value, or the values to choose from; ``bool`` for a flag alone.
-        default: Its value if it is not given.
+        default: Its value if it is not given; ``--help`` shows it.
         help: What it means.
+        flag: How it is written, if not as the field is called.
     """
-    flag, *metavar = text.split(maxsplit=1)
-    settings: dict[str, Any] = {"help": help}
+    settings: dict[str, Any] = {"flag": flag, "help": help}
+    if default not in (None, False):
+        settings["help"] += f" (default: {_shown(default)})"
     if read is bool:
         settings["action"] = "store_true"
-    elif isinstance(read, tuple):
+    elif isinstance(read, Collection):
         settings["choices"] = read
     else:
-        settings |= {"type": read, "metavar": metavar[0]}
-    return field(default=default, metadata={"flag": flag, **settings})
+        settings |= {"type": read, "metavar": metavar}
+    return field(default=default, metadata=settings)
 
 
-def argument(metavar: str, read: Any, help: str) -> Any:
-    """Return the field of a positional argument."""
-    return field(metadata={"flag": "", "metavar": metavar, "type": read, "help": help})
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return value if isinstance(value, str) else f"{value:,g}"
 
 
-def optional_argument(metavar: str, read: Any, help: str) -> Any:
-    """Return the field of a positional argument that may be left out."""
-    settings = {"flag": "", "metavar": metavar, "type": read, "help": help, "nargs": "?"}
-    return field(default=None, metadata=settings)
+def argument(metavar: str, read: Any, help: str, default: Any = MISSING) -> Any:
+    """Return the field of a positional argument, which may be left out if it has a default."""
+    settings = {"metavar": metavar, "type": read, "help": help}
+    if default is not MISSING:
+        settings["nargs"] = "?"
+    return field(default=default, metadata=settings)
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
     """Have ``parser`` read every field of ``options`` that is an `option` or `argument`."""
     for item in fields(options):
         settings = dict(item.metadata)
-        if flag := settings.pop("flag", None):
+        if "flag" in settings:
+            flag = settings.pop("flag") or f"--{item.name.replace('_', '-')}"
             parser.add_argument(flag, dest=item.name, default=item.default, **settings)
-        elif flag is not None:
+        elif settings:
             parser.add_argument(item.name, **settings)
+
+
+# -- commands: the first line of a docstring stands in the list of commands ------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,130 +131,148 @@ class RunOptions:
 
     env: str = argument("ENV", str, "Gymnasium id, such as CartPole-v1")
     policy: str = option(
-        "--policy random|FILE.py:NAME",
+        "random|FILE.py:NAME",
         str,
         "random",
-        "what acts: 'random' (default), or NAME in a Python file: an nn.Module, a callable, "
-        "or a class or function that makes one when called without arguments",
+        "what acts: 'random', or NAME in a Python file: an nn.Module, a callable, or a class or "
+        "function that makes one when called without arguments",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectOptions(RunOptions):
-    """``gleanrl collect``."""
+    """Run a policy in an environment; show, and with --out keep, what happens.
 
-    num_envs: int = option(
-        "--num-envs N",
-        count,
-        1,
-        "environments at once, of each worker if there are any (default: 1)",
-    )
+    ENV is a Gymnasium id; 'module:id' imports the module that registers it first.
+
+    Examples:
+      gleanrl collect CartPole-v1
+          act at random for 10,000 frames and print returns and speed
+      gleanrl collect Pendulum-v1 --num-envs 8 --frames 100_000 --out data/pendulum
+          keep the frames as a memory-mapped TensorDict; load them with
+          gleanrl.load_dataset("data/pendulum"); --format parquet or minari for others
+      gleanrl collect CartPole-v1 --policy my_policy.py:make_policy --seed 0
+          call make_policy() for the policy; the same seed gives the same frames
+      gleanrl collect CartPole-v1 --workers 4 --num-envs 16
+          64 environments in four processes; --async takes what is there first, so that
+          no worker waits for another ('gleanrl bench' says what is fastest here)
+      gleanrl collect CartPole-v1 --backend distributed --nodes 8 --launcher submitit --async
+          eight Slurm jobs; with --backend ray, eight actors
+
+    Frames of several environments are stored batch after batch; in a batch environment after
+    environment, each with its steps in order. ("collector", "traj_ids") tells episodes apart, and
+    modulo the number of environments it is the environment.
+
+    Ctrl-C stops after the current step; what was collected until then is kept.
+    """
+
+    num_envs: int = option("N", count, 1, "environments at once, of each worker if there are any")
     workers: int | None = option(
-        "--workers N",
+        "N",
         count,
         None,
-        "worker processes, with --num-envs environments each (default: none, everything in "
-        "this process)",
+        "worker processes, with --num-envs environments each (default: none, everything in this "
+        "process)",
     )
     explain: bool = option(
-        "--explain",
+        "",
         bool,
         False,
-        "say which parts of environment and policy are called as they are, and why; collect "
-        "nothing",
+        "say which parts of ENV and policy are called as they are; collect nothing",
     )
     asynchronous: bool = option(
-        "--async",
+        "",
         bool,
         False,
         "take the rollouts of workers or nodes as they come, instead of one of each at a time",
+        "--async",
     )
     backend: str = option(
-        "--backend",
+        "",
         ("process", "distributed", "ray"),
         "process",
-        "where workers are: processes here, nodes over torch.distributed, or actors of Ray "
-        "(default: process)",
+        "where workers are: processes here, nodes over torch.distributed, or actors of Ray",
     )
     nodes: int | None = option(
-        "--nodes N",
-        count,
-        None,
-        "nodes of --backend distributed or ray, with --num-envs environments each",
+        "N", count, None, "nodes of --backend distributed or ray, with --num-envs environments each"
     )
     launcher: str = option(
-        "--launcher",
+        "",
         ("mp", "submitit"),
         "mp",
-        "what starts distributed nodes: processes of this machine, or Slurm jobs (default: mp)",
+        "what starts distributed nodes: processes of this machine, or Slurm jobs",
     )
     frames: int = option(
-        "--frames N",
-        count,
-        10_000,
-        "frames to collect over all environments, rounded up to whole batches (default: 10,000)",
+        "N", count, 10_000, "frames over all environments, rounded up to whole batches"
     )
     frames_per_batch: int | None = option(
-        "--frames-per-batch N",
-        count,
-        None,
-        "frames between two updates of the display (default: chosen to fit)",
+        "N", count, None, "frames between two updates of the display (default: chosen to fit)"
     )
     seed: int | None = option(
-        "--seed S", seed, None, "seed of environments and policy (default: drawn, and printed)"
+        "S", seed, None, "seed of environments and policy (default: drawn, and printed)"
     )
-    out: Path | None = option("--out DIR", Path, None, "keep the frames in DIR, a new directory")
-    format: str = option("--format", FORMATS, "tensordict", f"what --out writes: {_FORMATS_HELP}")
+    out: Path | None = option("DIR", Path, None, "keep the frames in DIR, a new directory")
+    format: str = option("", FORMATS, "tensordict", "what --out writes; see convert --help")
     command: str = ""
     """The command as it can be typed again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(RunOptions):
-    """``gleanrl bench``."""
+    """Measure a few numbers of workers and environments; say what is fastest here.
 
-    seconds: float = option("--seconds S", seconds, 3.0, "how long each setting runs (default: 3)")
+    Each setting runs for some seconds: environments in this process, in synchronous workers, and
+    the fastest of these as asynchronous workers. Nothing is learned meanwhile; a learner that is
+    busy leaves asynchronous workers collecting and synchronous ones waiting.
+
+    Examples:
+      gleanrl bench CartPole-v1
+          settings that suit the number of cores, random actions
+      gleanrl bench CartPole-v1 --policy my_policy.py:make_policy --seconds 10
+      gleanrl bench Pendulum-v1 --workers 1,2,4 --num-envs 1,8,32 --out bench.json
+    """
+
+    seconds: float = option("S", seconds, 3.0, "how long each setting runs")
     workers: tuple[int, ...] | None = option(
-        "--workers LIST",
-        counts,
-        None,
-        "numbers of worker processes to try, such as 2,4 (default: half the cores and all)",
+        "LIST", counts, None, "numbers of worker processes to try (default: half the cores and all)"
     )
     num_envs: tuple[int, ...] = option(
-        "--num-envs LIST",
-        counts,
-        (1, 4, 16),
-        "numbers of environments to try, of each worker (default: 1,4,16)",
+        "LIST", counts, (1, 4, 16), "numbers of environments to try, of each worker"
     )
-    out: Path | None = option("--out FILE.json", Path, None, "keep the figures in a new file")
+    out: Path | None = option("FILE.json", Path, None, "keep the figures in a new file")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """``gleanrl inspect``."""
+    """Say what a directory written by 'collect --out' holds; plot its returns.
+
+    Examples:
+      gleanrl inspect data/pendulum
+      gleanrl inspect data/pendulum --plot pendulum.png
+      gleanrl inspect data/pendulum --play 3 --video pendulum.mp4
+      gleanrl inspect data/pendulum --html pendulum.html
+          returns, their distribution and episode lengths, to look at in a browser
+
+    Nothing in the directory is executed or unpickled; --play makes environments that are
+    registered.
+    """
 
     directory: Path = argument("DIR", Path, "written by collect --out")
     plot: Path | None = option(
-        "--plot FILE.png",
-        Path,
-        None,
-        "where to plot returns over frames (default: DIR/returns.png)",
+        "FILE.png", Path, None, "where to plot returns over frames (default: DIR/returns.png)"
     )
     html: Path | None = option(
-        "--html FILE.html",
-        Path,
-        None,
-        "write a page of plots: one file that needs no network",
+        "FILE.html", Path, None, "write a page of plots: one file that needs no network"
     )
     play: int | None = option(
-        "--play EPISODE",
+        "EPISODE",
         index,
         None,
         "write a video of this episode (from 0): make the registered environment that the card "
         "names again, with the recorded seed and actions, and compare observations",
     )
     video: Path | None = option(
-        "--video FILE.mp4",
+        "FILE.mp4",
         Path,
         None,
         "where to write the video, .mp4 or .gif (default: DIR/episode-EPISODE.mp4)",
@@ -259,33 +281,81 @@ class InspectOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """``gleanrl convert``."""
+    """Write a dataset in another format, also one whose recording was killed; keep SOURCE.
+
+    A recording that ended by kill -9 or a full disk is readable as it is, but not yet in its
+    format.
+
+    Examples:
+      gleanrl convert data/pendulum data/pendulum-parquet --format parquet
+      gleanrl convert data/killed data/pendulum/random-v0 --format minari
+    """
 
     source: Path = argument("SOURCE", Path, "a dataset in any format, finished or not")
     target: Path = argument("TARGET", Path, "a new directory")
-    format: str = option("--format", FORMATS, "tensordict", f"what TARGET holds: {_FORMATS_HELP}")
+    format: str = option(
+        "",
+        FORMATS,
+        "tensordict",
+        "what TARGET holds: a memory-mapped TensorDict, a Minari dataset (its directory ends in "
+        "NAME-v0), or Parquet files",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopOptions:
-    """``gleanrl top``."""
+    """Watch a running collection: its workers, rates, returns, and where the time goes.
 
-    pid: int | None = optional_argument(
-        "PID", count, "the process to watch (default: the only one that collects)"
+    A collector of this user can be watched without preparing it; GLEANRL_TOP=0 in its environment
+    forbids that. Without PID, several processes that collect are listed. q or Ctrl-C ends.
+
+    env, policy, transfer and wait are shares of a worker's time; lag is how many policy versions
+    old the weights of the newest batch were; returns and lengths are means of the last 100
+    episodes.
+
+    Examples:
+      gleanrl top
+      gleanrl top 4711 --every 5
+      gleanrl top --once
+      gleanrl top --json | jq '.[0].stats.fps'
+    """
+
+    pid: int | None = argument(
+        "PID", count, "the process to watch (default: the only one that collects)", None
     )
-    once: bool = option("--once", bool, False, "print the state once, as text, and end")
-    json: bool = option("--json", bool, False, "print the state once, as JSON, and end")
-    every_s: float = option("--every S", seconds, 1.0, "seconds between two looks (default: 1)")
+    once: bool = option("", bool, False, "print the state once, as text, and end")
+    json: bool = option("", bool, False, "print the state once, as JSON, and end")
+    every_s: float = option("S", seconds, 1.0, "seconds between two looks", "--every")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """``gleanrl node``."""
+    """Be a node of a DistributedCollector: run its environments and policy here.
+
+    For collectors with launcher="manual", which print these commands. The secret of the learner has
+    to be in the environment variable GLEANRL_SECRET. Without --node the number is that in
+    GLEANRL_NODE, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or JOB_COMPLETION_INDEX.
+
+    Examples:
+      gleanrl node 10.0.0.5:10003 --node 0
+      mpirun -n 8 -x GLEANRL_SECRET gleanrl node 10.0.0.5:10003
+
+    The node ends with its learner. SIGTERM ends it after the current step, and the learner is told.
+    """
 
     address: tuple[str, int] = argument("HOST:PORT", address, "where the learner waits")
     node: int | None = option(
-        "--node N", index, None, "which of its nodes, from 0 (default: what the environment says)"
+        "N", index, None, "which of its nodes, from 0 (default: what the environment says)"
     )
-    wait_s: float = option(
-        "--wait S", seconds, 120.0, "seconds to look for the learner (default: 120)"
-    )
+    wait_s: float = option("S", seconds, 120.0, "seconds to look for the learner", "--wait")
+
+
+COMMANDS: dict[str, type[Any]] = {
+    "collect": CollectOptions,
+    "bench": BenchOptions,
+    "inspect": InspectOptions,
+    "convert": ConvertOptions,
+    "top": TopOptions,
+    "node": NodeOptions,
+}
+"""What each command reads; its function is the ``run`` of the module of its name."""

@@ -12,11 +12,11 @@ import torch
 
 from gleanrl.core.errors import ConfigError, GleanError
 from gleanrl.core.keys import NEXT
+from gleanrl.core.window import Array
 from gleanrl.envs.spaces import Actions, Leaf, observation_leaves
 from gleanrl.recording.dataset import Dataset
-from gleanrl.recording.index import Array, Episode, episodes_of
-from gleanrl.recording.origin import make_env
-from gleanrl.recording.spaces import decoder
+from gleanrl.recording.episodes import Episode, episodes_of
+from gleanrl.recording.origin import decoder, make_env
 
 _FPS = 30
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import select
 import shutil
 import sys
@@ -26,10 +27,10 @@ from gleanrl.watch.progress import plain
 from gleanrl.watch.status import OFF, StatusError, collections
 
 _COLUMNS = (
-    *("worker", "frames", "frames/s", "env", "policy", "transfer", "wait"),
-    *("lag", "episodes", "return", "length"),
+    *("worker", "pid", "frames", "fps", "env", "policy", "transfer", "wait"),
+    *("lag", "ended", "return", "length"),
 )
-_WIDE, _PIPE_COLUMNS = 90, 120
+_WIDE, _PIPE_COLUMNS = 100, 120
 _OLD_S = 2
 """Seconds after which a status is old: collectors renew it with what they gather."""
 _SHARES = ("time_env", "time_policy", "time_transfer", "time_wait")
@@ -150,19 +151,21 @@ def _one(status: Status) -> list[RenderableType]:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1 + wide, 0, 0))
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
-    for worker in range(int(stats.get("workers", 0))):
+    for worker, host in enumerate(status.get("hosts", ())):
         prefix = f"worker_{worker}/"
         own = {k.removeprefix(prefix): v for k, v in stats.items() if k.startswith(prefix)}
         lost = own.get("alive") is False
-        table.add_row(*_cells(f"{worker}{' lost' * lost}", own), style="red" * lost)
-    table.add_row(*_cells("all", stats), style="bold")
+        pid = f"{own.get('pid')}{f' on {_safe(host)}' * (host != platform.node())}"
+        table.add_row(*_cells(f"{worker}{' lost' * lost}", pid, own), style="red" * lost)
+    table.add_row(*_cells("all", "", stats), style="bold")
     return [*lines, table]
 
 
-def _cells(name: str, stats: Mapping[str, Any]) -> list[str]:
+def _cells(name: str, pid: str, stats: Mapping[str, Any]) -> list[str]:
     shares = (stats.get(key) for key in _SHARES)
     return [
         name,
+        pid,
         _short(stats.get("frames")),
         _count(stats.get("fps")),
         *("-" if share is None else f"{100 * share:.0f} %" for share in shares),

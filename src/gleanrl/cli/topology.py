@@ -1,19 +1,27 @@
-"""How many workers with how many environments: what ``collect`` runs and ``bench`` compares."""
+"""What ``collect`` runs and ``bench`` compares: workers with environments, and a policy."""
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import math
 import os
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from torch import nn
 
 from gleanrl.cli.display import plural
 from gleanrl.collectors import BaseCollector, Collector, Interruptor
 from gleanrl.core.errors import ConfigError
 from gleanrl.recording.dataset import size
 
+RANDOM = "random"
+"""The policy that is none."""
 _BATCH_FRAMES = 500
 _WORKER_FRAMES = 1000
 """More, because a batch of several processes has to be handed over and waited for."""
@@ -106,14 +114,14 @@ class Topology:
     def command(self, env: str, policy: str) -> str:
         """Return the ``gleanrl collect`` command that collects like this."""
         parts = ["gleanrl", "collect", env]
-        parts += [] if policy == "random" else ["--policy", policy]
+        parts += [] if policy == RANDOM else ["--policy", policy]
         parts += ["--workers", str(self.workers)] if self.workers else []
         parts += ["--num-envs", str(self.num_envs)] if self.num_envs > 1 else []
         return shlex.join([*parts, *(["--async"] if self.asynchronous else [])])
 
     def call(self, env: str, policy: str, frames_per_batch: int) -> str:
         """Return the Python call that collects like this; ``policy`` stands for the user's."""
-        parts = [repr(env)] if policy == "random" else [repr(env), "policy"]
+        parts = [repr(env)] if policy == RANDOM else [repr(env), "policy"]
         parts += [f"num_workers={self.workers}"] if self.workers else []
         parts += [f"num_envs={self.num_envs}"] if self.num_envs > 1 else []
         kind = f"Multi{'Async' if self.asynchronous else 'Sync'}" if self.workers else ""
@@ -137,3 +145,58 @@ def default_workers(cores: int) -> tuple[int, ...]:
     ((1,), (2,), (8, 16))
     """
     return tuple(sorted({max(cores // 2, min(cores, 2)), cores}))
+
+
+def load_policy(text: str) -> Any:
+    """Return the policy that ``text`` names; ``None`` acts at random.
+
+    The file is run. A class, or a function without parameters to fill, is called to make the
+    policy; anything else that can be called is the policy itself.
+
+    Raises:
+        ConfigError: the file or the name does not exist, or is not callable.
+        Exception: whatever the file raises.
+    """
+    if text == RANDOM:
+        return None
+    file, found, name = text.rpartition(":")
+    path = Path(file)
+    if not found or not name.isidentifier() or path.suffix != ".py":
+        raise ConfigError(f"--policy {text!r} is neither 'random' nor FILE.py:NAME")
+    if not path.is_file():
+        raise ConfigError(f"--policy {text!r}: there is no file {file!r}")
+    module = _run(path)
+    if name not in vars(module):
+        raise ConfigError(f"--policy {text!r}: {file} does not define {name!r}")
+    made = vars(module)[name]
+    if _makes_policy(made):
+        made = made()
+    if not callable(made):
+        raise ConfigError(f"--policy {text!r}: a {type(made).__name__} cannot be called")
+    return made
+
+
+def _run(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # What the file defines may look itself up in `sys.modules` (dataclasses do), and what stands
+    # beside it should be importable, as if the file had been run as a script.
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _makes_policy(made: Any) -> bool:
+    if isinstance(made, nn.Module) or not callable(made):
+        return False
+    if inspect.isclass(made):
+        return True
+    try:
+        parameters = inspect.signature(made).parameters.values()
+    except ValueError:
+        return False
+    # ``*args`` is a parameter to fill: a policy may be written that way.
+    return all(p.kind is p.VAR_KEYWORD or p.default is not p.empty for p in parameters)

@@ -145,14 +145,21 @@ class RateLimit:
     def __init__(self, buffer: Any) -> None:
         """Look for a limiter; buffers of other libraries have none."""
         ours = isinstance(buffer, ReplayBuffer)
+        self._buffer = buffer if ours else None
         self._storage = buffer.storage if ours else None
         self._limiter = buffer.limiter if ours else None
         self._holding = False
 
     def begin(self) -> None:
         """Note that collection was started."""
+        self.failed(None)
         if self._limiter is not None and self._storage is not None:
             self._limiter.begin(self._storage)
+
+    def failed(self, error: BaseException | None) -> None:
+        """Tell those who find nothing to sample why nothing comes."""
+        if self._buffer is not None:
+            self._buffer.fill_error = error
 
     def running(self, now: bool) -> None:
         """Note that collection continues, or that it ended or rests."""
@@ -256,6 +263,7 @@ class BackgroundFilling:
             if self._ending and isinstance(err, ClosedError):  # a rollout was cut short by that
                 return not self._engine.closed
             self._engine.failure = err
+            self._limit.failed(err)
             collector._failed()
             raise
         self._wait(held)

@@ -223,7 +223,10 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _status(self) -> Mapping[str, Any]:
         """Return what ``gleanrl top`` shows."""
-        return self._watching.status(repr(self), self.stats("both"))
+        status = self._watching.status(repr(self), self.stats("both"))
+        if self._here:
+            return status
+        return {**status, "hosts": [host for _, host in self._engine.processes]}
 
     def _failed(self) -> None:
         """Show that collection was ended by an exception."""
@@ -768,6 +771,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
                     "requested_frames_per_batch": engine.sizes[worker],
                     "policy_version": tally.policy_version,
                     "alive": worker in alive,
+                    "pid": engine.processes[worker][0],
                     **self._watching.stats(worker),
                 }
                 stats.update({f"worker_{worker}/{name}": value for name, value in own.items()})

@@ -19,10 +19,10 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
 from gleanrl.core.layout import Layout
-from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, Times
+from gleanrl.core.messages import NO_EPISODES, Episodes, Report, Snapshot, Times
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.streams import preserved
-from gleanrl.core.window import Array, Window
+from gleanrl.core.window import Window
 from gleanrl.memory.trees import copied
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.rollout.streams import Streams
@@ -179,27 +179,28 @@ class NestedSource:
         """Write the collector's next batch into ``window``, or return it if that has no fields."""
         begin = monotonic()
         batch = self._next()
-        times, episodes = self._times(begin), self._episodes()
+        times, ended = self._times(begin), self._episodes()
         self._reports.clear()
         frames, version = self._counted(batch)
         if batch is None:  # the collector has put it into a buffer of its own
-            return Report(steps, frames, version, episodes=episodes, times=times)
+            return Report(steps, frames, version, ended=ended, times=times)
         if self._layout is None or not window.keys():
             # It may be a view of memory that is used again: it is copied before it travels.
             batch = copied(batch)
             ids = batch.get(TRAJ_IDS, None)
             if ids is not None:
                 batch.set(TRAJ_IDS, self._numbered(ids))
-            return Report(steps, frames, version, 0, batch, episodes, times)
+            return Report(steps, frames, version, 0, batch, ended, times)
         taken = _write_batch(batch, self._layout, window)
         if TRAJ_IDS in window.keys():
             ids = window.tensor(TRAJ_IDS)
             ids.copy_(self._numbered(ids))
-        return Report(taken, frames, version, episodes=episodes, times=times)
+        return Report(taken, frames, version, ended=ended, times=times)
 
-    def _episodes(self) -> Array:
+    def _episodes(self) -> Episodes:
         """Return the episodes that ended in the workers of the collector."""
-        return np.concatenate([NO_EPISODES, *(report.episodes for report in self._reports)])
+        each = [report.episodes for report in self._reports]
+        return Episodes(np.concatenate([NO_EPISODES, *each]))
 
     def _times(self, begin: float) -> Times:
         """Share out the seconds since ``begin`` as those that its workers were busy."""

@@ -7,7 +7,7 @@ travel with the reply where they fit none (`Report.payload`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -190,6 +190,25 @@ class Times:
 NO_EPISODES: np.ndarray[Any, Any] = np.empty((0, 2))
 
 
+@dataclass(slots=True, eq=False)
+class Episodes:
+    """The episodes that ended in a rollout, added up when they are first asked for."""
+
+    rows: np.ndarray[Any, Any] | None = None
+    """Return and length of each, ``[N, 2]``; ``None`` until then."""
+    add_up: Callable[[], None] | None = None
+    """Sets ``rows``."""
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """Return ``rows``. Safe in any thread."""
+        if self.rows is None and self.add_up is not None:
+            self.add_up()
+        return NO_EPISODES if self.rows is None else self.rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Episodes, (self.array(),)
+
+
 @dataclass(slots=True)  # one is made for every rollout: frozen ones take four times as long
 class Report:
     """What a source says of one rollout."""
@@ -203,13 +222,20 @@ class Report:
     """Frames stepped that could not be delivered (0 but for bounded spill overflow)."""
     payload: Any = None
     """The rollout, where it does not lie in the window; ``None`` if it does."""
-    episodes: np.ndarray[Any, Any] = field(default_factory=lambda: NO_EPISODES, compare=False)
-    """Return and length of each episode that ended in the rollout, in the order of their ends,
-    ``[N, 2]`` float64. The reward of a frame with several is their mean."""
+    ended: Episodes = field(default=Episodes(NO_EPISODES), compare=False)
+    """The episodes that ended in the rollout."""
     times: Times = field(default_factory=Times, compare=False)
     block: Any = None
     """The rollout, if the backend leaves it where it arrived instead of in the window: a writable
     uint8 array, laid out like a slab of this worker alone. Set in the learner's process only."""
+
+    @property
+    def episodes(self) -> np.ndarray[Any, Any]:
+        """Return and length of each episode that ended, in the order of their ends.
+
+        ``[N, 2]`` float64. The reward of a frame with several is their mean.
+        """
+        return self.ended.array()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +246,8 @@ class Ready:
     layout: Layout | None
     """``None`` if steps have no fixed layout (ragged or non-tensor data)."""
     ticket: int = 0
+    process: tuple[int, str] = (0, "")
+    """The worker's process id, and the name of its host."""
 
 
 @dataclass(frozen=True, slots=True)

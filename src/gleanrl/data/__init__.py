@@ -1,22 +1,8 @@
 """Names under which TorchRL users look for data helpers. Re-exports only."""
 
 from gleanrl.core.lazy import lazy_exports
-from gleanrl.envs.specs import (
-    Binary,
-    Bounded,
-    BoundedContinuous,
-    BoundedDiscrete,
-    Categorical,
-    Composite,
-    MultiCategorical,
-    MultiOneHot,
-    NonTensor,
-    OneHot,
-    TensorSpec,
-    Unbounded,
-    UnboundedContinuous,
-    UnboundedDiscrete,
-)
+from gleanrl.envs import specs
+from gleanrl.envs.specs import *
 from gleanrl.memory.replay.buffer import (
     PrioritizedReplayBuffer,
     ReplayBuffer,
@@ -45,19 +31,9 @@ from gleanrl.memory.replay.writers import (
 )
 
 __all__ = [
-    "Binary",
-    "Bounded",
-    "BoundedContinuous",
-    "BoundedDiscrete",
-    "Categorical",
-    "Composite",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
-    "MultiCategorical",
-    "MultiOneHot",
-    "NonTensor",
-    "OneHot",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "RandomSampler",
@@ -73,11 +49,8 @@ __all__ = [
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
-    "TensorSpec",
-    "Unbounded",
-    "UnboundedContinuous",
-    "UnboundedDiscrete",
     "Writer",
 ]
+__all__.extend(specs.__all__)
 
 __getattr__ = lazy_exports(__name__, (), ())  # modules of this package, as `gleanrl.data.postprocs`

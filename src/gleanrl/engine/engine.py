@@ -58,6 +58,8 @@ class Engine:
         """Frames that were stepped but not delivered."""
         self.tallies = [Tally() for _ in factories]
         """Per worker, what it has delivered."""
+        self.processes = [(0, "")] * self.workers
+        """Per worker its process id and host."""
         self.lives = [0] * self.workers
         """Per worker how often it was lost before: its life now; if it is lost, its next one."""
         self.standing: dict[str, m.Command] = {}
@@ -100,6 +102,7 @@ class Engine:
                 raise reply.error
             if isinstance(reply, m.Ready):
                 layouts[reply.worker] = reply.layout
+                self.processes[reply.worker] = reply.process
 
     def place(self, worker: int) -> m.Place:
         """Return what numbers the environments of ``worker``, in the life it is in."""
@@ -393,6 +396,8 @@ class Engine:
         deadline = time.monotonic() + timeout
         self.dispatcher.replacing = None
         self.dispatcher.joining.clear()
+        # A worker that ends while others are waited for is none that collection continues without.
+        tolerant, self.dispatcher.tolerant = self.dispatcher.tolerant, False
         tickets: dict[int | None, Ticket] = {}
         for worker in self.dispatcher.alive if close_env else ():
             try:
@@ -414,7 +419,7 @@ class Engine:
         errors += [t.reply.error for t in tickets.values() if isinstance(t.reply, m.Failed)]
         self.closed = True
         self.backend.stop(max(0.5, deadline - time.monotonic()))
-        if self.dispatcher.tolerant:  # now as before
+        if tolerant:  # now as before
             errors = [err for err in errors if not isinstance(err, WorkerDied)]
         if errors and raise_on_error:
             raise errors[0]

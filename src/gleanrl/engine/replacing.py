@@ -72,6 +72,7 @@ class Replacements:
                 f"its steps are {reply.layout}, those of the lost one were {engine.layouts[worker]}"
             )
         engine.lives[worker] += 1
+        engine.processes[worker] = reply.process
         engine.renew(worker)
         # `Bind` comes first: with any other command the worker looks at published weights.
         commands = [

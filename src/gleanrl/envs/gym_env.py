@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -12,15 +13,18 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 
-from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
+from gleanrl.core.errors import ConfigError, PolicyError
+from gleanrl.core.keys import REWARD, Key, format_key, next_key
+from gleanrl.core.layout import Field
 from gleanrl.core.options import GymOptions, InfoKeys, check_int, check_observation_dtype
-from gleanrl.core.window import Array, Window
+from gleanrl.core.window import Window
 from gleanrl.envs.base import OwnBatch
 from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_one
 from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymSource
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
+
+_AFTER = (REWARD, *FLAGS)
 
 
 @stock
@@ -105,10 +109,12 @@ class GymEnv(OwnBatch):
     def _take(self, source: GymSource, device: torch.device | str | None) -> None:
         self.batch = GymnasiumEnv(source)
         """What steps them. Internal to the package."""
-        shown, count = self.batch.layout.observations, len(self._envs)
-        now, window = (Window.allocate(shown, count, 1) for _ in range(2))
-        self._now: Window = now
-        self.batch.bind(window, now)
+        layout = self.batch.layout
+        flags = [Field(key, (1,), torch.bool) for key in FLAGS]
+        after = [replace(field, key=next_key(field.key)) for field in (*layout.rewards, *flags)]
+        fields = (*layout.observations, *layout.actions, *after)
+        self._window = Window.allocate(fields, layout.num_envs, 1)
+        self.batch.bind(self._window)
         super().__init__(device=device, batch_size=source.batch_shape)
         self._declare(*self.batch.specs())
 
@@ -117,54 +123,51 @@ class GymEnv(OwnBatch):
         """The Gymnasium environments inside, wrappers included."""
         return tuple(self._envs)
 
-    def move(self, window: Window, now: Window) -> None:
-        """Keep the present observations in ``now`` from here on. Internal to the package."""
-        for key in now.keys():
-            now.tensor(key).copy_(self._now.tensor(key))
-        self._now = now
-        self.batch.bind(window, now)
+    def move(self, window: Window) -> None:
+        """Step in ``window`` from here on. Internal to the package."""
+        for field in self.batch.layout.observations:
+            window.tensor(field.key).copy_(self._window.tensor(field.key))
+        self._window = window
+        self.batch.bind(window)
 
     # -- stepping --------------------------------------------------------------------------------
 
     def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
-        chosen = range(len(self._envs))
+        chosen = None
         if mask is not None:
-            flat = mask.reshape(len(self._envs), -1).any(1).cpu()
-            chosen = [env for env in chosen if flat[env]]  # type: ignore[assignment]
-        self.batch.reset(self._now, chosen, **options)
+            chosen = torch.nonzero(mask.reshape(len(self._envs), -1).any(1)).flatten().tolist()
+        self.batch.reset(self._window, chosen, **options)
         flags = torch.zeros((*self.batch_size, 1), dtype=torch.bool)
         return self._pack({key: flags.clone() for key in FLAGS})
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        outcome = self.batch.advance(self._actions(tensordict))
-        shape = (*self.batch_size, 1)
-        ended = torch.from_numpy(outcome.terminated).view(shape)
-        cut = torch.from_numpy(outcome.truncated).view(shape)
-        return self._pack(
-            {
-                REWARD: torch.from_numpy(outcome.rewards).view(shape),
-                DONE: ended | cut,
-                TERMINATED: ended,
-                TRUNCATED: cut,
-            }
-        )
+        for key in self.batch.action_specs:
+            row, action = self._window.tensor(key), tensordict.get(key).detach()
+            real = row.is_floating_point()
+            if action.numel() == row.numel() and action.is_floating_point() == real:
+                given = action.reshape(row.shape)
+                row.copy_(given)
+                if real or action.dtype == row.dtype or bool((row == given.cpu()).all()):
+                    continue
+            raise PolicyError(
+                f"{format_key(key)} is {action!r:.100}, of shape {tuple(action.shape)} and "
+                f"{action.dtype}; the action space takes {row.dtype} of shape "
+                f"{(*self.batch_size, *row.shape[2:])}"
+            )
+        self.batch.advance()
+        return self._pack({key: self._copy(next_key(key)) for key in _AFTER})
 
     def _pack(self, entries: dict[Key, torch.Tensor]) -> TensorDictBase:
         packed = TensorDict({}, batch_size=self.batch_size, device=self.device)
-        for key in self._now.keys():
-            now = self._now.tensor(key)[:, 0]
-            packed.set(key, now.clone().view((*self.batch_size, *now.shape[1:])))
-        for key, value in entries.items():
+        shown = {field.key: self._copy(field.key) for field in self.batch.layout.observations}
+        for key, value in (*shown.items(), *entries.items()):
             packed.set(key, value)
         return packed
 
-    def _actions(self, tensordict: TensorDictBase) -> list[Array]:
-        parts, ndim = [], len(self.batch_size)
-        for key in self.batch.action_specs:
-            action = tensordict.get(key).detach().cpu()
-            parts.append(action.reshape((len(self._envs), *action.shape[ndim:])).numpy())
-        return parts
+    def _copy(self, key: Key) -> torch.Tensor:
+        found = self._window.tensor(key)
+        return found.clone().view((*self.batch_size, *found.shape[2:]))
 
     # -- life ------------------------------------------------------------------------------------
 

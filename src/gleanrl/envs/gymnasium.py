@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -17,13 +17,12 @@ from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.protocols import Spec
-from gleanrl.core.window import Array, Window
-from gleanrl.envs.spaces import Actions, Leaf, leaf_field, observation_leaves, space_spec
+from gleanrl.core.window import Window
+from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded
 from gleanrl.envs.stock import is_stock
 from gleanrl.envs.validation import (
     check_flag,
-    check_flags,
     check_reset,
     check_rewards,
     not_five,
@@ -33,7 +32,6 @@ from gleanrl.envs.writers import FieldWriter, InfoWriter, LeafWriter, info_field
 
 FLAGS = (DONE, TERMINATED, TRUNCATED)
 """The end flags of a Gymnasium environment."""
-W = TypeVar("W", bound=FieldWriter)
 _NOTHING: tuple[int, ...] = ()
 _EMPTY: frozenset[Any] = frozenset()
 
@@ -51,14 +49,12 @@ class GymSource:
     """What the next reset of each environment is to be seeded with."""
 
 
-class WindowEnv(Generic[W]):
+class WindowEnv:
     """What the adapters of single and of vectorised environments share: fields and actions."""
 
     can_cut = True
-    _leaf_writer: Callable[[Leaf, Field, bool], W]
-    """Makes what writes one array of the observation."""
-    _info_writer: Callable[[str, Field], W]
-    """Makes what writes one entry of ``info``."""
+    _leaf_writer = LeafWriter
+    _info_writer = InfoWriter
     _batched = False
     """Whether one call steps all environments."""
     _draw_ahead: int | None = None
@@ -92,8 +88,8 @@ class WindowEnv(Generic[W]):
             self._leaf_writer(leaf, field, casts)
             for leaf, field in zip(self._leaves, fields, strict=True)
         ]
-        self._writers: list[W] = [*leaf_writers, *info_writers]
-        self._unsettled: list[Any] = info_writers
+        self._writers: list[FieldWriter] = [*leaf_writers, *info_writers]
+        self._unsettled = info_writers
         envs = math.prod(batch_shape)
         self._actions = Actions(acted, envs, options.categorical, self._batched, self._draw_ahead)
         self.random = self._actions.random
@@ -108,53 +104,38 @@ class WindowEnv(Generic[W]):
         self._window: Window
 
     def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
         self._window = window
         for writer in self._writers:
             writer.begin(window, carry)
         self._actions.begin(window)
 
-    def _settle(self) -> None:
-        """Warn about ``info`` entries that never came, after the first rollout."""
-        for writer in self._unsettled:
-            writer.watch.settle()
-        self._unsettled = []
-
-    def state(self) -> dict[str, Any]:
-        """Return nothing: Gymnasium environments have no state to read."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Accept what `state` returned.
+    def finish(self, steps: int) -> None:
+        """Check the actions; warn about ``info`` entries that never came, after the first rollout.
 
         Raises:
-            ConfigError: there is something in it.
+            PolicyError: a discrete action was out of range.
         """
+        for writer in self._unsettled:
+            writer.settle()
+        self._unsettled = []
+        self._actions.check(0, steps)
+
+    def state(self) -> dict[str, Any]:
+        return {}  # Gymnasium environments have no state to read
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         if state and strict:
             raise ConfigError(f"Gymnasium environments take no state, got {sorted(state)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step of ``P`` environments led to, besides observations; arrays ``[P, 1]``."""
-
-    rewards: Array
-    """float32."""
-    terminated: Array
-    truncated: Array
-
-
-class GymnasiumEnv(WindowEnv[FieldWriter]):
+class GymnasiumEnv(WindowEnv):
     """``P`` single environments of one kind.
 
     As an `Env` each is stepped once per step; an environment that ends is reset in the same step,
     after the final observations of all of them were copied (an environment may reuse its
     observation buffer). `GymEnv` and the workers of `ParallelEnv` use `bind` and `advance` instead,
-    which reset nothing unless asked to.
+    which reset nothing.
     """
-
-    _leaf_writer = LeafWriter
-    _info_writer = InfoWriter
 
     def __init__(self, source: GymSource, *, inner: Any = None, around: Sequence[Any] = ()) -> None:
         """Take over the environments of ``source``.
@@ -182,10 +163,12 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
         self._steps: list[Callable[[Any], Any]] = []
         self._seeds = list(source.seeds or [None] * len(self._envs))
         self._rewards: list[Sequence[Any]] = []
+        self._resets = True
+        """Whether environments that end are reset in the same step."""
+        self._when = " at step {} of the rollout"
 
     @property
     def inner(self) -> Any:
-        """What the user gave us."""
         return self._inner
 
     def source(self) -> GymSource:
@@ -227,14 +210,14 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
         self._rewards = []
 
     def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
-        """Step every environment with the actions in row ``t``."""
         actions = self._actions.read(t)
         moves = zip(self._steps, actions, strict=True)
         try:
             results = [step(action) for step, action in moves]
         except Exception as err:
             env = len(actions) - 1 - len(list(moves))
-            _blame(err, env, actions[env], f" at step {t} of the rollout")
+            when, action = self._when.format(t), actions[env]
+            note(err, f"environment {env} raised this{when}; its action was {action!r:.200}")
             self._actions.check(t, t + 1, err)
             raise
         try:
@@ -264,7 +247,7 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
                 done_row[env] = True
                 dead_row[env] = dead
                 late_row[env] = late or not dead
-        for env in ended:
+        for env in ended if self._resets else ():
             returned = self._reset_one(env, None)
             for writer in self._writers:
                 writer.write_root(t, env, returned)
@@ -277,50 +260,39 @@ class GymnasiumEnv(WindowEnv[FieldWriter]):
             EnvError: a reward that is not a number, or a finite one that overflows float32.
             PolicyError: a discrete action was out of range.
         """
-        if self._unsettled:
-            self._settle()
-        self._actions.check(0, steps)
-        rewards = check_rewards(self._rewards)
-        write_rewards(self._window.array(next_key(REWARD))[:, :steps, 0], rewards)
+        super().finish(steps)
+        self._write_rewards(steps, " at step {}")
+
+    def _write_rewards(self, steps: int, when: str) -> None:
+        target = self._window.array(next_key(REWARD))[:, :steps, 0]
+        write_rewards(target, check_rewards(self._rewards, when), when=when)
 
     # -- without automatic reset -----------------------------------------------------------------
 
-    def bind(self, window: Window, now: Window) -> None:
-        """Bind to memory.
+    def bind(self, window: Window) -> None:
+        """Bind to memory for `advance`; `begin` is not called then.
 
         Args:
-            window: One step long; observations are also written under ``"next"`` if it has that.
-            now: One step long; always holds the present observations of all environments.
+            window: One step long: the present observations of all environments, actions, and under
+                ``"next"`` what a step leads to, observations only if it has these.
         """
-        for writer in self._writers:
-            writer.begin(window, now)
+        self._resets, self._when = False, " in its step"
+        super().begin(window, window)
+        self._flag_rows = [window.rows(next_key(key)) for key in (TERMINATED, TRUNCATED, DONE)]
 
-    def advance(self, actions: Sequence[Array]) -> Outcome:
-        """Step every environment and write its observation; ``actions`` are ``[P, ...]`` per key.
+    def advance(self) -> None:
+        """Step every environment once, with the actions in the window.
 
         Raises:
             EnvError: an environment returned something else than it declares.
             PolicyError: an action is not in the action space.
         """
-        self._actions.check_values(actions)
-        values = self._actions.decode(actions)
-        moves = zip(self._calls.look_up(), values, strict=True)
-        try:
-            results: list[Any] = [step(action) for step, action in moves]
-        except Exception as err:
-            env = len(values) - 1 - len(list(moves))
-            _blame(err, env, values[env], " in its step")
-            raise
-        for env, result in enumerate(results):
-            if not isinstance(result, tuple) or len(result) != 5:
-                raise not_five(result, f"environment {env}: step")
-        observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
-        for writer in self._writers:
-            writer.write(0, observations, infos)
-        narrow = np.empty((len(results), 1), np.float32)
-        write_rewards(narrow, check_rewards([rewards], when=""), when="")
-        dead, late = check_flags(terminated, "terminated"), check_flags(truncated, "truncated")
-        return Outcome(narrow, dead, late)
+        self._actions.check(0, 1, when="")
+        self._steps, self._rewards = self._calls.look_up(), []
+        for rows in self._flag_rows:
+            rows[0].fill(False)
+        self.step(0, ())
+        self._write_rewards(1, "")
 
     # -- in both ways ----------------------------------------------------------------------------
 
@@ -386,10 +358,6 @@ def check_same_spaces(envs: Sequence[gym.Env[Any, Any]]) -> None:
                     f"environment {env} has {name} {mine}, environment 0 has {first}; environments "
                     "collected in one batch must agree"
                 )
-
-
-def _blame(err: Exception, env: int, action: Any, when: str) -> None:
-    note(err, f"environment {env} raised this{when}; its action was {action!r:.200}")
 
 
 def _odd_result(results: Sequence[Any]) -> EnvError:

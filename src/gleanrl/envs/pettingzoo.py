@@ -256,7 +256,7 @@ class PettingZooEnv(OwnBatch):
                 allowed = torch.from_numpy(group.allowed).reshape(
                     *self._batch, *group.allowed.shape[1:]
                 )
-                for spec in self._env_specs.action.get(group.name).values(True, True):
+                for spec in self._env_specs.action[group.name].values(True, True):
                     spec.update_mask(allowed)
         return super().rand_action(tensordict)
 

@@ -48,7 +48,7 @@ def space_leaves(space: gym.Space[Any], key: Key, path: Path = ()) -> list[Leaf]
     """Return the leaves of a space that is under ``key``.
 
     Raises:
-        ConfigError: a space without fixed shape.
+        ConfigError: a space without fixed shape, or of a dtype that torch does not have.
     """
     parts: Iterable[tuple[str | int, gym.Space[Any]]]
     if isinstance(space, spaces.Dict):
@@ -56,6 +56,7 @@ def space_leaves(space: gym.Space[Any], key: Key, path: Path = ()) -> list[Leaf]
     elif isinstance(space, spaces.Tuple):
         parts = enumerate(space.spaces)
     elif isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+        torch_dtype(space)
         return [Leaf(key, path, space)]
     else:
         raise ConfigError(
@@ -86,21 +87,27 @@ def observation_leaves(space: gym.Space[Any]) -> tuple[Leaf, ...]:
     return leaves
 
 
-def torch_dtype(dtype: Any) -> torch.dtype:
-    """Return the torch dtype of a numpy dtype.
+def torch_dtype(space: gym.Space[Any]) -> torch.dtype:
+    """Return the torch dtype of an array space.
 
     Raises:
-        ConfigError: torch has no such dtype.
+        ConfigError: torch has no such dtype, or not in this byte order.
     """
     try:
-        return torch.from_numpy(np.zeros(1, dtype)).dtype
-    except TypeError as err:
-        raise ConfigError(f"torch has no dtype for {np.dtype(dtype)}") from err
+        return torch.from_numpy(np.zeros(1, space.dtype)).dtype
+    except (TypeError, ValueError) as err:
+        dtype = np.dtype(space.dtype)
+        cure = "a dtype that torch has, such as float32"
+        if not dtype.isnative:
+            cure = f"the machine's own byte order: {dtype.newbyteorder('=')}"
+        raise ConfigError(
+            f"space {space} has dtype {dtype.str}, which torch does not have; declare {cure}"
+        ) from err
 
 
 def leaf_field(leaf: Leaf, dtype: torch.dtype | None = None) -> Field:
     """Return the field an observation leaf fills; floats are cast to ``dtype`` if given."""
-    own = torch_dtype(leaf.space.dtype)
+    own = torch_dtype(leaf.space)
     if dtype is not None and own.is_floating_point:
         own = dtype
     return Field(leaf.key, tuple(leaf.space.shape or ()), own)
@@ -194,13 +201,20 @@ class Actions:
         values = {leaf.path: part for leaf, part in zip(self._leaves, parts, strict=True)}
         return rebuild(self._space, (), values)
 
-    def check(self, start: int, stop: int, cause: BaseException | None = None) -> None:
+    def check(
+        self,
+        start: int,
+        stop: int,
+        cause: BaseException | None = None,
+        when: str = " at step {} of the rollout",
+    ) -> None:
         """Check the actions in rows ``start`` to ``stop``, once the environments had them.
 
         Args:
             start: The first row.
             stop: The row behind the last one.
             cause: What an environment raised about them.
+            when: How the message tells the step.
 
         Raises:
             PolicyError: an index outside of its discrete space; floats are the environment's to
@@ -210,17 +224,11 @@ class Actions:
             values = self._window.array(field.key)[:, start:stop]
             if (outside := _outside(values, limits, lowest)) is not None:
                 env, t, *_ = outside
-                raise _out_of_range(
-                    field, limits, env, values[env, t], f" at step {t + start} of the rollout"
+                most = (limits.astype(np.int64) - 1).tolist()
+                raise PolicyError(
+                    f"environment {env} was given {format_key(field.key)} "
+                    f"{values[env, t].tolist()}{when.format(t + start)}; it takes 0 to {most}"
                 ) from cause
-
-    def check_values(self, arrays: Sequence[Array]) -> None:
-        """Check actions, ``[P, ...]`` for each action key; see `check`."""
-        for field, limits, lowest in self._limits:
-            values = arrays[self.fields.index(field)]
-            if (outside := _outside(values, limits, lowest)) is not None:
-                env = outside[0]
-                raise _out_of_range(field, limits, env, values[env], "")
 
     def random(self, t: int) -> None:
         """Write random actions into row ``t``."""
@@ -259,14 +267,6 @@ def _outside(values: Array, limits: Array, lowest: int) -> list[int] | None:
         return None  # as it is nearly always
     found: list[list[int]] = np.argwhere(indices >= limits).tolist()
     return found[0] if found else None
-
-
-def _out_of_range(field: Field, limits: Array, env: int, value: Any, when: str) -> PolicyError:
-    most = (limits.astype(np.int64) - 1).tolist()
-    return PolicyError(
-        f"environment {env} was given {format_key(field.key)} {value.tolist()}{when}; it takes 0 "
-        f"to {most}"
-    )
 
 
 def rebuild(space: gym.Space[Any], path: Path, values: Mapping[Path, Any]) -> Any:

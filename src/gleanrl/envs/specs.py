@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -19,26 +18,37 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key, NestedKey, as_key
 
+__all__ = [
+    "Binary",
+    "Bounded",
+    "BoundedContinuous",
+    "BoundedDiscrete",
+    "Categorical",
+    "Composite",
+    "MultiCategorical",
+    "NonTensor",
+    "OneHot",
+    "TensorSpec",
+    "Unbounded",
+    "UnboundedContinuous",
+    "UnboundedDiscrete",
+]
+
 Device: TypeAlias = torch.device | str | int | None
 Size: TypeAlias = Sequence[int] | int
 
 
-@dataclass(frozen=True, eq=False)
-class Interval:
+class Interval(NamedTuple):
     """What numbers lie between; either side may be infinite."""
 
     low: torch.Tensor
     high: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Choices:
+class Choices(NamedTuple):
     """How many values there are to choose from."""
 
     n: int
-
-
-_one_hot = torch.nn.functional.one_hot
 
 
 def _size(shape: Size) -> torch.Size:
@@ -52,7 +62,7 @@ class TensorSpec:
     """Whether ``rand([T, P])`` equals ``T`` calls of ``rand([P])`` draw for draw."""
 
     def __init__(
-        self, shape: Size = (), device: Device = None, dtype: torch.dtype | None = None
+        self, shape: Size = (1,), device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         """Describe tensors of ``shape`` and ``dtype`` on ``device`` (CPU by default)."""
         self.shape = _size(shape)
@@ -64,12 +74,19 @@ class TensorSpec:
         """How many dimensions there are; of a group, how many leading ones."""
         return len(self.shape)
 
+    @property
+    def space(self) -> Any:
+        """What values are chosen from."""
+        low, high = (torch.full(self.shape, bound) for bound in (-torch.inf, torch.inf))
+        return Interval(low, high)
+
     # -- values ----------------------------------------------------------------------------------
 
     def rand(self, shape: Size = ()) -> Any:
         """Draw ``[*shape, *self.shape]`` values.
 
-        Here floats are standard normal, flags fair, and whole numbers any that there are.
+        Floats are standard normal, flags fair, and whole numbers any that there are; within a range
+        they are uniform, and beside an infinite bound exponential or normal.
         """
         size = (*_size(shape), *self.shape)
         if self.dtype.is_floating_point or self.dtype.is_complex:
@@ -83,21 +100,9 @@ class TensorSpec:
         """Return zeros ``[*shape, *self.shape]`` (in range or not)."""
         return torch.zeros((*_size(shape), *self.shape), dtype=self.dtype, device=self.device)
 
-    def one(self, shape: Size = ()) -> Any:
-        """Return ones ``[*shape, *self.shape]`` (in range or not)."""
-        return torch.ones((*_size(shape), *self.shape), dtype=self.dtype, device=self.device)
-
-    def sample(self, shape: Size = ()) -> Any:
-        """Draw values, as `rand`."""
-        return self.rand(shape)
-
     def zeros(self, shape: Size = ()) -> Any:
         """Return zeros, as `zero`."""
         return self.zero(shape)
-
-    def ones(self, shape: Size = ()) -> Any:
-        """Return ones, as `one`."""
-        return self.one(shape)
 
     def is_in(self, value: Any) -> bool:
         """Tell whether ``value`` (with any leading dimensions) belongs to the set."""
@@ -105,11 +110,6 @@ class TensorSpec:
             return False
         trailing = value.shape[value.ndim - len(self.shape) :]
         return value.dtype == self.dtype and trailing == self.shape
-
-    def assert_is_in(self, value: Any) -> None:
-        """Raise an `AssertionError` unless ``value`` belongs to the set."""
-        if not self.is_in(value):
-            raise AssertionError(f"{value} is not in {self}")
 
     def project(self, value: Any) -> Any:
         """Return ``value``, moved into the set if it is not there."""
@@ -136,9 +136,13 @@ class TensorSpec:
         return found
 
     def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
-        """Return ``value`` as a numpy array; ``safe`` checks first that it is in the set."""
-        if safe:
-            self.assert_is_in(value)
+        """Return ``value`` (indices, of one-hot vectors) as a numpy array.
+
+        Raises:
+            AssertionError: ``safe``, and ``value`` is not in the set.
+        """
+        if safe and not self.is_in(value):
+            raise AssertionError(f"{value} is not in {self}")
         return value.detach().cpu().numpy()
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
@@ -150,12 +154,6 @@ class TensorSpec:
         if value.dtype != self.dtype:
             where = "" if key is None else f" of {key!r}"
             raise TypeError(f"the dtype{where} is {value.dtype}; the spec has {self.dtype}")
-
-    @property
-    def space(self) -> Any:
-        """What values are chosen from."""
-        low, high = (torch.full(self.shape, bound) for bound in (-torch.inf, torch.inf))
-        return Interval(low, high)
 
     # -- other specs -----------------------------------------------------------------------------
 
@@ -172,24 +170,18 @@ class TensorSpec:
             moved.device = torch.device("cpu" if dest is None else dest)
         return moved
 
-    def cpu(self) -> Any:
-        """Return the same spec on the CPU."""
-        return self.to("cpu")
-
     def expand(self, *shape: Any) -> Any:
         """Return the same spec with leading dimensions added; ``shape`` is the new whole shape."""
         wide = copy.copy(self)
         wide.shape = torch.empty(self.shape, device="meta").expand(*shape).shape
         return wide
 
-    def _details(self) -> str:
-        return ""
-
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self._details()}shape={tuple(self.shape)}, "
-            f"dtype={self.dtype}, device={self.device})"
+        inside = ", ".join(
+            f"{name}={item.flatten()[:3].tolist() if isinstance(item, torch.Tensor) else item}"
+            for name, item in vars(self).items()
         )
+        return f"{type(self).__name__}({inside})"
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -205,12 +197,6 @@ class TensorSpec:
 
 class Unbounded(TensorSpec):
     """Any tensor of one shape and dtype."""
-
-    def __init__(
-        self, shape: Size = (1,), device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        """Describe tensors of ``shape`` and ``dtype``."""
-        super().__init__(shape, device, dtype)
 
 
 class Bounded(TensorSpec):
@@ -253,11 +239,9 @@ class Bounded(TensorSpec):
 
     @property
     def space(self) -> Interval:
-        """The bounds."""
         return Interval(self.low, self.high)
 
     def rand(self, shape: Size = ()) -> torch.Tensor:
-        """Draw uniformly; where a side is infinite, exponentially or normally."""
         size = (*_size(shape), *self.shape)
         low, high = self.low, self.high
         if not self.dtype.is_floating_point:
@@ -269,92 +253,85 @@ class Bounded(TensorSpec):
             return torch.minimum(low + draw * (high - low), high)
         tail = torch.empty(size, dtype=self.dtype, device=self.device).exponential_()
         normal = torch.randn(size, dtype=self.dtype, device=self.device)
-        finite_low, finite_high = low.isfinite(), high.isfinite()
-        safe_low, safe_high = low.nan_to_num(0, 0, 0), high.nan_to_num(0, 0, 0)
-        return torch.where(
-            finite_low & finite_high,
-            safe_low + draw * (safe_high - safe_low),
-            torch.where(
-                finite_low, safe_low + tail, torch.where(finite_high, safe_high - tail, normal)
-            ),
-        )
+        above, below = low.isfinite(), high.isfinite()
+        low, high = low.nan_to_num(0, 0, 0), high.nan_to_num(0, 0, 0)
+        one_sided = torch.where(above, low + tail, torch.where(below, high - tail, normal))
+        return torch.where(above & below, low + draw * (high - low), one_sided)
 
     def is_in(self, value: Any) -> bool:
-        """Tell whether ``value`` has the shape and dtype and lies within the bounds."""
         if not super().is_in(value):
             return False
         here = value.to(self.low.device)
         return bool(((here >= self.low) & (here <= self.high)).all())
 
     def _project(self, value: torch.Tensor) -> torch.Tensor:
-        low, high = self.low.to(value.device), self.high.to(value.device)
-        return torch.minimum(torch.maximum(value, low), high).to(self.dtype)
+        return value.clamp(self.low.to(value.device), self.high.to(value.device)).to(self.dtype)
 
     def to(self, dest: torch.dtype | Device) -> Bounded:
-        """Return the same spec on another device, or for another dtype."""
         moved: Bounded = super().to(dest)
         moved.low, moved.high = (x.to(moved.device, moved.dtype) for x in (self.low, self.high))
         return moved
 
     def expand(self, *shape: Any) -> Bounded:
-        """Return the same spec with leading dimensions added; ``shape`` is the new whole shape."""
         wide: Bounded = super().expand(*shape)
         wide.low, wide.high = self.low.expand(wide.shape), self.high.expand(wide.shape)
         return wide
 
-    def _details(self) -> str:
-        return f"low={self.low.flatten()[:3].tolist()}, high={self.high.flatten()[:3].tolist()}, "
 
-
-class _Choice:
-    """What the two specs of one of ``n`` values per element share."""
+class _Discrete(TensorSpec):
+    """Values that stand for indices; a subclass says which indices, and what stands for them."""
 
     stepwise = True
-    n: int
     mask: torch.Tensor | None = None
 
-    def update_mask(self, mask: torch.Tensor | None) -> None:
-        """Set which values are allowed now, ``[..., n]``; ``None`` for all."""
-        self.mask = None if mask is None else mask.bool()
+    def _draw(self, shape: torch.Size) -> torch.Tensor:
+        """Draw the indices of ``[*shape, *self.shape]`` values."""
+        raise NotImplementedError
 
-    @property
-    def space(self) -> Choices:
-        """How many values there are."""
-        return Choices(self.n)
+    def _indices(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the indices that are nearest to ``value``."""
+        raise NotImplementedError
 
-    def _draw(self, size: torch.Size, device: torch.device) -> torch.Tensor:
-        """Draw indices uniformly among those that are allowed."""
-        if self.mask is None:
-            return torch.randint(self.n, size, device=device)
-        weights = self.mask.expand(*size, self.n).reshape(-1, self.n).float()
-        return torch.multinomial(weights, 1).reshape(size).to(device)
+    def _values(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return what stands for ``indices``."""
+        return indices.to(self.dtype)
 
-    def _allows(self, index: torch.Tensor) -> bool:
-        if self.mask is None:
-            return True
-        wide = self.mask.expand(*index.shape, self.n).to(index.device)
-        return bool(wide.gather(-1, index.long().unsqueeze(-1)).all())
+    def rand(self, shape: Size = ()) -> torch.Tensor:
+        return self._values(self._draw(_size(shape)))
 
-    def _details(self) -> str:
-        return f"n={self.n}, "
+    def is_in(self, value: Any) -> bool:
+        if not super().is_in(value):
+            return False
+        indices = self._indices(value)
+        if self.mask is not None:
+            allowed = self.mask.to(value.device).expand(*indices.shape, self.mask.shape[-1])
+            if not allowed.gather(-1, indices.unsqueeze(-1)).all():
+                return False
+        return bool((self._values(indices) == value).all())
+
+    def _project(self, value: torch.Tensor) -> torch.Tensor:
+        return self._values(self._indices(value))
 
 
-class Categorical(_Choice, TensorSpec):
+class Categorical(_Discrete):
     """Indices ``0 .. n - 1``."""
+
+    _trailing = 0
+    """How many dimensions stand for one index."""
 
     def __init__(
         self,
         n: int,
-        shape: Size = (),
+        shape: Size | None = None,
         device: Device = None,
         dtype: torch.dtype = torch.int64,
         mask: torch.Tensor | None = None,
     ) -> None:
-        """Describe index tensors of ``shape`` (a scalar by default).
+        """Describe index tensors of ``shape``.
 
         Args:
             n: How many values there are.
-            shape: Of the tensors.
+            shape: Of the tensors; a scalar by default.
             device: The CPU by default.
             dtype: Of the tensors.
             mask: Which of the ``n`` values are allowed now.
@@ -363,21 +340,29 @@ class Categorical(_Choice, TensorSpec):
         self.n = int(n)
         self.update_mask(mask)
 
-    def rand(self, shape: Size = ()) -> torch.Tensor:
-        """Draw uniformly among the indices that are allowed."""
-        return self._draw(torch.Size((*_size(shape), *self.shape)), self.device).to(self.dtype)
+    def update_mask(self, mask: torch.Tensor | None) -> None:
+        """Set which values are allowed now, ``[..., n]``; ``None`` for all."""
+        self.mask = None if mask is None else mask.bool()
 
-    def is_in(self, value: Any) -> bool:
-        """Tell whether every index is in range and allowed."""
-        inside = super().is_in(value) and bool(((value >= 0) & (value < self.n)).all())
-        return inside and self._allows(value)
+    @property
+    def space(self) -> Choices:
+        return Choices(self.n)
 
-    def _project(self, value: torch.Tensor) -> torch.Tensor:
-        return value.round().clamp(0, self.n - 1).to(self.dtype)
+    def _draw(self, shape: torch.Size) -> torch.Tensor:
+        size = (*shape, *self.shape[: self.ndim - self._trailing])
+        if self.mask is None:
+            return torch.randint(self.n, size, device=self.device)
+        weights = self.mask.expand(*size, self.n).reshape(-1, self.n).float()
+        return torch.multinomial(weights, 1).reshape(size).to(self.device)
+
+    def _indices(self, value: torch.Tensor) -> torch.Tensor:
+        return value.double().round().clamp(0, self.n - 1).long()
 
 
-class OneHot(_Choice, TensorSpec):
+class OneHot(Categorical):
     """One-hot vectors of ``n`` elements along the last dimension."""
+
+    _trailing = 1
 
     def __init__(
         self,
@@ -398,42 +383,26 @@ class OneHot(_Choice, TensorSpec):
             use_register: Accepted for compatibility; without effect.
             mask: Which of the ``n`` values are allowed now.
         """
-        super().__init__((n,) if shape is None else shape, device, dtype)
-        self.n = int(n)
-        self.update_mask(mask)
+        super().__init__(n, (n,) if shape is None else shape, device, dtype, mask)
 
-    def rand(self, shape: Size = ()) -> torch.Tensor:
-        """Draw uniformly among the vectors that are allowed."""
-        index = self._draw(torch.Size((*_size(shape), *self.shape[:-1])), self.device)
-        return _one_hot(index, self.n).to(self.dtype)
+    def _indices(self, value: torch.Tensor) -> torch.Tensor:
+        return value.float().argmax(-1)
 
-    def is_in(self, value: Any) -> bool:
-        """Tell whether ``value`` is one-hot, and allowed."""
-        if not super().is_in(value):
-            return False
-        binary = ((value == 0) | (value == 1)).all()
-        one = bool(binary & (value.sum(-1) == 1).all())
-        return one and self._allows(value.long().argmax(-1))
-
-    def _project(self, value: torch.Tensor) -> torch.Tensor:
-        return _one_hot(value.float().argmax(-1), self.n).to(self.dtype)
+    def _values(self, indices: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(indices, self.n).to(self.dtype)
 
     def encode(self, value: Any, *, ignore_device: bool = False) -> torch.Tensor:
-        """Return an index, or a one-hot vector, as a one-hot vector."""
         tensor = torch.as_tensor(value, device=None if ignore_device else self.device)
         if tensor.shape[tensor.ndim - len(self.shape) :] == self.shape and tensor.ndim:
             return tensor.to(self.dtype)
-        return _one_hot(tensor.long(), self.n).to(self.dtype)
+        return self._values(tensor.long())
 
     def to_numpy(self, value: torch.Tensor, safe: bool | None = None) -> Any:
-        """Return the indices of one-hot vectors as a numpy array."""
         return super().to_numpy(value, safe).argmax(-1)
 
 
-class MultiCategorical(TensorSpec):
+class MultiCategorical(_Discrete):
     """Vectors of indices, element ``i`` in ``0 .. nvec[i] - 1``."""
-
-    stepwise = True
 
     def __init__(
         self,
@@ -448,95 +417,18 @@ class MultiCategorical(TensorSpec):
 
     @property
     def space(self) -> tuple[Choices, ...]:
-        """How many values there are per element."""
         return tuple(map(Choices, self.nvec.flatten().tolist()))
 
-    def rand(self, shape: Size = ()) -> torch.Tensor:
-        """Draw every element uniformly."""
-        size = (*_size(shape), *self.shape)
-        draw = torch.rand(size, dtype=torch.float64, device=self.device)
-        return (draw * self.nvec.to(self.device)).floor().to(self.dtype)
-
-    def is_in(self, value: Any) -> bool:
-        """Tell whether every index is in range."""
-        return super().is_in(value) and bool(
-            ((value >= 0) & (value < self.nvec.to(value.device))).all()
-        )
-
-    def _project(self, value: torch.Tensor) -> torch.Tensor:
-        most = self.nvec.to(value.device) - 1
-        return torch.minimum(value.round().clamp(0), most).to(self.dtype)
-
-    def _details(self) -> str:
-        return f"nvec={self.nvec.tolist()}, "
-
-
-class MultiOneHot(TensorSpec):
-    """One-hot vectors side by side along the last dimension, ``nvec[i]`` elements each."""
-
-    stepwise = True
-
-    def __init__(
-        self,
-        nvec: Sequence[int],
-        shape: Size | None = None,
-        device: Device = None,
-        dtype: torch.dtype = torch.bool,
-        use_register: bool = False,
-    ) -> None:
-        """Describe ``[..., sum(nvec)]`` tensors; ``use_register`` is without effect."""
-        self.nvec = [int(n) for n in nvec]
-        super().__init__((sum(self.nvec),) if shape is None else shape, device, dtype)
-
-    @property
-    def space(self) -> tuple[Choices, ...]:
-        """How many values there are per vector."""
-        return tuple(map(Choices, self.nvec))
-
-    def rand(self, shape: Size = ()) -> torch.Tensor:
-        """Draw every vector uniformly."""
-        size = (*_size(shape), *self.shape[:-1], len(self.nvec))
-        draw = torch.rand(size, dtype=torch.float64, device=self.device)
-        return self._of((draw * torch.tensor(self.nvec, device=self.device)).long())
-
-    def _of(self, index: torch.Tensor) -> torch.Tensor:
-        parts = [_one_hot(index[..., i], n) for i, n in enumerate(self.nvec)]
-        return torch.cat(parts, -1).to(self.dtype)
+    def _draw(self, shape: torch.Size) -> torch.Tensor:
+        draw = torch.rand((*shape, *self.shape), dtype=torch.float64, device=self.device)
+        return (draw * self.nvec.to(self.device)).floor()
 
     def _indices(self, value: torch.Tensor) -> torch.Tensor:
-        parts = torch.split(value, self.nvec, -1)
-        return torch.stack([part.float().argmax(-1) for part in parts], -1)
-
-    def is_in(self, value: Any) -> bool:
-        """Tell whether every part of ``value`` is one-hot."""
-        if not super().is_in(value):
-            return False
-        return bool((self._of(self._indices(value)).to(value.device) == value).all())
-
-    def _project(self, value: torch.Tensor) -> torch.Tensor:
-        return self._of(self._indices(value))
-
-    def encode(self, value: Any, *, ignore_device: bool = False) -> torch.Tensor:
-        """Return indices, or the vectors themselves, as one-hot vectors."""
-        found = torch.as_tensor(value, device=None if ignore_device else self.device)
-        if found.shape[-1:] == self.shape[-1:]:
-            return found.to(self.dtype)
-        return self._of(found.long())
-
-    def to_numpy(self, value: torch.Tensor, safe: bool | None = None) -> Any:
-        """Return the indices as a numpy array."""
-        if safe:
-            self.assert_is_in(value)
-        return self._indices(value).cpu().numpy()
-
-    def _details(self) -> str:
-        return f"nvec={self.nvec}, "
+        return value.double().round().clamp(0).minimum(self.nvec.to(value.device) - 1)
 
 
-class Binary(TensorSpec):
+class Binary(_Discrete):
     """Tensors of zeros and ones."""
-
-    stepwise = True
 
     def __init__(
         self,
@@ -564,20 +456,13 @@ class Binary(TensorSpec):
 
     @property
     def space(self) -> Choices:
-        """How many elements a vector has."""
         return Choices(self.n)
 
-    def rand(self, shape: Size = ()) -> torch.Tensor:
-        """Draw fair bits."""
-        size = (*_size(shape), *self.shape)
-        return torch.randint(2, size, device=self.device).to(self.dtype)
+    def _draw(self, shape: torch.Size) -> torch.Tensor:
+        return torch.randint(2, (*shape, *self.shape), device=self.device)
 
-    def is_in(self, value: Any) -> bool:
-        """Tell whether every element is 0 or 1."""
-        return super().is_in(value) and bool(((value == 0) | (value == 1)).all())
-
-    def _project(self, value: torch.Tensor) -> torch.Tensor:
-        return (value > 0).to(self.dtype)
+    def _indices(self, value: torch.Tensor) -> torch.Tensor:
+        return value > 0
 
 
 class NonTensor(TensorSpec):
@@ -600,34 +485,32 @@ class NonTensor(TensorSpec):
         self.example_data = example_data
 
     def rand(self, shape: Size = ()) -> Any:
-        """Return the example."""
-        size = (*_size(shape), *self.shape)
-        return NonTensorData(self.example_data, batch_size=size)
+        return NonTensorData(self.example_data, batch_size=(*_size(shape), *self.shape))
 
-    zero = one = rand
+    zero = rand
 
     def is_in(self, value: Any) -> bool:
-        """Tell whether it is no tensor."""
         return not isinstance(value, torch.Tensor)
 
     def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
-        """Return ``value`` as data of a TensorDict."""
         return NonTensorData(value, batch_size=self.shape)
 
     def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
-        """Return what ``value`` holds."""
         return getattr(value, "data", value)
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
-        """Do nothing: every type is right."""
+        pass
 
 
 UnboundedContinuous = UnboundedDiscrete = Unbounded
 BoundedContinuous = BoundedDiscrete = Bounded
 
 
-class Composite(TensorSpec):
-    """Named specs, in groups to any depth, with common leading dimensions per group."""
+class Composite(TensorSpec, MutableMapping[Any, Any]):
+    """Named specs, in groups to any depth, with common leading dimensions per group.
+
+    Values are TensorDicts of batch size ``[*shape, *self.shape]``; `project` changes its argument.
+    """
 
     def __init__(
         self,
@@ -652,7 +535,7 @@ class Composite(TensorSpec):
         for option in ("data_cls", "step_mdp_static", "names"):
             named.pop(option, None)
         for key, spec in {**(specs or {}), **named}.items():
-            self.set(key, spec)
+            self[key] = spec
 
     @property
     def batch_size(self) -> torch.Size:
@@ -661,23 +544,10 @@ class Composite(TensorSpec):
 
     # -- access ----------------------------------------------------------------------------------
 
-    def keys(
-        self,
-        include_nested: bool = False,
-        leaves_only: bool = False,
-        *,
-        is_leaf: Any = None,
-        step_mdp_static_only: bool = False,
-        sort: bool = False,
-    ) -> list[Any]:
-        """Return the names; of groups within groups, too, if ``include_nested``."""
-        found = [key for key, _ in self.items(include_nested, leaves_only)]
-        return sorted(found, key=str) if sort else found
-
-    def items(
+    def items(  # type: ignore[override]  # more than a mapping has
         self, include_nested: bool = False, leaves_only: bool = False, **unused: Any
     ) -> list[tuple[Any, Any]]:
-        """Return names with their specs."""
+        """Return names with their specs; of groups within groups, too, if ``include_nested``."""
         found: list[tuple[Any, Any]] = []
         for name, spec in self._specs.items():
             group = isinstance(spec, Composite)
@@ -689,7 +559,15 @@ class Composite(TensorSpec):
                 ]
         return found
 
-    def values(self, include_nested: bool = False, leaves_only: bool = False) -> list[Any]:
+    def keys(  # type: ignore[override]
+        self, include_nested: bool = False, leaves_only: bool = False, **unused: Any
+    ) -> list[Any]:
+        """Return the names."""
+        return [key for key, _ in self.items(include_nested, leaves_only)]
+
+    def values(  # type: ignore[override]
+        self, include_nested: bool = False, leaves_only: bool = False
+    ) -> list[Any]:
         """Return the specs."""
         return [spec for _, spec in self.items(include_nested, leaves_only)]
 
@@ -697,22 +575,15 @@ class Composite(TensorSpec):
         """Return every leaf by its full key."""
         return {as_key(k): spec for k, spec in self.items(True, True) if spec is not None}
 
+    def is_empty(self, recurse: bool = False) -> bool:
+        """Tell whether there is nothing in it."""
+        return not (self.leaves() if recurse else self._specs)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._specs)
 
     def __len__(self) -> int:
         return len(self._specs)
-
-    def is_empty(self, recurse: bool = False) -> bool:
-        """Tell whether there is nothing in it."""
-        return not (self.leaves() if recurse else self._specs)
-
-    def __contains__(self, key: NestedKey) -> bool:
-        try:
-            self[key]
-        except KeyError:
-            return False
-        return True
 
     def __getitem__(self, key: Any) -> Any:
         path, here = as_key(key), self
@@ -722,12 +593,8 @@ class Composite(TensorSpec):
             here = here._specs[part]
         return here
 
-    def get(self, key: NestedKey, default: Any = None) -> Any:
-        """Return the spec called ``key``, or ``default``."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
+    def __setitem__(self, key: NestedKey, spec: Any) -> None:
+        self.set(key, spec)
 
     def set(self, key: NestedKey, spec: Any) -> Composite:
         """Set the spec called ``key``, making groups as they are needed.
@@ -736,7 +603,7 @@ class Composite(TensorSpec):
             ConfigError: its shape does not begin with that of this group.
         """
         name, *rest = as_key(key)
-        if isinstance(spec, Mapping):
+        if isinstance(spec, Mapping) and not isinstance(spec, Composite):
             spec = Composite(spec, shape=self.shape)
         if rest:
             group = self._specs.get(name)
@@ -752,25 +619,16 @@ class Composite(TensorSpec):
         self._specs[name] = spec if spec is None or self.device is None else spec.to(self.device)
         return self
 
-    def __setitem__(self, key: NestedKey, spec: Any) -> None:
-        self.set(key, spec)
-
     def __delitem__(self, key: NestedKey) -> None:
-        self.pop(key)
-
-    def pop(self, key: NestedKey, *default: Any) -> Any:
-        """Take out the spec called ``key``; return ``default`` if there is none."""
-        if key not in self and default:
-            return default[0]
         *path, name = as_key(key)
-        group = self[tuple(path)] if path else self
-        return group._specs.pop(name)
+        _ = self[key]
+        (self[tuple(path)] if path else self)._specs.pop(name)
 
-    def update(self, specs: Mapping[Any, Any] | Composite) -> Composite:
+    def update(self, specs: Any) -> Composite:  # type: ignore[override]
         """Set all of ``specs``; groups that are there already are updated."""
         for key, spec in specs.items():
             mine = self.get(key)
-            if isinstance(mine, Composite) and isinstance(spec, (Composite, Mapping)):
+            if isinstance(mine, Composite) and isinstance(spec, Mapping):
                 mine.update(spec)
             else:
                 self.set(key, spec)
@@ -779,52 +637,38 @@ class Composite(TensorSpec):
     # -- values ----------------------------------------------------------------------------------
 
     def rand(self, shape: Size = ()) -> TensorDict:
-        """Draw every leaf, in order; batch size is ``[*shape, *self.shape]``."""
-        return self._fill(lambda spec: spec.rand(_size(shape)), shape)
+        return self._fill("rand", shape)
 
     def zero(self, shape: Size = ()) -> TensorDict:
-        """Return zeros for every leaf; batch size is ``[*shape, *self.shape]``."""
-        return self._fill(lambda spec: spec.zero(_size(shape)), shape)
+        return self._fill("zero", shape)
 
-    def one(self, shape: Size = ()) -> TensorDict:
-        """Return ones for every leaf; batch size is ``[*shape, *self.shape]``."""
-        return self._fill(lambda spec: spec.one(_size(shape)), shape)
-
-    def _fill(self, make: Callable[[Any], Any], shape: Size) -> TensorDict:
-        values = {name: make(spec) for name, spec in self._specs.items() if spec is not None}
-        return TensorDict(values, batch_size=(*_size(shape), *self.shape), device=self.device)
+    def _fill(self, how: str, shape: Size) -> TensorDict:
+        size = _size(shape)
+        values = {
+            name: getattr(spec, how)(size) for name, spec in self._specs.items() if spec is not None
+        }
+        return TensorDict(values, batch_size=(*size, *self.shape), device=self.device)
 
     def is_in(self, value: TensorDictBase) -> bool:
-        """Tell whether every leaf is present and in its set."""
-        found: dict[Key, Any] = {key: value.get(key, None) for key in self.leaves()}
-        return all(
-            found[k] is not None and spec.is_in(found[k]) for k, spec in self.leaves().items()
-        )
+        found = ((spec, value.get(key, None)) for key, spec in self.leaves().items())
+        return all(item is not None and spec.is_in(item) for spec, item in found)
 
     def project(self, value: TensorDictBase) -> TensorDictBase:
-        """Move every leaf of ``value`` into its set; changes and returns ``value``."""
         for key, spec in self.leaves().items():
             value.set(key, spec.project(value.get(key)))
         return value
 
     def encode(self, values: Mapping[str, Any], *, ignore_device: bool = False) -> TensorDict:
-        """Return numbers, arrays or tensors by name as a TensorDict."""
         found = {
-            name: self._specs[name].encode(value, ignore_device=ignore_device)
+            name: self[name].encode(value, ignore_device=ignore_device)
             for name, value in values.items()
         }
         return TensorDict(found, batch_size=self.shape)
 
     def to_numpy(self, value: TensorDictBase, safe: bool | None = None) -> dict[str, Any]:
-        """Return every entry of ``value`` as a numpy array."""
         return {name: self[name].to_numpy(item, safe) for name, item in value.items()}
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
-        """Check the dtypes of ``value``, or of one entry called ``key``.
-
-        Raises:
-            TypeError: one is another.
-        """
         if key is not None:
             self[key].type_check(value, key)
             return
@@ -834,24 +678,19 @@ class Composite(TensorSpec):
     # -- other specs -----------------------------------------------------------------------------
 
     def clone(self) -> Composite:
-        """Return a copy."""
         return self._mapped(lambda spec: spec.clone(), self.shape, self.device)
 
     def to(self, dest: torch.dtype | Device) -> Composite:
-        """Return the same specs on another device, or for another dtype."""
-        if isinstance(dest, torch.dtype):
-            return self._mapped(lambda spec: spec.to(dest), self.shape, self.device)
-        where = torch.device("cpu" if dest is None else dest)
-        return self._mapped(lambda spec: spec.to(where), self.shape, where)
+        where = self.device
+        if not isinstance(dest, torch.dtype):
+            dest = where = torch.device("cpu" if dest is None else dest)
+        return self._mapped(lambda spec: spec.to(dest), self.shape, where)
 
     def expand(self, *shape: Any) -> Composite:
-        """Return the same specs with leading dimensions added: ``shape`` is the new shape."""
         wide = torch.empty(self.shape, device="meta").expand(*shape).shape
-
-        def widen(spec: Any) -> Any:
-            return spec.expand((*wide, *spec.shape[self.ndim :]))
-
-        return self._mapped(widen, wide, self.device)
+        return self._mapped(
+            lambda spec: spec.expand((*wide, *spec.shape[self.ndim :])), wide, self.device
+        )
 
     def _mapped(self, change: Callable[[Any], Any], shape: Size, device: Any) -> Composite:
         specs = {k: spec if spec is None else change(spec) for k, spec in self._specs.items()}

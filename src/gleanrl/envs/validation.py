@@ -57,21 +57,6 @@ def check_flag(flag: Any, env: int, name: str) -> bool:
     return bool(value.item())
 
 
-def check_flags(flags: Sequence[Any], name: str) -> Array:
-    """Return the end flags of ``P`` environments, ``[P, 1]`` bool.
-
-    Raises:
-        EnvError: one is an array of several, or no truth value.
-    """
-    try:
-        values = np.array(flags, bool)
-    except ValueError:  # arrays of different shapes
-        values = np.empty(0, bool)
-    if values.shape != (len(flags),):
-        values = np.array([check_flag(flag, env, name) for env, flag in enumerate(flags)])
-    return values[:, None]
-
-
 def check_rewards(rewards: Sequence[Sequence[Any]], when: str = " at step {}") -> Array:
     """Return the rewards of a rollout, kept row by row, as one array ``[T, P]``.
 

@@ -21,14 +21,14 @@ from gleanrl.core.protocols import Env
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.gymnasium import WindowEnv
 from gleanrl.envs.validation import NUMBERS, check_reset, not_five, write_rewards
-from gleanrl.envs.writers import VectorInfoWriter, VectorLeafWriter, VectorReset, VectorWriter
+from gleanrl.envs.writers import VectorInfoWriter, VectorLeafWriter, VectorReset
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
 _ALL = slice(None)
 _NOTHING: tuple[int, ...] = ()
 
 
-class _VectorAdapter(WindowEnv[VectorWriter]):
+class _VectorAdapter(WindowEnv):
     """``P`` environments behind one vectorised object; batch shape ``(P,)``.
 
     Everything the object returns is copied at once, so it may reuse its arrays.
@@ -37,8 +37,6 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
     _leaf_writer = VectorLeafWriter
     _info_writer = VectorInfoWriter
     _batched = True
-    _flags_at_once = False
-    """Whether end flags are needed in the window before the end of a rollout."""
 
     def __init__(self, resets: _Resets, options: GymOptions) -> None:
         """Take over the environment of ``resets``, built and not yet reset.
@@ -52,23 +50,28 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
         super().__init__(
             env.single_observation_space, env.single_action_space, (self.num_envs,), options
         )
-        self._outcomes = _Outcomes(self.num_envs, self._flags_at_once)
         self.can_cut = resets.singly
         self._closed = False
         self._step: Callable[[Any], Any]
+        self._rewards = np.zeros((0, self.num_envs))
+        """Rows, narrowed when the rollout ends."""
+        self._reward_dtype: np.dtype[Any] | None = None
+        """Of rewards that were found to be numbers."""
 
     @property
     def inner(self) -> Any:
-        """What the user gave us."""
         return self._resets.env
 
     # -- steps -----------------------------------------------------------------------------------
 
     def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
         super().begin(window, carry)
         self._step = self._resets.env.step
-        self._outcomes.begin(window)
+        if len(self._rewards) < window.steps:
+            self._rewards = np.zeros((window.steps, self.num_envs))
+        self._dead, self._late, self._done = (
+            window.array(next_key(key))[:, :, 0].T for key in _FLAGS
+        )
 
     def _advance(self, t: int) -> Mapping[str, Any]:
         """Step with the actions in row ``t``, keep what comes back, and return ``infos``."""
@@ -84,29 +87,49 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
         except (TypeError, ValueError) as err:
             who = "the vector environment's step"
             raise not_five(result, who, "terminated, truncated, infos") from err
-        self._outcomes.keep(t, reward, terminated, truncated)
+        if t == 0 or getattr(reward, "dtype", None) is not self._reward_dtype:
+            self._check(reward, terminated, truncated, t)
+        self._rewards[t] = reward
+        self._dead[t] = terminated
+        self._late[t] = truncated
+        np.logical_or(terminated, truncated, out=self._done[t])
         for writer in self._writers:
             writer.write(t, observation, infos)
         return infos
 
+    def _check(self, reward: Any, terminated: Any, truncated: Any, t: int) -> None:
+        """Once per rollout, and where the dtype of rewards changes."""
+        shapes = [np.shape(value) for value in (reward, terminated, truncated)]
+        if any(shape != (self.num_envs,) for shape in shapes):
+            raise EnvError(
+                "the vector environment returned rewards, terminated and truncated of shapes "
+                f"{shapes}; each must be ({self.num_envs},)"
+            )
+        self._reward_dtype = np.asarray(reward).dtype
+        if self._reward_dtype.kind not in NUMBERS:
+            raise EnvError(
+                f"the vector environment returned rewards of dtype {self._reward_dtype} at step "
+                f"{t}: {list(reward)[:4]}; they must be numbers"
+            )
+
     def restart(self, t: int, envs: Array) -> None:
         """Reset ``envs`` after step ``t``; those that had not ended there count as truncated."""
-        self._outcomes.truncate(t, envs)
+        self._late[t, envs] |= ~self._dead[t, envs]
+        self._done[t, envs] = True
         returned = self._resets.some(envs, {})
         for writer in self._writers:
             writer.write_root(t, envs, returned)
 
     def finish(self, steps: int) -> None:
-        """Write the rewards and flags of ``steps`` steps.
+        """Write the rewards of ``steps`` steps.
 
         Raises:
             EnvError: a finite reward that overflows float32.
             PolicyError: a discrete action was out of range.
         """
-        if self._unsettled:
-            self._settle()
-        self._actions.check(0, steps)
-        self._outcomes.finish(self._window, steps)
+        super().finish(steps)
+        target = self._window.array(next_key(REWARD))[:, :steps, 0]
+        write_rewards(target, self._rewards[:steps], wrapper="vector.TransformReward")
 
     # -- resets ----------------------------------------------------------------------------------
 
@@ -144,7 +167,6 @@ class _VectorAdapter(WindowEnv[VectorWriter]):
         return seed if static else seed + self.num_envs - 1
 
     def close(self) -> None:
-        """Close the environment. Idempotent."""
         if not self._closed:
             self._closed = True
             self.inner.close()
@@ -154,9 +176,8 @@ class DenseVectorEnv(_VectorAdapter):
     """A vectorised environment in SAME_STEP or DISABLED mode: every step is a real transition."""
 
     def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
-        """Take one step with the actions in row ``t``; return the indices that ended."""
         infos = self._advance(t)
-        ended = self._outcomes.ended(t)
+        ended = np.flatnonzero(self._done[t])
         if not len(ended) and not cut:
             return _NOTHING
         if self._resets.in_step:  # what `ended` ended with comes in `infos`
@@ -175,11 +196,9 @@ class DenseVectorEnv(_VectorAdapter):
 class NextStepPool(_VectorAdapter):
     """A vectorised environment in NEXT_STEP mode, as a `Pool`: a reset takes a step of its own."""
 
-    _flags_at_once = True
     _draw_ahead = 32  # how many steps a rollout will take is not known when it begins
 
     def step(self, t: int) -> None:
-        """Take one step with the actions in row ``t``, writing the row and root row ``t + 1``."""
         self._advance(t)
 
 
@@ -323,81 +342,3 @@ def _mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
             f"{[str(mode) for mode in AutoresetMode]}: without it nobody can tell whether the step "
             "after an end is a transition"
         ) from err
-
-
-class _Outcomes:
-    """Rewards and flags of a rollout: kept as rows per step, written in bulk at its end."""
-
-    def __init__(self, envs: int, in_place: bool) -> None:
-        """Allocate nothing yet: the number of steps is not known.
-
-        Args:
-            envs: Environments, ``P``.
-            in_place: Write flags into the window at once, where they are needed before the end of
-                the rollout.
-        """
-        self._envs = envs
-        self._in_place = in_place
-        self._checked: np.dtype[Any] | None = None
-        """The dtype of rewards that were found to be numbers."""
-        self._rewards = np.zeros((0, envs))
-        self._flags = np.zeros((3, 0, envs), bool)
-        self._dead = self._late = self._done = self._flags[0]
-
-    def begin(self, window: Window) -> None:
-        """Make room for the steps of ``window``."""
-        steps = window.steps
-        if len(self._rewards) < steps:
-            self._rewards = np.zeros((steps, self._envs))
-            if not self._in_place:
-                self._flags = np.zeros((3, steps, self._envs), bool)
-        self._dead, self._late, self._done = (
-            [window.array(next_key(key))[:, :, 0].T for key in _FLAGS]
-            if self._in_place
-            else self._flags
-        )
-
-    def keep(self, t: int, reward: Any, terminated: Any, truncated: Any) -> None:
-        """Keep what step ``t`` returned."""
-        if t == 0 or getattr(reward, "dtype", None) is not self._checked:
-            self._check(reward, terminated, truncated, t)
-        self._rewards[t] = reward
-        self._dead[t] = terminated
-        self._late[t] = truncated
-        np.logical_or(terminated, truncated, out=self._done[t])
-
-    def _check(self, reward: Any, terminated: Any, truncated: Any, t: int) -> None:
-        """Once per rollout, and where the dtype of rewards changes."""
-        shapes = [np.shape(value) for value in (reward, terminated, truncated)]
-        if any(shape != (self._envs,) for shape in shapes):
-            raise EnvError(
-                "the vector environment returned rewards, terminated and truncated of shapes "
-                f"{shapes}; each must be ({self._envs},)"
-            )
-        self._checked = np.asarray(reward).dtype
-        if self._checked.kind not in NUMBERS:
-            raise EnvError(
-                f"the vector environment returned rewards of dtype {self._checked} at step {t}: "
-                f"{list(reward)[:4]}; they must be numbers"
-            )
-
-    def ended(self, t: int) -> Array:
-        """Return the indices of the environments that ended at step ``t``."""
-        return np.flatnonzero(self._done[t])
-
-    def truncate(self, t: int, envs: Array) -> None:
-        """Mark ``envs`` as truncated at step ``t`` unless they terminated there."""
-        self._late[t, envs] |= ~self._dead[t, envs]
-        self._done[t, envs] = True
-
-    def finish(self, window: Window, steps: int) -> None:
-        """Write the rewards and flags of ``steps`` steps into ``window``.
-
-        Raises:
-            EnvError: a finite reward that does not fit float32.
-        """
-        target = window.array(next_key(REWARD))[:, :steps, 0]
-        write_rewards(target, self._rewards[:steps], wrapper="vector.TransformReward")
-        if not self._in_place:
-            for key, values in zip(_FLAGS, self._flags, strict=True):
-                window.array(next_key(key))[:, :steps, 0] = values[:steps].T

@@ -1,7 +1,8 @@
 """Write what environments return into rows, after checking it against what they declared.
 
-There is one writer per field. Single environments return one observation each, which writers
-gather; a vectorised environment returns arrays of all of its environments.
+There is one writer per field: of an array of the observation, or of an entry of ``info``. Single
+environments return one of each, which writers gather; a vectorised environment returns arrays of
+all of its environments.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class FieldWriter:
     def __init__(self, field: Field) -> None:
         """Write ``field``."""
         self._field = field
+        self._shape = field.shape
         self._root: list[Array] = []
         self._next: list[Array] | None = None
         self._rows_shape: tuple[int, ...] = ()
@@ -55,22 +57,16 @@ class FieldWriter:
             carry: One step long; receives the root row after the last step of ``window``.
         """
         self._root = window.rows(self._field.key)[1:] + carry.rows(self._field.key)
-        self._rows_shape = self._rows_shape or (window.envs, *self._field.shape)
+        self._rows_shape = self._rows_shape or (window.envs, *self._shape)
         after = next_key(self._field.key)
         self._next = window.rows(after) if after in window.keys() else None
 
     def write(self, t: int, observations: Any, infos: Any) -> None:
         """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
-        raise NotImplementedError
-
-    def read(self, where: Any, returned: Any) -> Array:
-        """Return this field of what ``where`` returned, checked.
-
-        Args:
-            where: One environment, or several of a vectorised one.
-            returned: Its ``(observation, info)``, or a `VectorReset`.
-        """
-        raise NotImplementedError
+        rows = self._rows(observations, infos, self._rows_shape)
+        if self._next is not None:
+            self._next[t][...] = rows
+        self._root[t][...] = rows
 
     def write_root(self, t: int, where: Any, returned: Any) -> None:
         """Replace root row ``t + 1`` of ``where`` by what a reset ``returned``."""
@@ -80,106 +76,37 @@ class FieldWriter:
         """Write what a reset of ``where`` ``returned`` into ``carry``."""
         carry.rows(self._field.key)[0][where] = self.read(where, returned)
 
+    def write_final(self, t: int, envs: Array, infos: Mapping[str, Any]) -> None:
+        """Replace row ``t`` under ``"next"`` of ``envs`` by what they ended with, as ``infos`` say.
 
-class _LeafWriter(FieldWriter):
-    """Writes one array of the observation."""
+        For vectorised environments that reset themselves in the same step.
+        """
+        if self._next is not None:
+            self._next[t][envs] = self._finals(envs, infos)
 
-    _widens = False
-    """Whether narrower whole numbers are taken than the space declares."""
+    def read(self, where: Any, returned: Any) -> Array:
+        """Return this field of what ``where`` returned, checked.
 
-    def __init__(self, leaf: Leaf, field: Field, casts: bool) -> None:
-        """Write ``leaf`` to ``field``; ``casts`` takes floats of any width."""
-        super().__init__(field)
-        self._leaf = leaf
-        self._shape = field.shape
-        self._declared = np.dtype(leaf.space.dtype)
-        self._target = field.numpy_dtype
-        self._casts = casts and self._declared.kind == "f"
-        self._changes = self._declared != self._target
-        self._get: Callable[[Any], Any] | None = leaf.of if leaf.path else None
-        if len(leaf.path) == 1:
-            self._get = operator.itemgetter(leaf.path[0])
+        Args:
+            where: One environment, or several of a vectorised one.
+            returned: Its ``(observation, info)``, or a `VectorReset`.
+        """
+        shape = (returned.size, *self._shape)
+        rows: Array = self._rows(returned.observation, returned.infos, shape)[returned.rows]
+        return rows
 
-    def _part(self, where: int | None, value: Any) -> Any:
-        """Return this array of an observation: that of environment ``where``, or of all."""
-        try:
-            return value if self._get is None else self._get(value)
-        except (LookupError, TypeError) as err:
-            kind = f"a {type(value).__name__}"
-            held = f"a mapping of {list(value)}" if isinstance(value, Mapping) else kind
-            path = "".join(f"[{part!r}]" for part in self._leaf.path)
-            raise EnvError(
-                f"{_who(where)} returned an observation without {path}, which its observation "
-                f"space declares: it is {held}; correct the space or the observation"
-            ) from err
+    def _rows(self, observations: Any, infos: Any, shape: tuple[int, ...]) -> Any:
+        """Return this field of all environments: of ``shape``, maybe memory of theirs."""
+        raise NotImplementedError
 
-    def _fit(self, values: Array, shape: tuple[int, ...], who: str) -> Array:
-        """Return ``values`` in the field's dtype, or say what is wrong with them."""
-        got, declared = values.dtype.newbyteorder("="), self._declared
-        if values.shape == shape:
-            if self._casts and got.kind == "f":
-                return self._cast(values)
-            both_whole = got.kind in "iub" and declared.kind in "iub"
-            if got == declared or (self._widens and both_whole and np.can_cast(got, declared)):
-                return values.astype(self._target)
-        hint = ""
-        if got.kind == declared.kind == "f" and got != declared and not self._casts:
-            hint = ", or pass observation_dtype=torch.float32 to cast floats on the way in"
-        raise EnvError(
-            f"{who} returned {format_key(self._field.key)} with shape {values.shape} and dtype "
-            f"{got}, but its observation space declares shape {shape} and dtype {declared}; "
-            f"correct the space or the observation{hint}"
-        )
-
-    def _cast(self, values: Array) -> Array:
-        try:
-            with np.errstate(over="raise"):
-                return values.astype(self._target)
-        except FloatingPointError as err:
-            raise EnvError(
-                f"{format_key(self._field.key)} holds {np.abs(values).max():g}, which does not fit "
-                f"{self._target}"
-            ) from err
+    def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
+        raise NotImplementedError
 
 
-def _who(env: int | None) -> str:
-    return "the vector environment" if env is None else f"environment {env}"
+# -- observations ----------------------------------------------------------------------------------
 
 
-class _InfoWatch:
-    """Looks out for one entry of ``info`` in the first rollout: a misspelt name never comes."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._others: set[str] = set()
-        self.looking = True
-
-    def look(self, info: Mapping[str, Any]) -> bool:
-        """Look at one ``info``; return whether there is no more need to."""
-        if self.looking and self._name not in info:
-            self._others.update(info)
-            return False
-        self.looking = False
-        return True
-
-    def settle(self) -> None:
-        """Stop looking, after the first rollout; warn if the entry never came."""
-        if self.looking:
-            self.looking = False
-            others = sorted(name for name in self._others if not name.startswith("_"))
-            warnings.warn(
-                f"info_keys: no info of the first rollout has {self._name!r}, so it is delivered "
-                f"as zeros; there were {others}",
-                UserWarning,
-                stacklevel=users_stacklevel(),
-            )
-        self._others.clear()
-
-
-# -- single environments ---------------------------------------------------------------------------
-
-
-class LeafWriter(_LeafWriter):
+class LeafWriter(FieldWriter):
     """One array of each single environment's observation; small rows, gathered into one first.
 
     What a reset returns, and the first step (see `read`), is held to the declared dtype exactly.
@@ -190,24 +117,22 @@ class LeafWriter(_LeafWriter):
 
     def __init__(self, leaf: Leaf, field: Field, casts: bool) -> None:
         """Write ``leaf`` to ``field``; ``casts`` takes floats of any width."""
-        super().__init__(leaf, field, casts)
-        if field.nbytes >= _DIRECT_NBYTES:
-            self.write = self._write_each  # type: ignore[method-assign]  # for big rows
-        elif not leaf.path and not self._changes:
-            self.write = self._write_plain  # type: ignore[method-assign]  # the usual case
+        super().__init__(field)
+        self._leaf = leaf
+        self._declared = np.dtype(leaf.space.dtype)
+        self._target = field.numpy_dtype
+        self._casts = casts and self._declared.kind == "f"
+        self._changes = self._declared != self._target
+        self._get: Callable[[Any], Any] | None = leaf.of if leaf.path else None
+        if len(leaf.path) == 1:
+            self._get = operator.itemgetter(leaf.path[0])
+        self._specialise()
 
-    def write(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
-        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
-        values, get = observations, self._get
-        if get is not None:
-            try:
-                values = [get(value) for value in values]
-            except (LookupError, TypeError):
-                values = [self._part(env, value) for env, value in enumerate(values)]
-        rows = self._gather(values)
-        if self._next is not None:
-            self._next[t][...] = rows
-        self._root[t][...] = rows
+    def _specialise(self) -> None:
+        if self._field.nbytes >= _DIRECT_NBYTES:
+            self.write = self._write_each  # type: ignore[method-assign]  # for big rows
+        elif self._get is None and not self._changes:
+            self.write = self._write_plain  # type: ignore[method-assign]  # the usual case
 
     def _write_plain(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
         """Write observations that are the array itself and keep their dtype."""
@@ -225,17 +150,22 @@ class LeafWriter(_LeafWriter):
         """Copy each environment's array once per stored observation."""
         after, root = None if self._next is None else self._next[t], self._root[t]
         for env, value in enumerate(observations):
-            row = self._one(env, value)
+            row = self._array(env, self._part(env, value))
             if after is not None:
                 after[env] = row
             root[env] = row
 
     def read(self, where: Any, returned: Any) -> Array:
-        """Return this array of what environment ``where`` returned, checked."""
-        return self._one(where, returned[0])
+        return self._array(where, self._part(where, returned[0]))
 
-    def _one(self, env: int, value: Any) -> Array:
-        return self._array(env, self._part(env, value))
+    def _rows(self, observations: Sequence[Any], infos: Any, shape: tuple[int, ...]) -> Array:
+        values, get = observations, self._get
+        if get is not None:
+            try:
+                values = [get(value) for value in values]
+            except (LookupError, TypeError):
+                values = [self._part(env, value) for env, value in enumerate(values)]
+        return self._gather(values)
 
     def _gather(self, values: Sequence[Any]) -> Array:
         try:
@@ -257,92 +187,70 @@ class LeafWriter(_LeafWriter):
             ) from err
         if row.dtype == self._declared and row.shape == self._shape:
             return self._cast(row) if self._changes else row
-        return self._fit(row, self._shape, _who(env))
+        return self._fit(row, self._shape, f"environment {env}")
 
-
-class InfoWriter(FieldWriter):
-    """One numeric entry of each single environment's ``info``; zero where it is not given."""
-
-    def __init__(self, name: str, field: Field) -> None:
-        """Write the ``info`` entry ``name`` to ``field``."""
-        super().__init__(field)
-        self._name = name
-        self._zero = np.zeros(field.shape)
-        self.watch = _InfoWatch(name)
-        self._read = self._first_read
-
-    def write(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
-        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
-        rows = [self._read(env, info) for env, info in enumerate(infos)]
-        if self._next is not None:
-            self._next[t][...] = rows
-        self._root[t][...] = rows
-
-    def read(self, where: Any, returned: Any) -> Array:
-        """Return the entry of what environment ``where`` returned, checked."""
-        return self._read(where, returned[1])
-
-    def _first_read(self, env: int, info: Mapping[str, Any]) -> Array:
-        if self.watch.look(info):
-            self._read = self._plain_read
-        return self._plain_read(env, info)
-
-    def _plain_read(self, env: int, info: Mapping[str, Any]) -> Array:
-        value = np.asarray(info.get(self._name, self._zero))
-        if value.shape != self._field.shape or value.dtype.kind not in NUMBERS:
+    def _part(self, where: int | str, value: Any) -> Any:
+        """Return this array of an observation of environment ``where``, or what ``where`` names."""
+        try:
+            return value if self._get is None else self._get(value)
+        except (LookupError, TypeError) as err:
+            who = where if isinstance(where, str) else f"environment {where}"
+            kind = f"a {type(value).__name__}"
+            held = f"a mapping of {list(value)}" if isinstance(value, Mapping) else kind
+            path = "".join(f"[{part!r}]" for part in self._leaf.path)
             raise EnvError(
-                f"environment {env} gave info[{self._name!r}] = {value!r}; a number of shape "
-                f"{self._field.shape} was declared"
-            )
-        return value
+                f"{who} returned an observation without {path}, which its observation space "
+                f"declares: it is {held}; correct the space or the observation"
+            ) from err
 
+    def _fit(self, values: Array, shape: tuple[int, ...], who: str, widens: bool = False) -> Array:
+        """Return ``values`` in the field's dtype, or say what is wrong with them.
 
-# -- vectorised environments -----------------------------------------------------------------------
-
-
-class VectorWriter(FieldWriter):
-    """Writes one field of a vectorised environment, given arrays of all of its environments."""
-
-    def write(self, t: int, observations: Any, infos: Mapping[str, Any]) -> None:
-        """Write row ``t`` under ``"next"`` and root row ``t + 1``."""
-        rows = self._all(observations, infos, self._rows_shape)
-        if self._next is not None:
-            self._next[t][...] = rows
-        self._root[t][...] = rows
-
-    def read(self, where: Any, returned: VectorReset) -> Array:
-        """Return this field of the environments ``where`` that were reset, checked."""
-        shape = (returned.size, *self._field.shape)
-        return self._all(returned.observation, returned.infos, shape)[returned.rows]
-
-    def write_final(self, t: int, envs: Array, infos: Mapping[str, Any]) -> None:
-        """Replace row ``t`` under ``"next"`` of ``envs`` by what they ended with, as ``infos`` say.
-
-        For environments that reset themselves in the same step.
+        If it ``widens``, narrower whole numbers are taken than the space declares.
         """
-        if self._next is not None:
-            self._next[t][envs] = self._finals(envs, infos)
+        got, declared = values.dtype.newbyteorder("="), self._declared
+        if values.shape == shape:
+            if self._casts and got.kind == "f":
+                return self._cast(values)
+            both_whole = got.kind in "iub" and declared.kind in "iub"
+            if got == declared or (widens and both_whole and np.can_cast(got, declared)):
+                return values.astype(self._target)
+        hint = ""
+        if got.kind == declared.kind == "f" and got != declared and not self._casts:
+            hint = ", or pass observation_dtype=torch.float32 to cast floats on the way in"
+        raise EnvError(
+            f"{who} returned {format_key(self._field.key)} with shape {values.shape} and dtype "
+            f"{got}, but its observation space declares shape {shape} and dtype {declared}; "
+            f"correct the space or the observation{hint}"
+        )
 
-    def _all(self, observations: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
-        """Return an array of ``shape``: a view of the environment's memory unless it was cast."""
-        raise NotImplementedError
+    def _cast(self, values: Array) -> Array:
+        try:
+            with np.errstate(over="raise"):
+                return values.astype(self._target)
+        except FloatingPointError as err:
+            raise EnvError(
+                f"{format_key(self._field.key)} holds {np.abs(values).max():g}, which does not fit "
+                f"{self._target}"
+            ) from err
 
-    def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
-        raise NotImplementedError
 
-
-class VectorLeafWriter(_LeafWriter, VectorWriter):
+class VectorLeafWriter(LeafWriter):
     """One array of a vectorised environment's observation.
 
     Indices are delivered as the space declares them; EnvPools like to count in 32 bits.
     """
 
-    _widens = True
+    read = FieldWriter.read
+    _who = "the vector environment"
 
-    def _all(self, observations: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
-        values = np.asarray(self._part(None, observations))
+    def _specialise(self) -> None:
+        """All rows come at once."""
+
+    def _rows(self, observations: Any, infos: Any, shape: tuple[int, ...]) -> Array:
+        values = np.asarray(self._part(self._who, observations))
         if values.shape != shape or values.dtype != self._target:
-            return self._fit(values, shape, _who(None))
+            return self._fit(values, shape, self._who, widens=True)
         return values
 
     def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
@@ -354,32 +262,81 @@ class VectorLeafWriter(_LeafWriter, VectorWriter):
             )
         if isinstance(finals, np.ndarray) and finals.dtype == object:
             return np.stack([self._one_final(finals[env], int(env)) for env in envs])
-        values = np.asarray(self._part(None, finals))[envs]
-        return self._fit(values, (len(envs), *self._shape), "final_obs")
+        values = np.asarray(self._part(self._who, finals))[envs]
+        return self._fit(values, (len(envs), *self._shape), "final_obs", widens=True)
 
     def _one_final(self, final: Any, env: int) -> Array:
         if final is None:
             raise EnvError(f"environment {env} ended, but infos['final_obs'][{env}] is None")
-        part = np.asarray(self._part(None, final))
-        return self._fit(part, self._shape, f"environment {env} (final_obs)")
+        who = f"environment {env} (final_obs)"
+        return self._fit(np.asarray(self._part(who, final)), self._shape, who, widens=True)
 
 
-class VectorInfoWriter(VectorWriter):
-    """One numeric entry of ``infos``; zero where an environment did not give it."""
+# -- entries of `info` -----------------------------------------------------------------------------
+
+
+class InfoWriter(FieldWriter):
+    """One numeric entry of each single environment's ``info``; zero where it is not given.
+
+    In the first rollout it looks out for the entry: a misspelt name never comes.
+    """
 
     def __init__(self, name: str, field: Field) -> None:
-        """Write the entry ``name`` to ``field``."""
+        """Write the ``info`` entry ``name`` to ``field``."""
         super().__init__(field)
         self._name = name
-        self._dtype = field.numpy_dtype
-        self.watch = _InfoWatch(name)
+        self._zero = np.zeros(field.shape)
+        self._others: set[str] = set()
+        self._looking = True
 
-    def _all(self, observations: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
-        if self.watch.looking:
-            self.watch.look(infos)
+    def _look(self, info: Mapping[str, Any]) -> None:
+        if self._name in info:
+            self._looking = False
+        else:
+            self._others.update(info)
+
+    def settle(self) -> None:
+        """Stop looking, after the first rollout; warn if the entry never came."""
+        if self._looking:
+            self._looking = False
+            others = sorted(name for name in self._others if not name.startswith("_"))
+            warnings.warn(
+                f"info_keys: no info of the first rollout has {self._name!r}, so it is delivered "
+                f"as zeros; there were {others}",
+                UserWarning,
+                stacklevel=users_stacklevel(),
+            )
+        self._others.clear()
+
+    def read(self, where: Any, returned: Any) -> Array:
+        return self._one(where, returned[1])
+
+    def _rows(self, observations: Any, infos: Any, shape: tuple[int, ...]) -> Any:
+        return [self._one(env, info) for env, info in enumerate(infos)]
+
+    def _one(self, env: int, info: Mapping[str, Any]) -> Array:
+        if self._looking:
+            self._look(info)
+        value = np.asarray(info.get(self._name, self._zero))
+        if value.shape != self._shape or value.dtype.kind not in NUMBERS:
+            raise EnvError(
+                f"environment {env} gave info[{self._name!r}] = {value!r}; a number of shape "
+                f"{self._shape} was declared"
+            )
+        return value
+
+
+class VectorInfoWriter(InfoWriter):
+    """One numeric entry of ``infos``; zero where an environment did not give it."""
+
+    read = FieldWriter.read
+
+    def _rows(self, observations: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
+        if self._looking:
+            self._look(infos)
         given = infos.get(self._name)
         if given is None:
-            return np.zeros(shape, self._dtype)
+            return np.zeros(shape)
         values = np.asarray(given)
         if values.shape != shape or values.dtype.kind not in NUMBERS:
             raise EnvError(
@@ -389,18 +346,18 @@ class VectorInfoWriter(VectorWriter):
         present = infos.get(f"_{self._name}")
         if present is None or np.all(present):
             return values
-        values = values.astype(self._dtype)
+        values = values.astype(self._field.numpy_dtype)
         values[~np.asarray(present, bool)] = 0
         return values
 
     def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
         finals = infos.get("final_info")
         if isinstance(finals, Mapping):
-            self.watch.look(finals)
+            self._look(finals)
             given = finals.get(self._name)
             if given is not None:
-                return self._all(None, finals, (len(given), *self._field.shape))[envs]
-        return np.zeros((len(envs), *self._field.shape), self._dtype)
+                return self._rows(None, finals, (len(given), *self._shape))[envs]
+        return np.zeros((len(envs), *self._shape))
 
 
 # -- what the user asks for ------------------------------------------------------------------------

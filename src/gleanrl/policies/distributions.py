@@ -20,6 +20,7 @@ from tensordict.nn import InteractionType
 from torch import distributions as D
 
 from gleanrl.policies.inspect import Watch, is_genuine, qualified
+from gleanrl.policies.normals import IndependentNormal, TanhNormal
 from gleanrl.policies.op_recorder import OpRecorder, Unknown, require
 
 Tensor: TypeAlias = torch.Tensor
@@ -321,6 +322,8 @@ _RECIPES: dict[str, Recipe] = {
     qualified(D.Normal): partial(_gaussian, event_dims=0, known={"scale", "validate_args"}),
     "tensordict.nn.distributions.discrete.OneHotCategorical": _one_hot_of_integers,
     "torchrl.modules.distributions.discrete.OneHotCategorical": _one_hot_of_integers,
+    qualified(IndependentNormal): _independent_normal,
     "torchrl.modules.distributions.continuous.IndependentNormal": _independent_normal,
+    qualified(TanhNormal): _tanh_normal,
     "torchrl.modules.distributions.continuous.TanhNormal": _tanh_normal,
 }

@@ -54,6 +54,8 @@ from torch import distributions as D
 from torch import nn
 from torch.utils._device import DeviceContext
 
+from gleanrl.policies import normals
+
 # nn.Module offers no public way to ask for hooks; calling a module whose hooks are all empty is
 # calling its ``forward`` and nothing else.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -87,7 +89,15 @@ def _classes(*spaces: Any) -> Iterator[type]:
                 yield from value.__mro__[:-1]
 
 
-_SPACES = (nn, D, D.transforms, D.constraints, tensordict.nn, tensordict.nn.distributions.discrete)
+_SPACES = (
+    nn,
+    D,
+    D.transforms,
+    D.constraints,
+    normals,
+    tensordict.nn,
+    tensordict.nn.distributions.discrete,
+)
 _AT_IMPORT: dict[type, dict[str, Any]] = {kind: dict(vars(kind)) for kind in _classes(*_SPACES)}
 _MODULE_FUNCTIONS = operator.attrgetter(
     *("linear", "dropout", "layer_norm", "rms_norm", "softmax", "log_softmax", "gelu"),

@@ -9,7 +9,7 @@ is not finished. Nothing is ever unpickled, so a directory may come from anyone.
 from __future__ import annotations
 
 import fcntl
-import importlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,19 +23,25 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key, format_key
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError
+from gleanrl.recording.formats import FORMATS, module_of
 
 CARD = "card.json"
-FORMAT, VERSION = "gleanrl-dataset", 1
-FORMATS = ("tensordict", "minari", "parquet")
+_FORMAT, _VERSION = "gleanrl-dataset", 1
 SHARDS, DATA = "shards", "data"
 """Folders: of those that write, and of what is not raw files."""
 LOCK = ".lock"
 """Locked by the process that records, for as long as it lives."""
-_PACKAGES = {"minari": "minari", "parquet": "pyarrow"}
 NESTED = "nested"
 """What cards call the batch dimensions of nested entries beyond that of the frames."""
+OF_ENV = ("env_spec", "observation_space", "action_space")
+"""What cards say of the environment, so that it can be made again."""
 ENDS = ("complete", "interrupted", "failed")
 """How a recording may have ended."""
+
+
+def card(facts: Mapping[str, Any]) -> str:
+    """Return the text of a card."""
+    return json.dumps({"format": _FORMAT, "format_version": _VERSION, **facts}, indent=2) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +72,20 @@ class Metadata:
                 "wrote it"
             )
         facts = tensor_files.read_description(path)
-        if facts.get("format") != FORMAT:
+        if facts.get("format") != _FORMAT:
             raise TensorFileError(
-                f"{path} is not the card of a dataset (its 'format' is not {FORMAT!r})"
+                f"{path} is not the card of a dataset (its 'format' is not {_FORMAT!r})"
             )
         version, status, entries, data = (
             facts.get(name) for name in ("format_version", "status", "keys", "data")
         )
-        if version != VERSION:
+        if version != _VERSION:
             raise TensorFileError(
-                f"{path} has format version {version!r}; this release reads {VERSION}"
+                f"{path} has format version {version!r}; this release reads {_VERSION}"
             )
         data = "tensordict" if data is None else data
         if data not in (*FORMATS, SHARDS):
-            raise TensorFileError(f"{path}: 'data' ({data!r:.50}) is none of {FORMATS}")
+            raise TensorFileError(f"{path}: 'data' ({data!r:.50}) is none of {tuple(FORMATS)}")
         frames = facts.get("frames")
         if not tensor_files.is_count(frames):
             raise TensorFileError(
@@ -121,34 +127,12 @@ class Part(Protocol):
     def files(self) -> Sequence[TensorFile]:
         """The entries that can be read."""
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the card of a writer says; empty where there is none."""
+
     def read(self, key: Key) -> torch.Tensor:
         """Return an entry as ``[frames, ...]``."""
-
-
-class RawPart:
-    """Raw files of one directory: a whole dataset, or what one writer wrote."""
-
-    def __init__(self, directory: Path) -> None:
-        """Read the card and check that the files are there and have the right size.
-
-        Raises:
-            TensorFileError: a file is missing, leads out of the directory or has another size.
-        """
-        self.directory, self.metadata = directory, Metadata.read(directory)
-        files = self.files = self.metadata.files
-        self.frames = self.metadata.frames
-        """Frames that are whole in every file."""
-        if self.metadata.facts.get("shard") is True:  # a kill leaves what was written until then
-            self._found = {file.key: (file, file.find(directory)) for file in files}
-            sizes = [(path.stat().st_size, file.nbytes) for file, path in self._found.values()]
-            self.frames = min((size // row for size, row in sizes if row), default=0)
-        else:
-            self._found = {file.key: (file, file.locate(directory, self.frames)) for file in files}
-
-    def read(self, key: Key) -> torch.Tensor:
-        """Return an entry as ``[frames, ...]``, mapped from its file, which it cannot change."""
-        file, path = self._found[key]
-        return file.load(path, self.frames)
 
 
 class Dataset:
@@ -166,21 +150,21 @@ class Dataset:
             raise ConfigError(f"{directory} is not a directory")
         self.directory = directory
         metadata = Metadata.read(directory)
-        self.parts = parts = _parts(directory, metadata)
+        format = "tensordict" if metadata.data == SHARDS else metadata.data
+        self.parts: Sequence[Part] = module_of(format).parts(directory, metadata)
         """Where the frames are, in order."""
-        frames = sum(part.frames for part in parts)
+        frames = sum(part.frames for part in self.parts)
         if metadata.data == SHARDS:
-            metadata = replace(metadata, frames=frames)
+            known = self.parts[0].facts if self.parts else {}
+            known = {name: known[name] for name in (*OF_ENV, NESTED) if known.get(name) is not None}
+            metadata = replace(metadata, frames=frames, facts={**metadata.facts, **known})
         elif frames != metadata.frames:
             raise TensorFileError(
                 f"{directory} holds {frames:,} frames, its card counts {metadata.frames:,}"
             )
-        self.metadata = replace(metadata, files=tuple(parts[0].files)) if parts else metadata
-
-    @property
-    def raw(self) -> list[RawPart]:
-        """The parts, if they are raw files."""
-        return [part for part in self.parts if isinstance(part, RawPart)]
+        if self.parts:
+            metadata = replace(metadata, files=tuple(self.parts[0].files))
+        self.metadata = metadata
 
     @property
     def writers(self) -> int:
@@ -217,66 +201,16 @@ class Dataset:
         """
         count = next(iter(entries.values())).shape[0]
         frames = TensorDict(batch_size=[count])
-        nested = self.metadata.facts.get(NESTED)
-        if nested is None and self.raw:  # the recording was not finished
-            nested = self.raw[0].metadata.facts.get(NESTED)
         try:
             for key, value in entries.items():
                 frames[key] = value
-            for key, shape in nested or ():
+            for key, shape in self.metadata.facts.get(NESTED) or ():
                 frames[tuple(key)].batch_size = [count, *shape]
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as err:
             raise TensorFileError(
                 f"the card of {self.directory} contradicts itself: {err}"
             ) from err
         return frames
-
-
-def _parts(directory: Path, metadata: Metadata) -> Sequence[Part]:
-    require(metadata.data)
-    if metadata.data == "parquet":
-        from gleanrl.recording import in_parquet
-
-        return in_parquet.parts(directory, metadata)
-    if metadata.data == "minari":
-        from gleanrl.recording import in_minari
-
-        return in_minari.parts(directory, metadata)
-    if metadata.data == "tensordict":
-        return [RawPart(directory)]
-    found = [part for part in map(RawPart, shards(directory)) if part.frames]
-    for part in found[1:]:
-        layouts = [{(f.key, f.shape, f.dtype) for f in one.files} for one in (found[0], part)]
-        if odd := layouts[0] ^ layouts[1]:
-            raise TensorFileError(
-                f"{part.directory} and {found[0].directory} hold different entries: "
-                f"{sorted({format_key(entry[0]) for entry in odd})}; read them one by one"
-            )
-    return found
-
-
-def require(format: str) -> None:
-    """Check that the package of a format is installed.
-
-    Raises:
-        ConfigError: it is missing.
-    """
-    package = _PACKAGES.get(format)
-    try:
-        if package is not None:
-            importlib.import_module(package)
-    except ImportError as err:
-        raise ConfigError(
-            f"{format} data need {package}; install it with: pip install 'gleanrl[{format}]'"
-        ) from err
-
-
-def shards(directory: Path) -> list[Path]:
-    """Return the folders of those that wrote a recording, which hold whole frames."""
-    found = sorted(directory.glob(f"{SHARDS}/[!.]*/{CARD}"))  # others are in the making
-    return [
-        card.parent for card in found if card.parent.resolve().is_relative_to(directory.resolve())
-    ]
 
 
 def load_dataset(path: str | os.PathLike[str]) -> TensorDict:

@@ -1,21 +1,22 @@
-"""Returns and lengths of episodes, added up over batches."""
+"""Episodes: returns and lengths, added up over batches, and which rows of a dataset are which."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, as_key, outermost
+from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, outermost
+from gleanrl.core.window import Array
 from gleanrl.engine.trajectories import end_flags
-from gleanrl.memory import tensor_files
-from gleanrl.recording.dataset import Dataset
+from gleanrl.memory.tensor_files import TensorFileError, is_count
+from gleanrl.recording.dataset import Dataset, Part
 
-Array: TypeAlias = np.ndarray[Any, Any]
-CHUNK_FRAMES = 2**16
+_CHUNK_FRAMES = 2**16
 _RUN = np.dtype(
     [
         ("id", np.int64),
@@ -170,16 +171,15 @@ def _rewards(batch: TensorDictBase) -> torch.Tensor:
     return total
 
 
-def _summarise(values: Array) -> dict[str, float]:
+def _figures(values: Array) -> dict[str, float]:
     """Return a few numbers about ``[N]`` values, none about none."""
-    if not len(values):
-        return {}
-    return {name: float(getattr(values, name)()) for name in ("mean", "std", "min", "max")}
+    names = ("mean", "std", "min", "max") if len(values) else ()
+    return {name: float(getattr(values, name)()) for name in names}
 
 
 def summary(values: Array) -> dict[str, float | None] | None:
     """Summarise values for JSON, which has no NaN and no infinity: these become null."""
-    found = _summarise(values).items()
+    found = _figures(values).items()
     return {name: x if math.isfinite(x) else None for name, x in found} if found else None
 
 
@@ -187,10 +187,12 @@ def describe_episodes(stats: EpisodeStats) -> list[tuple[str, str]]:
     """Return lines about the episodes that ended."""
     lines = [("episodes", f"{stats.episodes:,}")]
     for name, values in (("return", stats.returns), ("length", stats.lengths)):
-        found = _summarise(values).items()
-        if found:
+        if found := _figures(values).items():
             lines.append((name, ", ".join(f"{what} {x:,.1f}" for what, x in found)))
     return lines
+
+
+# -- of a dataset ----------------------------------------------------------------------------------
 
 
 def total(dataset: Dataset) -> EpisodeStats | None:
@@ -200,9 +202,8 @@ def total(dataset: Dataset) -> EpisodeStats | None:
         ``None`` if the data have no rewards or no end flags.
     """
     keys = dataset.keys()
-    after = [key for key in keys if key[0] == NEXT and len(key) > 1]
-    ends = outermost(key for key in after if key[-1] in END_FLAGS)
-    rewards = [key for key in after if key[-1] == "reward"]
+    ends = end_keys(keys)
+    rewards = [key for key in keys if key[0] == NEXT and key[1:] and key[-1] == "reward"]
     if not ends or not rewards:
         return None
     stats = EpisodeStats()
@@ -211,21 +212,93 @@ def total(dataset: Dataset) -> EpisodeStats | None:
         # Without elements there are no files whose size would confirm the number of frames.
         if any(item.numel() == 0 for item in (*flags, *gains)):
             return None
-        ids = part.read(TRAJ_IDS) if TRAJ_IDS in keys else None
-        for start in range(0, part.frames, CHUNK_FRAMES):
-            rows = slice(start, start + CHUNK_FRAMES)
+        ids = part.read(TRAJ_IDS).reshape(1, -1).numpy() if TRAJ_IDS in keys else None
+        for rows in _chunks(part):
             stats.add(
-                _side_by_side(gains, rows, torch.float64).sum(-1, keepdims=True).T,
-                _side_by_side(flags, rows, torch.bool).max(-1, keepdims=True).T,
-                None if ids is None else ids[rows].reshape(1, -1).numpy(),
+                _side_by_side(gains, rows, torch.float64).sum(1).numpy()[None],
+                _side_by_side(flags, rows, torch.bool).any(1).numpy()[None],
+                None if ids is None else ids[:, rows],
             )
     count = dataset.metadata.facts.get("num_envs")
-    if TRAJ_IDS in keys and dataset.writers > 1 and tensor_files.is_count(count) and count:
+    if TRAJ_IDS in keys and dataset.writers > 1 and is_count(count) and count:
         stats.in_turns(count)
     return stats
 
 
-def _side_by_side(columns: list[torch.Tensor], rows: slice, dtype: torch.dtype) -> Array:
-    """Return the features of several columns, ``[rows, features]``."""
+def _chunks(part: Part) -> Iterator[slice]:
+    for start in range(0, part.frames, _CHUNK_FRAMES):
+        yield slice(start, start + _CHUNK_FRAMES)
+
+
+def _side_by_side(columns: list[torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor:
+    """Return the elements of some rows of several entries, ``[rows, elements]``."""
     parts = [column[rows].to(dtype) for column in columns]
-    return np.concatenate([part.reshape(len(part), -1).numpy() for part in parts], 1)
+    return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
+
+
+@dataclass(slots=True)
+class Episode:
+    """The rows of one episode."""
+
+    id: int
+    """Its trajectory id."""
+    part: Part
+    """Where its rows are."""
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """Rows, from the first up to the one beyond the last, in order."""
+    ended: bool = False
+    """Whether its last row is its end; else it was cut."""
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self.runs)
+
+    def read(self, key: Key) -> torch.Tensor:
+        """Return an entry of its frames, ``[T, ...]``."""
+        entry = self.part.read(key)
+        return torch.cat([entry[start:stop] for start, stop in self.runs])
+
+
+def episodes_of(dataset: Dataset) -> list[Episode]:
+    """Return the episodes of a dataset by trajectory id, also those that were cut.
+
+    So an episode has the same number whatever workers were faster: first come the first episodes of
+    all environments, then the second ones.
+
+    Raises:
+        TensorFileError: there are no trajectory ids or no end flags.
+    """
+    keys = dataset.keys()
+    flags = end_keys(keys)
+    if TRAJ_IDS not in keys or not flags:
+        raise TensorFileError(
+            f"{dataset.directory} has no trajectory ids or no end flags, so its episodes are not "
+            "known"
+        )
+    episodes: list[Episode] = []
+    for part in dataset.parts:
+        episodes += _of_part(part, flags)
+    return sorted(episodes, key=lambda episode: episode.id)
+
+
+def end_keys(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+    """Return the keys of the flags that end episodes."""
+    after = [key for key in keys if key[0] == NEXT and len(key) > 1]
+    return outermost(key for key in after if key[-1] in END_FLAGS)
+
+
+def _of_part(part: Part, flags: tuple[Key, ...]) -> list[Episode]:
+    open_: dict[int, Episode] = {}
+    done: list[Episode] = []
+    ids, ends = part.read(TRAJ_IDS).reshape(part.frames), [part.read(key) for key in flags]
+    for rows in _chunks(part):
+        here = ids[rows].numpy()
+        ended = _side_by_side(ends, rows, torch.bool).any(1).numpy()
+        starts = _run_starts(here, ended)
+        for start, stop in zip(starts, np.append(starts[1:], len(here)), strict=True):
+            number = int(here[start])
+            episode = open_.setdefault(number, Episode(number, part))
+            episode.runs.append((rows.start + int(start), rows.start + int(stop)))
+            if ended[stop - 1]:
+                episode.ended = True
+                done.append(open_.pop(number))
+    return [*done, *open_.values()]

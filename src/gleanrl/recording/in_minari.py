@@ -21,19 +21,13 @@ from minari.serialization import deserialize_space
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import ACTION, END_FLAGS, NEXT, OBSERVATION, TRAJ_IDS, Key, format_key
-from gleanrl.envs.spaces import (
-    Leaf,
-    leaf_field,
-    observation_leaves,
-    rebuild,
-    space_leaves,
-)
+from gleanrl.core.window import Array
+from gleanrl.envs.spaces import Leaf, leaf_field, observation_leaves, rebuild, space_leaves
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
 from gleanrl.recording.dataset import DATA, Dataset, Metadata
-from gleanrl.recording.index import Array, Episode, end_keys, episodes_of
-from gleanrl.recording.origin import env_spec, make_env
-from gleanrl.recording.spaces import decoder
+from gleanrl.recording.episodes import Episode, end_keys, episodes_of
+from gleanrl.recording.origin import decoder, env_spec, make_env
 
 Space: TypeAlias = gym.Space[Any]
 Files: TypeAlias = Mapping[Key, TensorFile]
@@ -121,6 +115,7 @@ class EpisodePart:
     def __init__(self, group: Any, metadata: Metadata, observation: Space, action: Space) -> None:
         """Find the entries in the HDF5 ``group`` of an episode."""
         self._group = group
+        self.facts: Mapping[str, Any] = {}
         self.frames = len(_own(group, "rewards"))
         self._paths: dict[Key, str] = {
             (NEXT, "reward"): "rewards",

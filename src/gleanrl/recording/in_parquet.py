@@ -16,9 +16,10 @@ import pyarrow.parquet as pq
 import torch
 
 from gleanrl.core.keys import DONE, END_FLAGS, NEXT, TRAJ_IDS, Key
+from gleanrl.core.window import Array
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
 from gleanrl.recording.dataset import DATA, Dataset, Metadata, Part
-from gleanrl.recording.index import Array, Episode, episodes_of
+from gleanrl.recording.episodes import Episode, episodes_of
 
 _GROUP_BYTES, _GROUP_ROWS = 1 << 25, 1 << 16
 """At most so much is in memory, and in one row group."""
@@ -77,6 +78,7 @@ class ParquetPart:
         except (pa.ArrowInvalid, OSError) as err:
             raise TensorFileError(f"{path} cannot be read: {err}") from err
         self._path = path
+        self.facts: Mapping[str, Any] = {}
         self.frames: int = self._file.metadata.num_rows
         there = set(self._file.schema_arrow.names)
         self.files = [file for file in metadata.files if _name(file.key) in there]

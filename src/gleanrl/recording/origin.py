@@ -11,9 +11,10 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import Key
 from gleanrl.envs.factory import make_gym
-
-OF_ENV = ("env_spec", "observation_space", "action_space")
+from gleanrl.envs.spaces import Actions
+from gleanrl.memory.tensor_files import TensorFile
 
 
 def describe_env(env: Any, format: str) -> dict[str, Any]:
@@ -85,3 +86,19 @@ def make_env(facts: Mapping[str, Any], **kwargs: Any) -> gym.Env[Any, Any]:
         return make_gym(name, **{**({} if spec is None else spec.kwargs), **kwargs})
     except Exception as err:
         raise ConfigError(f"{name} cannot be made again: {err}") from err
+
+
+def decoder(
+    space: gym.Space[Any], files: Mapping[Key, TensorFile], rows: int, *, batched: bool = False
+) -> Actions | None:
+    """Return what decodes ``rows`` recorded actions of ``space``, as numbers or one-hot vectors.
+
+    Returns:
+        ``None`` if the entries in ``files`` are no actions of this space.
+    """
+    for categorical in (True, False):
+        with contextlib.suppress(ConfigError):
+            actions = Actions(space, rows, categorical, batched=batched)
+            if all(f.key in files and files[f.key].shape == f.shape for f in actions.fields):
+                return actions
+    return None

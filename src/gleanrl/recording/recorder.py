@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import platform
 import shutil
 import socket
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -20,27 +19,18 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from gleanrl.core import keys
 from gleanrl.core.errors import ClosedError, ConfigError
-from gleanrl.core.keys import MASK
 from gleanrl.core.options import check_int
 from gleanrl.core.protocols import Source
 from gleanrl.engine.sink import Sink
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFileError
-from gleanrl.recording import formats
-from gleanrl.recording.dataset import (
-    CARD,
-    ENDS,
-    FORMAT,
-    FORMATS,
-    LOCK,
-    NESTED,
-    SHARDS,
-    VERSION,
-    Dataset,
-)
-from gleanrl.recording.origin import OF_ENV, describe_env
-from gleanrl.recording.shard import Shard
+from gleanrl.recording.dataset import CARD, ENDS, LOCK, NESTED, OF_ENV, SHARDS, Dataset, card
+from gleanrl.recording.episodes import summary, total
+from gleanrl.recording.formats import check_target, module_of
+from gleanrl.recording.in_tensordict import Shard
+from gleanrl.recording.origin import describe_env
 
 _ROOM, _ROOM_NBYTES = ".room", 1 << 16
 """Room for the last card, if the disk is full by then: a file that is removed before."""
@@ -49,8 +39,6 @@ _OF_FILES = (
     *(NESTED, "rows", "status"),
 )
 """What a card says of the files, not of where the frames came from."""
-_FROM_SHARDS = (*OF_ENV, NESTED)
-"""What the card takes over from those of the writers."""
 _CONVERTED_BYTES = 1 << 26
 _ROWS = (
     "writer after writer (workers in order), each batch after batch; in a batch environment after "
@@ -114,8 +102,6 @@ class Recorder(Sink):
         Raises:
             ConfigError: something is at ``path`` already, or an argument is wrong.
         """
-        if format not in FORMATS:
-            raise ConfigError(f"format ({format!r}) must be one of {', '.join(map(repr, FORMATS))}")
         if where not in ("workers", "learner"):
             raise ConfigError(f"where ({where!r}) must be 'workers' or 'learner'")
         if num_envs is not None:
@@ -127,7 +113,7 @@ class Recorder(Sink):
         """Where the dataset is."""
         self.format = format
         self.where = where
-        formats.check(format, self.path)
+        check_target(format, self.path)
         make_way(Path(path), overwrite)
         self.facts: dict[str, Any] = {
             "status": "interrupted",
@@ -141,19 +127,13 @@ class Recorder(Sink):
             **dict(facts or {}),
         }
         """What the card says beside the layout, as JSON; may be changed until `close`."""
-        self._token = uuid.uuid4().hex
-        try:
-            self._card()
-        except (TypeError, ValueError) as err:
-            raise ConfigError(f"facts and seed go into the card as JSON: {err}") from err
         self._expected = total_frames
         self._collectors: list[weakref.ref[Any]] = []
         self._shard = Shard(self.path / SHARDS / "main", {}, total_frames)
-        made = [up for up in (self.path, *self.path.parents) if not up.exists()]
-        lock = _begin(self.path, self._card)
-        self._finisher = weakref.finalize(
-            self, _finish, self.path, format, self.facts, self._token, (lock, os.getpid()), made
-        )
+        self._files = _Files(self.path, format, self.facts)
+        self._token = self._files.token
+        self._files.begin()
+        self._finisher = weakref.finalize(self, self._files.finish)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -170,12 +150,12 @@ class Recorder(Sink):
         """
         if self._finisher is not None and not self._finisher.alive:
             raise ClosedError(f"the recorder of {self.path} was closed")
-        mask = batch.get(MASK, None)
-        frames = (batch if mask is None else batch.exclude(MASK)).reshape(batch.shape.numel())
+        mask = batch.get(keys.MASK, None)
+        frames = (batch if mask is None else batch.exclude(keys.MASK)).reshape(batch.shape.numel())
         if mask is not None and not mask.all():
             frames = frames[mask.reshape(-1)]
-        if not self._shard.frames:
-            formats.check_frames(self.format, frames)
+        if self.format == "minari" and not self._shard.frames:
+            _check_episodes(frames)
         self._shard.write(frames)
 
     def store(self, batch: TensorDictBase) -> int:
@@ -212,20 +192,13 @@ class Recorder(Sink):
         for name, value in {**known, "num_envs": num_envs}.items():
             if self.facts.get(name) is None:
                 self.facts[name] = value
-        self._publish()
+        self._files.publish()
 
     def seeded(self, seed: int, static: bool) -> None:
         """Note that the environments were seeded; a second time, no seed gives these data."""
         again = bool(self.frames)
         self.facts |= {"seed": None if again else seed, "static_seed": static, "reseeded": again}
-        self._publish()
-
-    def _publish(self) -> None:
-        with contextlib.suppress(OSError):  # the last card has its room
-            tensor_files.replace(self.path / CARD, self._card())
-
-    def _card(self) -> str:
-        return _card({**self.facts, "status": "collecting"}, self._token, SHARDS, 0, [])
+        self._files.publish()
 
     # -- in a worker -----------------------------------------------------------------------------
 
@@ -319,8 +292,6 @@ def convert_dataset(
     """
     dataset = Dataset(Path(source))
     facts = dict(dataset.metadata.facts)
-    for raw in dataset.raw[:1]:
-        facts |= {name: raw.metadata.facts[name] for name in OF_ENV if name in raw.metadata.facts}
     for name in _OF_FILES:
         facts.pop(name, None)
     row = sum(file.nbytes for file in dataset.metadata.files)
@@ -360,84 +331,107 @@ def make_way(path: Path, overwrite: bool = False) -> None:
         raise ConfigError(f"{path} is not a directory")
 
 
-def _begin(directory: Path, card: Any) -> int:
-    """Make ``directory`` and lock it; return the lock."""
-    try:
-        (directory / SHARDS).mkdir(parents=True)
-        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with contextlib.suppress(OSError):  # not every network file system has locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        tensor_files.write_new(directory / _ROOM, bytes(_ROOM_NBYTES))
-        tensor_files.write_new(directory / CARD, card().encode())
-    except OSError as err:
-        raise ConfigError(f"{directory} cannot be made: {err.strerror or err}") from err
-    return lock
+def _check_episodes(frames: TensorDictBase) -> None:
+    """Check that ``frames`` have what Minari's episodes need.
+
+    Raises:
+        TensorFileError: names what is missing.
+    """
+    after: list[keys.Key] = []
+    if (found := frames.get(keys.NEXT, None)) is not None:
+        after = [keys.as_key(key) for key in found.keys(True, True)]
+    has = {
+        keys.format_key(keys.TRAJ_IDS): frames.get(keys.TRAJ_IDS, None) is not None,
+        keys.format_key(keys.ACTION): frames.get(keys.ACTION, None) is not None,
+        "a reward under 'next'": any(key[-1] == "reward" for key in after),
+        "end flags under 'next'": any(key[-1] in keys.END_FLAGS for key in after),
+    }
+    if missing := [name for name, there in has.items() if not there]:
+        raise TensorFileError(f"Minari's episodes need {', '.join(missing)}; the frames have none")
 
 
-def _finish(
-    directory: Path,
-    format: str,
-    facts: dict[str, Any],
-    token: str,
-    lock: tuple[int, int],
-    made: list[Path],
-) -> None:
-    """Put what writers left into its format, and write the final card."""
-    if os.getpid() != lock[1]:  # a forked child ends
-        return
-    try:
-        (directory / _ROOM).unlink(missing_ok=True)
-        dataset = Dataset(directory)
-        if not dataset.metadata.frames:
-            _discard(directory, made)
-            return
-        own = dataset.raw[0].metadata.facts
-        facts |= {name: own[name] for name in _FROM_SHARDS if own.get(name) is not None}
-        facts["writers"] = facts.get("writers", len(dataset.raw))
-        data, entries, frames = SHARDS, [], 0
+class _Files:
+    """The directory of a recording: begun and finished, also when nobody has the `Recorder`."""
+
+    def __init__(self, directory: Path, format: str, facts: dict[str, Any]) -> None:
+        self.token = uuid.uuid4().hex
+        self._directory, self._format, self._facts = directory, format, facts
+        self._made = [up for up in (directory, *directory.parents) if not up.exists()]
+        self._pid = os.getpid()
+        self._lock = -1
+
+    def _card(self, data: str, frames: int = 0, entries: Sequence[Any] = (), **facts: Any) -> str:
+        own = {"data": data, "frames": frames, "recording": self.token, "keys": entries}
+        return card({**self._facts, **facts, **own})
+
+    def begin(self) -> None:
+        """Make the directory and lock it."""
+        directory = self._directory
         try:
-            facts |= formats.summary(dataset)
-            facts |= formats.write(format, dataset, facts)
-            tensor_files.sync_tree(directory)  # before the shards, which hold the same, are removed
-            data, frames = format, dataset.metadata.frames
-            entries = [file.to_json() for file in dataset.metadata.files]
-        except BaseException:
-            facts["status"] = "failed"
-            raise
+            text = self._card(SHARDS, status="collecting")
+        except (TypeError, ValueError) as err:
+            raise ConfigError(f"facts and seed go into the card as JSON: {err}") from err
+        try:
+            (directory / SHARDS).mkdir(parents=True)
+            self._lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            with contextlib.suppress(OSError):  # not every network file system has locks
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            tensor_files.write_new(directory / _ROOM, bytes(_ROOM_NBYTES))
+            tensor_files.write_new(directory / CARD, text.encode())
+        except OSError as err:
+            raise ConfigError(f"{directory} cannot be made: {err.strerror or err}") from err
+
+    def publish(self) -> None:
+        """Write what is known by now to the card."""
+        with contextlib.suppress(OSError):  # the last card has its room
+            text = self._card(SHARDS, status="collecting")
+            tensor_files.replace(self._directory / CARD, text)
+
+    def finish(self) -> None:
+        """Put what writers left into its format, and write the final card."""
+        if os.getpid() != self._pid:  # a forked child ends
+            return
+        try:
+            (self._directory / _ROOM).unlink(missing_ok=True)
+            dataset = Dataset(self._directory)
+            if dataset.metadata.frames:
+                self._put_into_format(dataset)
+            else:
+                self._discard()
+        except OSError as err:
+            raise TensorFileError(
+                f"{self._directory} could not be finished: {err.strerror or err}; its frames stay "
+                "readable with load_dataset"
+            ) from err
         finally:
-            text = _card(facts, token, data, frames, entries)
+            os.close(self._lock)
+
+    def _put_into_format(self, dataset: Dataset) -> None:
+        directory, facts, found = self._directory, self._facts, dataset.metadata
+        facts |= {name: found.facts[name] for name in (*OF_ENV, NESTED) if name in found.facts}
+        facts["writers"] = facts.get("writers", len(dataset.parts))
+        text = self._card(SHARDS, status="failed")
+        try:
+            if (stats := total(dataset)) is not None:
+                returns, lengths = summary(stats.returns), summary(stats.lengths)
+                facts |= {"episodes": stats.episodes, "returns": returns, "lengths": lengths}
+            facts |= module_of(self._format).write(dataset, facts)
+            tensor_files.sync_tree(directory)  # before the shards, which hold the same, are removed
+            entries = [file.to_json() for file in found.files]
+            text = self._card(self._format, found.frames, entries)
+        finally:
             tensor_files.replace(directory / CARD, text)
         shutil.rmtree(directory / SHARDS)
         (directory / LOCK).unlink(missing_ok=True)
-    except OSError as err:
-        raise TensorFileError(
-            f"{directory} could not be finished: {err.strerror or err}; its frames stay readable "
-            "with load_dataset"
-        ) from err
-    finally:
-        os.close(lock[0])
 
-
-def _discard(directory: Path, made: list[Path]) -> None:
-    """Remove what this recording made, and nothing that somebody else put there."""
-    shutil.rmtree(directory / SHARDS)
-    for name in (LOCK, CARD, _ROOM):
-        (directory / name).unlink(missing_ok=True)
-    for folder in made:
-        with contextlib.suppress(OSError):  # not empty
-            folder.rmdir()
-
-
-def _card(
-    facts: Mapping[str, Any],
-    token: str,
-    data: str,
-    frames: int,
-    keys: list[dict[str, Any]],
-) -> str:
-    head = {"format": FORMAT, "format_version": VERSION, "data": data, "frames": frames}
-    content = {**head, **facts, "recording": token, "keys": keys}
-    return json.dumps(content, indent=2) + "\n"
+    def _discard(self) -> None:
+        """Remove what this recording made, and nothing that somebody else put there."""
+        shutil.rmtree(self._directory / SHARDS)
+        for name in (LOCK, CARD, _ROOM):
+            (self._directory / name).unlink(missing_ok=True)
+        for folder in self._made:
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
 
 
 def versions() -> dict[str, str]:

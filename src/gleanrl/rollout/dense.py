@@ -117,7 +117,7 @@ class DenseRollout(BaseSource):
             taken,
             taken * window.envs,
             self.policy_version,
-            episodes=self.tracker.episodes,
+            ended=self.tracker.episodes,
             times=times,
         )
 

@@ -19,7 +19,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from gleanrl.core import paths
 from gleanrl.core.errors import WeightsError
-from gleanrl.core.keys import DONE, NEXT, REWARD, TERMINATED, TRUNCATED, Key, next_key
+from gleanrl.core.keys import DONE, NEXT, REWARD, Key, next_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, Stop
@@ -267,32 +267,22 @@ class _GymRow:
         )
 
     def bind(self, window: Window) -> None:
-        """Keep the present observations in the root row of ``window``; its end flags stay down."""
-        keys = [field.key for field in self._batch.layout.observations]
-        now = Window({key: window.tensor(key) for key in keys}, window.envs, 1)
-        self.env.move(window, now)
-        self._now = now
-        self._actions = [window.rows(key)[0] for key in self._batch.action_specs]
-        self._mask = window.rows(RESET)[0]
-        self._rewards, self._dead, self._late, self._done = (
-            window.rows(next_key(key))[0] for key in (REWARD, TERMINATED, TRUNCATED, DONE)
-        )
+        """Step in ``window``, whose root row holds the present; its end flags stay down."""
+        self.env.move(window)
+        self._window = window
+        self._mask, self._done = window.rows(RESET)[0], window.rows(next_key(DONE))[0]
 
     def step(self, reset: bool) -> Left | None:
         """Step, and ``reset`` what ended."""
-        # Copied, because an environment may keep its action, and the window is used again.
-        outcome = self._batch.advance([a.copy() for a in self._actions])
-        self._rewards[...] = outcome.rewards
-        self._dead[...], self._late[...] = outcome.terminated, outcome.truncated
-        done = np.logical_or(outcome.terminated, outcome.truncated, out=self._done)
-        if reset and done.any():
-            self._batch.reset(self._now, np.flatnonzero(done).tolist())
+        self._batch.advance()
+        if reset and self._done.any():
+            self._batch.reset(self._window, np.flatnonzero(self._done).tolist())
         return None
 
     def reset(self, masked: bool) -> Left | None:
         """Reset all, or where the mask is set."""
         chosen = np.flatnonzero(self._mask).tolist() if masked else range(len(self._mask))
-        self._batch.reset(self._now, chosen)
+        self._batch.reset(self._window, chosen)
         return None
 
 

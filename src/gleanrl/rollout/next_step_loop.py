@@ -183,7 +183,7 @@ class NextStepRollout(DenseRollout):
             ready * window.envs,
             self.policy_version,
             discarded,
-            episodes=self.tracker.episodes,
+            ended=self.tracker.episodes,
             times=times,
         )
 

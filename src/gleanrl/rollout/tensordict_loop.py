@@ -189,7 +189,7 @@ class TensorDictRollout(BaseSource):
             taken * self.num_envs,
             self.policy_version,
             payload=payload,
-            episodes=self.tracker.episodes,
+            ended=self.tracker.episodes,
             times=times,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,13 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import IS_INIT
-from gleanrl.core.messages import NO_EPISODES
+from gleanrl.core.messages import Episodes
 from gleanrl.core.window import Array, Window
 
 _NEVER = np.iinfo(np.int64).max
+_NONE = np.empty(0, np.int64), np.empty(0, np.int64)
+_MOST_WAITING = 1 << 15
+"""Frames whose rewards are kept until somebody asks for the episodes."""
 
 
 class Tracker:
@@ -32,14 +36,13 @@ class Tracker:
         self._episode = np.zeros(envs, np.int64)
         self._age = np.zeros(envs, np.int64)
         """Steps each environment has taken in its running episode, at rollout start."""
-        self._return = np.zeros(envs)
-        """The sum of their rewards."""
-        self.episodes: Array = NO_EPISODES
-        """Return and length of each episode that ended in the last rollout, as `Report` has it."""
+        self._sums = _Sums(envs)
+        self.episodes = Episodes()
+        """Those that ended in the last rollout."""
         self._due = np.full(envs, _NEVER)
         self._ended: list[int] = []
         self._ended_at: list[int] = []
-        self._all_ends: Array | None = None
+        self._all_ends = _NONE
         self._init_rows: list[Array] = []
         self.next_due = -1
         """The next step at which some environment has to be truncated, or -1."""
@@ -51,7 +54,7 @@ class Tracker:
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Start a rollout at step 0; keeps root ``"is_init"`` right if the window has it."""
-        self._ended, self._ended_at, self._all_ends = [], [], None
+        self._ended, self._ended_at, self._all_ends = [], [], _NONE
         if IS_INIT in window.keys():
             window.tensor(IS_INIT)[:, 1:] = False
             next_root.tensor(IS_INIT).zero_()
@@ -77,9 +80,8 @@ class Tracker:
     def end_all(self, done: Array) -> None:
         """Note every end of a rollout at once, instead of `end`: ``done`` is ``[P, T]``."""
         columns, rows = done.T.nonzero()
-        self._all_ends = rows * (done.shape[1] + 1) + columns + 1
+        self._all_ends = rows, columns + 1
 
-    @np.errstate(invalid="ignore")  # the sum of both infinities is NaN, as it should be
     def finish(self, steps: int, rewards: Array, ids: Array | None, counts: Array | None) -> None:
         """Close a rollout of ``steps`` steps.
 
@@ -90,79 +92,37 @@ class Tracker:
             counts: ``[P, T + 1]`` int64, receives steps taken in the episode before each root row.
                 Or ``None``.
         """
-        if steps < rewards.shape[1]:
-            rewards = rewards[:, :steps]
-        if steps == 1 or (not self._ended and self._all_ends is None):
-            self._finish_one_run(steps, rewards, ids, counts)
-            return
         # All that follows is paid per rollout with cold caches: some 2 us for every kind of call.
-        envs, width = len(self._episode), steps + 1
-        ends = self._all_ends
-        if ends is None:
-            places = zip(self._ended, self._ended_at, strict=True)
-            ends = np.array([env * width + step for env, step in places], np.int64)
-        flat = np.zeros(envs * width, bool)
-        flat[ends] = True
-        begins = flat.reshape(envs, width)
+        rows, ends = self._all_ends
+        if self._ended:
+            rows, ends = np.array(self._ended), np.array(self._ended_at)
+        first, age = self._episode * self._stride + self._index, self._age
+        over: Array | None = None
+        """How many episodes were over before each root row, ``[P, steps + 1]``."""
+        if len(rows) and steps > 1:
+            begins = np.zeros((len(age), steps + 1), bool)
+            begins[rows, ends] = True
+            over = begins.cumsum(1)
+            self._episode += over[:, -1]
+        else:
+            self._episode[rows] += 1
         if ids is not None:
             found = ids[:, :steps]
-            np.cumsum(begins[:, :-1], 1, out=found)
-            found *= self._stride
-            found += (self._episode * self._stride + self._index)[:, None]
-            if steps < ids.shape[1]:
-                ids[:, steps:] = -1
+            found[...] = first[:, None]
+            if over is not None:
+                found += over[:, :-1] * self._stride
+            ids[:, steps:] = -1
         if counts is not None:
-            time = np.arange(width)
-            started = np.where(begins, time, -self._age[:, None])
-            counts[:, :width] = time - np.maximum.accumulate(started, 1)
-        begins[:, 0] = True
-        self._add_up(flat.nonzero()[0], ends, rewards)
-
-    def _add_up(self, begins: Array, ends: Array, rewards: Array) -> None:
-        """Sum the rewards of every run of frames of one episode; take down what ended.
-
-        Args:
-            begins: Where runs begin, ascending, in ``rewards`` with one more column.
-            ends: Where episodes were over, likewise, in the order of their ends.
-            rewards: ``[P, T]``.
-        """
-        envs, steps = rewards.shape
-        padded = np.zeros((envs, steps + 1))  # the run that begins behind the last step is worth 0
-        padded[:, :-1] = rewards
-        returns = np.add.reduceat(padded.reshape(-1), begins)
-        edges = np.arange(0, (envs + 1) * (steps + 1), steps + 1)
-        places = begins.searchsorted(edges)
-        opening, last = places[:-1], places[1:] - 1
-        returns[opening] += self._return
-        over = begins.searchsorted(ends) - 1
-        begins[opening] -= self._age
-        self.episodes = episodes = np.empty((len(ends), 2))
-        episodes[:, 0] = returns[over]
-        episodes[:, 1] = ends - begins[over]
-        self._return = returns[last]
-        self._age = edges[:-1] + steps - begins[last]
-        self._episode += last - opening
-
-    def _finish_one_run(
-        self, steps: int, rewards: Array, ids: Array | None, counts: Array | None
-    ) -> None:
-        """Do the same for a rollout in which no episode ended before the last step."""
-        self._return += rewards[:, 0] if steps == 1 else np.add.reduce(rewards, 1, np.float64)
-        if ids is not None:
-            ids[:, :steps] = (self._episode * self._stride + self._index)[:, None]
-            if steps < ids.shape[1]:
-                ids[:, steps:] = -1
-        if counts is not None:
-            counts[:, : steps + 1] = self._age[:, None] + np.arange(steps + 1)
-        self._age += steps
-        ended = self._ended if self._all_ends is None else self._all_ends // (steps + 1)
-        self.episodes = NO_EPISODES
-        if len(ended):
-            self.episodes = np.array((self._return[ended], self._age[ended])).T
-            self._episode[ended] += 1
-            self._return[ended] = self._age[ended] = 0
-            if counts is not None:
-                counts[ended, steps] = 0
+            time = np.arange(steps + 1)
+            counts[:, : steps + 1] = time + age[:, None]
+            if over is not None:
+                started = np.where(begins, time, -age[:, None])
+                counts[:, : steps + 1] = time - np.maximum.accumulate(started, 1)
+            elif len(rows):
+                counts[rows, steps] = 0
+        age += steps
+        age[rows] = steps - ends  # of several ends of one environment the last one stays
+        self.episodes = self._sums.add(rewards[:, :steps], rows, ends)
 
     def restart(self, envs: Sequence[int] | None = None) -> None:
         """Begin a new episode in ``envs`` (all by default) that have taken a step."""
@@ -171,7 +131,7 @@ class Tracker:
         chosen &= self._age > 0
         self._episode[chosen] += 1
         self._age[chosen] = 0
-        self._return[chosen] = 0
+        self._sums.drop(chosen)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the counters, ``[P]`` int64 each."""
@@ -190,5 +150,74 @@ class Tracker:
         """Continue from saved counters; running episodes count as over (environments restart)."""
         self._episode = torch.as_tensor(state["episode"]).numpy().copy()
         self._age = torch.as_tensor(state["age"]).numpy().copy()
-        self._return[:] = 0
+        self._sums.drop(slice(None))
         self.restart()
+
+
+class _Sums:
+    """Returns and lengths of episodes. Rollouts wait until somebody asks, and are added up at once.
+
+    A return is the sum of rewards from first to last, in float64; it depends neither on where
+    rollouts begin nor on when somebody asks.
+    """
+
+    def __init__(self, envs: int) -> None:
+        """Start at the first step of an episode in every environment."""
+        self._lock = RLock()  # a signal handler may ask in the thread that adds
+        self._open = np.zeros((2, envs))
+        """Return and length of each running episode, without what waits."""
+        self._waiting: list[tuple[Episodes, Array, Array, Array]] = []
+        self._frames = 0
+
+    def add(self, rewards: Array, rows: Array, ends: Array) -> Episodes:
+        """Take in a rollout; return its episodes.
+
+        Args:
+            rewards: ``[P, T]``; they are copied.
+            rows: The environment of each episode that ended, in the order of their ends.
+            ends: How many steps of the rollout each of them got.
+        """
+        episodes = Episodes(None, self._settle)
+        with self._lock:
+            self._waiting.append((episodes, rewards.copy(), rows, ends))
+            self._frames += rewards.size
+            if self._frames > _MOST_WAITING:
+                self._settle()
+        return episodes
+
+    def drop(self, envs: Array | slice) -> None:
+        """Forget the running episodes of ``envs``."""
+        with self._lock:
+            self._settle()
+            self._open[:, envs] = 0
+
+    def _settle(self) -> None:
+        """Add up what waits."""
+        with self._lock:
+            if not (waiting := self._waiting):
+                return
+            episodes, rewards, rows, ends = zip(*waiting, strict=True)
+            # Column 0 is the step before: it has what running episodes have returned so far.
+            values = np.concatenate([self._open[0][:, None], *rewards], 1)
+            envs, width = values.shape
+            steps = np.array([own.shape[1] for own in rewards])
+            counts = [len(own) for own in rows]
+            row = np.concatenate(rows)
+            column = np.concatenate(ends) + (steps.cumsum() - steps).repeat(counts)
+            last = row * width + column
+            begins = np.zeros(envs * width + 1, bool)
+            begins[last + 1] = begins[::width] = True
+            lengths = np.diff(begins.nonzero()[0])
+            run = np.arange(len(lengths)).repeat(lengths)
+            """Which run of frames of one episode each frame is part of."""
+            totals: Array = np.array([np.bincount(run, values.reshape(-1)), lengths])
+            totals[1, run[::width]] += self._open[1] - 1
+            still = totals[:, run[width - 1 :: width]]
+            still[:, row[column == width - 1]] = 0
+            found, stop = totals[:, run[last]].T, 0
+            # A signal handler that asked meanwhile has found the same.
+            for own, count in zip(episodes, counts, strict=True):
+                own.rows = found[stop : stop + count]
+                stop += count
+            if self._waiting is waiting:
+                self._open, self._waiting, self._frames = still, [], 0

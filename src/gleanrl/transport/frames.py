@@ -106,7 +106,7 @@ def _write_reply(reply: m.Reply) -> bytes:
             times.taken,
             times.weights,
         )
-        return head + report.episodes.tobytes() if len(report.episodes) else head
+        return head + report.episodes.tobytes()
     return _HEAD.pack(_P, reply.ticket, reply.worker) + bytes(cloudpickle.dumps(reply))
 
 
@@ -118,10 +118,12 @@ def read_reply(frame: bytes) -> m.Reply:
     """
     if frame[:1] == _R:
         _, ticket, worker, steps, frames, version, discarded, *times = _ROLLED.unpack_from(frame)
-        episodes = m.NO_EPISODES
+        ended = m.NO_EPISODES
         if len(frame) > _ROLLED.size:
-            episodes = np.frombuffer(frame, offset=_ROLLED.size).reshape(-1, 2)
-        report = m.Report(steps, frames, version, discarded, None, episodes, m.Times(*times))
+            ended = np.frombuffer(frame, offset=_ROLLED.size).reshape(-1, 2)
+        report = m.Report(
+            steps, frames, version, discarded, None, m.Episodes(ended), m.Times(*times)
+        )
         return m.Rolled(worker, ticket, report)
     reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
     return reply
@@ -224,7 +226,8 @@ def raised(worker: int, remote: RemoteError) -> BaseException:
     text = f"{headline}\n\nTraceback in worker {worker}:\n{remote.traceback}"
     plain = WorkerError(text)
     plain.headline = headline
-    for note in remote.notes:
+    notes = [f"worker {worker}: {note}" for note in remote.notes]
+    for note in notes:
         plain.add_note(note)
     if remote.error is None:
         return plain
@@ -233,7 +236,7 @@ def raised(worker: int, remote: RemoteError) -> BaseException:
         # The original's own `__new__`: that of RuntimeError is not safe for an OSError.
         error: BaseException = kind.__new__(_both(kind), *args)
         error.args = args
-        vars(error).update(attributes, _text=text, headline=headline)
+        vars(error).update(attributes, _text=text, headline=headline, __notes__=notes)
         if isinstance(error, WorkerDied):  # a worker of the worker's: none of ours
             error.worker = None
     except Exception:  # classes that cannot be loaded here, or not combined

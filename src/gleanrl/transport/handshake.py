@@ -112,67 +112,28 @@ class Guest(NamedTuple):
     keys: Keys
 
 
-class Introduction:
-    """The learner's side of letting a node in; never waits."""
+def admit(sock: socket.socket, secret: bytes, timeout_s: float, deadline: float) -> Guest:
+    """Let a node in that has connected.
 
-    def __init__(self, sock: socket.socket, secret: bytes, timeout_s: float = 60.0) -> None:
-        """Say hello.
+    Args:
+        sock: The connection; it stays the caller's.
+        secret: What the node has to know.
+        timeout_s: Told to the node: seconds without a sign of life after which either side takes
+            the other for gone.
+        deadline: When the node has to have authenticated (of `time.monotonic`).
 
-        Args:
-            sock: The connection, which does not block from here on; it stays the caller's.
-            secret: What the node has to know.
-            timeout_s: Told to the node: seconds without a sign of life after which either side
-                takes the other for gone.
-
-        Raises:
-            HandshakeError: the other side is gone.
-        """
-        sock.setblocking(False)
-        self._sock, self._secret, self._timeout_s = sock, secret, timeout_s
-        self._mine = secrets.token_bytes(_NONCE)
-        self._answer = bytearray()
-        self.keys: Keys | None = None
-        """Of the connection, once the node was let in."""
-        self._say(_MAGIC + self._mine)
-
-    def hear(self) -> int | None:
-        """Read what has come; return the node's index once it has shown that it knows the secret.
-
-        Raises:
-            HandshakeError: it does not know it, or is gone.
-        """
-        missing = _NONCE + _INDEX.size + _DIGEST - len(self._answer)
-        try:
-            part = self._sock.recv(missing)
-        except BlockingIOError:
-            return None
-        except OSError as err:
-            raise HandshakeError(f"a connection was not let in ({err})") from err
-        if not part:
-            raise HandshakeError("a connection ended before it was let in")
-        self._answer += part
-        return None if len(part) < missing else self._judge()
-
-    def _judge(self) -> int:
-        answer = bytes(self._answer)
-        theirs, index = answer[:_NONCE], answer[_NONCE : _NONCE + _INDEX.size]
-        expected = _sign(self._secret, b"node", self._mine, theirs, index)
-        if not hmac.compare_digest(answer[-_DIGEST:], expected):
-            raise HandshakeError(
-                "a connection was refused: it does not know this collector's secret"
-            )
-        told = _SECONDS.pack(self._timeout_s)
-        self.keys = Keys.of(self._secret, self._mine, theirs, index, told)
-        self._say(told + _sign(self._secret, b"learner", self._mine, theirs, index, told))
-        return int(_INDEX.unpack(index)[0])
-
-    def _say(self, data: bytes) -> None:
-        try:
-            sent = self._sock.send(data)
-        except OSError as err:
-            raise HandshakeError(f"a connection ended before it was let in ({err})") from err
-        if sent < len(data):  # less than what any connection holds: nobody there is reading
-            raise HandshakeError("a connection took nothing before it was let in")
+    Raises:
+        HandshakeError: the other side does not know the secret, says nothing, or is gone.
+    """
+    mine = secrets.token_bytes(_NONCE)
+    _send(sock, _MAGIC + mine, deadline)
+    answer = _receive(sock, _NONCE + _INDEX.size + _DIGEST, deadline)
+    theirs, index = answer[:_NONCE], answer[_NONCE : _NONCE + _INDEX.size]
+    if not hmac.compare_digest(answer[-_DIGEST:], _sign(secret, b"node", mine, theirs, index)):
+        raise HandshakeError("a connection was refused: it does not know this collector's secret")
+    told = _SECONDS.pack(timeout_s)
+    _send(sock, told + _sign(secret, b"learner", mine, theirs, index, told), deadline)
+    return Guest(int(_INDEX.unpack(index)[0]), sock, Keys.of(secret, mine, theirs, index, told))
 
 
 def join(invitation: Invitation, timeout: float) -> Joined:

@@ -85,7 +85,9 @@ class Landing:
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.pieces: Sequence[torch.Tensor]
         """Per piece, uint8 memory to receive it into."""
-        if in_one_piece(reference, plan):
+        self.whole = in_one_piece(reference, plan)
+        """Whether its only piece is the window, and that a whole batch."""
+        if self.whole:
             start = reference.blocks[0].offset
             whole = memory[start : start + nbytes]
             self.pieces, self._mark = [whole], _mark_of(whole)
@@ -123,13 +125,13 @@ class Arrival:
     """
 
     def __init__(
-        self, ticket: int, landing: Landing, receive: Callable[[torch.Tensor], Transfer]
+        self, ticket: int, landing: Landing, receive: Callable[[torch.Tensor, bool], Transfer]
     ) -> None:
         self._ticket, self._landing = ticket, landing
         self._transfers: list[Transfer] = []
         self._error: RuntimeError | None = None
         try:
-            self._transfers += [receive(piece) for piece in landing.pieces]
+            self._transfers += [receive(piece, landing.whole) for piece in landing.pieces]
         except RuntimeError as err:
             self._error = err
 
@@ -140,11 +142,13 @@ class Arrival:
             return True
         return all(transfer.over for transfer in self._transfers)
 
-    def finish(self) -> None:
+    def finish(self) -> Array | None:
+        """Wait for it; return where it has arrived if that is not its window."""
         if self._error is not None:
             raise self._error
-        for transfer in self._transfers:
-            transfer.finish()
-        if self._landing.mark != self._ticket:
+        block = [transfer.finish() for transfer in self._transfers][-1]
+        mark = self._landing.mark if block is None else int(_mark_of(torch.from_numpy(block))[0])
+        if mark != self._ticket:
             raise RuntimeError("it did not come whole")
         self._landing.settle()
+        return block

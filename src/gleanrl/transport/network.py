@@ -8,16 +8,18 @@ import select
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
+from gleanrl.core.window import Array
 from gleanrl.transport.data_plane import DataPlane
 from gleanrl.transport.frames import STOP, head_of
-from gleanrl.transport.handshake import Guest, Invitation, keep_alive, new_secret
-from gleanrl.transport.joining import LOOK, Admission, NodeAdmitter, listen
+from gleanrl.transport.handshake import Guest, keep_alive, new_secret
+from gleanrl.transport.joining import LOOK, NodeAdmitter, listen
 from gleanrl.transport.launchers import Launcher
 from gleanrl.transport.peer import Channels, RemoteBackend, RemoteFlag
 from gleanrl.transport.pickling import pickled
@@ -81,17 +83,23 @@ class NetworkBackend(RemoteBackend[Node]):
         self._secret = new_secret()
         self._factories: list[bytes] = []
         self._publisher: FlatWeightPublisher | None = None
+        self._elsewhere: dict[int, Array] = {}
+        """Rollouts that have arrived elsewhere than in their windows, by ticket."""
         self._closed = False
         self.stop_byte: Stop = RemoteFlag(self._send_stop)
         self._nap = _NAPS[0]
         self._host = host or launcher.address()
-        listener = listen(self._host, ports)
-        host, port = listener.getsockname()[:2]
+        self._listener = listen(self._host, ports)
+        host, port = self._listener.getsockname()[:2]
         self.address = str(host), int(port)
         """Where nodes connect to."""
-        self._admission = Admission(listener, self._secret, timeout_s)
         self._admitter = NodeAdmitter(
-            launcher, self._admission, self._take_over, self._invitation, start_timeout
+            self._listener,
+            self._secret,
+            launcher,
+            self._take_over,
+            heartbeat=timeout_s,
+            timeout_s=start_timeout,
         )
 
     # -- start -----------------------------------------------------------------------------------
@@ -117,18 +125,16 @@ class NetworkBackend(RemoteBackend[Node]):
                     f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
                 )
             self._look()
-            self._admitter.step(min(left, LOOK))
-            while (node := self._next_joined()) is not None:
+            node = self._next_joined(min(left, LOOK))
+            if node is not None:
                 joined[node.index] = node
         self._peers = [joined[worker] for worker in range(len(factories))]
         self._plane.enter(self._look)
         if self._replaces:
             self._channels.poller.register(self._admitter.bell, select.EPOLLIN)
         else:
-            self._admission.close()
-
-    def _invitation(self, node: int) -> Invitation:
-        return Invitation(*self.address, node, self._secret, self._start_timeout)
+            self._admitter.stop(_GRACE)
+            self._listener.close()
 
     def _take_over(self, guest: Guest) -> Node:
         keep_alive(guest.sock, self._timeout_s)
@@ -150,13 +156,13 @@ class NetworkBackend(RemoteBackend[Node]):
         for fd, events in self._channels.poller.poll(0):
             self._turn_to(fd, events)
 
-    def _next_joined(self) -> Node | None:
-        """Return a node that has joined, ``None`` if there is none.
+    def _next_joined(self, timeout: float = 0.0) -> Node | None:
+        """Return a node that has joined, ``None`` if none does within ``timeout`` seconds.
 
         Raises:
             WorkerDied: one is lost before it has joined.
         """
-        node = self._admitter.pop()
+        node = self._admitter.pop(timeout)
         if isinstance(node, WorkerDied):
             raise node
         if node is not None:
@@ -194,6 +200,13 @@ class NetworkBackend(RemoteBackend[Node]):
         if publisher is not None and isinstance(command, m.Bind):
             publisher.include(peer)
         self._channels.watch(peer)
+
+    def receive(self, timeout: float | None) -> m.Reply:
+        reply = super().receive(timeout)
+        if self._elsewhere and isinstance(reply, m.Rolled):
+            block = self._elsewhere.pop(reply.ticket, None)
+            return replace(reply, report=replace(reply.report, block=block))
+        return reply
 
     def wait(self, timeout: float) -> None:
         self._channels.wait(timeout)
@@ -247,10 +260,12 @@ class NetworkBackend(RemoteBackend[Node]):
             if not node.is_here(ticket):
                 return
             try:
-                node.land(ticket)
+                block = node.land(ticket)
             except RuntimeError as err:
                 node.announced.clear()
                 raise self._died(node, f"was lost in the middle of a rollout ({err})") from None
+            if block is not None:
+                self._elsewhere[ticket] = block
             self._arrived.append(node.announced[0])
             node.announced.popleft()
 
@@ -298,6 +313,8 @@ class NetworkBackend(RemoteBackend[Node]):
         peer.close()
         peer.announced.clear()  # rollouts it had announced cannot be fetched any more
         self._arrived = deque(f for f in self._arrived if head_of(f)[1] != peer.index)
+        kept = {head_of(frame)[0] for frame in self._arrived}
+        self._elsewhere = {t: block for t, block in self._elsewhere.items() if t in kept}
         if self._publisher is not None:
             self._publisher.forget(peer)
 
@@ -319,11 +336,12 @@ class NetworkBackend(RemoteBackend[Node]):
         nodes = {*self._peers, *self._channels.peers()}
         self._peers = []
         self._arrived.clear()
+        self._elsewhere.clear()
         if not mine:
             _keep_for_ever((self, nodes))
         for node in nodes:
             node.close(drop=mine)
-        self._admission.close()
+        self._listener.close()
         self.launcher.stop(min(timeout, _GRACE))
         self._channels.poller.close()
         if mine:

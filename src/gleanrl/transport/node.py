@@ -334,13 +334,17 @@ def run_node(
     connection = NodeConnection(channel, invitation.node, here, timeout_s)
     connection.start(others)
     shutdown = SignalShutdown(connection, signals, label, note)
-    with shutdown if signals else contextlib.nullcontext():
-        assert boot.connect is not None
-        pair = boot.connect(connection)
-        serve(boot, NodeEndpoint(connection, pair))
+    try:
+        with shutdown if signals else contextlib.nullcontext():
+            assert boot.connect is not None
+            pair = boot.connect(connection)
+            serve(boot, NodeEndpoint(connection, pair))
+            connection.finish()
+            pair.close()
+    finally:  # this process may go on
         connection.finish()
-        pair.close()
-    channel.close()
+        channel.hang_up()
+        channel.close()
 
 
 class NodeEndpoint:

@@ -19,6 +19,8 @@ from gleanrl.core.protocols import Source, SourceFactory
 from gleanrl.envs.registrations import Registrations, registrations
 
 _DEEPEST = 8
+_ANYWHERE = ("cpu", "meta")
+"""Devices that every process has."""
 _GROUPS = re.compile(r"^(factory\.)*(env|policy|rollout)\.")
 """How option groups are reached; users know the arguments in them."""
 
@@ -41,16 +43,26 @@ class _Refused(Exception):
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # no stubs
-    """Pickles functions and classes of ``__main__`` by value, and looks at tensors on the way."""
+    """Pickles functions and classes of ``__main__`` by value, and looks at tensors on the way.
+
+    Parameters and buffers of modules travel as they are, on any device; other tensors are captured.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._buffers: set[int] = set()
+        """Those of the modules met so far, by identity."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and not isinstance(obj, nn.Parameter):
+        if isinstance(obj, nn.Module):
+            self._buffers.update(map(id, obj._buffers.values()))
+        elif isinstance(obj, torch.Tensor) and not isinstance(obj, nn.Parameter):
             if obj.requires_grad and not obj.is_leaf:
                 raise _Refused(
                     f"a tensor of shape {tuple(obj.shape)} that is part of a gradient graph: "
                     "detach() it first"
                 )
-            if obj.device.type not in ("cpu", "meta"):
+            if obj.device.type not in _ANYWHERE and id(obj) not in self._buffers:
                 raise _Refused(
                     f"a tensor of shape {tuple(obj.shape)} on {obj.device}: move it with .cpu()"
                 )

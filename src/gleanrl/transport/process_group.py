@@ -8,7 +8,6 @@ does not ask who connects there: between hosts, a firewall has to keep strangers
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import distributed as dist
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.transport.data_plane import Connect, Connection, Pair, Transfer
+from gleanrl.transport.data_plane import Connect, Connection, DataPlane, Pair, Transfer
 
 KINDS = ("gloo", "nccl", "mpi", "ucc")
 _LEARNER, _NODE = 0, 1
@@ -75,8 +74,8 @@ class ConnectionStore(dist.Store):  # type: ignore[misc, name-defined]  # not in
             self.get(key)
 
 
-class ProcessGroups:
-    """A `DataPlane` of one process group for every node."""
+class ProcessGroups(DataPlane):
+    """One process group for every node."""
 
     def __init__(self, kind: str = "gloo") -> None:
         """Make none yet; ``kind`` is ``"gloo"``, ``"nccl"`` or ``"ucc"``.
@@ -96,14 +95,6 @@ class ProcessGroups:
     def pair(self, connection: Connection) -> Pair:
         return ProcessGroupPair(connection, self._kind, _LEARNER, self._timeout_s)
 
-    def enter(self, look: Callable[[], None]) -> None:
-        """Do nothing: every pair is connected by itself."""
-
-    def leave(self) -> None:
-        """Do nothing: pairs end with their nodes."""
-
-    close = leave
-
 
 class ProcessGroupPair:
     """A process group of learner and node."""
@@ -119,7 +110,7 @@ class ProcessGroupPair:
         there = tensor.to(self._device)
         return _Work(self._group.send([there], self._peer, tag), there, None)
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> Transfer:
+    def receive(self, tensor: torch.Tensor, tag: int, whole: bool = False) -> Transfer:
         if self._device.type == "cpu":
             return _Work(self._group.recv([tensor], self._peer, tag), tensor, None)
         there = torch.empty_like(tensor, device=self._device)

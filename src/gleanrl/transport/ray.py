@@ -1,4 +1,8 @@
-"""Workers that are Ray actors, on this machine or on any other of a cluster."""
+"""Workers that are Ray actors: nodes that Ray starts, and whose data lie in Ray's object store.
+
+Commands and replies travel on the connection that every node has. A rollout is what a call of the
+actor's `RayNode.take` returns, weights are one object that all actors are told of.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +10,24 @@ import contextlib
 import ctypes
 import importlib
 import os
+import queue
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, ConfigError, WorkerDied
-from gleanrl.core.messages import WeightsRef, WindowRef
+from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import users_stacklevel
-from gleanrl.core.protocols import SourceFactory
-from gleanrl.core.window import Array, Window
-from gleanrl.memory.slab import packed
-from gleanrl.transport.frames import CommandWriter, reply_in
-from gleanrl.transport.landing import in_one_piece
-from gleanrl.transport.peer import RemoteBackend, RemoteFlag
-from gleanrl.transport.pickling import pickled
-from gleanrl.transport.ray_actor import COLLECTED, GROUPS, Answer, InOrder, RayWorker
-from gleanrl.transport.waiting import interruptible
-from gleanrl.transport.weights import FlatBuffer, plan_flat
-from gleanrl.transport.worker import Boot, OpenWindow
-from gleanrl.weights.shared import check_fit
+from gleanrl.core.window import Array
+from gleanrl.transport.data_plane import Connect, Connection, DataPlane, Pair, Transfer
+from gleanrl.transport.handshake import Invitation
+from gleanrl.transport.node import run_node
 
 _OURS = ("concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries")
 """Options of an actor that a worker depends on."""
@@ -193,11 +188,10 @@ class ZeroCopyPolicy:
         self._capacity = capacity
         self._limit = 0
         self._writable: list[range] = []
-        self._whole: dict[tuple[int, int, int], bool] = {}
 
-    def lend(self, reference: WindowRef, block: Array) -> Array | None:
-        """Return ``block``, writable; ``None`` if it has to be copied into its window."""
-        if block.nbytes < _LENT_FROM or not self._is_whole(reference):
+    def lend(self, block: Array) -> Array | None:
+        """Return ``block``, writable; ``None`` if it has to be copied."""
+        if block.nbytes < _LENT_FROM:
             return None
         if not self._limit:
             self._limit = self._capacity() // _SHARE
@@ -207,14 +201,6 @@ class ZeroCopyPolicy:
         if loan.start % 64 or not self._may_be_written(loan):
             return None
         return np.asarray(loan)
-
-    def _is_whole(self, reference: WindowRef) -> bool:
-        """Tell whether a window lies in a slab of its own; worked out once."""
-        key = (reference.arena, reference.slot, reference.worker)
-        whole = self._whole.get(key)
-        if whole is None:
-            whole = self._whole[key] = in_one_piece(reference, packed(reference)[0])
-        return whole
 
     def _may_be_written(self, loan: StoreView) -> bool:
         """Ask the kernel: a Ray that maps its store read-only would end who writes into it."""
@@ -241,356 +227,279 @@ def writable_memory() -> list[range]:
     return found
 
 
-class RayLanding:
-    """Where in the learner's memory the bytes of one window's rollouts belong."""
+# -- in an actor -----------------------------------------------------------------------------------
 
-    def __init__(self, window: Window, reference: WindowRef) -> None:
-        plan, _ = packed(reference)
-        self._parts: list[tuple[Array, slice]] = []
-        for block in plan.blocks:
-            target = window.tensor(block.field.key)
-            if target.numel():
-                rows = target.flatten(1).view(torch.uint8).numpy()
-                self._parts.append((rows, slice(block.offset, block.offset + rows.size)))
-
-    def fill(self, block: Array) -> None:
-        """Copy a rollout, which came as uint8 ``[nbytes]``."""
-        for rows, part in self._parts:
-            np.copyto(rows, block[part].reshape(rows.shape))
+GROUPS: Mapping[str, str] = {"serve": "work", "take": "out", "give": "in"}
+"""Per method of an actor its concurrency group: one thread each."""
 
 
-class RayWeightPublisher:
-    """The weights of one model, published to all actors."""
+class RayNode:
+    """A node as the methods of an actor with a few threads."""
 
-    def __init__(
-        self, ref: WeightsRef, put: Callable[[Array], Any], tell: Callable[[Any], None]
-    ) -> None:
-        self.ref = ref
-        self._put = put
-        self._tell = tell
-        self._buffer = FlatBuffer(ref)
-        self._newest: Any = None
+    def serve(self, invitation: Invitation) -> str:
+        """Be a node until the learner says so or goes away; return what else ended it."""
+        try:
+            run_node(invitation)
+        except BaseException as err:  # `SystemExit` of a user's, which Ray would not explain
+            traceback.print_exc()
+            return f"its code ended it with {err!r}"
+        return ""
 
-    def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
-        """Copy ``tensors``, in the order of ``ref``, into one object and tell all actors of it.
+    def take(self) -> tuple[int, Array]:
+        """Wait for the next tensor that the node sends; return its number and it."""
+        return _actor.number(), _actor.out.get().lend()
 
-        Raises:
-            WeightsError: a shape that is not the plan's; nothing is published.
-        """
-        check_fit(self.ref, tensors)
-        self._buffer.fill(tensors, version, serial)
-        self._newest = self._put(self._buffer.bytes.numpy())
-        self._tell(self._newest)
+    def give(self, number: int, refs: Sequence[Any]) -> None:
+        """Take in where tensor ``number`` lies that the learner has sent."""
+        with _actor.came:
+            _actor.given[number] = refs[0]
+            _actor.came.notify_all()
 
 
 class _Actor:
-    """One worker, seen from here."""
+    """What the threads of an actor hand to each other."""
 
-    def __init__(self, index: int, handle: Any) -> None:
-        self.index, self.handle = index, handle
-        self.writer = CommandWriter()
-        self.turns = 0
-        """Calls made whose order matters."""
-        self.heeded = 0
-        """How many of those the actor has taken in, as far as is known."""
-        self.usual = False
-        """Whether it was told what most rollouts are like: those that are not random."""
-        self.collects: dict[int, int] = {}
-        """By number: tickets of the rollouts under way."""
-        self.asked = 0
-        """Rollouts asked for."""
-        self.next_collect = 0
-        """The number of the rollout that is done next."""
-        self.beginnings: dict[int, Any] = {}
-        """By ticket: what is resolved when the worker turns to that command."""
-        self.windows: dict[int, m.WindowRef] = {}
-        """By ticket: where rollouts under way are to lie."""
-        self.replies: InOrder[tuple[_Actor, Answer]]
-        """Replies, which may come before others that were made earlier."""
-        self.death = ""
-        """Why it died."""
+    def __init__(self) -> None:
+        self.out: queue.SimpleQueue[_Leaving] = queue.SimpleQueue()
+        self.taken = 0
+        self.given: dict[int, Any] = {}
+        self.came = threading.Condition()
 
-    @property
-    def gone(self) -> bool:
-        return bool(self.death)
+    def number(self) -> int:
+        self.taken += 1
+        return self.taken - 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """What an object that does not exist yet will be."""
-
-    actor: _Actor
-    kind: str
-    """``"reply"``, ``"begun"`` or ``"end"``."""
-    ticket: int = 0
-    """Of a beginning."""
+_actor = _Actor()
+"""That of this process, if it is one."""
 
 
-class RayBackend(RemoteBackend[_Actor]):
-    """One actor per worker. Rollouts are single objects, handed out where they are or copied once.
+class _Leaving:
+    """A `Transfer` out of an actor.
 
-    Commands and replies are frames, as between processes. Replies are the objects that actor calls
-    return: waiting for them is `ray.wait`, and an actor that dies fails the ones that are missing.
+    Ray serialises what a method returns after it has returned: the transfer is over when the array
+    that was returned is gone.
     """
 
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._array: Array = tensor.numpy()
+        self._gone = threading.Event()
+
+    def lend(self) -> Array:
+        array = self._array[:]
+        weakref.finalize(array, self._gone.set).atexit = False
+        return array
+
+    @property
+    def over(self) -> bool:
+        return self._gone.is_set()
+
+    def finish(self) -> None:
+        self._gone.wait()
+
+
+class _Given:
+    """A `Transfer` into an actor."""
+
+    def __init__(self, number: int, tensor: torch.Tensor) -> None:
+        self._number, self._tensor = number, tensor
+
+    @property
+    def over(self) -> bool:
+        return self._number in _actor.given
+
+    def finish(self) -> None:
+        with _actor.came:
+            _actor.came.wait_for(lambda: self.over)
+            reference = _actor.given.pop(self._number)
+        # Copied, because Ray's are read-only and occupy its store while they are held.
+        np.copyto(self._tensor.numpy(), require_ray().get(reference))
+
+
+class _ActorPair:
+    """An actor's side of what carries data."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._received = 0
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Transfer:
+        leaving = _Leaving(tensor)
+        _actor.out.put(leaving)
+        return leaving
+
+    def receive(self, tensor: torch.Tensor, tag: int, whole: bool = False) -> Transfer:
+        self._received += 1
+        return _Given(self._received - 1, tensor)
+
+    def close(self) -> None:
+        """Do nothing: the learner ends the actor."""
+
+
+# -- in the learner --------------------------------------------------------------------------------
+
+
+class RayActors(DataPlane):
+    """A launcher whose nodes are actors, and the `DataPlane` between them and the learner."""
+
     def __init__(
-        self,
-        open_window: OpenWindow,
-        *,
-        init: Mapping[str, Any] | None = None,
-        options: Sequence[Mapping[str, Any]] = (),
-        threads: int = 1,
+        self, init: Mapping[str, Any] | None = None, options: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         """Connect to Ray, or start it here if this process is not connected to any.
 
         Args:
-            open_window: Maps windows.
             init: Arguments of `ray.init`, for when it has to be called.
-            options: Per worker, options of its actor (``num_cpus``, ``num_gpus``, …).
-            threads: torch threads of each worker.
+            options: Per node, options of its actor (``num_cpus``, ``num_gpus``, …).
 
         Raises:
             ImportError: Ray is not installed.
         """
-        super().__init__()
-        self._open_window = open_window
-        self._options = options
-        self._threads = threads
-        self._lock = threading.RLock()
-        self._expected: dict[Any, _Expected] = {}
-        self._landings: dict[tuple[int, int, int], RayLanding] = {}
-        self._lender = ZeroCopyPolicy(store_capacity)
-        self.stop_byte = RemoteFlag(self._send_stop)
-        """The byte that running rollouts look at; actors are told when it changes."""
+        self.ray, self._options, self._owner = require_ray(), options, os.getpid()
+        self._actors: dict[int, tuple[Any, Any]] = {}
+        """By node, its actor and what `RayNode.serve` will return."""
+        self.lender = ZeroCopyPolicy(store_capacity)
+        self._newest: tuple[bytes, Any] = b"", None
         self.ends_ray = True
         """Whether `stop` ends Ray if it was started for collectors and no other uses it."""
-        self._ray = require_ray()
         session.enter(self, init)
-
-    # -- commands --------------------------------------------------------------------------------
-
-    def start(self, factories: Sequence[SourceFactory]) -> None:
-        blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
-        check_room(self._options)
-        for name, group in GROUPS.items():
-            self._ray.method(concurrency_group=group)(getattr(RayWorker, name))
-        groups = dict.fromkeys(GROUPS.values(), 1)
-        actor_class = self._ray.remote(concurrency_groups=groups)(RayWorker)
-        for worker, blob in enumerate(blobs):
-            boot = Boot(worker, blob, self._threads)
-            chosen = dict(self._options[worker]) if self._options else {}
-            actor = _Actor(worker, actor_class.options(**chosen).remote(boot))
-            # Not bound to the actor: the garbage collection of a forked child would free a handle
-            # in a cycle through its parent's connections, after which Ray answers neither.
-            actor.replies = InOrder(self._deliver)
-            self._peers.append(actor)
-            self._expected[actor.handle.ended.remote()] = _Expected(actor, "end")
-            self._expected[actor.handle.serve.remote()] = _Expected(actor, "reply")
 
     @property
     def handles(self) -> list[Any]:
-        """The actors, in worker order; empty after `stop`."""
-        return [actor.handle for actor in self._peers]
+        """The actors, in the order of their nodes; empty after `stop`."""
+        return [self._actors[node][0] for node in sorted(self._actors)]
 
-    def send(self, worker: int, ticket: int, command: m.Command) -> None:
-        self._check()
-        super().send(worker, ticket, command)
+    def address(self) -> str:
+        return str(self.ray.util.get_node_ip_address())
 
-    def _post(self, actor: _Actor, ticket: int, command: m.Command) -> None:
-        if actor.gone:
-            raise self._died(actor, "")
-        if isinstance(command, m.Collect):
-            reply = self._ask(actor, ticket, command)
-        else:
-            self._call(actor, actor.handle.post, actor.writer.write(ticket, command))
-            beginning = actor.handle.begun.remote(ticket)
-            actor.beginnings[ticket] = beginning
-            self._expected[beginning] = _Expected(actor, "begun", ticket)
-            reply = actor.handle.step.remote(0, None)
-        self._expected[reply] = _Expected(actor, "reply")
+    def launch(self, invitations: Sequence[Invitation]) -> None:
+        check_room(self._options)
+        for name, group in GROUPS.items():
+            self.ray.method(concurrency_group=group)(getattr(RayNode, name))
+        groups = dict.fromkeys(GROUPS.values(), 1)
+        actor_class = self.ray.remote(concurrency_groups=groups)(RayNode)
+        for invitation in invitations:
+            chosen = self._options[invitation.node] if self._options else {}
+            actor = actor_class.options(**chosen).remote()
+            self._actors[invitation.node] = actor, actor.serve.remote(invitation)
 
-    def _ask(self, actor: _Actor, ticket: int, command: m.Collect) -> Any:
-        actor.windows[ticket] = command.window
-        actor.collects[actor.asked] = ticket
-        actor.asked += 1
-        # What has no arguments has no turn: it may only follow what is known to have arrived.
-        if actor.usual and actor.heeded == actor.turns and not command.random:
-            return actor.handle.again.remote()
-        actor.usual |= not command.random
-        return self._call(actor, actor.handle.step, actor.writer.write(ticket, command))
-
-    def _call(self, actor: _Actor, method: Any, *args: Any) -> Any:
-        """Call a method that is to be taken in in the order of these calls."""
-        with self._lock:  # the stop byte is changed from any thread
-            reply = method.remote(actor.turns, *args)
-            actor.turns += 1
-        return reply
-
-    def _send_stop(self, value: int) -> None:
-        self._tell_all(lambda handle: handle.stop, value)
-
-    def _tell_all(self, method: Callable[[Any], Any], *args: Any) -> None:
-        if self._owner != os.getpid() or not self._ray.is_initialized():
-            return
-        for actor in list(self._peers):
-            if not actor.gone:
-                self._call(actor, method(actor.handle), *args)
-
-    def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> RayWeightPublisher:
-        return RayWeightPublisher(plan_flat(weights), self._ray.put, self._publish)
-
-    def _publish(self, reference: Any) -> None:
-        self._check()
-        # In a list, so that Ray does not fetch it for an actor that will get a newer one.
-        self._tell_all(lambda handle: handle.publish, [reference])
-
-    def _check(self) -> None:
-        if not self._peers:
-            raise ClosedError("the collector was shut down")
-        if not self._ray.is_initialized():
-            raise ClosedError("Ray was shut down, and this collector's actors with it")
-
-    # -- replies ---------------------------------------------------------------------------------
-
-    def receive(self, timeout: float | None) -> m.Reply:
-        if not self._arrived:
-            self._await(timeout)
-        reply: m.Reply | WorkerDied = self._arrived.popleft()
-        if isinstance(reply, WorkerDied):
-            raise reply
-        return reply
-
-    def _poll(self, timeout: float | None) -> None:
-        self._check()
-        for reference in self._ready(timeout):
-            self._take(reference)
-
-    def wait(self, timeout: float) -> None:
-        with contextlib.suppress(Exception):  # stopped meanwhile
-            if not self._arrived and self._ray.is_initialized():
-                self._ready(timeout)
-
-    def _ready(self, timeout: float | None) -> list[Any]:
-        references = list(self._expected)
-        if not references:
-            return []
+    def exit_reason(self, node: int, timeout: float) -> str | None:
+        if node not in self._actors or not self.ray.is_initialized():
+            return "(a Ray actor) ended: Ray was shut down"
+        end = self._actors[node][1]
         try:
-            ready = interruptible(self._ray.wait, references, num_returns=1, timeout=timeout)
-        except OSError as err:
-            why = f"Ray on this machine has ended or cannot be reached ({err})"
-            raise WorkerDied(f"all workers (Ray actors) are lost: {why}") from err
-        found: list[Any] = ready[0]
-        return found
-
-    def _take(self, reference: Any) -> None:
-        expected = self._expected.get(reference)
-        if expected is None:  # of an actor whose death was found meanwhile
-            return
-        try:
-            value = interruptible(self._ray.get, reference)
-        except (self._ray.exceptions.RayError, OSError) as err:  # the latter if the store is gone
-            self._mourn(expected.actor, _reason(err))
-            return
-        # Nothing is forgotten before it was taken in: an interrupt must not lose a reply. One that
-        # is taken in twice is ignored by who waits for it.
-        if expected.kind == "end":
-            self._mourn(expected.actor, value)
-        elif expected.kind == "begun":
-            self._arrived.append(m.Begun(expected.actor.index, expected.ticket))
-            self._forget_beginning(expected.actor, expected.ticket)
-        else:
-            self._take_reply(expected.actor, value)
-            self._expected.pop(reference, None)
-
-    def _take_reply(self, actor: _Actor, answer: Answer | None) -> None:
-        """Deliver a reply, in the order in which its worker made them."""
-        if answer is None:  # its command had not arrived yet: here is another chance to do it
-            again = actor.handle.step.remote(0, None)
-            self._expected[again] = _Expected(actor, "reply")
-            return
-        place, heeded, _, _ = answer
-        actor.heeded = max(actor.heeded, heeded)
-        actor.replies.take(place, (actor, answer))
-
-    def _deliver(self, item: tuple[_Actor, Answer]) -> None:
-        actor, (_, _, frame, block) = item
-        reply = reply_in(frame)
-        if reply.ticket == COLLECTED:
-            assert isinstance(reply, m.Rolled | m.Failed)
-            number = min(each for each in actor.collects if each >= actor.next_collect)
-            reply = replace(reply, ticket=actor.collects[number])
-            if isinstance(reply, m.Rolled) and block is not None:
-                reply = self._landed(actor.windows[reply.ticket], reply, block)
-            actor.next_collect = number + 1
-        self._arrived.append(reply)
-        if actor.windows.pop(reply.ticket, None) is not None:
-            actor.collects = {n: t for n, t in actor.collects.items() if t != reply.ticket}
-        self._forget_beginning(actor, reply.ticket)
-
-    def _landed(self, reference: m.WindowRef, reply: m.Rolled, block: Array) -> m.Rolled:
-        lent = self._lender.lend(reference, block)
-        if lent is not None:
-            return replace(reply, report=replace(reply.report, block=lent))
-        self._land(reference, block)
-        return reply
-
-    def _land(self, reference: m.WindowRef, block: Array) -> None:
-        key = (reference.arena, reference.slot, reference.worker)
-        landing = self._landings.get(key)
-        if landing is None:
-            landing = RayLanding(self._open_window(reference), reference)
-            self._landings[key] = landing
-        landing.fill(block)
-
-    def _forget_beginning(self, actor: _Actor, ticket: int) -> None:
-        self._expected.pop(actor.beginnings.pop(ticket, None), None)
-
-    def _mourn(self, actor: _Actor, why: str) -> None:
-        """Note that ``actor`` died, after everything that it had answered before."""
-        if actor.gone:
-            return
-        actor.death = f"(a Ray actor) died: {why}"
-        own = [ref for ref, expected in self._expected.items() if expected.actor is actor]
-        with contextlib.suppress(self._ray.exceptions.RayError, OSError):
-            for reference in self._ray.wait(own, num_returns=len(own), timeout=0)[0]:
-                if self._expected[reference].kind == "reply":
-                    self._take_reply(actor, self._ray.get(reference))
-        for reference in own:
-            self._expected.pop(reference, None)
-        actor.replies.skip_missing()
-        self._arrived.append(self._died(actor, why))
-
-    def _exit_reason(self, peer: _Actor, reason: str) -> str:
-        return peer.death
-
-    def _drop(self, peer: _Actor) -> None:
-        peer.beginnings.clear()
-        peer.windows.clear()
-
-    # -- the end ---------------------------------------------------------------------------------
+            if not self.ray.wait([end], timeout=timeout)[0]:
+                return None
+            why = self.ray.get(end)
+        except (self.ray.exceptions.RayError, OSError) as err:  # the latter if the store is gone
+            why = " ".join(str(err).split())
+        return f"(a Ray actor) died: {why}"
 
     def stop(self, timeout: float) -> None:
         if self._owner != os.getpid():  # in a forked child they are somebody else's
-            self._peers = []
             return
-        with self._lock:
-            actors, self._peers = self._peers, []
-        self._arrived.clear()
+        actors, self._actors, self._newest = self._actors, {}, (b"", None)
         with contextlib.suppress(Exception):  # whatever Ray raises when it is ending itself
-            if self._ray.is_initialized():
-                self._kill(actors, timeout)
-        self._expected.clear()
+            if actors and self.ray.is_initialized():
+                for handle, _ in actors.values():
+                    self.ray.kill(handle)
+                ends = [end for _, end in actors.values()]
+                self.ray.wait(ends, num_returns=len(ends), timeout=timeout)
         with contextlib.suppress(Exception):
             session.leave(self, self.ends_ray)
 
-    def _kill(self, actors: Sequence[_Actor], timeout: float) -> None:
-        ends = [r for r, expected in self._expected.items() if expected.kind == "end"]
-        for actor in actors:
-            with contextlib.suppress(self._ray.exceptions.RayError):
-                self._ray.kill(actor.handle)
-        if ends:
-            self._ray.wait(ends, num_returns=len(ends), timeout=timeout)
+    # -- data ------------------------------------------------------------------------------------
+
+    def connect(self, node: int) -> Connect:
+        return _ActorPair
+
+    def pair(self, connection: Connection) -> Pair:
+        return RayPair(self, self._actors[connection.index][0])
+
+    def put(self, weights: torch.Tensor) -> Any:
+        """Put ``weights`` into the store, once for all actors: they begin with their number."""
+        number = bytes(weights[:16].numpy())
+        if number != self._newest[0]:
+            self._newest = number, self.ray.put(weights.numpy())
+        return self._newest[1]
 
 
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split())
+class RayPair:
+    """The learner's side of what carries data between it and one actor."""
+
+    def __init__(self, actors: RayActors, handle: Any) -> None:
+        self._actors, self._handle = actors, handle
+        self._sent, self._asked = 0, 0
+        self._calls: list[Any] = []
+        """What calls of `RayNode.take` will return: they may be carried out in any order."""
+        self._taken: dict[int, Array] = {}
+        """What some have returned, by number."""
+        self._problem = ""
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Transfer:
+        # In a list, so that Ray does not fetch it before the actor does.
+        self._handle.give.remote(self._sent, [self._actors.put(tensor)])
+        self._sent += 1
+        return _Done()
+
+    def receive(self, tensor: torch.Tensor, tag: int, whole: bool = False) -> Transfer:
+        self._calls.append(self._handle.take.remote())
+        self._asked += 1
+        return _Coming(self, self._asked - 1, tensor, self._actors.lender if whole else None)
+
+    def has(self, number: int, timeout: float | None = 0.0) -> bool:
+        """Tell whether `take` would not have to wait; wait for that for ``timeout`` seconds."""
+        ray = self._actors.ray
+        while not self._problem and number not in self._taken:
+            try:
+                ready, calls = ray.wait(self._calls, timeout=timeout)
+                found = ray.get(ready)
+            except (ray.exceptions.RayError, OSError) as err:
+                self._problem = " ".join(str(err).split())
+                break
+            if not ready:
+                return False
+            self._taken.update(found)
+            self._calls = calls  # last: an interrupt must not lose one
+        return True
+
+    def take(self, number: int) -> Array:
+        """Wait for tensor ``number`` of the actor's, and return it.
+
+        Raises:
+            RuntimeError: the actor is gone.
+        """
+        self.has(number, None)
+        if number not in self._taken:
+            raise RuntimeError(self._problem)
+        return self._taken.pop(number)
+
+    def close(self) -> None:
+        """Do nothing: the actor is ended."""
+
+
+class _Done:
+    """A `Transfer` that is over: what was sent lies in the store."""
+
+    over = True
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
+class _Coming:
+    """A `Transfer` from an actor."""
+
+    def __init__(
+        self, pair: RayPair, number: int, tensor: torch.Tensor, lender: ZeroCopyPolicy | None
+    ) -> None:
+        self._pair, self._number, self._tensor, self._lender = pair, number, tensor, lender
+
+    @property
+    def over(self) -> bool:
+        return self._pair.has(self._number)
+
+    def finish(self) -> Array | None:
+        block = self._pair.take(self._number)
+        lent = None if self._lender is None else self._lender.lend(block)
+        if lent is None:
+            np.copyto(self._tensor.numpy(), block)
+        return lent

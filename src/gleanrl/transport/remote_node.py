@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import pickle
 import select
 import threading
@@ -15,6 +14,7 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout
+from gleanrl.core.window import Array
 from gleanrl.transport.data_plane import ROLLOUT_TAG, WEIGHTS_TAG, DataPlane, Pair, Transfer
 from gleanrl.transport.frames import BEAT, KEY, LEAVE, WEIGHTS, head_of, key_frame, read_key
 from gleanrl.transport.handshake import Guest
@@ -174,23 +174,31 @@ class Node(ChannelPeer):
         if landing is None:
             landing = Landing(self._open_window(reference), reference)
             self._landings[reference.slot] = landing
-        return Arrival(ticket, landing, functools.partial(self._pair.receive, tag=ROLLOUT_TAG))
+        pair = self._pair
+        return Arrival(
+            ticket, landing, lambda piece, whole: pair.receive(piece, ROLLOUT_TAG, whole)
+        )
 
     def is_here(self, ticket: int) -> bool:
         """Whether `land` would not have to wait."""
         arrival = self._arriving.get(ticket)
         return arrival is None or arrival.here
 
-    def land(self, ticket: int) -> None:
+    def land(self, ticket: int) -> Array | None:
         """If ``ticket`` is that of a rollout, see to it that it is in its window.
+
+        Returns:
+            Where the rollout is, if it has arrived elsewhere.
 
         Raises:
             RuntimeError: the node was lost meanwhile.
         """
         arrival = self._arriving.get(ticket)
-        if arrival is not None:
-            arrival.finish()
-            del self._arriving[ticket]
+        if arrival is None:
+            return None
+        block = arrival.finish()
+        del self._arriving[ticket]
+        return block
 
     def send_weights(self, buffer: torch.Tensor, taken: Callable[[], None]) -> bool:
         """Send ``buffer``, which must not change before ``taken`` is called; False: it is gone."""

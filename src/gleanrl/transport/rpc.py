@@ -33,6 +33,7 @@ from gleanrl.core.options import users_stacklevel
 from gleanrl.transport.data_plane import (
     Connect,
     Connection,
+    DataPlane,
     NodesConnection,
     Pair,
     Transfer,
@@ -318,7 +319,7 @@ class RpcPair:
         if problem is not None and not self._over:
             self._connection.fail(f"cannot be reached by RPC ({problem})")
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> Transfer:
+    def receive(self, tensor: torch.Tensor, tag: int, whole: bool = False) -> Transfer:
         arriving = _Arriving(tensor, self._world.timeout(self._rank))
         place = self._place("received", tag)
         with self._lock:
@@ -402,8 +403,8 @@ _LOOK = 0.2
 """Seconds between two looks at whether all nodes have entered the world."""
 
 
-class RpcPlane:
-    """A `DataPlane`: every RPC puts one tensor down and returns, however many are under way."""
+class RpcPlane(DataPlane):
+    """Every RPC puts one tensor down and returns, however many are under way."""
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import platform
 import socket
 import sys
 import threading
@@ -67,7 +68,8 @@ class Worker:
 
     def ready(self) -> m.Ready:
         """Say what one step looks like."""
-        return m.Ready(self._index, self.source.layout())
+        process = os.getpid(), platform.node()
+        return m.Ready(self._index, self.source.layout(), process=process)
 
     def handle(self, ticket: int, command: Asked) -> m.Reply:
         """Carry out ``command``; what the user's code raises becomes a `Failed` reply."""

@@ -10,7 +10,7 @@ from time import monotonic
 
 import numpy as np
 
-from gleanrl.core.messages import NO_EPISODES, Report, Times
+from gleanrl.core.messages import NO_EPISODES, Episodes, Report, Times
 from gleanrl.core.window import Array
 from gleanrl.watch.history import History
 
@@ -19,6 +19,10 @@ _LAST = 100
 _MARK_S = 0.5
 _MARKS = 8
 """The current rate is that since the oldest of so many marks, which are so far apart."""
+_MOST_WAITING = 256
+"""Batches that wait to be added up until somebody asks."""
+_Share = tuple[int, int, int, Times, Episodes]
+"""A rollout's worker, frames, policy version, times and episodes."""
 _TIMES = ("env", "policy", "transfer", "wait")
 
 
@@ -61,17 +65,14 @@ class Measures:
     def __init__(self, workers: int) -> None:
         """Start with nothing from ``workers`` workers."""
         self._lock = threading.RLock()  # a signal handler may ask in the thread that adds
+        self._waiting: deque[tuple[float, float, int, list[_Share]]] = deque()
         self._workers = [_Worker() for _ in range(workers)]
         self._all = _Worker()
         """Frames, episodes and lag of all; times are those of each."""
         self._marks: deque[tuple[float, list[int]]] = deque(maxlen=_MARKS)
         """When, and the frames of each worker until then."""
         self._began = self._newest = self._mark_due = 0.0
-        self.history = History()
-
-    def _mark(self, now: float) -> None:
-        self._marks.append((now, [worker.frames for worker in self._workers]))
-        self._mark_due = now + _MARK_S
+        self._history = History()
 
     def add(self, reports: Mapping[int, Report], version: int, asked: float) -> float:
         """Take in the rollouts of a batch; return when.
@@ -81,36 +82,58 @@ class Measures:
             version: The learner's newest policy version.
             asked: When the batch was asked for; rates count from the first time.
         """
-        now, oldest, everything = monotonic(), version, self._all
-        with self._lock:
-            if not self._began:
-                self._began = asked
-                self._mark(asked)
-            for index, report in reports.items():
-                worker = self._workers[index]
-                everything.frames += report.frames
-                worker.frames += report.frames
-                worker.lag = version - report.policy_version
-                if report.policy_version < oldest:
-                    oldest = report.policy_version
-                times, new = worker.times, report.times
-                times.env += new.env
-                times.policy += new.policy
-                times.transfer += new.transfer
-                times.wait += new.wait
-                if len(report.episodes):
-                    worker.episodes.add(report.episodes)
-                    everything.episodes.add(report.episodes)
-                    self.history.episodes.extend(report.episodes, everything.frames)
-            self._newest, everything.lag = now, version - oldest
-            self.history.batches.add((now, everything.frames, everything.lag))
-            if now >= self._mark_due:
-                self._mark(now)
+        now = monotonic()
+        shares = [(i, r.frames, r.policy_version, r.times, r.ended) for i, r in reports.items()]
+        self._waiting.append((now, asked, version, shares))
+        if len(self._waiting) > _MOST_WAITING:
+            self._settle()
         return now
+
+    def _settle(self) -> None:
+        """Add up what waits: later and at once costs a fraction of what each batch would."""
+        with self._lock:
+            while self._waiting:
+                self._take_in(*self._waiting.popleft())
+
+    def _take_in(self, now: float, asked: float, version: int, shares: Sequence[_Share]) -> None:
+        if not self._began:
+            self._began = asked
+            self._mark(asked)
+        oldest, everything = version, self._all
+        for index, frames, its_version, new, ended in shares:
+            worker = self._workers[index]
+            everything.frames += frames
+            worker.frames += frames
+            worker.lag = version - its_version
+            oldest = min(oldest, its_version)
+            times = worker.times
+            times.env += new.env
+            times.policy += new.policy
+            times.transfer += new.transfer
+            times.wait += new.wait
+            if len(episodes := ended.array()):
+                worker.episodes.add(episodes)
+                everything.episodes.add(episodes)
+                self._history.episodes.extend(episodes, everything.frames)
+        self._newest, everything.lag = now, version - oldest
+        self._history.batches.add((now, everything.frames, everything.lag))
+        if now >= self._mark_due:
+            self._mark(now)
+
+    def _mark(self, now: float) -> None:
+        self._marks.append((now, [worker.frames for worker in self._workers]))
+        self._mark_due = now + _MARK_S
+
+    @property
+    def history(self) -> History:
+        """What each batch until now brought."""
+        self._settle()
+        return self._history
 
     def stats(self, worker: int | None = None) -> dict[str, float]:
         """Return rates, episodes, shares of time and the age of weights, of one worker or all."""
         with self._lock:
+            self._settle()
             indices = range(len(self._workers)) if worker is None else [worker]
             whole = self._all if worker is None else self._workers[worker]
             return {

@@ -11,7 +11,8 @@ from gleanrl.collectors.distributed.generic import plan_nodes
 from gleanrl.collectors.workers import deal, env_functions_of, launch_workers
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int
-from gleanrl.transport.ray import RayBackend, check_options, require_ray, session
+from gleanrl.transport.network import NetworkBackend
+from gleanrl.transport.ray import RayActors, check_options, require_ray, session
 
 
 class RayCollector(BaseCollector):
@@ -73,12 +74,19 @@ class RayCollector(BaseCollector):
         options = [check_options(config) for config in configs]
         plan = plan_nodes(type(self).__name__, functions, policy, arguments, functions)
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
-        init = arguments["ray_init_config"]
-        self._start(
-            arguments,
-            launch_workers(arguments, plan),
-            lambda windows: RayBackend(windows, init=init, options=options, threads=threads),
-        )
+        self._actors = actors = RayActors(arguments["ray_init_config"], options)
+        start_timeout = arguments["start_timeout"]
+        try:
+            self._start(
+                arguments,
+                launch_workers(arguments, plan),
+                lambda windows: NetworkBackend(
+                    windows, actors, actors, threads=threads, start_timeout=start_timeout
+                ),
+            )
+        except BaseException:
+            actors.stop(1.0)
+            raise
         self._touched = False
 
     # -- actors ----------------------------------------------------------------------------------
@@ -86,18 +94,12 @@ class RayCollector(BaseCollector):
     @property
     def remote_collectors(self) -> list[Any]:
         """The handles of the actors; empty after `shutdown`."""
-        return self._backend.handles
+        return self._actors.handles
 
     @property
     def num_collectors(self) -> int:
         """How many actors there are."""
         return self.num_workers
-
-    @property
-    def _backend(self) -> RayBackend:
-        backend = self._engine.backend
-        assert isinstance(backend, RayBackend)
-        return backend
 
     def add_collectors(
         self,
@@ -165,7 +167,7 @@ class RayCollector(BaseCollector):
                 collector uses it; ``False`` leaves that to you.
         """
         if not shutdown_ray:
-            self._backend.ends_ray = False
+            self._actors.ends_ray = False
         super().shutdown(timeout, close_env, raise_on_error)
 
     def async_shutdown(  # type: ignore[override]  # an awaitable, which can be ignored

@@ -15,22 +15,21 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from gleanrl.core.errors import ConfigError, ReplayError
-from gleanrl.core.keys import Key, NestedKey, as_key, format_key
+from gleanrl.core.keys import NestedKey, as_key, format_key
 from gleanrl.memory.fence import fence
 from gleanrl.memory.replay import saving
 from gleanrl.memory.replay.limiter import RateLimiter
 from gleanrl.memory.replay.locks import guarded
 from gleanrl.memory.replay.prefetch import Prefetcher, Ticket
 from gleanrl.memory.replay.prioritized import PrioritizedSampler
-from gleanrl.memory.replay.ring import Reservation
 from gleanrl.memory.replay.samplers import Draw, RandomSampler, Sampler
 from gleanrl.memory.replay.slices import SliceSampler
-from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage
+from gleanrl.memory.replay.storages import ListStorage, Storage
 from gleanrl.memory.replay.writers import RoundRobinWriter, Writer
 
 Transform: TypeAlias = Callable[[Any], Any]
 _ATTEMPTS = 4
-_LOCAL = ("_lock", "_prefetcher")
+_LOCAL = ("_lock", "_prefetcher", "fill_error")
 """What every process, and every copy, makes anew."""
 _NOTHING: Mapping[str, torch.Tensor] = {}
 
@@ -43,6 +42,8 @@ class ReplayBuffer:
     is the same buffer: any number of them write and sample at once.
     """
 
+    fill_error: BaseException | None = None
+    """What ended the collector that fills this buffer in the background; set by the collector."""
     _rank = 0
     _lock: threading.RLock
 
@@ -208,7 +209,8 @@ class ReplayBuffer:
             return_info: Return ``(sample, info)``, where ``info["index"]`` is where rows are.
 
         Raises:
-            ReplayError: nothing is there to be sampled.
+            ReplayError: nothing is there to be sampled; caused by what ended the collector that
+                fills this buffer in the background, if it failed.
             CollectorTimeout: `limiter` held this back for its timeout, or another process stands
                 still while it holds the lock of this shared buffer.
         """
@@ -242,9 +244,14 @@ class ReplayBuffer:
             self._sampler.restart()
 
     def _next(self, size: int) -> tuple[Draw, Any]:
-        if self.limiter is not None:
-            self.limiter.admit(self._storage, size)
-        return self._make(size) if self._prefetcher is None else self._prefetcher.next(size)
+        try:
+            if self.limiter is not None:
+                self.limiter.admit(self._storage, size)
+            return self._make(size) if self._prefetcher is None else self._prefetcher.next(size)
+        except ReplayError as err:
+            if self.fill_error is None:
+                raise
+            raise ReplayError(f"{err}; the collector that fills it failed") from self.fill_error
 
     def __getitem__(self, index: Any) -> Any:
         """Return copies of the rows at ``index``: an int, slice, tensor or list of places.
@@ -295,30 +302,6 @@ class ReplayBuffer:
         with self._lock, self._storage.ring.lock:
             self._storage.share()
         return self
-
-    def reserve(self, count: int) -> Reservation:
-        """Take rows to write them in place: then `windows`, and `commit` or `revoke`.
-
-        Until committed they are invisible; their old contents are lost. If this process ends
-        before, they are given back. The storage must know its rows: `extend` or
-        `LazyTensorStorage.initialise` come first.
-
-        Args:
-            count: Slots of the ring.
-        """
-        return self._tensors().ring.reserve(count)
-
-    def windows(self, reservation: Reservation) -> list[dict[Key, torch.Tensor]]:
-        """Return the memory of reserved rows by key, ``[slots, ...]``: written in place."""
-        return list(self._tensors().windows(reservation))
-
-    def commit(self, reservation: Reservation) -> bool:
-        """Make reserved rows visible; False if the buffer was emptied meanwhile."""
-        return self._storage.ring.commit(reservation)
-
-    def revoke(self, reservation: Reservation) -> None:
-        """Give reserved rows back; their windows must not be written any more."""
-        self._storage.ring.revoke(reservation)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all rows, counters, and the sampler's state."""
@@ -393,16 +376,6 @@ class ReplayBuffer:
     def _forget(self) -> None:
         if self._prefetcher is not None:
             self._prefetcher.forget()
-
-    def _tensors(self) -> LazyTensorStorage:
-        storage = self._storage
-        if not isinstance(storage, LazyTensorStorage):
-            raise ConfigError(f"rows of {type(storage).__name__} cannot be written in place")
-        if storage.compact is not False:
-            raise ConfigError("rows of compact storages cannot be written in place: use extend()")
-        if storage.rows is None:
-            raise ReplayError("what rows look like is not known: extend() or initialise() first")
-        return storage
 
     def _make(self, size: int, ticket: Ticket | None = None) -> tuple[Draw, Any]:
         with self._lock:

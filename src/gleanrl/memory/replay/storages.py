@@ -8,7 +8,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -278,13 +278,6 @@ class LazyTensorStorage(Storage):
         """Return a field of all slots."""
         rows = self.rows
         return None if rows is None else rows.by_key.get(key)
-
-    def windows(self, reservation: Reservation) -> Iterator[dict[Key, torch.Tensor]]:
-        """Yield views of reserved rows by key, in order: two if they wrap, else one."""
-        rows = self.rows
-        assert rows is not None
-        for start, stop, _ in self.ring.pieces(reservation.first, reservation.rows):
-            yield {key: tensor[start:stop] for key, tensor in rows.by_key.items()}
 
     def share(self) -> None:
         """Move what is stored to anonymous memory that other processes map."""

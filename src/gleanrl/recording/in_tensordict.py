@@ -1,4 +1,4 @@
-"""What one process writes: a folder of raw files that only grow, valid after every write."""
+"""Raw files, one per entry: what each process writes while it records, and a finished dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_te
 from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError
-from gleanrl.recording.dataset import CARD, FORMAT, NESTED, SHARDS, VERSION, RawPart, size
+from gleanrl.recording.dataset import CARD, NESTED, SHARDS, Dataset, Metadata, card, size
 
 _COPY_BYTES = 1 << 24
 
@@ -96,11 +96,10 @@ class Shard:
             del room, tensor
             for file in files:
                 os.truncate(draft / file.file, 0)
-            head = {"format": FORMAT, "format_version": VERSION, "status": "collecting"}
-            counts = {"shard": True, "frames": 0}
+            counts = {"status": "collecting", "shard": True, "frames": 0}
             entries = {"keys": [file.to_json() for file in files], NESTED: _nested(frames)}
-            card = json.dumps({**head, **counts, **self._facts, **entries})
-            tensor_files.write_new(draft / CARD, card.encode())
+            text = card({**counts, **self._facts, **entries})
+            tensor_files.write_new(draft / CARD, text.encode())
             draft.rename(self.directory)
         except OSError as err:
             shutil.rmtree(draft, ignore_errors=True)
@@ -171,28 +170,74 @@ def _nested(frames: TensorDictBase) -> list[tuple[Key, tuple[int, ...]]]:
     return [(key, tuple(shape)) for key, shape in inner if shape]
 
 
-def join(parts: list[RawPart], directory: Path) -> list[TensorFile]:
-    """Put the frames of ``parts`` into one memory-mapped TensorDict in ``directory``.
+class RawPart:
+    """Raw files of one directory: a whole dataset, or what one writer wrote."""
 
-    The files of a single part are linked, those of several are copied one after the other; the
-    parts stay as they are.
+    def __init__(self, directory: Path) -> None:
+        """Read the card and check that the files are there and have the right size.
 
-    Returns:
-        The entries.
+        Raises:
+            TensorFileError: a file is missing, leads out of the directory or has another size.
+        """
+        metadata = Metadata.read(directory)
+        self.directory, self.facts = directory, metadata.facts
+        files = self.files = metadata.files
+        self.frames = metadata.frames
+        """Frames that are whole in every file."""
+        if self.facts.get("shard") is True:  # a kill leaves what was written until then
+            self._found = {file.key: (file, file.find(directory)) for file in files}
+            sizes = [(path.stat().st_size, file.nbytes) for file, path in self._found.values()]
+            self.frames = min((size // row for size, row in sizes if row), default=0)
+        else:
+            self._found = {file.key: (file, file.locate(directory, self.frames)) for file in files}
+
+    def read(self, key: Key) -> torch.Tensor:
+        """Return an entry as ``[frames, ...]``, mapped from its file, which it cannot change."""
+        file, path = self._found[key]
+        return file.load(path, self.frames)
+
+
+def parts(directory: Path, metadata: Metadata) -> list[RawPart]:
+    """Open a finished dataset, or what those that write have written until now.
+
+    Raises:
+        TensorFileError: files are damaged, or writers recorded different entries.
+    """
+    if metadata.data != SHARDS:
+        return [RawPart(directory)]
+    root, folders = directory.resolve(), sorted(directory.glob(f"{SHARDS}/[!.]*"))
+    folders = [path for path in folders if path.resolve().is_relative_to(root)]
+    found = [part for part in map(RawPart, folders) if part.frames]
+    for part in found[1:]:
+        layouts = [{(f.key, f.shape, f.dtype) for f in one.files} for one in (found[0], part)]
+        if odd := layouts[0] ^ layouts[1]:
+            raise TensorFileError(
+                f"{part.directory} and {found[0].directory} hold different entries: "
+                f"{sorted({format_key(entry[0]) for entry in odd})}; read them one by one"
+            )
+    return found
+
+
+def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the shards of ``dataset`` into one memory-mapped TensorDict in its directory.
+
+    The files of a single shard are linked, those of several are copied one after the other; the
+    shards stay as they are.
 
     Raises:
         OSError: the disk is full; what was made is removed again.
     """
-    files, frames = list(parts[0].metadata.files), sum(part.frames for part in parts)
+    directory, files, frames = dataset.directory, dataset.metadata.files, dataset.metadata.frames
+    shards = [part.directory for part in dataset.parts if isinstance(part, RawPart)]
     with contextlib.ExitStack() as undo:
         for file in files:
             target = directory / file.file
             target.parent.mkdir(parents=True, exist_ok=True)
             undo.callback(target.unlink, missing_ok=True)
-            found = [(file.find(part.directory), part.frames * file.nbytes) for part in parts]
-            _join_files(found, target)
+            sizes = [part.frames * file.nbytes for part in dataset.parts]
+            _join_files(list(zip(map(file.find, shards), sizes, strict=True)), target)
         for folder in sorted({up for file in files for up in Path(file.file).parents}):
-            content = json.loads((parts[0].directory / folder / "meta.json").read_text())
+            content = json.loads((shards[0] / folder / "meta.json").read_text())
             for entry in (content, *content.values()):
                 if isinstance(entry, dict) and entry.get("shape"):
                     entry["shape"][0] = frames
@@ -200,7 +245,7 @@ def join(parts: list[RawPart], directory: Path) -> list[TensorFile]:
             undo.callback(target.unlink, missing_ok=True)
             tensor_files.write_new(target, json.dumps(content).encode())
         undo.pop_all()
-    return files
+    return {}
 
 
 def _join_files(found: list[tuple[Path, int]], target: Path) -> None:

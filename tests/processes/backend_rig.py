@@ -1,4 +1,4 @@
-"""For tests: scripted workers, self-checking data, a learner that keeps everything."""
+"""Scripted workers and self-checking data, for tests of engines and backends."""
 
 from __future__ import annotations
 
@@ -16,16 +16,6 @@ from gleanrl.core.layout import Field, Layout
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.window import Window
 from gleanrl.transport.worker import OpenWindow, Worker
-
-__all__ = [
-    "Act",
-    "Die",
-    "Fail",
-    "KeepingLearner",
-    "ScriptedBackend",
-    "StampedSource",
-    "check_stamps",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,22 +194,3 @@ def check_stamps(batch: TensorDictBase) -> list[int]:
         assert len(values) == 1, f"a torn rollout holds {sorted(values)}"
         stamps.append(values.pop())
     return stamps
-
-
-class KeepingLearner:
-    """Keeps every batch and a copy of it, to tell whether one ever changed in its hands."""
-
-    def __init__(self) -> None:
-        """Start with nothing."""
-        self.batches: list[TensorDictBase] = []
-        self._copies: list[TensorDictBase] = []
-
-    def take(self, batch: TensorDictBase) -> None:
-        """Keep ``batch`` for good."""
-        self.batches.append(batch)
-        self._copies.append(batch.clone())
-
-    def check_unchanged(self) -> None:
-        """Raise `AssertionError` if any batch changed since it was taken."""
-        for number, (batch, copy) in enumerate(zip(self.batches, self._copies, strict=True)):
-            assert bool((batch == copy).all()), f"batch {number} changed after it was handed over"

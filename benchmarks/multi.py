@@ -1,8 +1,0 @@
-"""Worker processes: ``python -m benchmarks.multi [--only CASE ...] [--rounds N] [--seconds S]``."""
-
-import sys
-
-from benchmarks.launch import launch
-
-if __name__ == "__main__":
-    sys.exit(launch("multi"))
