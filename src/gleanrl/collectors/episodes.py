@@ -94,7 +94,6 @@ class Episodes:
         self._whole.push(batch)
 
     def forget(self) -> None:
-        """Drop what was taken in."""
         self._whole.reset()
 
     def summary(self) -> TensorDict | None:
@@ -149,7 +148,6 @@ class EpisodesSource(FillingSource):
         """Keep the numbers of environments: there are no other workers."""
 
     def get(self, path: str) -> Any:
-        """Return what ``path`` names in the worker."""
         return 1 if path == "num_envs" else self._source.get(path)
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:

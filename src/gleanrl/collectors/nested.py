@@ -163,12 +163,10 @@ class NestedSource:
 
     @property
     def env(self) -> Any:
-        """The collector's environment."""
         return self.collector.env
 
     @property
     def policy(self) -> Any:
-        """The collector's policy."""
         return self.collector.policy
 
     def layout(self) -> Layout | None:
@@ -261,19 +259,16 @@ class NestedSource:
         self._version = snapshot.version
 
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
-        """Seed the collector."""
         with self._streams.active():
             last = int(self.collector.set_seed(seed, static_seed=static))
         self._streams.seed(seed if stream is None else stream)
         return last
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
-        """Reset the collector's environments."""
         with self._streams.active():
             self.collector.reset(envs, **options)
 
     def state(self) -> dict[str, Any]:
-        """Return the collector's state."""
         return {
             "env": {},
             "collector": self.collector.state_dict(),
@@ -282,7 +277,6 @@ class NestedSource:
         }
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore the collector's state."""
         with self._streams.active():
             if strict or not isinstance(self.collector, BaseCollector):
                 self.collector.load_state_dict(state["collector"])
@@ -296,23 +290,19 @@ class NestedSource:
         return {}
 
     def describe_weights(self, model_id: str) -> Shapes:
-        """Return the shapes of a model of the collector."""
         if isinstance(self.collector, BaseCollector):
             return self.collector._describe_weights(model_id)
         return shapes_of(self.collector.get_model(model_id))
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what ``path`` names, here or on the collector."""
         own = path.partition(".")[0] in _OWN
         return paths.call(self if own else self.collector, path, args, kwargs)
 
     def get(self, path: str) -> Any:
-        """Return what ``path`` names, here or on the collector."""
         own = path.partition(".")[0] in _OWN
         return paths.resolve(self if own else self.collector, path)
 
     def close(self) -> None:
-        """Shut the collector down."""
         self.collector.shutdown()
 
 

@@ -24,17 +24,15 @@ class EachBatch:
     sync: bool
 
     def before(self, collector: BaseCollector) -> None:
-        """Send if batches are synchronous."""
         if self.sync:
             collector.update_policy_weights_()
 
     def after(self, collector: BaseCollector, delivered: Collection[int]) -> None:
-        """Send if batches are asynchronous."""
         if not self.sync:
             collector.update_policy_weights_()
 
     def sent(self, workers: Sequence[int]) -> None:
-        """Ignore what was sent."""
+        """Ignore what was sent for another reason."""
 
 
 class WeightSchedule:
@@ -97,7 +95,6 @@ class WeightUpdates:
 
     @property
     def updater(self) -> WeightUpdaterBase | None:
-        """The legacy weight updater."""
         return self._updater
 
     def use(self, updater: Any, collector: BaseCollector) -> None:

@@ -52,18 +52,15 @@ class WorkerCollector(Handle):
         self._frames = self._batches = 0
 
     def count(self, report: Report) -> None:
-        """Note a rollout."""
         self._frames += report.frames
         self._batches += 1
 
     @property
     def env(self) -> Any:
-        """The environment of this worker."""
         return self._source.get("env")
 
     @property
     def policy(self) -> Any:
-        """The policy that runs in this worker."""
         return self._source.get("policy")
 
     @property
@@ -78,7 +75,6 @@ class WorkerCollector(Handle):
 
     @property
     def num_envs(self) -> int:
-        """Environments of this worker."""
         layout = self._source.layout()
         return int(self._source.get("num_envs")) if layout is None else layout.all_envs
 
@@ -86,7 +82,6 @@ class WorkerCollector(Handle):
 
     @property
     def frames_per_batch(self) -> int:
-        """Frames that this worker is asked for at a time."""
         return self._role.frames_per_batch
 
     requested_frames_per_batch = frames_per_batch
@@ -97,11 +92,9 @@ class WorkerCollector(Handle):
         return int(self._source.get("policy_version"))
 
     def get_policy_version(self) -> int:
-        """Return `policy_version`."""
         return self.policy_version
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return what this worker has made, as scalars."""
         return {
             "frames": self._frames,
             "batches": self._batches,
@@ -111,7 +104,6 @@ class WorkerCollector(Handle):
         }
 
     def explain(self) -> str:
-        """Say which parts of this worker are called as they are, and why."""
         text: str = self._source.call("explain")
         return text
 
@@ -127,34 +119,27 @@ class WorkerCollector(Handle):
         self._source.load(Snapshot(self.policy_version + 1, newest))
 
     def get_model(self, model_id: str) -> Any:
-        """Return the model that runs under ``model_id``."""
         return self._source.get(model_id)
 
     def describe_weights(self, model_id: str) -> Shapes:
-        """Return the shapes of a model."""
         shapes: Shapes = self._source.call("describe_weights", model_id)
         return shapes
 
     def policy_state(self) -> dict[str, Any]:
-        """Return the policy's state dict, empty if it has none."""
         state: dict[str, Any] = self._source.call("policy_state")
         return state
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed this worker's environments and random streams, and reset its environments."""
         return self._source.seed(read_seed(seed), static_seed)
 
     def reset(self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any) -> None:
-        """Reset environments of this worker; all by default."""
         chosen = None if index is None else read_index(index, self.num_envs)
         self._source.reset(chosen, kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this worker's environments, counters and random streams."""
         return self._source.state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state_dict` returned."""
         self._source.load_state(state_dict, strict)
 
 
@@ -204,11 +189,9 @@ class WorkerSource:
         return batch.lock_()
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what ``path`` names, beginning at the worker's collector."""
         return self.collector.cascade_execute(path, *args, **kwargs)
 
     def get(self, path: str) -> Any:
-        """Return what ``path`` names, beginning at the worker's collector."""
         return self.collector.get_distant_attr(path)
 
 
@@ -312,7 +295,6 @@ class FillingSource:
         self._source.reset(envs, options)
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore the source's state."""
         self._pipeline.forget()
         self._source.load_state(state, strict)
 
