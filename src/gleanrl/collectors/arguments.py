@@ -850,6 +850,9 @@ def _read_exploration(kind: InteractionType | None, mode: str | None) -> Interac
 # -- what collectors show of their arguments -------------------------------------------------------
 
 _MEANINGS = {name: doc for kind in _COLLECTORS.values() for name, doc in meanings(kind).items()}
+_TYPES = {
+    name: hint for kind in _COLLECTORS.values() for name, (hint, _) in definitions(kind).items()
+}
 
 
 def shown(name: str, read: Callable[[Any], Any] | None = None, doc: str = "") -> Any:
@@ -871,6 +874,7 @@ def shown(name: str, read: Callable[[Any], Any] | None = None, doc: str = "") ->
             "constructor"
         )
 
+    get.__annotations__["return"] = bool if read is bool else _TYPES[name]
     return property(get, refuse, doc=doc or _MEANINGS.get(name))
 
 
