@@ -78,7 +78,6 @@ GROUPS = {
             "memory.replay.storages",
             "memory.replay.samplers",
             "memory.replay.slices",
-            "memory.replay.prioritized",
             "memory.replay",
         ),
         paged=True,

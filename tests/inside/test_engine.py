@@ -72,7 +72,7 @@ def test_a_learner_that_keeps_everything_gets_copies_and_is_never_waited_for():
     for _ in range(10):
         learner.take(collect(engine))
     learner.check_unchanged()
-    assert engine.copies == 8
+    assert engine.gather.copies == 8
     assert [check_stamps(batch)[0] for batch in learner.batches] == list(range(10))
 
 
@@ -80,7 +80,7 @@ def test_a_learner_that_lets_go_gets_no_copies():
     engine = make_engine()
     for _ in range(10):
         batch = collect(engine)
-    assert engine.copies == 0
+    assert engine.gather.copies == 0
     assert check_stamps(batch)[0] == 9
 
 

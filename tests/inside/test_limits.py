@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from gleanrl import ConfigError, LazyTensorStorage, ReplayBuffer
-from gleanrl.memory import fence as fences
+from gleanrl.memory import shared
 from gleanrl.memory.shared import available_memory, check_memory
 
 GB = 1 << 30
@@ -120,6 +120,6 @@ def test_a_buffer_beyond_its_container_is_refused(tmp_path):
 @pytest.mark.parametrize(("machine", "name"), [("aarch64", "two_turns"), ("x86_64", "nothing")])
 def test_processors_that_reorder_get_a_fence(monkeypatch, machine, name):
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    fence = runpy.run_path(fences.__file__)["fence"]
+    fence = runpy.run_path(shared.__file__)["fence"]
     assert fence.__name__ == name
     fence()

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.memory.replay.prioritized import SumTree
+from gleanrl.memory.replay.samplers import SumTree
 
 
 @settings(max_examples=60, deadline=None)

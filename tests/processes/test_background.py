@@ -820,7 +820,7 @@ def limited(size=100_000, least=None, most=None, timeout=60.0, first=1, **option
 
 def held(collector):
     stats = collector.stats()
-    return stats["waiting_for_learner"] and stats["running"] and collector._engine.idle
+    return stats["waiting_for_learner"] and stats["running"] and collector._engine.gather.idle
 
 
 @every_kind

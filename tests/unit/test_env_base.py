@@ -333,15 +333,6 @@ def test_a_rollout_can_go_on_until_all_have_ended(arguments):
     ]
 
 
-def test_given_actions_are_taken_and_data_stored_elsewhere():
-    env = counter(OURS)(limit=9)
-    actions = [torch.tensor([bit], dtype=torch.int8) for bit in (1, 0, 1)]
-    out = env.rollout(3).clone().zero_()
-    data = env.rollout(3, actions=actions, out=out, storing_device="cpu")
-    assert data is out
-    assert data["next", "count"].flatten().tolist() == [1, 1, 2]
-
-
 def test_arguments_of_torchrls_batches_are_taken():
     accepted = {
         "serial_for_single": True,

@@ -323,7 +323,7 @@ def test_an_unknown_id_names_the_package_that_may_be_missing():
         (lambda: GymEnv(Counter(), num_envs=2), "needs an id or a callable, not a built Counter"),
         (lambda: GymEnv(Counter(), num_envs=-1), r"num_envs \(-1\) must be at least 0"),
         (lambda: GymEnv(Counter(), length=3), r"arguments \['length'\] are for making"),
-        (lambda: GymEnv(3), "not a int"),
+        (lambda: GymEnv(3), "3 is neither an environment id"),
         (lambda: GymEnv(lambda: 3), "not a int"),
         (lambda: GymEnv(Counter(), frame_skip=0), r"frame_skip \(0\) must be at least 1"),
         (lambda: set_gym_backend("gym"), "gym backend 'gym' is not supported"),

@@ -184,7 +184,7 @@ def normals(library):
         "tanh-located": (
             lambda: gaussian(library.TanhNormal, {"tanh_loc": True}),
             FLOATS,
-            1,
+            2,
             (RANDOM,),
         ),
     }

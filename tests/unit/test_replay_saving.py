@@ -319,7 +319,7 @@ def damage_size(folder, meta):
 
 
 def damage_shape(folder, meta):
-    meta["files"][0]["shape"] = [2**62, 4]
+    meta["storage"]["tensors"][0]["shape"] = [2**62, 4]
     (folder / "meta.json").write_text(json.dumps(meta))
 
 

@@ -257,7 +257,7 @@ class BackgroundFilling:
                     collector._collect(feed)
                     return True
                 more = feed and self._budget.wants_more  # all who were asked may have been lost
-                if self._engine.idle and not (held or more):
+                if self._engine.gather.idle and not (held or more):
                     return False
         except BaseException as err:
             if self._ending and isinstance(err, ClosedError):  # a rollout was cut short by that

@@ -676,7 +676,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """Carry out commands that begin new trajectories; what was under way is discarded."""
         self._touched = True
         with self._engine.turn(None):
-            while self._launch.fills and not self._engine.idle:
+            while self._launch.fills and not self._engine.gather.idle:
                 self._collect(feed=False)  # it is in the buffer, or will be
             self._ready.clear()
             self._pipeline.forget()
@@ -762,7 +762,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
             stats["worker_frames"] = sum(tally.frames for tally in engine.tallies)
         alive = engine.dispatcher.alive
         stats["workers"], stats["workers_alive"] = self.num_workers, len(alive)
-        stats["workers_lost"], stats["rollouts_queued"] = engine.losses, engine.queued
+        stats["workers_lost"], stats["rollouts_queued"] = engine.losses, engine.gather.queued
         if workers != "aggregate":
             for worker, tally in enumerate(engine.tallies):
                 own = {
@@ -785,8 +785,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
             "frames_per_batch": self.frames_per_batch,
             "requested_frames_per_batch": self.frames_per_batch,
             "frames_discarded": engine.discarded + self._pipeline.discarded,
-            "batches_copied": engine.copies,
-            "memory_bytes": engine.nbytes,
+            "batches_copied": engine.gather.copies,
+            "memory_bytes": engine.gather.nbytes,
             "num_envs": engine.num_envs,
             "policy_version": self._models.number,
             "completed": self._budget.exhausted,

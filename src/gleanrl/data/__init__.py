@@ -10,8 +10,8 @@ from gleanrl.memory.replay.buffer import (
     TensorDictReplayBuffer,
 )
 from gleanrl.memory.replay.limiter import RateLimiter
-from gleanrl.memory.replay.prioritized import PrioritizedSampler
 from gleanrl.memory.replay.samplers import (
+    PrioritizedSampler,
     RandomSampler,
     Sampler,
     SamplerWithoutReplacement,
@@ -21,10 +21,8 @@ from gleanrl.memory.replay.storages import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
-    Storage,
-)
-from gleanrl.memory.replay.writers import (
     RoundRobinWriter,
+    Storage,
     TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
     Writer,

@@ -15,9 +15,8 @@ from gleanrl.core.keys import TIME, format_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.protocols import SharedMemory
 from gleanrl.core.window import Array
-from gleanrl.memory.arena import Arena, Views
+from gleanrl.memory.arena import Arena, Order, Slab, Views
 from gleanrl.memory.shared import check_memory
-from gleanrl.memory.slab import Order, Slab
 from gleanrl.memory.trees import tensordict_over, time_named
 
 _SYNC_SLOTS = 3

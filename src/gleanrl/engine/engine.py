@@ -45,7 +45,6 @@ class Engine:
             factories: One per worker.
             start_timeout: Seconds all workers together may take to come up.
         """
-        self._gather: Gather | None = None
         self.workers = len(factories)
         self.closed = False
         """Whether `close` was called."""
@@ -149,9 +148,9 @@ class Engine:
         budget = Budget(limits.rounded(size, max(rows) if options.single else self.num_envs))
         self.batches = plan = BatchPlan(self.backend.memory, layouts, self.steps, options)
         if options.single:
-            self._gather = AsyncGather(self.dispatcher, plan.worker_slots, self.sizes)
+            self.gather: Gather = AsyncGather(self.dispatcher, plan.worker_slots, self.sizes)
         else:
-            self._gather = SyncGather(
+            self.gather = SyncGather(
                 self.dispatcher,
                 plan.common_slots(),
                 self.sizes,
@@ -160,11 +159,6 @@ class Engine:
                 stopped=stopped,
             )
         return budget
-
-    def renew(self, worker: int) -> None:
-        """Have a replacement write elsewhere: the lost ``worker`` may still be writing."""
-        assert isinstance(self._gather, AsyncGather)
-        self._gather.renew(worker)
 
     def _open_window(self, reference: m.WindowRef) -> Window:
         if not reference.blocks:  # a source without fixed layout writes no window
@@ -191,8 +185,7 @@ class Engine:
         """
         with self._alone():
             self._check_usable("; make a new one to collect more")
-            assert self._gather is not None
-            batch, rollouts = self._gather.batch(budget, timeout, feed)
+            batch, rollouts = self.gather.batch(budget, timeout, feed)
             for worker, report in rollouts.items():
                 self.discarded += report.discarded
                 self.tallies[worker].add(report)
@@ -283,10 +276,10 @@ class Engine:
             if not (self.closed and reading):
                 self._check_usable()
             tickets, values, errors = self.dispatcher.carry_out(commands, timeout)
-            if discard is not None and self._gather is not None:
+            if discard is not None:
                 answered = {w: t.arrived for w, t in tickets.items() if t.lost is None}
                 since = {worker: answered.get(worker, sys.maxsize) for worker in commands}
-                self.discarded += self._gather.discard(since, discard)
+                self.discarded += self.gather.discard(since, discard)
             if errors:
                 raise errors[0]
             return values
@@ -329,13 +322,7 @@ class Engine:
         """Tell whether `collect` would give a batch now; see `Gather.ready`."""
         with self._alone():
             self._check_usable()
-            assert self._gather is not None
-            return self._gather.ready(budget, feed, timeout)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no rollout is under way."""
-        return self._gather is None or self._gather.idle
+            return self.gather.ready(budget, feed, timeout)
 
     def _check_usable(self, advice: str = "") -> None:
         if self.failure is not None:
@@ -344,24 +331,9 @@ class Engine:
             raise ClosedError(f"the collector was shut down{advice}")
 
     @property
-    def queued(self) -> int:
-        """Rollouts that have arrived and wait to be delivered."""
-        return 0 if self._gather is None else self._gather.queued
-
-    @property
     def losses(self) -> int:
         """How often a worker was lost."""
         return sum(self.lives) + self.workers - len(self.dispatcher.alive)
-
-    @property
-    def copies(self) -> int:
-        """Batches copied because the user held every slot."""
-        return 0 if self._gather is None else self._gather.copies
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of batch memory reserved."""
-        return 0 if self._gather is None else self._gather.nbytes
 
     @property
     def _foreign(self) -> bool:

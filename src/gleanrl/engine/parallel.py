@@ -21,11 +21,11 @@ from gleanrl.core.layout import Layout
 from gleanrl.core.options import check_int, seconds
 from gleanrl.engine.dispatch import Ticket
 from gleanrl.engine.engine import Engine
-from gleanrl.envs.base import OwnBatch
+from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
 from gleanrl.envs.stock import Methods
 from gleanrl.envs.tensordict import EnvSpecs, widened
-from gleanrl.memory.slab import Order, Slab
+from gleanrl.memory.arena import Order, Slab
 from gleanrl.memory.trees import copied, stacked
 from gleanrl.rollout.env_worker import RESET, TODO, EnvWorkerBuilder, EnvWorkerInfo, Todo, grouped
 from gleanrl.transport.process import ProcessBackend
@@ -147,7 +147,7 @@ class Exchange:
         self._underway = []
 
 
-class ParallelEnv(OwnBatch):
+class ParallelEnv(EnvBase):
     """``num_envs`` environments of one kind in ``num_workers`` processes, one batch.
 
     Gives the data of a `SerialEnv` of the same environments, under the same seed. Processes are
@@ -161,6 +161,8 @@ class ParallelEnv(OwnBatch):
         torch.Size([2, 3, 4])
         >>> env.close()
     """
+
+    _returns_all = True
 
     def __init__(
         self,
@@ -207,11 +209,10 @@ class ParallelEnv(OwnBatch):
         self._factories = per_env("create_env_fn", create_env_fn, number, counted)
         self._kwargs = per_env("create_env_kwargs", create_env_kwargs or {}, number, counted)
         check_factories(self._factories)
-        self._wanted = device if device is None else torch.device(device)
         self._threads = check_int("num_sub_threads", num_sub_threads, least=1)
         self._timeout = timeout if timeout is None else seconds("timeout", timeout)
         self.num_envs = number
-        super().__init__()
+        super().__init__(device=device)
         self._engine: Engine | None = None
 
     # -- start and end ---------------------------------------------------------------------------
@@ -219,8 +220,7 @@ class ParallelEnv(OwnBatch):
     @property
     def _env_specs(self) -> EnvSpecs:
         self.start()
-        assert self._declared is not None
-        return self._declared
+        return super()._env_specs
 
     def start(self) -> None:
         """Start the processes and make the environments there. Idempotent.
@@ -259,11 +259,9 @@ class ParallelEnv(OwnBatch):
         first = found[0]
         for worker, other in enumerate(found):
             _check_alike(first, other, self._parts[worker].start)
-        self._declared = EnvSpecs(
-            *(widened(tree, (self.num_envs,)) for tree in first.specs),
-            batch_size=torch.Size((self.num_envs, *first.batch)),
-            device=first.device if self._wanted is None else self._wanted,
-        )
+        self._batch = torch.Size((self.num_envs, *first.batch))
+        self._device = first.device if self._device is None else self._device
+        self._declare(*(widened(tree, (self.num_envs,)) for tree in first.specs))
         layouts = [layout for layout in engine.layouts if layout is not None]
         # Workers may step their environments in different ways, of which each has its own fields.
         alike = all((d.inputs, d.masked) == (first.inputs, first.masked) for d in found)
@@ -448,7 +446,7 @@ class ParallelEnv(OwnBatch):
             found = engine.request_all(command, _CONTROL_S)
         return [value for values in found for value in values]
 
-    def _spread_seed(self, seed: int, static: bool) -> None:
+    def _set_seed(self, seed: Any, static: bool = False) -> None:
         with self._workers() as engine:
             each = self.batch_size[1:].numel()
             firsts = [seed if static else seed + part.start * each for part in self._parts]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError
 from gleanrl.engine.engine import Engine
+from gleanrl.engine.gather import AsyncGather
 from gleanrl.engine.models import WeightSync
 from gleanrl.rollout.streams import renewed
 from gleanrl.transport.network import NetworkBackend
@@ -73,7 +75,7 @@ class Replacements:
             )
         engine.lives[worker] += 1
         engine.processes[worker] = reply.process
-        engine.renew(worker)
+        cast("AsyncGather", engine.gather).renew(worker)
         # `Bind` comes first: with any other command the worker looks at published weights.
         commands = [
             *self._models.catch_up(worker),

@@ -12,8 +12,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import MASK
 from gleanrl.core.protocols import Source
 from gleanrl.memory.replay.buffer import ReplayBuffer
-from gleanrl.memory.replay.storages import LazyTensorStorage
-from gleanrl.memory.replay.writers import RoundRobinWriter
+from gleanrl.memory.replay.storages import LazyTensorStorage, RoundRobinWriter
 
 _Add: TypeAlias = Callable[[Any], object]
 

@@ -15,7 +15,14 @@ from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, format_key
 from gleanrl.core.options import check_int
 from gleanrl.envs.specs import Binary, Composite, Unbounded
-from gleanrl.envs.tensordict import SPEC_GROUPS, EnvSpecs, is_spec_group, widened, with_all_flags
+from gleanrl.envs.tensordict import (
+    SPEC_GROUPS,
+    EndFlags,
+    EnvSpecs,
+    is_spec_group,
+    widened,
+    with_all_flags,
+)
 
 Self = TypeVar("Self", bound="EnvBase")
 TensorDictPolicy = Callable[[TensorDictBase], Any]
@@ -88,6 +95,12 @@ class EnvBase(nn.Module, abc.ABC):
     _batch: torch.Size = torch.Size(())
     _device: torch.device | None = None
     _may_begin_done = False
+    _own_specs: Mapping[str, Composite] = {}
+    """What was declared."""
+    _known: EnvSpecs | None = None
+    """The same, completed; made when it is asked for."""
+    specs_assigned = False
+    """Whether specs were assigned one by one. Internal to the package."""
 
     def __init__(
         self,
@@ -125,13 +138,11 @@ class EnvBase(nn.Module, abc.ABC):
             self._batch = torch.Size(batch_size)
         if device is not None:
             self._device = torch.device(device)
-        self._declared: EnvSpecs | None = None
 
     def _declare(self, *specs: Composite) -> None:
         """Declare all data at once: observation, action, reward, done and maybe state specs."""
-        self._declared = EnvSpecs(
-            *specs, batch_size=self._batch, device=self._device, locked=self.batch_locked
-        )
+        self._own_specs = dict(zip(SPEC_GROUPS, specs, strict=False))
+        self._known = None
 
     def _assign(self, group: str, spec: Any) -> None:
         """Declare the data of one group: specs by name, or one spec, which is called as it."""
@@ -142,33 +153,28 @@ class EnvBase(nn.Module, abc.ABC):
                 f"{group}_spec has shape {tuple(spec.shape)}, which does not begin with the "
                 f"environment's batch size {tuple(self._batch)}"
             )
-        if not self.specs_assigned:
-            declared = vars(self).get("_declared")
-            vars(self)["_assigned"] = {} if declared is None else declared.groups()
-        vars(self)["_assigned"][group] = widened(spec)
-        self._declared = None
-
-    @property
-    def specs_assigned(self) -> bool:
-        """Whether specs were assigned one by one. Internal to the package."""
-        return "_assigned" in vars(self)
+        spec = widened(spec)
+        self._own_specs = {
+            **self._own_specs,
+            group: with_all_flags(spec) if group == "done" else spec,
+        }
+        self.specs_assigned, self._known = True, None
 
     @property
     def _env_specs(self) -> EnvSpecs:
         """What is declared; a subclass that has to find out first overrides this."""
-        declared: EnvSpecs | None = vars(self).get("_declared")
-        if declared is None:
+        if self._known is None:
             batch = self._batch
             specs = {name: Composite(shape=batch) for name in SPEC_GROUPS}
             specs["reward"] = Composite(reward=Unbounded((*batch, 1)), shape=batch)
             flag = Binary(shape=(*batch, 1), dtype=torch.bool)
-            specs["done"] = Composite(done=flag, shape=batch)
-            specs.update(vars(self).get("_assigned", {}))
-            specs["done"] = with_all_flags(specs["done"])
-            self._declare(*specs.values())
-            declared = self._declared
-        assert declared is not None
-        return declared
+            specs["done"] = Composite(done=flag, terminated=flag.clone(), shape=batch)
+            specs.update(self._own_specs)
+            if self._device is not None:
+                specs = {name: spec.to(self._device) for name, spec in specs.items()}
+            ends = EndFlags(specs["done"], tuple(batch), self.batch_locked)
+            self._known = EnvSpecs(**specs, ends=ends, batch_size=batch, device=self._device)
+        return self._known
 
     # -- for subclasses --------------------------------------------------------------------------
 
@@ -188,11 +194,11 @@ class EnvBase(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _set_seed(self, seed: int | None) -> None:
-        """Seed what the environment draws."""
+        """Seed what the environment draws, from its next reset on.
 
-    def _seed_all(self, seed: int | None, static: bool) -> None:
-        """Seed environment ``i`` with ``seed + i`` (``seed`` if static) from its next reset on."""
-        self._set_seed(seed)
+        Where it `_returns_all`: environment ``i`` with ``seed + i``, or all with ``seed`` if told
+        ``static=True``, a second argument that others do not have.
+        """
 
     def _close(self) -> None:  # nothing to release is usual
         """Release what the environment holds. Called once."""
@@ -275,7 +281,7 @@ class EnvBase(nn.Module, abc.ABC):
 
     def to(self: Self, device: torch.device | str) -> Self:  # type: ignore[override]
         """Return data on ``device`` from now on. Changes and returns this environment."""
-        self._env_specs.to(device)
+        self._device, self._known = torch.device(device), None
         return self
 
     def add_truncated_keys(self: Self) -> Self:
@@ -283,7 +289,15 @@ class EnvBase(nn.Module, abc.ABC):
 
         Changes and returns this environment.
         """
-        self._env_specs.add_truncated()
+        known = self._env_specs
+        lacking = [group for group in known.ends.groups if not group.truncated]
+        if lacking:
+            done = known.done.clone()
+            for group in lacking:
+                flag = Binary(shape=done[group.keys()[0]].shape, dtype=torch.bool)
+                done.set((*group.prefix, "truncated"), flag)
+            self._own_specs, self._known = {**self._own_specs, "done": done}, None
+            self._returns_all = False
         return self
 
     # -- stepping --------------------------------------------------------------------------------
@@ -310,11 +324,10 @@ class EnvBase(nn.Module, abc.ABC):
             EnvError: `_reset` returned no TensorDict, or episodes that are over.
         """
         known = self._env_specs
-        root = self._checked(self._reset(tensordict, **options), "_reset")
+        root = self._complete(self._checked(self._reset(tensordict, **options), "_reset"))
         masks = {} if tensordict is None else _given(tensordict, known.ends.reset_keys)
         if not self._returns_all:
             self._begin(root, tensordict, masks)
-        root = self._complete(root)
         if tensordict is None:
             return root
         for key in masks:
@@ -329,10 +342,10 @@ class EnvBase(nn.Module, abc.ABC):
         Raises:
             EnvError: `_step` returned no TensorDict, or no reward.
         """
-        after = self._checked(self._step(tensordict), "_step")
+        after = self._complete(self._checked(self._step(tensordict), "_step"))
         if not self._returns_all:
             self._complete_step(after)
-        return self._finish(tensordict, self._complete(after))
+        return self._finish(tensordict, after)
 
     def _checked(self, data: Any, what: str) -> TensorDictBase:
         if not isinstance(data, TensorDictBase):
@@ -345,8 +358,7 @@ class EnvBase(nn.Module, abc.ABC):
         before: TensorDictBase | None,
         masks: Mapping[Key, torch.Tensor],
     ) -> None:
-        """Add end flags to what a reset returned, and what environments not reset had before."""
-        _complete_flags(self._env_specs, root)
+        """Add what environments not reset had before, and check that the others begin."""
         for prefix in {key[:-1] for key in masks}:
             mask = masks[(*prefix, "_reset")]
             old = None if before is None else before.get(prefix, None) if prefix else before
@@ -366,8 +378,7 @@ class EnvBase(nn.Module, abc.ABC):
                     )
 
     def _complete_step(self, after: TensorDictBase) -> None:
-        """Add flags that follow from others, and give rewards their declared shape."""
-        _complete_flags(self._env_specs, after)
+        """Give rewards their declared shape."""
         lead = after.batch_size[: after.ndim - len(self.batch_size)]
         for key, spec in self._env_specs.reward.leaves().items():
             reward = after.get(key, None)
@@ -440,14 +451,12 @@ class EnvBase(nn.Module, abc.ABC):
         policy: TensorDictPolicy | None = None,
         callback: Callable[[EnvBase, TensorDictBase], Any] | None = None,
         *,
-        actions: Iterable[Any] | None = None,
         auto_reset: bool = True,
         break_when_any_done: bool | None = None,
         break_when_all_done: bool | None = None,
         return_contiguous: bool | None = False,
         tensordict: TensorDictBase | None = None,
         set_truncated: bool = False,
-        out: TensorDictBase | None = None,
         trust_policy: bool = False,
         storing_device: torch.device | str | None = None,
         set_state: bool | None = None,
@@ -459,7 +468,6 @@ class EnvBase(nn.Module, abc.ABC):
             policy: Sets actions in the TensorDict it is given, or returns one with them; ``None``
                 acts at random.
             callback: Called with this environment and each finished step.
-            actions: Taken one after the other instead of asking a policy.
             auto_reset: Start with `reset`; otherwise with ``tensordict``.
             break_when_any_done: Stop where an episode ends; the default. Otherwise it is reset and
                 goes on.
@@ -468,7 +476,6 @@ class EnvBase(nn.Module, abc.ABC):
             return_contiguous: Accepted for compatibility: steps are stacked densely if they can be.
             tensordict: Root data to start with if ``auto_reset`` is false.
             set_truncated: Mark the last step as truncated where the episode did not end by itself.
-            out: Data are also copied into it, and it is returned.
             trust_policy: Accepted for compatibility, without effect.
             storing_device: Where data are returned.
             set_state: Accepted for compatibility, without effect.
@@ -484,71 +491,49 @@ class EnvBase(nn.Module, abc.ABC):
             raise ConfigError("auto_reset=False needs tensordict=, the root data to start with")
         if break_when_any_done and break_when_all_done:
             raise ConfigError("break_when_any_done and break_when_all_done exclude each other")
-        if actions is not None:
-            if policy is not None:
-                raise ConfigError("actions and policy exclude each other")
-            policy = _replaying(actions, self.action_key)
         any_done = not break_when_all_done if break_when_any_done is None else break_when_any_done
         root = self.reset() if auto_reset or tensordict is None else tensordict
-        take = self._take_until_all if break_when_all_done else self._take_steps
-        steps = take(max_steps, policy, callback, root, any_done)
+        enough = 1 if any_done else self.batch_size.numel() if break_when_all_done else math.inf
+        steps = self._steps(max_steps, policy, callback, root, enough, bool(break_when_all_done))
         if set_truncated:
             self._truncate(steps[-1])
         if storing_device is not None:
             steps = [step.to(storing_device) for step in steps]
         stacked = LazyStackedTensorDict.maybe_dense_stack(steps, steps[0].ndim)
         stacked.names = [*steps[0].names, TIME]
-        return stacked if out is None else out.update_(stacked)
+        return stacked
 
-    def _take_steps(
+    def _steps(
         self,
         max_steps: int,
         policy: TensorDictPolicy | None,
         callback: Callable[[EnvBase, TensorDictBase], Any] | None,
         root: TensorDictBase,
-        any_done: bool,
+        enough: float,
+        stay: bool,
     ) -> list[TensorDictBase]:
-        steps = []
+        """Step until ``enough`` environments have ended; let those that have ``stay`` so."""
+        steps: list[TensorDictBase] = []
+        over: list[int] = []
         for _ in range(max_steps):
             root = self._act(policy, root)
-            if callback is None and not any_done:
+            if callback is None and enough == math.inf:
                 finished, root = self.step_and_maybe_reset(root)
                 steps.append(finished)
                 continue
             finished = self.step(root)
+            if over:
+                mask = torch.zeros(finished.batch_size.numel(), dtype=torch.bool)
+                mask[over] = True
+                finished = torch.where(mask.reshape(finished.batch_size), steps[-1], finished)
             if callback is not None:
                 callback(self, finished)
             steps.append(finished)
             root = self.step_mdp(finished)
-            if any_done and self._env_specs.ends.ended(root):
+            ended = self._env_specs.ends.ended(root)
+            if len(ended) >= enough:
                 break
-            root = self.maybe_reset(root)
-        return steps
-
-    def _take_until_all(
-        self,
-        max_steps: int,
-        policy: TensorDictPolicy | None,
-        callback: Callable[[EnvBase, TensorDictBase], Any] | None,
-        root: TensorDictBase,
-        any_done: bool,
-    ) -> list[TensorDictBase]:
-        steps: list[TensorDictBase] = []
-        over: torch.Tensor | None = None
-        for _ in range(max_steps):
-            finished = self.step(self._act(policy, root))
-            root = self.step_mdp(finished)
-            if over is not None and bool(over.any()):
-                finished = torch.where(over, steps[-1], finished)
-            if callback is not None:
-                callback(self, finished)
-            steps.append(finished)
-            ended = torch.zeros(finished.batch_size.numel(), dtype=torch.bool)
-            ended[self._env_specs.ends.ended(finished.get(NEXT))] = True
-            now = ended.reshape(finished.batch_size)
-            over = now if over is None else over | now
-            if bool(over.all()):
-                break
+            over, root = (ended, root) if stay else ([], self.maybe_reset(root))
         return steps
 
     def _act(self, policy: TensorDictPolicy | None, root: TensorDictBase) -> TensorDictBase:
@@ -566,12 +551,21 @@ class EnvBase(nn.Module, abc.ABC):
                 after.set(done, torch.ones_like(after.get(done)))
 
     def _complete(self, data: TensorDictBase) -> TensorDictBase:
+        """Set end flags that are missing: they follow from those that are there, or are down."""
         known = self._env_specs
-        for key in known.silent:
-            data.set(
-                key,
-                known.done[key].zero(data.batch_size[: data.ndim - len(known.batch_size)]),
-            )
+        lead = data.batch_size[: data.ndim - len(self.batch_size)]
+        for group in () if self._returns_all else known.ends.groups:
+            keys = [(*group.prefix, name) for name in ("done", "terminated", "truncated")]
+            done, dead, late = (data.get(key, None) for key in keys)
+            if done is None:
+                there = [flag for flag in (dead, late) if flag is not None]
+                down = known.done[keys[0]].zero(lead)
+                done = torch.stack(there).any(0) if there else down
+                data.set(keys[0], done)
+            if dead is None:
+                data.set(keys[1], done.clone() if late is None else done & ~late)
+            if late is None and group.truncated:
+                data.set(keys[2], torch.zeros_like(done))
         return data
 
     # -- life ------------------------------------------------------------------------------------
@@ -589,9 +583,10 @@ class EnvBase(nn.Module, abc.ABC):
         Raises:
             ConfigError: ``seed`` is no whole number of 0 or more.
         """
-        if seed is not None:
+        if seed is not None or self._returns_all:
             seed = check_int("seed", seed, least=0)
-        self._seed_all(seed, static_seed)
+        static = {"static": True} if static_seed and self._returns_all else {}
+        self._set_seed(seed, **static)
         if seed is None:
             return None
         return seed if static_seed else seed + self.batch_size.numel() - 1
@@ -627,23 +622,6 @@ class EnvBase(nn.Module, abc.ABC):
 def _given(data: TensorDictBase, keys: Iterable[Key]) -> dict[Key, torch.Tensor]:
     found = {key: data.get(key, None) for key in keys}
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _complete_flags(known: EnvSpecs, data: TensorDictBase) -> None:
-    """Set end flags that are missing: they follow from those that are there, or are down."""
-    lead = data.batch_size[: data.ndim - len(known.batch_size)]
-    for group in known.ends.groups:
-        keys = [(*group.prefix, name) for name in ("done", "terminated", "truncated")]
-        done, dead, late = (data.get(key, None) for key in keys)
-        if done is None:
-            there = [flag for flag in (dead, late) if flag is not None]
-            down = known.done[keys[0]].zero(lead)
-            done = torch.stack(there).any(0) if there else down
-            data.set(keys[0], done)
-        if dead is None:
-            data.set(keys[1], done.clone() if late is None else done & ~late)
-        if late is None and group.truncated:
-            data.set(keys[2], torch.zeros_like(done))
 
 
 def _keep(
@@ -690,35 +668,3 @@ def _following(
 
 def _tensor(value: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
-
-
-class OwnBatch(EnvBase):
-    """Base of the environments that this library steps as batches of others."""
-
-    _returns_all = True
-
-    def _set_seed(self, seed: int | None) -> None:
-        self._spread_seed(check_int("seed", seed, least=0), False)
-
-    def _seed_all(self, seed: int | None, static: bool) -> None:
-        if static:
-            self._spread_seed(check_int("seed", seed, least=0), True)
-        else:
-            self._set_seed(seed)
-
-    @abc.abstractmethod
-    def _spread_seed(self, seed: int, static: bool) -> None:
-        """Seed environment ``i`` with ``seed + i`` (``seed`` if static) from its next reset on."""
-
-
-def _replaying(actions: Iterable[Any], key: NestedKey) -> TensorDictPolicy:
-    """Return a policy that takes ``actions``, one after the other."""
-    left = iter(actions)
-
-    def act(tensordict: TensorDictBase) -> TensorDictBase:
-        action = next(left)
-        if isinstance(action, TensorDictBase):
-            return tensordict.update(action)
-        return tensordict.set(key, torch.as_tensor(action))
-
-    return act

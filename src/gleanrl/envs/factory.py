@@ -15,11 +15,40 @@ from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownEnvError
 from gleanrl.envs.pettingzoo import PettingZooEnv, is_pettingzoo_env
 from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import is_tensordict_env
+from gleanrl.envs.vector import is_vector_env
 
 EnvFactory: TypeAlias = str | gym.envs.registration.EnvSpec | Callable[..., Any]
 """What makes one environment per call: an id, its registered spec, or a callable."""
 _PLUGINS = {"ALE": "ale_py", "MiniGrid": "minigrid", "HighwayEnv": "highway_env"}
 """Packages whose environments exist only once they were imported, by namespace."""
+
+
+def is_built(given: Any) -> bool:
+    """Tell whether ``given`` is an environment already; PettingZoo's are not looked for."""
+    return isinstance(given, gym.Env) or is_vector_env(given) or is_tensordict_env(given)
+
+
+def build(given: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return ``given`` if it is built, else what it makes with ``kwargs``, of any kind.
+
+    Raises:
+        UnknownEnvError: an id that is not registered.
+        ConfigError: nothing that makes an environment, or arguments for one that is built.
+    """
+    given = with_tensordicts(given)
+    if not is_built(given):
+        if is_id(given) or callable(given):
+            return make_one(given, kwargs)
+        raise ConfigError(
+            f"{given!r:.100} is neither an environment id, an environment nor a callable that "
+            "returns one"
+        )
+    if kwargs:
+        raise ConfigError(
+            f"arguments {sorted(kwargs)} are for making an environment; a "
+            f"{type(given).__name__} was given, which is built already"
+        )
+    return given
 
 
 def make_one(factory: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -18,8 +18,8 @@ from gleanrl.core.keys import REWARD, Key, format_key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import GymOptions, InfoKeys, check_int, check_observation_dtype
 from gleanrl.core.window import Window
-from gleanrl.envs.base import OwnBatch
-from gleanrl.envs.factory import EnvFactory, closed_on_error, is_id, make_one
+from gleanrl.envs.base import EnvBase
+from gleanrl.envs.factory import EnvFactory, build, closed_on_error, make_one
 from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymSource
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
@@ -28,7 +28,7 @@ _AFTER = (REWARD, *FLAGS)
 
 
 @stock
-class GymEnv(OwnBatch):
+class GymEnv(EnvBase):
     """A Gymnasium environment, or several of one kind as a batch.
 
     Observations keep the dtype of their space, and ``Dict`` spaces become nested keys; rewards are
@@ -39,6 +39,8 @@ class GymEnv(OwnBatch):
         >>> env.rollout(3)["observation"].shape
         torch.Size([3, 4])
     """
+
+    _returns_all = True
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class GymEnv(OwnBatch):
             raise ConfigError(
                 f"num_envs ({num_envs}) needs an id or a callable, not a built {type(env).__name__}"
             )
-        if from_pixels:
+        if from_pixels and not isinstance(env, gym.Env):
             make_kwargs.setdefault("render_mode", "rgb_array")
         self._envs: list[gym.Env[Any, Any]] = []
         batch = (num_envs,) if num_envs else ()
@@ -171,7 +173,7 @@ class GymEnv(OwnBatch):
 
     # -- life ------------------------------------------------------------------------------------
 
-    def _spread_seed(self, seed: int, static: bool) -> None:
+    def _set_seed(self, seed: Any, static: bool = False) -> None:
         self.batch.seed(seed, static)
 
     def _close(self) -> None:
@@ -189,19 +191,13 @@ GymWrapper = GymEnv
 
 
 def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
-    if not isinstance(given, gym.Env) and (is_id(given) or callable(given)):
-        given = make_one(given, kwargs)
-    elif kwargs and kwargs != {"render_mode": "rgb_array"}:
-        raise ConfigError(
-            f"arguments {sorted(kwargs)} are for making an environment; a "
-            f"{type(given).__name__} was given, which is built already"
-        )
-    if not isinstance(given, gym.Env):
+    made = build(given, kwargs)
+    if not isinstance(made, gym.Env):
         raise ConfigError(
             f"GymEnv needs an id, a gymnasium.Env or a callable that makes one, not a "
-            f"{type(given).__name__}"
+            f"{type(made).__name__}"
         )
-    return given
+    return made
 
 
 def make_tensordict_env(factory: EnvFactory, kwargs: Mapping[str, Any]) -> Any:
@@ -237,7 +233,6 @@ class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
         self._times = times
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step up to ``times`` times."""
         total = 0.0
         for _ in range(self._times):
             observation, reward, terminated, truncated, info = self.env.step(action)
@@ -247,7 +242,7 @@ class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
         return observation, total, terminated, truncated, info
 
 
-class Pixels(gym.Wrapper[Any, Any, Any, Any]):
+class Pixels(gym.ObservationWrapper[Any, Any, Any]):
     """Shows what the environment renders as ``"pixels"``, alone or beside its observation."""
 
     def __init__(self, env: gym.Env[Any, Any], only: bool = True) -> None:
@@ -270,19 +265,13 @@ class Pixels(gym.Wrapper[Any, Any, Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Start an episode, or return the one begun at construction."""
         first, self._first = self._first, None
         if first is None or seed is not None or options is not None:
             first = self.env.reset(seed=seed, options=options)
         observation, info = first
-        return self._show(observation), info
+        return self.observation(observation), info
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step and render."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        return self._show(observation), reward, terminated, truncated, info
-
-    def _show(self, observation: Any) -> dict[str, Any]:
+    def observation(self, observation: Any) -> dict[str, Any]:
         shown = {"pixels": self._render()}
         if self._only:
             return shown
@@ -298,7 +287,7 @@ class Pixels(gym.Wrapper[Any, Any, Any, Any]):
         return picture
 
 
-class set_gym_backend(contextlib.ContextDecorator):
+class set_gym_backend(contextlib.nullcontext[Any], contextlib.ContextDecorator):
     """Choose the library behind `GymEnv`; there is one. Use as ``.set()``, context or decorator."""
 
     def __init__(self, backend: Any) -> None:
@@ -312,13 +301,8 @@ class set_gym_backend(contextlib.ContextDecorator):
                 f"gym backend {backend!r} is not supported: environments are made with gymnasium; "
                 "wrap those of other libraries with shimmy"
             )
+        super().__init__(self)
         self.backend = "gymnasium"
 
     def set(self) -> None:
         """Do nothing: it is the backend already."""
-
-    def __enter__(self) -> set_gym_backend:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return

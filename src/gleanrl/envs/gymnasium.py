@@ -301,7 +301,6 @@ class GymnasiumEnv(WindowEnv):
             writer.read(env, (observation, info))
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
-        """Reset ``envs`` (all by default) and write their observations into ``carry``."""
         for env in range(len(self._envs)) if envs is None else envs:
             returned = self._reset_one(env, options or None)
             for writer in self._writers:

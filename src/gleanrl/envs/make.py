@@ -11,15 +11,9 @@ import gymnasium as gym
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import EnvOptions
 from gleanrl.core.protocols import Env
-from gleanrl.envs.factory import (
-    closed_on_error,
-    is_id,
-    make_one,
-    with_tensordicts,
-    without_call_checks,
-)
+from gleanrl.envs.factory import build, closed_on_error, is_built, is_id, without_call_checks
 from gleanrl.envs.gymnasium import GymnasiumEnv, GymSource, check_same_spaces
-from gleanrl.envs.pettingzoo import PettingZooEnv
+from gleanrl.envs.pettingzoo import PettingZooEnv, is_pettingzoo_env
 from gleanrl.envs.serial import SerialEnv, gym_parts, gym_source
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
 from gleanrl.envs.vector import NextStepPool, is_vector_env, make_vector
@@ -47,7 +41,7 @@ def make_env(options: EnvOptions) -> Made:
         )
     if num_envs is not None and is_vector_env(given):
         raise _vector_already(given, num_envs)
-    if num_envs is not None and (_is_built(given) or not (is_id(given) or callable(given))):
+    if num_envs is not None and (is_built(given) or not (is_id(given) or callable(given))):
         raise ConfigError(
             f"num_envs ({num_envs}) needs an id or a callable that makes one environment "
             f"per call, not a {type(given).__name__}"
@@ -61,32 +55,16 @@ def make_env(options: EnvOptions) -> Made:
         return _adapt(built[0], options, bool(made))
 
 
-def _is_built(given: Any) -> bool:
-    return isinstance(given, gym.Env) or is_vector_env(given) or is_tensordict_env(given)
-
-
 def _build(given: Any, kwargs: Mapping[str, Any], made: list[Any]) -> Any:
     """Return the environment of ``given``; one that did not exist before is put into ``made``."""
-    given = with_tensordicts(given)
-    if _is_built(given):
-        if kwargs:
-            raise ConfigError(
-                f"create_env_kwargs ({sorted(kwargs)}) need a callable or an id; a "
-                f"{type(given).__name__} was given, which is built already"
-            )
-        return given
-    if not (is_id(given) or callable(given)):
-        raise ConfigError(
-            f"create_env_fn ({given!r:.100}) is neither an environment id, an environment nor a "
-            "callable that returns one"
-        )
-    env = make_one(given, kwargs)
-    if not _is_built(env):
+    env = build(given, kwargs)
+    if not is_built(env):
         raise ConfigError(
             f"create_env_fn returned a {type(env).__name__}; it must return a gymnasium.Env, a "
             "gymnasium.vector.VectorEnv or an environment with TensorDict methods"
         )
-    made.append(env)
+    if is_id(given) or not (is_built(given) or is_pettingzoo_env(given)):
+        made.append(env)
     return env
 
 

@@ -20,7 +20,7 @@ from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
 from gleanrl.core.layout import Group
 from gleanrl.core.options import check_int
 from gleanrl.core.window import Array
-from gleanrl.envs.base import OwnBatch
+from gleanrl.envs.base import EnvBase
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded
 from gleanrl.envs.stock import is_stock, stock
@@ -59,7 +59,7 @@ class MarlGroupMapType(enum.Enum):
 
 
 @stock
-class PettingZooEnv(OwnBatch):
+class PettingZooEnv(EnvBase):
     """A PettingZoo environment, parallel or turn-based (AEC).
 
     Agents that are alike form a group, with a nested TensorDict of its own: ``(group,
@@ -77,6 +77,8 @@ class PettingZooEnv(OwnBatch):
         >>> env.rollout(3)["next", "agent", "reward"].shape
         torch.Size([3, 3, 1])
     """
+
+    _returns_all = True
 
     def __init__(
         self,
@@ -262,7 +264,7 @@ class PettingZooEnv(OwnBatch):
 
     # -- life ------------------------------------------------------------------------------------
 
-    def _spread_seed(self, seed: int, static: bool) -> None:
+    def _set_seed(self, seed: Any, static: bool = False) -> None:
         for index, game in enumerate(self._games):
             game.seed, game.fresh = seed if static else seed + index, False
 

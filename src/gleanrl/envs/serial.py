@@ -13,7 +13,7 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import NEXT, Key
 from gleanrl.core.options import check_int
-from gleanrl.envs.base import EnvBase, OwnBatch
+from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_ignored, closed_on_error, per_env
 from gleanrl.envs.gym_env import GymEnv, make_tensordict_env
 from gleanrl.envs.gymnasium import GymSource
@@ -31,7 +31,7 @@ Signature: TypeAlias = set[tuple[Key, tuple[int, ...], Any]]
 
 
 @stock
-class SerialEnv(OwnBatch):
+class SerialEnv(EnvBase):
     """``num_workers`` environments of one kind, batch size ``[num_workers, *theirs]``.
 
     Any environment with TensorDict methods will do, TorchRL's too.
@@ -42,6 +42,8 @@ class SerialEnv(OwnBatch):
         >>> env.rollout(3)["observation"].shape
         torch.Size([2, 3, 4])
     """
+
+    _returns_all = True
 
     def __init__(
         self,
@@ -158,13 +160,12 @@ class SerialEnv(OwnBatch):
 
     # -- life ------------------------------------------------------------------------------------
 
-    def _spread_seed(self, seed: int, static: bool) -> None:
+    def _set_seed(self, seed: Any, static: bool = False) -> None:
         sizes = [env.batch_size.numel() for env in self._envs]
         for env, offset in zip(self._envs, accumulate(sizes, initial=0), strict=False):
             env.set_seed(seed if static else seed + offset, static_seed=static)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # of environments
-        """Return the state of every environment, ``"worker0"`` and so on."""
         return {f"worker{i}": env.state_dict() for i, env in enumerate(self._envs)}
 
     def load_state_dict(  # type: ignore[override]  # of environments

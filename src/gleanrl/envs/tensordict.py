@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,7 +29,7 @@ from gleanrl.core.keys import (
     outermost,
 )
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
-from gleanrl.envs.specs import Binary, Composite
+from gleanrl.envs.specs import Composite
 
 
 @runtime_checkable
@@ -297,53 +297,19 @@ def _any_set(flag: torch.Tensor) -> bool:
     return bool(flag.any())
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class EnvSpecs:
-    """What an environment declares of its data, on the device where they are wanted.
-
-    All specs have the batch dimensions in front.
-    """
+    """What an environment declares of its data, with the batch dimensions in front."""
 
     observation: Composite
     action: Composite
     reward: Composite
     done: Composite
-    state: Composite = field(default_factory=Composite)
+    state: Composite
     """Inputs besides actions."""
-    batch_size: torch.Size = field(kw_only=True)
-    device: torch.device | None = field(default=None, kw_only=True)
-    locked: bool = field(default=True, kw_only=True)
-    """Whether data always have the batch size."""
-
-    def __post_init__(self) -> None:
-        if self.state.is_empty():
-            self.state = Composite(shape=self.batch_size)
-        self.ends = EndFlags(self.done, tuple(self.batch_size), self.locked)
-        self.silent: tuple[Key, ...] = ()
-        """Flags that were declared by `add_truncated` and are never set."""
-        if self.device is not None:
-            self.to(self.device)
-
-    def groups(self) -> dict[str, Composite]:
-        """Return the specs by group."""
-        return {name: getattr(self, name) for name in SPEC_GROUPS}
-
-    def to(self, device: torch.device | str) -> None:
-        """Move the specs."""
-        self.device = torch.device(device)
-        for name, specs in self.groups().items():
-            setattr(self, name, specs.to(self.device))
-
-    def add_truncated(self) -> None:
-        """Declare ``"truncated"`` beside every ``"done"`` that lacks it."""
-        done = self.done.clone()
-        added = [(*group.prefix, "truncated") for group in self.ends.groups if not group.truncated]
-        for key in added:
-            shape = done[(*key[:-1], "done")].shape
-            done.set(key, Binary(shape=shape, dtype=torch.bool, device=self.device))
-        self.done = done
-        self.ends = EndFlags(done, tuple(self.batch_size), self.locked)
-        self.silent += tuple(added)
+    ends: EndFlags
+    batch_size: torch.Size
+    device: torch.device | None
 
 
 def widened(tree: Any, extra: Sequence[int] = ()) -> Composite:

@@ -1,11 +1,13 @@
-"""Shared memory of the learner and its workers, and how much memory there is to promise."""
+"""Memory of several processes: how much there is, and in which order it is read and written."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import os
+import platform
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,3 +187,28 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
+
+
+def two_turns() -> None:
+    """Keep loads before from passing loads behind, and stores before from passing stores behind.
+
+    What Python can promise: aligned 64-bit words that numpy reads and writes in one element are
+    read and written whole, by one instruction. Their order is the processor's. x86-64 keeps loads
+    in order and stores in order, and copies that bypass the caches end in a fence of their own.
+    Elsewhere (ARM) any two may change places. Taking a lock keeps what comes later from coming
+    earlier, releasing it keeps what came earlier from coming later, and a lock cannot be taken
+    before it was released: two turns of one lock order everything around them. Each call has a lock
+    of its own, so that no forked child inherits one that is held.
+    """
+    turn = threading.Lock()
+    for _ in range(2):
+        turn.acquire()
+        turn.release()
+
+
+def nothing() -> None:
+    """Do what x86-64 needs."""
+
+
+fence = nothing if platform.machine() in {"x86_64", "AMD64"} else two_turns
+"""Orders memory that is read while another thread or process writes it; see `two_turns`."""

@@ -12,13 +12,13 @@ from gleanrl.core.keys import TIME, Key
 from gleanrl.core.layout import Group
 
 
-def nest(flat: Mapping[Key, torch.Tensor]) -> dict[str, object]:
+def nest(flat: Mapping[Key, Any]) -> dict[str, Any]:
     """Turn ``{("next", "reward"): x}`` into ``{"next": {"reward": x}}``."""
-    tree: dict[str, object] = {}
+    tree: dict[str, Any] = {}
     for key, value in flat.items():
         node = tree
         for part in key[:-1]:
-            node = node.setdefault(part, {})  # type: ignore[assignment]  # inner nodes are dicts
+            node = node.setdefault(part, {})
         node[key[-1]] = value
     return tree
 

@@ -12,13 +12,7 @@ unit                                reads
 ==================================  ==============================================================
 every module                        its class and bases, ``training``, hooks, the instance's
                                     ``__dict__``, and what lists, tuples and dicts in there hold
-``nn.Linear``                       memory of ``weight`` and ``bias``; their values at every step
-activations                         their numbers: ``alpha``, ``min_val``, ``negative_slope``, ...
-``nn.Dropout``                      ``training``, ``p``
-norms, softmax, softplus, GELU      called as they are at every step
-``nn.Sequential``, ``MLP``          ``_modules``; ``MLP`` also ``_reshape_out``
-``NormalParamExtractor``            ``scale_lb``, ``scale_mapping`` (``bias``, ``min_val``)
-``AddStateIndependentNormalScale``  called as it is at every step
+layers                              memory of weights and buffers; their values at every step
 ``TensorDictModule``                ``module``, keys, ``method``, ``inplace``, keyword arguments
 ``ProbabilisticTensorDictModule``   keys, ``distribution_class``, ``distribution_kwargs``, flags
 ``QValueModule``                    ``action_space``, ``action_mask_key``, keys

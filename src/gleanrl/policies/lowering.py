@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias, cast
 
 import torch
-import torch.nn.functional as F
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
-    AddStateIndependentNormalScale,
     InteractionType,
-    NormalParamExtractor,
     ProbabilisticTensorDictModule,
     TensorDictModule,
-    biased_softplus,
+    TensorDictModuleBase,
     set_interaction_type,
 )
 from tensordict.nn.probabilistic import interaction_type
@@ -31,10 +28,9 @@ from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, as_key, as_keys, format_key
 from gleanrl.policies.adapt import TensorCall
 from gleanrl.policies.distributions import (
-    Draw,
-    are_settings,
-    largest,
-    recipe_of,
+    check_parameters,
+    require_known,
+    unchecked,
     watch_distribution,
 )
 from gleanrl.policies.inspect import (
@@ -187,6 +183,7 @@ class _Segment:
         self._used: Written = {}
         self._written: Written = {}
         self._ops = OpRecorder()
+        self._ops.changing(self._roots.values())
         self._units: list[Unit] = []
 
     def finish(self) -> list[Program | Unit]:
@@ -230,9 +227,11 @@ class _Segment:
         require(set(reads) <= set(unit.visible))
         mark = len(self._ops.calls)
         if isinstance(module, ProbabilisticTensorDictModule):
-            written = self._draw(module, reads)
+            written = self._draw(unit, reads)
         else:
-            written = self._pick_action(module, reads)
+            require(qualified(type(module)) == _Q_VALUES and is_plain(module))
+            require(vars(module).get("action_mask_key") is None)
+            written = self._record(unit, module, reads)
         self._prove_equal(module, reads, written, self._ops.calls[mark:])
         return written
 
@@ -244,63 +243,66 @@ class _Segment:
         out_keys: Sequence[Any],
         names: Sequence[str] | None,
     ) -> Written:
-        """Record a call of ``fn`` on tensors."""
+        """Record what ``fn`` does to tensors; or a call of it, if that is not known."""
         reads, keys = as_keys(in_keys), as_keys(out_keys)
         require(set(reads) <= set(unit.visible))
         args = [self._read(key) for key in reads]
-        require(not _writes_input(fn) or not any(map(self._is_given, args)))
-        if len(args) == 1 and names is None and isinstance(fn, nn.Module) and _is_known(fn):
-            values = _record_module(self._ops, self._watch, fn, args[0])
-            pairs = zip(keys, values, strict=True)
-            return {key: value for key, value in pairs if key != _DROPPED}
+        kept = [key for key in keys if key != _DROPPED]
         may_alias = _keeps_nothing(fn)
+        if may_alias:
+            module, ops = cast("nn.Module", fn), self._ops
+            for part in module.modules():
+                self._watch.add(part)
+            mark = ops.mark()
+            ops.changing([*module.parameters(), *module.buffers()])
+            with ops:
+                out = fn(*args) if names is None else fn(**dict(zip(names, args, strict=True)))
+            if ops.complete:
+                pairs = dict(zip(keys, _as_tuple(out, keys), strict=True))
+                return self._checked(unit, {key: pairs[key] for key in kept})
+            ops.cut(mark)
         require(may_alias or self._policy.for_rows)  # or it may change what others read
         cells = {
             key: unit.writes[key].detach().clone(memory_format=torch.contiguous_format)
-            for key in keys
-            if key != _DROPPED
+            for key in kept
         }
-        if may_alias:
-            for part in cast("nn.Module", fn).modules():
-                self._watch.add(part)
+        self._ops.changing(cells.values())
         targets = [cells.get(key) for key in keys]
         self._ops.calls.append(_tensor_call(fn, args, names, targets, keys, may_alias))
         return cells
 
-    def _pick_action(self, module: Any, reads: Sequence[Key]) -> Written:
-        """Record the choice of the action of the largest value."""
-        require(qualified(type(module)) == _Q_VALUES and is_plain(module))
-        require(vars(module).get("action_mask_key") is None)
-        ops, values = self._ops, self._read(reads[0])
-        if module.action_space == "categorical":
-            action = ops(torch.argmax, values, -1)
-            chosen = ops(torch.gather, values, -1, action.unsqueeze(-1))
-        else:
-            require(module.action_space == "one_hot")
-            action = largest(ops, values)
-            chosen = ops(torch.sum, ops(torch.mul, action, values), -1, True)
-        return dict(zip(as_keys(module.out_keys), (action, values, chosen), strict=True))
-
-    def _draw(self, module: Any, reads: Sequence[Key]) -> Written:
+    def _draw(self, unit: Unit, reads: Sequence[Key]) -> Written:
         """Record a draw from a distribution."""
-        recipe = recipe_of(module.distribution_class)
-        safe = qualified(type(module)) == _SAFE_MODULE
-        _require_plain_draw(module, safe)
+        module: Any = unit.module
+        _require_plain_draw(module, qualified(type(module)) == _SAFE_MODULE)
         params = dict(zip(map(_last, module.dist_keys), map(self._read, reads), strict=True))
-        draw = Draw(
-            ops=self._ops,
-            params=params,
-            options=dict(module.distribution_kwargs),
-            kind=self._kind,
-            log_prob=bool(module.return_log_prob),
-            joint=safe
-            and callable(getattr(module.distribution_class, "rsample_and_log_prob", None)),
-            name=", ".join(map(format_key, reads)),
-        )
-        keys = [as_key(module.dist_sample_keys[0])]
-        keys += [as_key(module.log_prob_key)] if draw.log_prob else []
-        pairs = zip(keys, recipe(draw), strict=False)
-        return {key: value for key, value in pairs if value is not None}
+        with unchecked(module) as twin:
+            written = self._record(unit, twin, reads)
+        check_parameters(self._ops, module, params, ", ".join(map(format_key, reads)))
+        return written
+
+    def _record(self, unit: Unit, module: Any, reads: Sequence[Key]) -> Written:
+        """Record what ``module`` does to a TensorDict."""
+        td = TensorDict({}, batch_size=self._policy.batch_shape)
+        for key in reads:
+            td.set(key, self._read(key))
+        self._ops.mark()
+        with self._ops:
+            td = module(td)
+        require(self._ops.complete)
+        return self._checked(unit, {key: td.get(key) for key in unit.writes})
+
+    def _checked(self, unit: Unit, values: Mapping[Key, Tensor]) -> Written:
+        """Return memory that replays refill with ``values``."""
+        written = {}
+        for key, value in values.items():
+            like = unit.writes[key]
+            require(value.shape == like.shape and value.dtype == like.dtype)
+            if 0 in value.stride():  # several elements in one place
+                with self._ops:
+                    value = value.clone(memory_format=torch.contiguous_format)
+            written[key] = value.detach()
+        return written
 
     def _prove_equal(
         self,
@@ -354,11 +356,6 @@ class _Segment:
             self._used[key] = cell
         return cell
 
-    def _is_given(self, value: Tensor) -> bool:
-        """Tell whether ``value`` lies in the memory of a root entry."""
-        memory = value.untyped_storage().data_ptr()
-        return any(memory == root.untyped_storage().data_ptr() for root in self._roots.values())
-
 
 def _is_tensordict_module(module: Any) -> bool:
     """Tell whether ``module`` is a plain ``TensorDictModule``, or a subclass that acts like one."""
@@ -373,7 +370,7 @@ def _require_plain_draw(module: Any, safe: bool) -> None:
     require(len(module.dist_sample_keys) == 1 and module.num_samples is None)
     require(not module.cache_dist)
     require(state.get("_generator") is None and state.get("_generator_key") is None)
-    require(type(module.distribution_kwargs) is dict and are_settings(module.distribution_kwargs))
+    require_known(module.distribution_class, module.distribution_kwargs)
 
 
 def _containers(policy: Any, leaves: set[int]) -> Iterator[nn.Module]:
@@ -445,16 +442,39 @@ def _why_kept(unit: Unit) -> str:
 
 # -- functions on tensors, called as they are ------------------------------------------------------
 
-_LIBRARIES = ("torch.nn.", "torchrl.modules.models.")
+_LIBRARIES = ("torch.nn.", "tensordict.nn.", "torchrl.modules.models.")
 
 
 def _keeps_nothing(fn: Any) -> bool:
     """Tell whether ``fn`` cannot hold on to what it is called with.
 
-    True of torch's own modules: no code of the user's sees their inputs.
+    True of modules of libraries: no code of the user's sees their inputs.
     """
-    return isinstance(fn, nn.Module) and all(
-        type(part).__module__.startswith(_LIBRARIES) and is_plain(part) for part in fn.modules()
+    return isinstance(fn, nn.Module) and all(map(_is_librarys, fn.modules()))
+
+
+def _is_librarys(part: nn.Module) -> bool:
+    return (
+        type(part).__module__.startswith(_LIBRARIES)
+        and not isinstance(part, TensorDictModuleBase)
+        and is_plain(part)
+        and all(map(_is_function, filter(callable, vars(part).values())))
+        and all(map(_is_dense, [*part.parameters(recurse=False), *part.buffers(recurse=False)]))
+    )
+
+
+def _is_function(value: Any) -> bool:
+    """Tell whether ``value`` is a function of torch's, or a class (no call makes instances)."""
+    home = getattr(value, "__globals__", {"__name__": "torch."})["__name__"]
+    return isinstance(value, BuiltinFunctionType | FunctionType | type) and home.startswith("torch")
+
+
+def _is_dense(weight: Any) -> bool:
+    """Tell whether ``weight`` is numbers in memory, and no tensor with a mind of its own."""
+    return (
+        type(weight) in (nn.Parameter, Tensor)
+        and weight.layout is torch.strided
+        and not weight.is_meta
     )
 
 
@@ -479,9 +499,7 @@ def _tensor_call(
         if not may_alias:
             for value, arg in zip(values, args, strict=True):
                 _check_unwritten(value, arg)
-        if not isinstance(out, tuple):
-            out = _as_tuple(out, keys)
-        for (key, cell), value in zip(wanted, out, strict=True):
+        for (key, cell), value in zip(wanted, _as_tuple(out, keys), strict=True):
             if cell is not None:
                 _copy(key, cell, value)
 
@@ -503,6 +521,8 @@ def _check_unwritten(value: Tensor, before: Tensor) -> None:
 
 
 def _as_tuple(out: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
+    if isinstance(out, tuple):
+        return out
     if isinstance(out, Tensor):
         return (out,)
     if isinstance(out, TensorDictBase):
@@ -528,174 +548,3 @@ def output_changed(key: Key, value: Any, shape: Sequence[int], dtype: torch.dtyp
         f"the policy wrote {name} as {value.dtype} of shape {tuple(value.shape)}; before, it was "
         f"{dtype} of shape {tuple(shape)}, and what is collected cannot change; pass fast=False"
     )
-
-
-# -- modules that are recorded: linear layers, activations, and sequences of them ------------------
-
-# Activations that exist in place, as the function that applies one.
-_IN_PLACE: dict[type, Callable[[Any], Callable[[Tensor], Any]]] = {
-    nn.Tanh: lambda m: torch.tanh_,
-    nn.ReLU: lambda m: torch.relu_,
-    nn.Sigmoid: lambda m: torch.sigmoid_,
-    nn.ELU: lambda m: partial(F.elu, alpha=m.alpha, inplace=True),
-    nn.CELU: lambda m: partial(F.celu, alpha=m.alpha, inplace=True),
-    nn.SELU: lambda m: partial(F.selu, inplace=True),
-    nn.SiLU: lambda m: partial(F.silu, inplace=True),
-    nn.Mish: lambda m: partial(F.mish, inplace=True),
-    nn.ReLU6: lambda m: partial(F.hardtanh, min_val=m.min_val, max_val=m.max_val, inplace=True),
-    nn.Hardtanh: lambda m: partial(F.hardtanh, min_val=m.min_val, max_val=m.max_val, inplace=True),
-    nn.LeakyReLU: lambda m: partial(F.leaky_relu, negative_slope=m.negative_slope, inplace=True),
-}
-# Settings that become part of recorded calls; only numbers are sure to stay what they are.
-_NUMBERS = ("alpha", "min_val", "max_val", "negative_slope", "scale_lb", "bias", "p")
-# Modules that make one new tensor from one tensor and hold nothing but parameters.
-_PURE = (nn.GELU, nn.Softplus, nn.Softsign, nn.Softmax, nn.LogSoftmax, nn.LayerNorm, nn.RMSNorm)
-# Subclasses of nn.Sequential that add nothing for one input; their packages are not imported here.
-_SEQUENTIALS = {"torchrl.modules.models.models.MLP": "_reshape_out"}
-_NORMAL_PARAMETERS = (NormalParamExtractor, AddStateIndependentNormalScale)
-# Modules whose result may be their input.
-_VIEWS = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)
-_SCALE_MAPPINGS: tuple[Callable[..., Tensor], ...] = (torch.exp, F.softplus)
-_LINEAR_TRIALS = 3
-
-
-def _is_known(module: nn.Module) -> bool:
-    """Tell whether `_record_module` understands ``module`` completely."""
-    leaves = list(_leaves(module))
-    # These return two tensors: nothing in a sequence can follow them.
-    return all(map(_is_known_leaf, leaves)) and not any(
-        isinstance(leaf, _NORMAL_PARAMETERS) for leaf in leaves[:-1]
-    )
-
-
-def _is_known_leaf(module: nn.Module) -> bool:
-    kind, state = type(module), vars(module)
-    if not is_plain(module) or not _are_numbers(state):
-        return False
-    if kind is NormalParamExtractor:
-        mapping: Any = module.scale_mapping
-        if type(mapping) is biased_softplus:
-            return is_plain(mapping) and _are_numbers(vars(mapping))
-        return any(mapping is known for known in _SCALE_MAPPINGS)
-    if kind is nn.Dropout:
-        return not module.training or not module.p
-    if kind is nn.Linear:
-        return _is_dense(module.weight) and (module.bias is None or _is_dense(module.bias))
-    return kind in _IN_PLACE or kind in (*_PURE, nn.Identity, AddStateIndependentNormalScale)
-
-
-def _are_numbers(state: Mapping[str, Any]) -> bool:
-    return all(type(state[name]) in (int, float) for name in _NUMBERS if name in state)
-
-
-def _is_dense(weight: Any) -> bool:
-    """Tell whether ``weight`` is real numbers in memory, and no tensor with a mind of its own."""
-    return (
-        type(weight) in (nn.Parameter, Tensor)
-        and weight.layout is torch.strided
-        and weight.is_floating_point()
-        and not weight.is_meta
-    )
-
-
-def _writes_input(module: Any) -> bool:
-    """Tell whether ``module`` may change its input in place, as its first activation can."""
-    for leaf in _leaves(module) if isinstance(module, nn.Module) else ():
-        if any(vars(part).get("inplace") for part in leaf.modules()):
-            return True
-        if type(leaf) not in _VIEWS:
-            return False
-    return False
-
-
-def _leaves(module: nn.Module, watch: Watch | None = None) -> Iterator[nn.Module]:
-    """Yield the leaves of nested sequences in the order of their calls."""
-    if watch is not None:
-        watch.add(module)
-    flag = _SEQUENTIALS.get(qualified(type(module)))
-    mlp = flag is not None and is_plain(module) and not vars(module).get(flag, True)
-    if not mlp and not uses(module, nn.Sequential, "forward", "__iter__"):
-        yield module
-        return
-    # Not children(): a module that stands twice in a sequence is called twice.
-    for child in cast("nn.Sequential", module):
-        yield from _leaves(child, watch)
-
-
-def _record_module(
-    ops: OpRecorder, watch: Watch, module: nn.Module, value: Tensor
-) -> tuple[Tensor, ...]:
-    """Record ``module(value)`` for a module that `_is_known`; return what replays refill."""
-    private = False  # whether nobody else sees the value, so that it can be written in place
-    values: tuple[Tensor, ...] = (value,)
-    for part in _leaves(module, watch):
-        first = values[0]
-        if isinstance(part, nn.Linear):
-            values, private = (_linear(ops, part, first),), True
-        elif type(part) in _IN_PLACE:
-            if not private and not vars(part).get("inplace"):
-                first = ops.fill(partial(_same, first))
-            ops.do(_IN_PLACE[type(part)](part), first)
-            values, private = (first,), True
-        elif isinstance(part, NormalParamExtractor):
-            if isinstance(part.scale_mapping, nn.Module):
-                watch.add(part.scale_mapping)
-            values = _normal_parameters(ops, part, first)
-        elif isinstance(part, AddStateIndependentNormalScale):
-            values = (first, ops.fill(partial(_second, part, first)))
-        elif isinstance(part, _PURE):
-            values, private = (ops.fill(partial(part, first)),), True
-    return values
-
-
-def _linear(ops: OpRecorder, module: nn.Linear, value: Tensor) -> Tensor:
-    weight = module.weight.detach()
-    bias = None if module.bias is None else module.bias.detach()
-    if not value.is_contiguous() or not _flattens(value, weight, bias):
-        return ops.fill(partial(F.linear, value, weight, bias))
-    flat = value.view(-1, value.shape[-1])
-    if bias is None:
-        out = ops(torch.mm, flat, weight.t())
-    else:
-        out = ops(torch.addmm, bias, flat, weight.t())
-    return out.view(*value.shape[:-1], weight.shape[0])
-
-
-def _flattens(value: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Tell whether one matrix product over flattened rows gives ``F.linear``'s result, bit for bit.
-
-    Kernels differ between vectors, matrices and batches of matrices; tried on random numbers, where
-    another order of summation shows in almost every element.
-    """
-    generator = torch.Generator(value.device).manual_seed(0)
-    for _ in range(_LINEAR_TRIALS):
-        trial = torch.randn(value.shape, generator=generator, device=value.device).to(value.dtype)
-        flat = trial.view(-1, trial.shape[-1])
-        product = torch.mm if bias is None else partial(torch.addmm, bias)
-        mine = product(flat, weight.t())
-        if not torch.equal(mine.view(-1), F.linear(trial, weight, bias).view(-1)):
-            return False
-    return True
-
-
-def _same(value: Tensor) -> Tensor:
-    return value
-
-
-def _second(module: Callable[[Tensor], Sequence[Tensor]], value: Tensor) -> Tensor:
-    return module(value)[1]
-
-
-def _normal_parameters(
-    ops: OpRecorder, module: NormalParamExtractor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    loc, raw = value.chunk(2, -1)
-    mapping = module.scale_mapping
-    if type(mapping) is biased_softplus:
-        # Not as a partial of the module: its attributes are numbers that stay.
-        scale = ops(F.softplus, ops(torch.add, raw, mapping.bias))
-        ops.do(scale.add_, mapping.min_val)
-    else:
-        scale = ops(mapping, raw)
-    ops.do(scale.clamp_min_, module.scale_lb)
-    return loc, scale

@@ -1,19 +1,21 @@
 """A list of calls without arguments that does one step of arithmetic in place.
 
-Tensors here are made once. A lowering writes ordinary tensor code through an `OpRecorder`; each
-result is kept as the buffer into which every later replay computes again. Replaying a call costs
-the kernel and nothing else: no allocation, no lookup, no Python frame.
+Code runs under an `OpRecorder` as it would without. Each operation on tensors that change from step
+to step is kept as a call that computes into the same result again. Replaying a call costs the
+kernel and nothing else: no allocation, no lookup, no Python frame.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.window import Array
@@ -57,30 +59,6 @@ class Slot:
         return cls(tensor, array_of(tensor))
 
 
-# The same arithmetic, bit for bit, called in half the time; tells on rows as small as these.
-_UFUNCS: dict[Any, np.ufunc] = {
-    torch.add: np.add,
-    torch.div: np.divide,
-    torch.mul: np.multiply,
-    torch.sub: np.subtract,
-}
-
-
-def _elementwise(
-    fn: Callable[..., Any], args: tuple[Any, ...], result: torch.Tensor
-) -> Callable[[], Any] | None:
-    """Return ``fn`` over the same memory as a numpy call, ``None`` where there is none."""
-    ufunc, out = _UFUNCS.get(fn), array_of(result)
-    if ufunc is None or out is None:
-        return None
-    if not all(isinstance(arg, torch.Tensor) and arg.dtype == result.dtype for arg in args):
-        return None
-    arrays = [array_of(arg) for arg in args]
-    if any(array is None for array in arrays):
-        return None
-    return partial(ufunc, *arrays, out)
-
-
 @dataclass(slots=True)
 class Check:
     """Folds one tensor over all steps, to be looked at once per rollout."""
@@ -100,42 +78,117 @@ class Check:
             raise PolicyError(self.message)
 
 
-class OpRecorder:
-    """Records calls by making them."""
+# The same arithmetic, bit for bit, called in half the time; tells on rows as small as these.
+_UFUNCS: dict[str, np.ufunc] = {
+    "add": np.add,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "square": np.square,
+    "sub": np.subtract,
+}
+# These leave nothing of what was there before.
+_FILLING = {"copy_", "exponential_", "fill_", "normal_", "uniform_", "zero_"}
+
+
+class OpRecorder(TorchDispatchMode):
+    """Records operations while they are made."""
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.calls: list[Callable[[], Any]] = []
         self.checks: list[Check] = []
+        self.complete = True
+        """Whether a replay does all that ran under this recorder."""
+        self._changing: set[int] = set()
+        """Where tensors lie whose values differ from step to step."""
+        self._made: dict[int, torch.Tensor] = {}
+        """What was made under this recorder, by place."""
+        self.latest: dict[str, torch.Tensor] = {}
+        """What each operation gave when it was recorded last, by its name."""
 
     def mark(self) -> tuple[int, int]:
-        """Return a place to `cut` at."""
+        """Return a place to `cut` at; what follows is `complete` so far."""
+        self.complete, self.latest = True, {}
         return len(self.calls), len(self.checks)
 
     def cut(self, mark: tuple[int, int]) -> None:
         """Forget what was recorded since ``mark``; nothing else was changed by recording it."""
         del self.calls[mark[0] :], self.checks[mark[1] :]
 
-    def __call__(self, fn: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-        """Call ``fn``, which takes ``out``, and return the buffer every replay writes to."""
-        result = fn(*args)
-        self.calls.append(_elementwise(fn, args, result) or partial(fn, *args, out=result))
+    def changing(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Say that the values of ``tensors`` may differ from step to step."""
+        self._changing.update(map(_place, tensors))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``func``, and record it if its result may differ at the next step.
+
+        Raises:
+            Unknown: it writes to a tensor that was not made under this recorder.
+        """
+        kwargs = kwargs or {}
+        given = {_place(one) for one in _tensors((args, kwargs))}
+        varies = not given.isdisjoint(self._changing)
+        varies = varies or torch.Tag.nondeterministic_seeded in func.tags
+        if func._schema.is_mutable:
+            self._write(func, args, kwargs, varies)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        fresh = {_place(one): one for one in _tensors(result)}
+        if fresh and fresh.keys() <= given:
+            return result  # a view
+        self._made.update(fresh)
+        if varies:
+            call = self._again(func, args, kwargs, result)
+            self.complete = self.complete and call is not None and 0 not in fresh
+            self._changing.update(fresh)
+            self.calls += [] if call is None else [call]
         return result
 
-    def do(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call ``fn`` for its effect on tensors of this recorder."""
-        call = partial(fn, *args, **kwargs) if args or kwargs else fn
-        call()
-        self.calls.append(call)
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: Any, varies: bool) -> None:
+        """Record a call that writes to its first argument."""
+        if torch.Tag.inplace_view in func.tags:
+            return
+        name, target = _name(func), args[0]
+        require(name.endswith("_") and _place(target) in self._made)
+        whole = self._made[_place(target)]
+        if not varies:
+            return
+        if _place(target) not in self._changing and name not in _FILLING:
+            self.calls.append(partial(whole.copy_, whole.clone()))
+        self._changing.add(_place(target))
+        self.calls.append(partial(getattr(target, name), *_detached(args[1:]), **kwargs))
 
-    def fill(self, fn: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Call ``fn``, which makes a new tensor, and return a buffer every replay copies it to."""
-        buffer = fn().clone()
+    def _again(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any
+    ) -> Callable[[], Any] | None:
+        """Return what computes ``result`` again, ``None`` if that is not known."""
+        # Views: what runs here may change the shape of its tensors afterwards.
+        name, args, result = _name(func), _detached(args), _detached(result)
+        if name == "_local_scalar_dense":
+            # Where distributions look at whole numbers, they check their range.
+            return _nothing if type(result) is int else None
+        if name == "multinomial" and args[1] == 1 and not kwargs.get("generator"):
+            # What torch does for one draw, without its checks and copies.
+            noise = torch.empty_like(args[0])
+            self.calls += [noise.exponential_, partial(torch.div, args[0], noise, out=noise)]
+            return partial(torch.argmax, noise, -1, True, out=result)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        self.latest[name] = result
+        if name == "logsumexp" and args[1:] == ([-1], True):
+            # The same without what torch allocates on the way.
+            with self:
+                top = torch.amax(args[0], -1, True)
+                total = (args[0] - top).exp().sum(-1, True).log()
+            name, args = "add", (total, top)
+        if name in ("clone", "_to_copy"):
+            return partial(result.copy_, args[0])
+        call = _elementwise(name, args, kwargs, result) or _into(name, args, kwargs, result)
+        return call if call is not None and _repeats(call, _tensors(result)) else None
 
-        def call() -> None:
-            buffer.copy_(fn())
-
-        self.calls.append(call)
-        return buffer
+    # -- checks ----------------------------------------------------------------------------------
 
     def check_finite(self, tensor: torch.Tensor, message: str) -> None:
         """Have the rollout end with `PolicyError` if ``tensor`` was NaN or infinite at any step."""
@@ -165,3 +218,59 @@ class OpRecorder:
         else:
             self.calls.append(partial(fold, totals, values, out=totals))
         self.checks.append(Check(total, start, valid, message))
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name).removeprefix("aten::")
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+
+
+def _detached(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _elementwise(
+    name: str, args: tuple[Any, ...], kwargs: Any, result: Any
+) -> Callable[[], Any] | None:
+    """Return an operation as a numpy call over the same memory, ``None`` where there is none."""
+    if name == "pow" and args[1] == 2:
+        name, args = "square", args[:1]
+    if name == "rsub":
+        name, args = "sub", (args[1], args[0])
+    ufunc = _UFUNCS.get(name)
+    if ufunc is None or kwargs or not result.is_floating_point():
+        return None
+    arrays = [array_of(arg) if isinstance(arg, torch.Tensor) else arg for arg in (*args, result)]
+    alike = all(one.dtype == result.dtype for one in _tensors(args))
+    if not alike or any(array is None for array in arrays):
+        return None
+    return partial(ufunc, *arrays)
+
+
+def _into(name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> Callable[[], Any] | None:
+    """Return an operation as torch's function that takes ``out``, ``None`` where there is none."""
+    if name == "relu":  # has no ``out``
+        name, args = "clamp_min", (*args, 0)
+    fn = getattr(torch, name, None) or getattr(torch._C._nn, name, None)
+    return None if fn is None else partial(fn, *args, **kwargs, out=result)
+
+
+def _repeats(call: Callable[[], Any], results: Sequence[torch.Tensor]) -> bool:
+    """Tell whether ``call`` gives what the tensors in ``results`` hold, bit for bit."""
+    before = [one.clone() for one in results]
+    try:
+        call()
+    except (TypeError, RuntimeError):
+        return False
+    return all(torch.equal(one, other) for one, other in zip(before, results, strict=True))

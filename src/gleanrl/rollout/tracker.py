@@ -36,7 +36,7 @@ class Tracker:
         self._episode = np.zeros(envs, np.int64)
         self._age = np.zeros(envs, np.int64)
         """Steps each environment has taken in its running episode, at rollout start."""
-        self._sums = _Sums(envs)
+        self._sums = EpisodeSums(envs)
         self.episodes = Episodes()
         """Those that ended in the last rollout."""
         self._due = np.full(envs, _NEVER)
@@ -154,7 +154,7 @@ class Tracker:
         self.restart()
 
 
-class _Sums:
+class EpisodeSums:
     """Returns and lengths of episodes. Rollouts wait until somebody asks, and are added up at once.
 
     A return is the sum of rewards from first to last, in float64; it depends neither on where

@@ -14,12 +14,15 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gleanrl.core.errors import ConfigError, WorkerDied
 from gleanrl.core.options import users_stacklevel
 from gleanrl.transport.handshake import Guest, HandshakeError, Invitation, admit
 from gleanrl.transport.launchers import Launcher
-from gleanrl.transport.remote_node import Node
+
+if TYPE_CHECKING:
+    from gleanrl.transport.network import Node
 
 LOOK = 0.2
 """Seconds between two looks at what became of nodes that have not joined yet."""

@@ -15,8 +15,7 @@ import torch
 
 from gleanrl.core.messages import Block, WindowRef
 from gleanrl.core.window import Array, Window
-from gleanrl.memory.arena import window_over
-from gleanrl.memory.slab import MARK, packed
+from gleanrl.memory.arena import MARK, packed, window_over
 from gleanrl.transport.data_plane import Transfer
 
 _LARGE = 1 << 18

@@ -1,13 +1,16 @@
-"""Workers on nodes: commands and replies over connections of our own, data on a data plane."""
+"""Nodes, seen from the learner: commands and replies over connections, data on a data plane."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import pickle
 import select
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,16 +19,16 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.window import Array
-from gleanrl.transport.data_plane import DataPlane
-from gleanrl.transport.frames import STOP, head_of
+from gleanrl.transport.data_plane import ROLLOUT_TAG, WEIGHTS_TAG, DataPlane, Pair, Transfer
+from gleanrl.transport.frames import BEAT, KEY, LEAVE, STOP, WEIGHTS, head_of, key_frame, read_key
 from gleanrl.transport.handshake import Guest, keep_alive, new_secret
 from gleanrl.transport.joining import LOOK, NodeAdmitter, listen
+from gleanrl.transport.landing import Arrival, Landing
 from gleanrl.transport.launchers import Launcher
-from gleanrl.transport.peer import Channels, RemoteBackend, RemoteFlag
+from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend, RemoteFlag
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.process_group import ProcessGroups
-from gleanrl.transport.remote_node import NEWS, Node
-from gleanrl.transport.stream import ForgedFrameError
+from gleanrl.transport.stream import ForgedFrameError, SealedChannel
 from gleanrl.transport.waiting import interruptible
 from gleanrl.transport.weights import FlatWeightPublisher, plan_flat
 from gleanrl.transport.worker import Boot, OpenWindow
@@ -34,6 +37,220 @@ _GRACE = 1.0
 """Seconds within which a node that was told to end has to be gone."""
 _NAPS = 50e-6, 1e-3
 """Seconds between two looks at whether an announced rollout is here: at first, in the end."""
+
+
+_NEWS = 2.0
+"""Seconds within which a launcher has heard how a process ended that is gone."""
+_IN_FLIGHT = 1.0
+"""Seconds that what a node had sent may take to arrive once its connection has ended."""
+
+
+class Node(ChannelPeer):
+    """A node, seen from the learner."""
+
+    def __init__(self, guest: Guest, backend: NetworkBackend) -> None:
+        """Take over the connection of ``guest``, which was let in.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        sock, keys = guest.sock, guest.keys
+        keep_alive(sock, backend.timeout_s)
+        super().__init__(guest.node, SealedChannel(sock, keys.learner, keys.node))
+        self._backend = backend
+        self.address = str(sock.getpeername()[0])
+        self.here = str(sock.getsockname()[0])
+        self.heard = time.monotonic()
+        """When it last gave a sign of life."""
+        self.leaving: str | None = None
+        """Why it ends, if it has said so or this side ends it."""
+        self.problem = ""
+        """What this side found to be wrong with it."""
+        self.announced: deque[bytes] = deque()
+        """Replies that have come, of which not all that belongs to them may be here."""
+        self._ended: float | None = None
+        """When its connection was seen to have ended."""
+        self._sending = threading.Lock()
+        self._keys: dict[str, bytes] = {}
+        self._pair: Pair | None = None
+        self._landings: dict[int, Landing] = {}
+        """Where rollouts land, by slot."""
+        self._arriving: dict[int, Arrival] = {}
+        """Rollouts that are due, by ticket."""
+        self._weights: deque[tuple[Transfer, Callable[[], None]]] = deque()
+        """Those on their way, oldest first, and whom to tell that they were taken."""
+
+    # -- joining ---------------------------------------------------------------------------------
+
+    def greet(self, life: int) -> None:
+        """Tell it what to be; returns once it and this side have agreed on how data travel."""
+        self.channel.send(pickle.dumps(self._backend.boot(self.index, life)))
+        self._pair = self._backend.plane.pair(self)
+
+    def tell(self, key: str, value: bytes) -> None:
+        self.channel.send(key_frame(key, value))
+
+    def key(self, key: str) -> bytes:
+        """Return what the node tells of ``key``; what else comes meanwhile is kept for later.
+
+        Raises:
+            CollectorTimeout: it did not in time.
+            EOFError: it is gone.
+        """
+        self._read_until(lambda: key in self._keys, self._backend.timeout_s)
+        return self._keys[key]
+
+    def await_start(self) -> None:
+        """Wait until the node has said that it is up, or why it is not.
+
+        It has no deadline of its own: whoever gives the node up hangs up on it.
+
+        Raises:
+            EOFError: it is gone.
+        """
+        self._read_until(lambda: any(head_of(frame)[0] == 0 for frame in self.announced), None)
+
+    def _read_until(self, there: Callable[[], bool], timeout: float | None) -> None:
+        readable = select.poll()
+        readable.register(self.channel, select.POLLIN)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not there():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise CollectorTimeout(f"node {self.index} did not answer in time")
+            readable.poll(None if left is None else 1000 * left)
+            self.read()
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def post(self, ticket: int, command: m.Command) -> None:
+        """Send ``command`` as far as the connection takes it, and expect its rollout."""
+        frame = self.writer.write(ticket, command)  # it raises what the user's objects raise
+        try:
+            if isinstance(command, m.Collect) and command.window.blocks:
+                self._arriving[ticket] = self._expect(ticket, command.window)
+            self.put(frame)
+        except BaseException:  # an interrupt: the two sides may expect different rollouts now
+            self.hang_up()
+            raise
+
+    def put(self, frame: bytes) -> None:
+        """Send ``frame`` as far as the connection takes it; any thread may."""
+        with self._sending, contextlib.suppress(OSError):  # whoever reads next is told
+            self.channel.post(frame)
+
+    def flush(self) -> None:
+        """Send what waits, as far as it is taken."""
+        with self._sending:
+            super().flush()
+
+    def read(self) -> None:
+        """Take in what has come.
+
+        Raises:
+            EOFError: the connection has ended.
+            ForgedFrameError: it is not the node's alone.
+        """
+        for frame in self.channel.read():
+            kind = frame[:1]
+            if kind == KEY:
+                name, value = read_key(frame)
+                self._keys[name] = value
+            elif kind == LEAVE:
+                self.leaving = frame[1:].decode()
+            elif kind == WEIGHTS:
+                self._weights_taken()
+            elif kind != BEAT:
+                self.announced.append(frame)
+        self.heard = time.monotonic()
+
+    # -- data ------------------------------------------------------------------------------------
+
+    def _expect(self, ticket: int, reference: m.WindowRef) -> Arrival:
+        assert self._pair is not None
+        landing = self._landings.get(reference.slot)
+        if landing is None:
+            landing = Landing(self._backend.open_window(reference), reference)
+            self._landings[reference.slot] = landing
+        pair = self._pair
+        return Arrival(
+            ticket, landing, lambda piece, whole: pair.receive(piece, ROLLOUT_TAG, whole)
+        )
+
+    def is_here(self, ticket: int) -> bool:
+        """Whether `land` would not have to wait."""
+        arrival = self._arriving.get(ticket)
+        return arrival is None or arrival.here
+
+    def land(self, ticket: int) -> Array | None:
+        """If ``ticket`` is that of a rollout, see to it that it is in its window.
+
+        Returns:
+            Where the rollout is, if it has arrived elsewhere.
+
+        Raises:
+            RuntimeError: the node was lost meanwhile.
+        """
+        arrival = self._arriving.get(ticket)
+        if arrival is None:
+            return None
+        block = arrival.finish()
+        del self._arriving[ticket]
+        return block
+
+    def send_weights(self, buffer: torch.Tensor, taken: Callable[[], None]) -> bool:
+        """Send ``buffer``, which must not change before ``taken`` is called; False: it is gone."""
+        assert self._pair is not None
+        try:
+            transfer = self._pair.send(buffer, WEIGHTS_TAG)
+        except RuntimeError:  # whoever waits for a rollout is told
+            return False
+        self._weights.append((transfer, taken))
+        self.put(WEIGHTS)
+        return True
+
+    def _weights_taken(self) -> None:
+        transfer, taken = self._weights.popleft()
+        with contextlib.suppress(RuntimeError):  # the node has them, whatever was lost afterwards
+            transfer.finish()
+        taken()
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def hang_up(self) -> None:
+        """End the connection for both sides; whoever waits for it is told. Any thread may."""
+        self.channel.hang_up()
+
+    def fail(self, reason: str) -> None:
+        self.problem = reason
+        self.hang_up()
+
+    def in_flight(self) -> bool:
+        """Whether what it sent before its connection ended may still be on its way."""
+        now = time.monotonic()
+        self._ended = self._ended or now
+        return bool(self.announced) and now - self._ended < _IN_FLIGHT
+
+    def exit_reason(self, reason: str, timeout: float = _NEWS) -> str:
+        """Return why it is gone: its own word, its launcher's within a while, or ``reason``."""
+        return self.leaving or self._backend.launcher.exit_reason(self.index, timeout) or reason
+
+    def listen(self) -> None:
+        """Look whether the node has said that it ends, in what nobody has read yet."""
+        with contextlib.suppress(EOFError, OSError):
+            self.read()
+
+    def close(self, *, drop: bool = True) -> None:
+        """Close the connection, by which a node that is still there ends.
+
+        Args:
+            drop: Let go of what carries data as well, which a forked child cannot do.
+        """
+        self.channel.close()
+        if drop:
+            self._pair = None
+            self._arriving.clear()
+            self._weights.clear()
 
 
 class NetworkBackend(RemoteBackend[Node]):
@@ -76,8 +293,8 @@ class NetworkBackend(RemoteBackend[Node]):
             ConfigError: the port cannot be listened on.
         """
         super().__init__()
-        self._open_window, self.launcher, self._timeout_s = open_window, launcher, timeout_s
-        self._plane = ProcessGroups() if plane is None else plane
+        self.open_window, self.launcher, self.timeout_s = open_window, launcher, timeout_s
+        self.plane = ProcessGroups() if plane is None else plane
         self._channels: Channels[Node] = Channels()
         self._threads, self._start_timeout, self._replaces = threads, start_timeout, replaces
         self._secret = new_secret()
@@ -97,7 +314,7 @@ class NetworkBackend(RemoteBackend[Node]):
             self._listener,
             self._secret,
             launcher,
-            self._take_over,
+            lambda guest: Node(guest, self),
             heartbeat=timeout_s,
             timeout_s=start_timeout,
         )
@@ -113,7 +330,7 @@ class NetworkBackend(RemoteBackend[Node]):
             CollectorTimeout: not all had joined in time.
         """
         self._factories = [pickled(worker, factory) for worker, factory in enumerate(factories)]
-        self._plane.begin(self._host, len(factories), self._timeout_s)
+        self.plane.begin(self._host, len(factories), self.timeout_s)
         self._admitter.launch_first(len(factories))
         joined: dict[int, Node] = {}
         deadline = time.monotonic() + self._start_timeout
@@ -129,26 +346,16 @@ class NetworkBackend(RemoteBackend[Node]):
             if node is not None:
                 joined[node.index] = node
         self._peers = [joined[worker] for worker in range(len(factories))]
-        self._plane.enter(self._look)
+        self.plane.enter(self._look)
         if self._replaces:
             self._channels.poller.register(self._admitter.bell, select.EPOLLIN)
         else:
             self._admitter.stop(_GRACE)
             self._listener.close()
 
-    def _take_over(self, guest: Guest) -> Node:
-        keep_alive(guest.sock, self._timeout_s)
-        return Node(
-            guest,
-            boot=self._boot,
-            plane=self._plane,
-            open_window=self._open_window,
-            launcher=self.launcher,
-            timeout_s=self._timeout_s,
-        )
-
-    def _boot(self, index: int, life: int) -> Boot:
-        connect = self._plane.connect(index)
+    def boot(self, index: int, life: int) -> Boot:
+        """Return what node ``index`` is to be, which was lost ``life`` times."""
+        connect = self.plane.connect(index)
         return Boot(index, self._factories[index], self._threads, life, connect)
 
     def _look(self) -> None:
@@ -275,18 +482,18 @@ class NetworkBackend(RemoteBackend[Node]):
         Raises:
             WorkerDied: one has.
         """
-        left = self._timeout_s
+        left = self.timeout_s
         for node in self._channels.peers():
             if node.leaving is not None and not node.announced:
                 raise self._died(node, node.leaving)
             silent_for_s = now - node.heard
-            if silent_for_s >= self._timeout_s:
+            if silent_for_s >= self.timeout_s:
                 raise self._died(
                     node,
                     f"showed no sign of life for {silent_for_s:.0f} s: its host or the network is "
                     "down, or its process stands still",
                 )
-            left = min(left, self._timeout_s - silent_for_s)
+            left = min(left, self.timeout_s - silent_for_s)
         return left
 
     def _hear(self, peer: Node) -> None:
@@ -301,10 +508,10 @@ class NetworkBackend(RemoteBackend[Node]):
                 raise self._died(peer, why) from None
 
     def _exit_reason(self, peer: Node, reason: str) -> str:
-        silent = time.monotonic() - peer.heard >= self._timeout_s
+        silent = time.monotonic() - peer.heard >= self.timeout_s
         if not peer.gone:
             peer.listen()
-        wait = 0.0 if silent or peer.gone else NEWS
+        wait = 0.0 if silent or peer.gone else _NEWS
         return f"on node {peer.address} {interruptible(peer.exit_reason, reason, wait)}"
 
     def _drop(self, peer: Node) -> None:
@@ -327,7 +534,7 @@ class NetworkBackend(RemoteBackend[Node]):
         mine = self._owner == os.getpid()
         try:
             if mine:
-                self._plane.leave()
+                self.plane.leave()
                 self._admitter.stop(min(timeout, _GRACE))
         finally:  # nodes end also where Ctrl-C ends the wait for threads
             self._end_nodes(mine, timeout)
@@ -345,7 +552,7 @@ class NetworkBackend(RemoteBackend[Node]):
         self.launcher.stop(min(timeout, _GRACE))
         self._channels.poller.close()
         if mine:
-            self._plane.close()
+            self.plane.close()
 
 
 def _keep_for_ever(held: object) -> None:

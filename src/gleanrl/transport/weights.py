@@ -18,7 +18,7 @@ from gleanrl.core.messages import Snapshot, WeightsRef
 from gleanrl.weights.shared import check_fit, planned, views_of
 
 if TYPE_CHECKING:
-    from gleanrl.transport.remote_node import Node
+    from gleanrl.transport.network import Node
 
 _HEADER = 64
 """Bytes of a buffer before its tensors."""

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 _REFRESH_S = 0.1
-_TICK_S = 0.25
+_TICK_S = 0.5
 _LINE_EVERY_S = 2.0
 """Seconds between two lines where there is no terminal: nothing is silent for longer."""
 _SHORTEST_BAR = 8

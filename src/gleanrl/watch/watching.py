@@ -188,6 +188,6 @@ def _facts(engine: Engine, budget: Budget, measures: Measures) -> dict[str, Any]
         "frames": budget.delivered,
         "completed": budget.exhausted,
         "failed": engine.failure is not None,
-        "busy": not engine.idle,
+        "busy": not engine.gather.idle,
         **measures.stats(),
     }

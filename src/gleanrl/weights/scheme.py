@@ -2,12 +2,11 @@
 
 Without a collector, per worker:
 
-    sender -- (number, values) --> queue -> the receiver's thread -> model
+    sender -- (number, extra state) --> queue -> the receiver's thread -> model
     sender <- (number, pid, error) -- pipe
 
-Message 0 is `connect`'s, and ``None`` ends the thread. With shared memory the tensors lie
-there, and the message only has what is no tensor. The tensors of one message become the model's
-under the receiver's lock.
+Message 0 is `connect`'s, and ``None`` ends the thread. Tensors lie in shared memory, whatever the
+scheme. Those of one message become the model's under the receiver's lock.
 """
 
 from __future__ import annotations
@@ -113,12 +112,16 @@ class WeightSyncScheme:
         self.model_id: str | None = None
         self.worker_idx: int | None = None
         self._links: dict[int, _Link] = {}
-        self._side: _Sender | _Receiver | None = None
+        self._workers: dict[int, _Worker] = {}
+        """On the sender: all workers."""
+        self._receiving: _Receiver | None = None
+        self._number = 0
+        """Of the latest `send`."""
         self._connected = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        return {**self.__dict__, "_side": None, "_connected": False}
+        return {**self.__dict__, "_workers": {}, "_receiving": None, "_connected": False}
 
     @staticmethod
     def from_backend(backend: str, **kwargs: Any) -> WeightSyncScheme:
@@ -181,9 +184,13 @@ class WeightSyncScheme:
             params_map = dict.fromkeys(range(count), sources[0])
         elif any(value is not None for value in (devices, device_map_fn, num_workers)):
             raise ConfigError("params_map says it all: no devices, device_map_fn, num_workers")
-        self._side = sender = _Sender(params_map, device_map_fn, self.shared, ctx)
-        self._links = {worker.index: worker.link for worker in sender.workers.values()}
-        self._connected = False
+        ctx, memory = ctx or multiprocessing.get_context(), _Memory()
+        self._workers = {
+            worker: _Worker(worker, source, device_map_fn, memory, ctx)
+            for worker, source in params_map.items()
+        }
+        self._links = {index: worker.link for index, worker in self._workers.items()}
+        self._receiving, self._number, self._connected = None, 0, False
         self.model_id = model_id
 
     def init_on_receiver(
@@ -212,7 +219,8 @@ class WeightSyncScheme:
                 f"worker_idx ({worker_idx}) must be one of {sorted(self._links)}: those of the "
                 "sender, which calls init_on_sender before the scheme goes to another process"
             )
-        self._side, self._connected = _Receiver(self._links[worker_idx], model), False
+        self._receiving, self._connected = _Receiver(self._links[worker_idx], model), False
+        self._workers = {}
         self.model_id, self.worker_idx = model_id, worker_idx
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
@@ -229,10 +237,10 @@ class WeightSyncScheme:
         """
         if self._connected:
             raise RuntimeError("connect was called before: use send from now on")
-        if isinstance(self._side, _Sender):
-            self._side.connect(weights)
-        else:
+        if not self._workers:
             self._receiver().connect()
+        for worker in self._workers.values():  # waits for none: they may start later
+            worker.post(worker.ready(weights), 0)
         self._connected = True
 
     synchronize_weights = connect
@@ -253,9 +261,27 @@ class WeightSyncScheme:
             ClosedError: a worker takes no more weights.
             CollectorTimeout: a worker has not loaded them within 60 s.
         """
-        if not (isinstance(self._side, _Sender) and self._connected):
+        workers = self._workers
+        if not (workers and self._connected):
             raise RuntimeError("send needs init_on_sender and connect before")
-        self._side.send(weights, worker_ids, self.sync)
+        per_worker = (
+            type(weights) is dict and bool(weights) and all(isinstance(key, int) for key in weights)
+        )
+        if worker_ids is None:
+            worker_ids = list(weights) if per_worker else list(workers)
+        chosen = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
+        unknown = [w for w in chosen if w not in workers or (per_worker and w not in weights)]
+        if unknown:
+            raise ConfigError(f"no weights for, or no workers {unknown}: {list(workers)}")
+        for index in chosen:
+            workers[index].settle()
+        ready = [workers[w].ready(weights[w] if per_worker else weights) for w in chosen]
+        self._number += 1
+        for index, values in zip(chosen, ready, strict=True):
+            workers[index].post(values, self._number)
+        end = time.monotonic() + _WAIT_S
+        for index in chosen if self.sync else ():
+            workers[index].wait(end)
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
         """Return weights that arrived since the last call, ``None`` if there are none.
@@ -286,19 +312,23 @@ class WeightSyncScheme:
 
     def shutdown(self) -> None:
         """Send or take no more weights. What was sent before still arrives."""
-        side, self._side, self._connected = self._side, None, False
-        if side is not None:
-            side.shutdown()
+        workers, receiver = self._workers, self._receiving
+        self._workers, self._receiving, self._connected = {}, None, False
+        end = time.monotonic() + _WAIT_S
+        for worker in workers.values():
+            worker.end(end)
+        if receiver is not None:
+            receiver.shutdown()
 
     @property
     def initialized_on_sender(self) -> bool:
         """Whether this process sends."""
-        return isinstance(self._side, _Sender)
+        return bool(self._workers)
 
     @property
     def initialized_on_receiver(self) -> bool:
         """Whether this process gets weights."""
-        return isinstance(self._side, _Receiver)
+        return self._receiving is not None
 
     @property
     def synchronized_on_sender(self) -> bool:
@@ -312,13 +342,15 @@ class WeightSyncScheme:
 
     @property
     def weights(self) -> TensorDictBase | None:
-        """What would be sent now, or what arrived last."""
-        return None if self._side is None else self._side.weights
+        """What would be sent now (to the first worker), or what arrived last."""
+        for worker in self._workers.values():
+            return _tree_of(worker.weights())
+        return None if self._receiving is None else self._receiving.weights
 
     @property
     def model(self) -> nn.Module | None:
         """The receiver's model."""
-        return self._side.model if isinstance(self._side, _Receiver) else None
+        return None if self._receiving is None else self._receiving.model
 
     @property
     def version(self) -> int:
@@ -331,9 +363,9 @@ class WeightSyncScheme:
         return self._receiver().lock
 
     def _receiver(self) -> _Receiver:
-        if not isinstance(self._side, _Receiver):
+        if self._receiving is None:
             raise RuntimeError("this process has not called init_on_receiver")
-        return self._side
+        return self._receiving
 
     def _check_standalone(self, context: Any) -> None:
         name = type(self).__name__
@@ -364,18 +396,15 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         """Describe the scheme; see `WeightSyncScheme`.
 
-        Args:
-            strategy: See `WeightSyncScheme`.
-            sync: See `WeightSyncScheme`.
-            per_worker_weights: Accepted for compatibility: ``weights={0: ..., 1: ...}`` always
-                gives each worker its own.
+        ``per_worker_weights`` is accepted for compatibility: ``weights={0: ..., 1: ...}`` always
+        gives each worker its own.
         """
         super().__init__(strategy, sync)
         self.per_worker_weights = per_worker_weights
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
-    """Send weights to each worker as a message."""
+    """Send weights to each worker of a collector as a message of its own."""
 
     shared = False
     _standalone = True
@@ -397,12 +426,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         """Describe the scheme; see `WeightSyncScheme`.
 
-        Args:
-            strategy: See `WeightSyncScheme`.
-            sync: See `WeightSyncScheme`.
-            backend: Accepted for compatibility: the collector's is used.
-            timeout: Accepted for compatibility: no update waits, and a node that takes no weights
-                counts as dead when it shows no sign of life.
+        ``backend`` and ``timeout`` are accepted for compatibility: the collector's backend is used,
+        and no update waits.
         """
         super().__init__(strategy, sync)
         self.backend, self.timeout = backend, timeout
@@ -424,13 +449,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def __init__(
         self, strategy: str = "tensordict", sync: bool = True, backend: str = "gloo"
     ) -> None:
-        """Describe the scheme; see `WeightSyncScheme`.
-
-        Args:
-            strategy: See `WeightSyncScheme`.
-            sync: See `WeightSyncScheme`.
-            backend: Accepted for compatibility: there is no process group.
-        """
+        """Describe the scheme; see `WeightSyncScheme`. ``backend`` has no effect."""
         super().__init__(strategy, sync)
         self.backend = backend
 
@@ -495,8 +514,8 @@ class _Link:
     messages: Queue[bytes | None]
     acks: Connection
     replies: Connection
-    memory: _Memory | None
-    ref: WeightsRef | None
+    memory: _Memory
+    ref: WeightsRef
 
 
 def _tree_of(weights: Mapping[str, Any]) -> TensorDictBase:
@@ -518,63 +537,6 @@ def _count_workers(devices: Sequence[Any] | None, num_workers: int | None) -> in
     return counts.pop()
 
 
-class _Sender:
-    """The side that has the weights."""
-
-    def __init__(
-        self,
-        sources: Mapping[int, Any],
-        map_fn: _MapFn | None,
-        shared: bool,
-        ctx: BaseContext | None,
-    ) -> None:
-        """Make the links; nothing is sent yet."""
-        ctx = multiprocessing.get_context() if ctx is None else ctx
-        memory = _Memory() if shared else None
-        self.workers = {
-            worker: _Worker(worker, source, map_fn, memory, ctx)
-            for worker, source in sources.items()
-        }
-        self._number = 0
-
-    @property
-    def weights(self) -> TensorDictBase:
-        """The first worker's weights as they would be sent now."""
-        return _tree_of(next(iter(self.workers.values())).weights())
-
-    def connect(self, source: Any) -> None:
-        """Send the first weights; waits for nothing, so the workers may start later."""
-        for worker in self.workers.values():
-            worker.post(worker.ready(source), 0)
-
-    def send(self, source: Any, worker_ids: int | Sequence[int] | None, wait: bool) -> None:
-        """Send weights; with ``wait``, until the workers' models have them."""
-        per_worker = (
-            type(source) is dict and bool(source) and all(isinstance(key, int) for key in source)
-        )
-        if worker_ids is None:
-            worker_ids = list(source) if per_worker else list(self.workers)
-        chosen = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
-        unknown = [w for w in chosen if w not in self.workers or (per_worker and w not in source)]
-        if unknown:
-            raise ConfigError(f"no weights for, or no workers {unknown}: {list(self.workers)}")
-        for index in chosen:
-            self.workers[index].settle()
-        ready = [self.workers[w].ready(source[w] if per_worker else source) for w in chosen]
-        self._number += 1
-        for index, weights in zip(chosen, ready, strict=True):
-            self.workers[index].post(weights, self._number)
-        end = time.monotonic() + _WAIT_S
-        for index in chosen if wait else ():
-            self.workers[index].wait(end)
-
-    def shutdown(self) -> None:
-        """End the receivers' threads once they have taken what was sent to them."""
-        end = time.monotonic() + _WAIT_S
-        for worker in self.workers.values():
-            worker.end(end)
-
-
 class _Worker:
     """One worker, as the sender sees it."""
 
@@ -583,7 +545,7 @@ class _Worker:
         index: int,
         source: Any,
         map_fn: _MapFn | None,
-        memory: _Memory | None,
+        memory: _Memory,
         ctx: BaseContext,
     ) -> None:
         self.index, self._source, self._map_fn = index, source, map_fn
@@ -595,10 +557,8 @@ class _Worker:
             self._shapes = {name: (tuple(t.shape), True) for name, t in tensors.items()}
         self._dtypes = {name: t.dtype for name, t in tensors.items()}
         acks, replies = ctx.Pipe(duplex=False)
-        ref = None if memory is None else reserve_shared(memory, tensors)
-        self._publisher = (
-            None if memory is None or ref is None else SharedWeightPublisher(memory, ref)
-        )
+        ref = reserve_shared(memory, tensors)
+        self._publisher = SharedWeightPublisher(memory, ref)
         self.link = _Link(ctx.Queue(), acks, replies, memory, ref)
         self.link.messages.cancel_join_thread()  # a lost worker must not keep this process
         self._sent, self._acked = _HELLO, _HELLO
@@ -622,16 +582,10 @@ class _Worker:
 
     def post(self, weights: Weights, number: int) -> None:
         """Send them without waiting."""
-        if self._publisher is not None:
-            self._publisher.publish(list(_tensors(weights).values()), number, number)
-            values = {n: v for n, v in weights.items() if not isinstance(v, torch.Tensor)}
-        else:
-            values = {
-                name: value.cpu() if isinstance(value, torch.Tensor) else value
-                for name, value in cloned(weights).items()
-            }
+        self._publisher.publish(list(_tensors(weights).values()), number, number)
+        extra = {n: v for n, v in weights.items() if not isinstance(v, torch.Tensor)}
         self._sent = number
-        self.link.messages.put(pickle.dumps((number, values)))
+        self.link.messages.put(pickle.dumps((number, extra)))
 
     def settle(self) -> None:
         """Look at the answers that are there."""
@@ -688,10 +642,8 @@ class _Receiver:
         self.lock = threading.Condition(threading.RLock())
         """Held while weights are loaded: under it the weights are of one version."""
         self._link = link
-        self._receiver: SharedWeightReceiver | None = None
-        if link.memory is not None and link.ref is not None:
-            self._receiver = SharedWeightReceiver(link.memory)
-            self._receiver.bind("", link.ref)
+        self._receiver = SharedWeightReceiver(link.memory)
+        self._receiver.bind("", link.ref)
         self._weights: Weights = {}
         self._returned = 0
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -739,11 +691,16 @@ class _Receiver:
         self._reply(None)
 
     def _load(self, message: bytes) -> None:
-        number, values = pickle.loads(message)
+        number, extra = pickle.loads(message)
         error: str | None = None
         try:
             with self.lock:
-                version = self._look(number, values)
+                newest = self._receiver.newest()  # none if a message before this one found them
+                if newest is not None:
+                    self._weights, version = dict(newest.models[""]), newest.version
+                else:
+                    version = self.version
+                self._weights.update(extra)
                 if self.model is not None:
                     load_weights(self.model, self._weights)
                 self.version = version
@@ -753,18 +710,6 @@ class _Receiver:
             raise
         finally:
             self._reply(number, error)
-
-    def _look(self, number: int, values: Weights) -> int:
-        """Take the newest weights; return their number."""
-        if self._receiver is None:
-            self._weights = values
-            return number
-        newest = self._receiver.newest()
-        if newest is None:  # a message before this one found them
-            self._weights.update(values)
-            return self.version
-        self._weights = {**newest.models[""], **values}
-        return newest.version
 
     def _reply(self, number: int | None, error: str | None = None) -> None:
         with suppress(OSError):  # the sender has ended

@@ -23,7 +23,7 @@ from gleanrl.core.errors import GleanError, WeightsError
 from gleanrl.core.messages import Snapshot, WeightsRef
 from gleanrl.core.protocols import SharedMemory
 from gleanrl.core.window import Array
-from gleanrl.memory.fence import fence
+from gleanrl.memory.shared import fence
 
 _ALIGN = 64
 _BUFFERS = 3

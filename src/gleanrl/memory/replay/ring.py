@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
-from gleanrl.memory.fence import fence
 from gleanrl.memory.replay.locks import ThreadLock
+from gleanrl.memory.shared import fence
 
 Words: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 _OWNER_BITS = 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -18,17 +19,15 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import CollectorTimeout, ConfigError
-from gleanrl.core.keys import Key, next_key
+from gleanrl.core.keys import next_key
 from gleanrl.memory import tensor_files
-from gleanrl.memory.replay.dedup import follow
 from gleanrl.memory.replay.ring import check_snapshot
-from gleanrl.memory.replay.rows import RowLayout
-from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage
-from gleanrl.memory.replay.writers import RoundRobinWriter
+from gleanrl.memory.replay.rows import RowLayout, follow
+from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, RoundRobinWriter, Storage
 from gleanrl.memory.tensor_files import TensorFile
 
 _FORMAT = "gleanrl replay buffer"
-_VERSION = 1
+_VERSION = 2
 _PART = 1024
 """Slots that are put together at a time for a storage of another size."""
 
@@ -203,7 +202,7 @@ def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any
         folder = root / f"data-{uuid.uuid4().hex}"
         folder.mkdir()
         try:
-            text = _write_tensors(folder, storage, sampler)
+            text = _write_state(folder, storage, sampler)
             tensor_files.write_new(folder / META, text.encode())
             tensor_files.sync_directory(folder)
             tensor_files.publish(folder / META, root / META)
@@ -216,34 +215,19 @@ def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def _write_tensors(folder: Path, storage: Storage, sampler: dict[str, Any]) -> str:
-    """Write all tensors; return the description."""
-    state = storage_state(storage, copied=False)
-    files: list[TensorFile] = []
+def _write_state(folder: Path, storage: Storage, sampler: dict[str, Any]) -> str:
+    """Write all tensors; return the description, which has the entry of a file for each."""
+    state, count = storage_state(storage, copied=False), itertools.count()
 
-    def save(key: Key, tensor: torch.Tensor) -> None:
-        files.append(tensor_files.save(folder, key, tensor, f"{len(files)}.bin"))
+    def save(tensor: torch.Tensor) -> dict[str, Any]:
+        name = f"{next(count)}.bin"
+        return tensor_files.save(folder, (name,), tensor, name).to_json()
 
-    for tensor in state.pop("tensors", ()):
-        save(("tensors", str(len(files))), tensor)
-    number = len(files)
-    if "stamps" in state:
+    if "tensors" in state:
+        state["tensors"] = [save(tensor) for tensor in state["tensors"]]
         drop_overwritten(storage, state)
-        save(("stamps",), state.pop("stamps"))
-    tensors = {name: value for name, value in sampler.items() if isinstance(value, torch.Tensor)}
-    for name, value in tensors.items():
-        save(("sampler", name), value)
-    meta = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "folder": folder.name,
-        "tensors": number,
-        "sampler": {name: value for name, value in sampler.items() if name not in tensors},
-        "storage": state,
-        "sampler_tensors": list(tensors),
-        "files": [file.to_json() for file in files],
-    }
-    return json.dumps(meta, indent=1)
+    meta = {"format": _FORMAT, "version": _VERSION, "folder": folder.name}
+    return json.dumps({**meta, "storage": state, "sampler": sampler}, indent=1, default=save)
 
 
 def _current_folder(root: Path) -> str | None:
@@ -261,35 +245,30 @@ def _alone_in(directory: Path) -> Iterator[bool]:
 
     The lock is the kernel's, and ends with the process.
     """
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd, deadline = (
+        os.open(directory, os.O_RDONLY | os.O_CLOEXEC),
+        time.monotonic() + _LOCK_TIMEOUT_S,
+    )
+    locked: bool | None = None
     try:
-        deadline, locked = time.monotonic() + _LOCK_TIMEOUT_S, _try_lock(fd)
         while locked is None:
-            if time.monotonic() > deadline:
-                raise CollectorTimeout(
-                    f"another process has been writing a replay buffer to {directory} for "
-                    f"{_LOCK_TIMEOUT_S:g} s; end it, or write to another directory"
-                )
-            time.sleep(_POLL_INTERVAL_S)
-            locked = _try_lock(fd)
-        try:
-            yield locked
-        finally:
-            if locked:  # a forked child has the descriptor as well: closing it is not enough
-                fcntl.flock(fd, fcntl.LOCK_UN)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked = True
+            except BlockingIOError as err:
+                if time.monotonic() > deadline:
+                    raise CollectorTimeout(
+                        f"another process has been writing a replay buffer to {directory} for "
+                        f"{_LOCK_TIMEOUT_S:g} s; end it, or write to another directory"
+                    ) from err
+                time.sleep(_POLL_INTERVAL_S)
+            except OSError:
+                locked = False
+        yield locked
     finally:
+        if locked:  # a forked child has the descriptor as well: closing it is not enough
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
-
-
-def _try_lock(fd: int) -> bool | None:
-    """Return ``None`` if another process has the lock, False where there are no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return False
-    return True
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -317,16 +296,21 @@ def _read(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ConfigError(f"{root} holds {meta['format']!r}, version {meta['version']!r}")
         if not FOLDER.fullmatch(meta["folder"]) or (root / meta["folder"]).is_symlink():
             raise ConfigError(f"{root} names {meta['folder']!r} as its data")
-        files = [TensorFile.from_json(entry, root / META) for entry in meta["files"]]
-        tensors = [file.load(file.locate(root / meta["folder"])) for file in files]
-        storage, sampler = dict(meta["storage"]), dict(meta["sampler"])
-        number = int(meta["tensors"])
-        if storage.get("layout") is not None:
-            storage["tensors"], storage["stamps"] = tensors[:number], tensors[number]
-            number += 1
-        sampler |= zip(meta["sampler_tensors"], tensors[number:], strict=True)
+        folder = root / meta["folder"]
+        return _loaded(dict(meta["storage"]), folder), _loaded(dict(meta["sampler"]), folder)
     except (OSError, KeyError, TypeError, AttributeError, IndexError, ValueError) as err:
         if isinstance(err, ConfigError):
             raise
         raise ConfigError(f"{root} holds no replay buffer that dumps() wrote: {err}") from err
-    return storage, sampler
+
+
+def _loaded(value: Any, folder: Path) -> Any:
+    """Return a part of a description with tensors in place of the entries of their files."""
+    if isinstance(value, list):
+        return [_loaded(item, folder) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "file" in value:
+        file = TensorFile.from_json(value, folder)
+        return file.load(file.locate(folder))
+    return {name: _loaded(item, folder) for name, item in value.items()}

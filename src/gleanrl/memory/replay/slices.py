@@ -11,10 +11,10 @@ import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import TRAJ_IDS, Key, NestedKey, as_key, format_key
-from gleanrl.memory.fence import fence
 from gleanrl.memory.replay.ring import STEP, RingIndex
 from gleanrl.memory.replay.samplers import Draw, Sampler
 from gleanrl.memory.replay.storages import Storage
+from gleanrl.memory.shared import fence
 
 _DONE: Key = ("next", "done")
 Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"

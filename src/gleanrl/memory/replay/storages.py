@@ -1,4 +1,4 @@
-"""Where rows lie: tensors in memory or in a file, or a list of anything."""
+"""Where rows lie (tensors in memory or in a file, or a list), and who puts them there."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, ReplayError
-from gleanrl.core.keys import Key, NestedKey
-from gleanrl.memory.fence import fence
-from gleanrl.memory.replay.dedup import SuccessorLinks, deduplicate
+from gleanrl.core.keys import Key, NestedKey, as_key, format_key
 from gleanrl.memory.replay.locks import Handle, ProcessLock, ThreadLock
 from gleanrl.memory.replay.ring import Reservation, RingIndex
-from gleanrl.memory.replay.rows import RowLayout, Rows, Shapes, batch_shape, describe, flatten
-from gleanrl.memory.shared import SharedMemory, check_memory
+from gleanrl.memory.replay.rows import (
+    RowLayout,
+    Rows,
+    Shapes,
+    SuccessorLinks,
+    batch_shape,
+    deduplicate,
+    describe,
+    flatten,
+)
+from gleanrl.memory.shared import SharedMemory, check_memory, fence
 from gleanrl.memory.tensor_files import take_room
 
 _ALIGN = 64
@@ -499,3 +506,126 @@ def _closed_with(memory: SharedMemory) -> SharedMemory:
     """Return ``memory``, whose descriptor is closed with the last reference to it."""
     weakref.finalize(memory, os.close, memory.fd).atexit = False
     return memory
+
+
+class Writer:
+    """Stores data and says where."""
+
+    def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
+        """Store ``data``; return the slots that now hold it, int64.
+
+        Args:
+            storage: Where to.
+            data: Rows along dimension ``dim``.
+            dim: 0, or 1 for ``[env, time]`` data.
+        """
+        raise NotImplementedError
+
+
+class RoundRobinWriter(Writer):
+    """New rows replace the oldest. Reserve, copy, commit: rows become visible when complete."""
+
+    def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
+        """Store ``data``; of more rows than the storage has, the last ones."""
+        values, count = storage.prepare(data, dim)
+        slots = storage.ring.slots
+        skipped = max(0, count - slots)
+        if not storage.shared:
+            # No reader may look before the rows are complete: one section around all of it.
+            with storage.ring.section():
+                return self._write(storage, values, skipped, count - skipped, skipped)
+        # A part of the ring at a time, so that several writers of long batches find room.
+        part = max(1, slots // 4)
+        places = [
+            self._write(storage, values, start, min(part, count - start), skipped * (not n))
+            for n, start in enumerate(range(skipped, count, part))
+        ]
+        return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+
+    def _write(
+        self, storage: Storage, values: Any, offset: int, count: int, skipped: int
+    ) -> torch.Tensor:
+        if not count:
+            return torch.empty(0, dtype=torch.int64)
+        ring = storage.ring
+        reservation = ring.reserve(count)
+        try:
+            storage.link(reservation, values, offset, count)
+            for start, stop, ahead in ring.pieces(reservation.first, count):
+                storage.write(start, values, offset + ahead, stop - start)
+        except BaseException:
+            ring.revoke(reservation)
+            raise
+        ring.commit(reservation, count + skipped)
+        first = reservation.first % ring.slots
+        places = torch.arange(first, first + count)
+        return places if first + count <= ring.slots else places % ring.slots
+
+
+TensorDictRoundRobinWriter = RoundRobinWriter
+"""TorchRL's name for the writer of TensorDicts."""
+
+
+class TensorDictMaxValueWriter(Writer):
+    """Keeps the rows with the largest values of an entry. For storages of one process, 1-D.
+
+    Args:
+        rank_key: The entry; summed if it has several elements per row.
+    """
+
+    def __init__(self, rank_key: NestedKey) -> None:
+        self.rank_key = as_key(rank_key)
+
+    def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
+        """Store what ranks among the best; return a slot per row of ``data``, -1 for the others.
+
+        Raises:
+            ConfigError: the storage is shared, compact, a list, or 2-D, or rows lack the entry.
+        """
+        if not isinstance(storage, LazyTensorStorage) or storage.shared or storage.ndim != 1:
+            raise ConfigError(
+                "TensorDictMaxValueWriter writes to one-dimensional tensor storages of one process"
+            )
+        if storage.compact:
+            raise ConfigError(
+                "TensorDictMaxValueWriter keeps single rows, and a compact storage finds what "
+                "follows a row in the next one: use compact=False"
+            )
+        values, count = storage.prepare(data, dim)
+        rows = storage.rows
+        assert rows is not None
+        if self.rank_key not in rows.keys:
+            raise ConfigError(
+                f"rank_key {format_key(self.rank_key)} is no entry of the data: {list(rows.keys)}"
+            )
+        rank = rows.keys.index(self.rank_key)
+        with storage.ring.section():
+            return self._store(storage, values, count, rank)
+
+    def _store(
+        self, storage: LazyTensorStorage, values: list[torch.Tensor], count: int, rank: int
+    ) -> torch.Tensor:
+        ring, rows = storage.ring, storage.rows
+        assert rows is not None
+        filled, slots = ring.live, ring.slots
+        new = _ranks(values[rank])
+        have = _ranks(rows.tensors[rank][:filled])
+        # Stable, and the stored ones first: of equals, those that are there stay.
+        best = np.argsort(-np.concatenate([have, new]), kind="stable")[:slots]
+        taken = np.sort(best[best >= filled] - filled)
+        out = np.setdiff1d(np.arange(filled), best)
+        free = np.concatenate([np.arange(filled, slots), out])[: len(taken)]
+        chosen, places = torch.from_numpy(taken), torch.from_numpy(free)
+        for tensor, value in zip(rows.tensors, values, strict=True):
+            picked = value.detach().index_select(0, chosen).to(tensor.device)
+            tensor.index_copy_(0, places.to(tensor.device), picked)
+        ring.mark(free)
+        ring.add_count(len(taken))
+        where = torch.full((count,), -1)
+        where[chosen] = places
+        return where
+
+
+def _ranks(values: torch.Tensor) -> Any:
+    flat = values.reshape(len(values), -1) if values.numel() else values.reshape(len(values), 0)
+    return flat.sum(1, dtype=torch.float64).cpu().numpy()
