@@ -35,7 +35,7 @@ from tensordict.nn import InteractionType
 
 from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.compat import read_updater
-from gleanrl.core.errors import ArgumentTypeError, ConfigError
+from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 from gleanrl.core.options import (
     EnvOptions,
     InfoKeys,
@@ -46,7 +46,6 @@ from gleanrl.core.options import (
     seconds,
     users_stacklevel,
 )
-from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.policies.policy import parse_exploration_mode

@@ -15,9 +15,8 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from gleanrl.core import paths
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ConfigError, for_users, hide_frames
 from gleanrl.core.options import users_stacklevel
-from gleanrl.core.tracebacks import for_users, hide_frames
 from gleanrl.engine.profiling import ProfileConfig, RolloutProfiler
 
 PreHook = Callable[[], None]

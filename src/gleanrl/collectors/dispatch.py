@@ -8,8 +8,7 @@ from typing import Any, TypeVar, cast
 
 from gleanrl.collectors import per_worker
 from gleanrl.collectors.arguments import CollectorArguments, defaults, definitions, instead
-from gleanrl.core.errors import ArgumentTypeError, ConfigError
-from gleanrl.core.tracebacks import for_users
+from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 
 _PROCESSES = ("process", "multiprocessing")
 _HERE = ("inline", "direct")

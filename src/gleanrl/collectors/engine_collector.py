@@ -19,12 +19,11 @@ from gleanrl.collectors.background import BackgroundFilling
 from gleanrl.collectors.base import BaseCollector, one_of
 from gleanrl.collectors.weights import WeightUpdates
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, ConfigError, WorkerError
+from gleanrl.core.errors import ClosedError, ConfigError, WorkerError, for_users
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import limit, read_device
 from gleanrl.core.protocols import SourceFactory
-from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts

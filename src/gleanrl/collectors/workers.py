@@ -34,10 +34,9 @@ from gleanrl.collectors.worker import (
 )
 from gleanrl.core import messages as m
 from gleanrl.core import paths
-from gleanrl.core.errors import ArgumentTypeError, ConfigError
+from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 from gleanrl.core.options import FrameBudget, seconds
 from gleanrl.core.protocols import SourceFactory
-from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.engine import MakeBackend
 from gleanrl.engine.models import WeightSync
