@@ -242,7 +242,7 @@ class EngineCollector(BaseCollector):
         if self._cut_short(reports) and batch is not None and MASK not in batch.keys(True):
             # Shutting down stopped it, and nothing in it says which of its frames are valid.
             frames = sum(report.frames for report in reports.values())
-            self._budget.take_back(frames)
+            self._budget.delivered -= frames
             self._engine.discarded += frames
             raise ClosedError("the collector was shut down while it collected")
         self._reports = reports

@@ -463,7 +463,7 @@ class WorkersCollector(EngineCollector):
             self._restart(states)
             self._models.restore(policies)
             self._models.continue_from(max(version for _, version in policies.values()))
-            self._budget.continue_from(frames)
+            self._budget.delivered = frames
             self._batches = batches
             if self._replacements is not None:  # streams are those of the state now
                 self._replacements.seeds = {}
