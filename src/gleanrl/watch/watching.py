@@ -146,7 +146,7 @@ class Watching:
         }
 
     def report(self, path: str | Path, status: Status) -> None:
-        """Write the page of a collection with this `status`; see `EngineCollector.report`."""
+        """Write the page of a collection with this `status`; see `BaseCollector.report`."""
         facts = [
             ("collector", status["collector"]),
             ("command", status["command"]),
@@ -160,7 +160,7 @@ class Watching:
 
     @contextmanager
     def timeline(self, path: str | Path) -> Iterator[None]:
-        """Write a trace while the body runs; see `EngineCollector.timeline`."""
+        """Write a trace while the body runs; see `BaseCollector.timeline`."""
         if self._timeline is not None:
             raise RuntimeError("a timeline of this collector is being written: end that one first")
         self._timeline = trace = Timeline(path, self._name, self._engine.workers)
