@@ -21,11 +21,10 @@ from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, Times, known
 from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.core.streams import preserved
+from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.trees import copied
 from gleanrl.rollout.build import SourceBuilder
-from gleanrl.rollout.streams import Streams
 from gleanrl.weights.snapshot import Shapes, shapes_of
 
 

@@ -119,7 +119,6 @@ class TensorDictRollout(BaseSource):
         observed = [key for key, _ in spec_leaves(env.full_observation_spec)]
         check_options(options, observed, self._groups)
         self.num_envs = envs = handle.num_envs
-        """Asked for by name: without a layout nothing else tells."""
         self.tracker = Tracker(envs, options.max_frames_per_traj)
         # The tracker looks for "is_init" rows, which are part of the steps here.
         self._no_rows = Window({}, envs, 1)
@@ -164,9 +163,8 @@ class TensorDictRollout(BaseSource):
 
     def collect(self, window: Window | None, steps: int, stop: Stop, random: bool) -> Report:
         """Take ``steps`` steps, fewer if ``stop`` is raised."""
-        inconsistent, recorder, policy = self.inconsistent, self._recorder, self._actor.policy
-        with self.atomic(), self.streams.active(), torch.no_grad(), self._exploration():
-            self.start_over(inconsistent)
+        recorder, policy = self._recorder, self._actor.policy
+        with self.rolling(torch.no_grad()):
             act = self._act
             if random or policy is None:
                 act = self._begin_random()
@@ -184,14 +182,7 @@ class TensorDictRollout(BaseSource):
             if policy is not None:
                 policy.finish()
             payload = self._finish(window, taken, steps)
-        return Report(
-            taken,
-            taken * self.num_envs,
-            self.policy_version,
-            payload=payload,
-            ended=self.tracker.episodes,
-            times=times,
-        )
+        return self._report(taken, times, payload=payload)
 
     # -- one step --------------------------------------------------------------------------------
 

@@ -28,8 +28,7 @@ import cloudpickle
 import numpy as np
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import GleanError, WorkerDied, WorkerError, error_text
-from gleanrl.core.tracebacks import hide_frames
+from gleanrl.core.errors import GleanError, WorkerDied, WorkerError, error_text, hide_frames
 
 _COLLECT = struct.Struct("=cqiiq?")
 _ROLLED = struct.Struct("=cqiqqqq8d")
