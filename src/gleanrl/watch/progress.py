@@ -86,6 +86,8 @@ class Display:
                 vertical_overflow="crop",
             )
         self.total = total
+        self.look_every_s = _TICK_S if self._live is not None else max(_TICK_S, every_s)
+        """Seconds after which there may be something to show."""
         self._label, self._every_s, self._clock = plain(label), every_s, clock
         self._began = clock()
         self._due = self._began + (every_s if self._live is None else 0.0)
@@ -181,7 +183,7 @@ class Progress:
     def _run(self) -> None:
         # Standard error may be closed: that is no reason to print a traceback there.
         with contextlib.suppress(OSError, ValueError), self._display:
-            while not self._over.wait(_TICK_S):
+            while not self._over.wait(self._display.look_every_s):
                 facts = self._facts
                 if facts is None:
                     text = f"starting workers and environments, {self._elapsed}"
