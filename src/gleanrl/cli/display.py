@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gleanrl.watch.progress import plain
+from gleanrl.watch.progress import number, plain
 
 _MOST_ROWS, _MOST_COLUMNS = 10, 80
 """Size of a histogram."""
@@ -26,10 +26,10 @@ def print_table(
 ) -> None:
     """Print rows to standard output: a table on a terminal, aligned text elsewhere.
 
-    Columns from ``numbers_from`` on are aligned to the right. On a terminal, rows of a table with
-    headers that have text in the first column are marked.
+    Columns from ``numbers_from`` on are aligned to the right. On a terminal, rows that have text in
+    a first column without header are marked.
     """
-    console = Console()
+    console, marks = Console(), bool(headers) and not headers[0]
     if not console.is_terminal:
         console.width = _UNBOUNDED
     table = Table(show_header=bool(headers), box=None, pad_edge=False)
@@ -43,7 +43,7 @@ def print_table(
         )
     for row in rows:
         cells = [escape(plain(cell)) for cell in row]
-        table.add_row(*cells, style="bold green" if headers and row[0] else None)
+        table.add_row(*cells, style="bold green" if marks and row[0] else None)
     with console.capture() as text:
         console.print(table)
     sys.stdout.writelines(f"{line.rstrip()}\n" for line in text.get().splitlines())
@@ -80,7 +80,6 @@ def histogram(title: str, values: Any, width: int, blocks: bool = True) -> list[
     4  ######### 1
     """
     from gleanrl.watch.page import histogram as find_bins  # pages need torch, tables do not
-    from gleanrl.watch.page import number
 
     values = values[abs(values) < math.inf]
     edges, counts = find_bins(values, _MOST_ROWS)
