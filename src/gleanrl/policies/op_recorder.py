@@ -176,6 +176,8 @@ class OpRecorder(TorchDispatchMode):
             return partial(torch.argmax, noise, -1, True, out=result)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None
+        if name == "native_layer_norm":  # has no ``out``; layers use the first of its results
+            return partial(_normalise, args, result[0])
         self.latest[name] = result
         if name == "logsumexp" and args[1:] == ([-1], True):
             # The same without what torch allocates on the way.
@@ -234,6 +236,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _detached(value: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+
+
+def _normalise(args: tuple[Any, ...], result: torch.Tensor) -> None:
+    result.copy_(torch.native_layer_norm(*args)[0])
 
 
 def _nothing() -> None:

@@ -39,8 +39,7 @@ import cloudpickle
 import numpy as np
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import GleanError, WorkerDied, WorkerError, error_text
-from gleanrl.core.tracebacks import hide_frames
+from gleanrl.core.errors import GleanError, WorkerDied, WorkerError, error_text, hide_frames
 
 _COLLECT = struct.Struct("=cqiiq?")
 _ROLLED = struct.Struct("=cqiqqqq8d")
@@ -118,6 +117,8 @@ def _write_reply(reply: m.Reply) -> bytes:
             times.weights,
         )
         return head + report.episodes.tobytes()
+    if isinstance(reply, m.Rolled):
+        reply.report.ended = m.known(reply.report.episodes)
     return _HEAD.pack(_P, reply.ticket, reply.worker) + bytes(cloudpickle.dumps(reply))
 
 
@@ -199,9 +200,7 @@ def _read_reply(frame: bytes) -> m.Reply:
         ended = m.NO_EPISODES
         if len(frame) > _ROLLED.size:
             ended = np.frombuffer(frame, offset=_ROLLED.size).reshape(-1, 2)
-        report = m.Report(
-            steps, frames, version, discarded, None, m.Episodes(ended), m.Times(*times)
-        )
+        report = m.Report(steps, frames, version, discarded, None, m.known(ended), m.Times(*times))
         return m.Rolled(worker, ticket, report)
     reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
     return reply

@@ -21,10 +21,10 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.protocols import Source, SourceFactory, Stop
+from gleanrl.core.streams import enter_life
 from gleanrl.core.window import Window
 from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.rollout.streams import enter_life
 from gleanrl.transport.data_plane import Connect
 from gleanrl.transport.frames import Channel, CommandReader, frame_of
 from gleanrl.weights.shared import SharedWeightReceiver
