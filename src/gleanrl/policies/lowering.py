@@ -241,13 +241,14 @@ class _Segment:
         kept = [key for key in keys if key != _DROPPED]
         if _is_librarys(fn):
             module, ops = cast("nn.Module", fn), self._ops
+            ops.changing([*module.parameters(), *module.buffers()])
             for part in module.modules():
                 self._watch.add(part)
+                ops.changing(one for one in vars(part).values() if isinstance(one, Tensor))
             mark = ops.mark()
-            ops.changing([*module.parameters(), *module.buffers()])
             with ops:
                 out = fn(*args) if names is None else fn(**dict(zip(names, args, strict=True)))
-            if ops.complete:
+            if ops.complete and not ops.reads_counts:
                 pairs = dict(zip(keys, _as_tuple(out, keys), strict=True))
                 return self._checked(unit, {key: pairs[key] for key in kept})
             ops.cut(mark)
@@ -279,6 +280,7 @@ class _Segment:
         self._ops.mark()
         with self._ops:
             td = module(td)
+        # Where distributions look at whole numbers, they check their range.
         require(self._ops.complete)
         return self._checked(unit, {key: td.get(key) for key in unit.writes})
 
