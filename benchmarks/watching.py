@@ -1,10 +1,9 @@
 """What watching costs: ``python -m benchmarks.watching [--rounds N] [--seconds S]``.
 
 A collector in one process, with ``progress=True``, collects with a clock around everything that
-measures, counts and shows. The share of each part is that of the CPU time of the thread that
-collects; the thread that shows progress is added. As a check, the same collector takes turns of a
-few batches, watched and with all of that left out: on a quiet machine the difference is about the
-same, on a busy one it is noise.
+measures, counts and shows; the CPU time of the thread that shows progress is added. As a check, the
+same collector takes turns of a few batches, watched and with all of that left out: on a quiet
+machine the difference is about the same, on a busy one it is noise.
 """
 
 from __future__ import annotations
@@ -48,15 +47,17 @@ Parts = list[tuple[type, str, str, Callable[..., Any]]]
 
 def parts() -> Parts:
     """Return the methods that watch, what each does, and what takes its place in a bare turn."""
-    from gleanrl.core.messages import NO_EPISODES, Episodes, Times
+    from gleanrl.core.messages import NO_EPISODES, Times, known
     from gleanrl.rollout.step_clock import StepClock
     from gleanrl.rollout.tracker import EpisodeSums
+    from gleanrl.transport.worker import Worker
     from gleanrl.watch.watching import Watching
 
-    times, none = Times(), Episodes(NO_EPISODES)
+    times, none = Times(), known(NO_EPISODES)
     return [
         (StepClock, "begin", "workers' time", lambda _, act, step: (act, step)),
         (StepClock, "end", "workers' time", lambda _: times),
+        (Worker, "_complete", "workers' time", lambda *_: None),
         (EpisodeSums, "add", "episodes", lambda *_: none),
         (Watching, "gathered", "batches and status file", lambda *_: None),
     ]
@@ -73,9 +74,9 @@ def bare() -> Iterator[None]:
 
 @contextmanager
 def timed() -> Iterator[Counter[str]]:
-    """Add up the CPU seconds of each part in the calling thread, less those of the clock itself."""
+    """Add up the seconds of each part in the calling thread, less those of the clock itself."""
     spent: Counter[str] = Counter()
-    clock, owner_thread = time.thread_time, threading.get_ident()
+    clock, owner_thread = time.perf_counter, threading.get_ident()
     own = min(-clock() + clock() for _ in range(1000))
 
     def counted(method: Callable[..., Any], part: str) -> Callable[..., Any]:
@@ -108,10 +109,10 @@ def stepwise(steps: int) -> float:
     def least(call: Callable[[int], None]) -> float:
         found = []
         for _ in range(20):
-            begin = time.thread_time()
+            begin = time.perf_counter()
             for t in range(1000):
                 call(t)
-            found.append((time.thread_time() - begin) / 1000)
+            found.append((time.perf_counter() - begin) / 1000)
         return min(found)
 
     act, _ = StepClock().begin(nothing, nothing)
@@ -129,10 +130,10 @@ def run(case: str, seconds: float) -> dict[str, Any]:
     thread = time.pthread_getcpuclockid(progress.ident)
 
     def collect(batches: int) -> float:
-        begin = time.thread_time()
+        begin = time.perf_counter()
         for _ in range(batches):
             system.collect_batch()
-        return time.thread_time() - begin
+        return time.perf_counter() - begin
 
     try:
         collect(20)

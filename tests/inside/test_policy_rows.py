@@ -32,6 +32,7 @@ from gleanrl.core.protocols import Policy
 from gleanrl.envs.specs import Bounded, Categorical, Composite
 from gleanrl.policies import ProgramPolicy, RandomActions, RandomPolicy, set_exploration_type
 from gleanrl.policies.adapt import adapt
+from gleanrl.policies.op_recorder import OpRecorder
 from gleanrl.policies.policy import root_of
 from gleanrl.policies.probe import learn
 
@@ -160,6 +161,37 @@ def test_off_the_cpu_extras_and_states_stay_until_the_rollout_is_over(steps):
         assert torch.equal(carry.tensor(("hidden",)), other_carry.tensor(("hidden",)))
 
 
+def written_in_part(x):
+    rows = torch.ones(4, 3)
+    rows[:2].copy_(x[:2])
+    return rows.add_(x).unsqueeze_(0)
+
+
+RECORDED = {
+    "arithmetic": (lambda x: (1 - x**2).exp().log_softmax(-1) - x.pow(3), True),
+    "written in part": (written_in_part, True),
+    "several results": (lambda x: torch.stack([x, -x]).max(0)[0], True),
+    "as many as there are": (lambda x: (x > 0).nonzero().sum(0), False),
+    "decided by a value": (lambda x: x if x.sum() > 0 else -x, False),
+    "a value that becomes a constant": (lambda x: x * float(x.sum()), False),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_was_recorded_is_done_again_with_other_values(name):
+    function, complete = RECORDED[name]
+    ops, x = OpRecorder(), torch.randn(4, 3)
+    ops.changing([x])
+    with ops:
+        result = function(x)
+    assert ops.complete == complete
+    for _ in range(3 * complete):
+        x.normal_()
+        for call in ops.calls:
+            call()
+        assert torch.equal(result, function(x.clone()))
+
+
 @pytest.mark.parametrize("policy", [None, RandomPolicy()])
 def test_without_a_spec_the_environment_draws(policy):
     env, rows = layout((5,), FLOATS), []
@@ -200,7 +232,9 @@ def test_nested_keys_are_read_and_written():
         dones=(DoneGroup(()), DoneGroup(("agents",), (2, 1))),
     )
     module = Mod(nn.Linear(4, 3), [agents], [("agents", "action")])
-    assert same(module, env).lowered == 1
+    ours = same(module, env)
+    with set_exploration_type(RANDOM):
+        assert ours.explain() == ["TensorDictModule: tensor calls"]
 
     def function(td):
         assert not td.get(("agents", "done"), torch.zeros(())).any()

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gleanrl.watch.progress import plain
+from gleanrl.watch.progress import number, plain
 
 _MOST_ROWS, _MOST_COLUMNS = 10, 80
 """Size of a histogram."""
@@ -80,7 +80,6 @@ def histogram(title: str, values: Any, width: int, blocks: bool = True) -> list[
     4  ######### 1
     """
     from gleanrl.watch.page import histogram as find_bins  # pages need torch, tables do not
-    from gleanrl.watch.page import number
 
     values = values[abs(values) < math.inf]
     edges, counts = find_bins(values, _MOST_ROWS)

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from gleanrl.cli.display import plural, print_table
 from gleanrl.cli.options import TopOptions
-from gleanrl.watch.progress import clock_time, plain
+from gleanrl.watch.progress import clock_time, number, plain
 from gleanrl.watch.status import OFF, StatusError, collections
 
 _COLUMNS = (
@@ -196,11 +196,7 @@ def _spell(value: float | None, digits: int = 0) -> str:
 
 
 def _short(value: float | None) -> str:
-    """Spell a count in at most six characters."""
-    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value is not None and value >= unit:
-            return f"{value / (1e3 if suffix == 'k' else unit):.4g}{suffix}"
-    return _spell(value)
+    return "-" if value is None else number(value)
 
 
 def _safe(text: str) -> str:

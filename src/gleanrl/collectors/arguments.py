@@ -35,7 +35,7 @@ from tensordict.nn import InteractionType
 
 from gleanrl.collectors.compat import read_updater
 from gleanrl.collectors.handle import PostHook, PreHook
-from gleanrl.core.errors import ArgumentTypeError, ConfigError
+from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 from gleanrl.core.options import (
     EnvOptions,
     InfoKeys,
@@ -47,7 +47,6 @@ from gleanrl.core.options import (
     seconds,
     users_stacklevel,
 )
-from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import Sink, make_sink

@@ -33,11 +33,10 @@ from gleanrl.collectors.states import entries_of, number_lives, restoring, state
 from gleanrl.collectors.weights import WeightUpdates
 from gleanrl.core import messages as m
 from gleanrl.core import paths
-from gleanrl.core.errors import ClosedError, ConfigError, WorkerError
+from gleanrl.core.errors import ClosedError, ConfigError, WorkerError, for_users, hide_frames
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import limit, users_stacklevel
-from gleanrl.core.tracebacks import for_users, hide_frames
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.models import WeightSync

@@ -23,9 +23,8 @@ from gleanrl.collectors.arguments import (
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.plan import Launch, WorkerPlan
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ArgumentTypeError
+from gleanrl.core.errors import ArgumentTypeError, for_users
 from gleanrl.core.options import DevicePlan, FrameBudget
-from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.interruptor import stop_byte
 from gleanrl.engine.models import Models

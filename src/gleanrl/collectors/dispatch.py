@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from gleanrl.collectors.arguments import CollectorArguments, defaults, definitions, instead
-from gleanrl.core.errors import ArgumentTypeError, ConfigError
-from gleanrl.core.tracebacks import for_users
+from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 
 _HERE = (None, "inline", "direct")
 _PROCESSES = ("process", "multiprocessing")

@@ -12,8 +12,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core import paths
-from gleanrl.core.errors import ConfigError
-from gleanrl.core.tracebacks import for_users
+from gleanrl.core.errors import ConfigError, for_users
 from gleanrl.engine.profiling import ProfileConfig, RolloutProfiler
 
 PreHook = Callable[[], None]

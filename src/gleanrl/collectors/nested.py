@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -19,13 +19,12 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
 from gleanrl.core.layout import Layout
-from gleanrl.core.messages import NO_EPISODES, Episodes, Report, Snapshot, Times
+from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, Times, known
 from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.core.streams import preserved
-from gleanrl.core.window import Window
+from gleanrl.core.streams import Streams, preserved
+from gleanrl.core.window import Array, Window
 from gleanrl.memory.trees import copied
 from gleanrl.rollout.build import SourceBuilder
-from gleanrl.rollout.streams import Streams
 from gleanrl.weights.snapshot import Shapes, shapes_of
 
 
@@ -195,10 +194,10 @@ class NestedSource:
             ids.copy_(self._numbered(ids))
         return Report(taken, frames, version, ended=ended, times=times)
 
-    def _episodes(self) -> Episodes:
-        """Return the episodes that ended in the workers of the collector."""
+    def _episodes(self) -> Callable[[], Array]:
+        """Return what `Report.ended` is of the workers of the collector."""
         each = [report.episodes for report in self._reports]
-        return Episodes(np.concatenate([NO_EPISODES, *each]))
+        return known(np.concatenate([NO_EPISODES, *each]))
 
     def _times(self, begin: float) -> Times:
         """Share out the seconds since ``begin`` as those that its workers were busy."""

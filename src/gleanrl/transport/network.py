@@ -29,13 +29,23 @@ from gleanrl.transport.data_plane import (
     Pair,
     Transfer,
 )
-from gleanrl.transport.frames import BEAT, KEY, LEAVE, STOP, WEIGHTS, head_of, key_frame, read_key
+from gleanrl.transport.frames import (
+    BEAT,
+    KEY,
+    LEAVE,
+    STOP,
+    WEIGHTS,
+    ForgedFrameError,
+    SealedChannel,
+    head_of,
+    key_frame,
+    read_key,
+)
 from gleanrl.transport.joining import LOOK, Guest, NodeAdmitter, keep_alive, listen, new_secret
 from gleanrl.transport.launchers import Launcher
 from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend, RemoteFlag
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.process_group import ProcessGroups
-from gleanrl.transport.stream import ForgedFrameError, SealedChannel
 from gleanrl.transport.waiting import interruptible
 from gleanrl.transport.worker import Boot, OpenWindow
 from gleanrl.weights.shared import FlatBuffer, check_fit, plan_flat

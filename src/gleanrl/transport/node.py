@@ -26,13 +26,15 @@ from gleanrl.transport.frames import (
     LEAVE,
     STOP,
     WEIGHTS,
+    Channel,
     CommandReader,
+    ForgedFrameError,
+    SealedChannel,
     frame_of,
     key_frame,
     read_key,
 )
 from gleanrl.transport.joining import HandshakeError, Invitation, join, keep_alive
-from gleanrl.transport.stream import Channel, ForgedFrameError, SealedChannel
 from gleanrl.transport.worker import Asked, Boot, Inbox, Surroundings, WeightReceiver, serve
 from gleanrl.weights.shared import FlatBuffer
 

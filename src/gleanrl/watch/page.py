@@ -18,6 +18,7 @@ import numpy as np
 
 from gleanrl import __version__
 from gleanrl.memory import tensor_files
+from gleanrl.watch.progress import number
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Lines: TypeAlias = Sequence[tuple[str, str]]
@@ -154,18 +155,6 @@ def _whole(values: Array) -> bool:
     return bool(np.all(values == np.round(values)))
 
 
-def number(value: float) -> str:
-    """Spell a number in a few characters.
-
-    >>> [number(x) for x in (0, 0.25, 12.5, 475, 20_000, 1_250_000, -3e9)]
-    ['0', '0.25', '12.5', '475', '20k', '1.25M', '-3G']
-    """
-    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= unit:
-            return f"{value / (1e3 if suffix == 'k' else unit):.4g}{suffix}"
-    return f"{value:.4g}"
-
-
 def in_unit(seconds: Array) -> tuple[str, Array]:
     """Return times in the unit that suits them, and its name.
 
@@ -230,12 +219,7 @@ def save(path: str | Path, page: Page) -> None:
 
 def render(page: Page) -> str:
     """Return the page as HTML."""
-    figures = "".join(
-        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in page.figures
-    )
-    facts = "".join(
-        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in page.facts
-    )
+    figures, facts = _named(page.figures), _named(page.facts)
     parts = "\n".join(_part(part) for part in page.parts)
     return f"""<!doctype html>
 <html lang="en">
@@ -257,6 +241,10 @@ def render(page: Page) -> str:
 </body>
 </html>
 """
+
+
+def _named(lines: Lines) -> str:
+    return "".join(f"<div><dt>{_text(a)}</dt><dd>{_text(b)}</dd></div>" for a, b in lines)
 
 
 def _text(text: str) -> str:

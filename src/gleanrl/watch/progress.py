@@ -176,7 +176,7 @@ class Progress:
         """Show where it stands for the last time. Idempotent."""
         self._over.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(1.0)
+            self._thread.join(5.0)
 
     def _run(self) -> None:
         # Standard error may be closed: that is no reason to print a traceback there.
@@ -220,6 +220,18 @@ def clock_time(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def number(value: float) -> str:
+    """Spell a number in a few characters.
+
+    >>> [number(x) for x in (0, 0.25, 12.5, 475, 20_000, 1_250_000, -3e9)]
+    ['0', '0.25', '12.5', '475', '20k', '1.25M', '-3G']
+    """
+    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= unit:
+            return f"{value / (1e3 if suffix == 'k' else unit):.4g}{suffix}"
+    return f"{value:.4g}"
 
 
 def plain(text: str) -> str:
