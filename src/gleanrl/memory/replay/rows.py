@@ -20,6 +20,7 @@ from gleanrl.memory.tensor_files import dtype_name, dtype_named
 from gleanrl.memory.trees import groups_of, nest
 
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
+_NOTHING: Mapping[str, torch.Tensor] = {}
 _CHUNK = 1024
 """Overflow places that are looked at together."""
 _PLAIN: Key = ()
@@ -273,30 +274,27 @@ class Rows:
             values[place] = values[place].view(count, *shape)
         if self._plain:
             return values[0]
-        tree = self._tree
-        if extra:
-            values += extra.values()
-            tree = {**self._tree, **{name: len(self.keys) + n for n, name in enumerate(extra)}}
-        return self._build(tree, (), values, (count, *self.layout.element))
+        shape = torch.Size((count, *self.layout.element))
+        return self._build(self._tree, (), values, shape, extra)
 
     def _build(
         self,
         tree: Mapping[str, Any],
         at: Key,
-        values: Sequence[torch.Tensor],
-        shape: tuple[int, ...],
+        values: list[torch.Tensor],
+        shape: torch.Size,
+        extra: Mapping[str, torch.Tensor],
     ) -> TensorDict:
-        source: dict[str, Any] = {
-            name: self._build(part, (*at, name), values, shape)
-            if isinstance(part, dict)
-            else values[part]
-            for name, part in tree.items()
-        }
+        source: dict[str, Any] = {}
+        for name, part in tree.items():
+            leaf = part.__class__ is int  # no call
+            source[name] = (
+                values[part] if leaf else self._build(part, (*at, name), values, shape, _NOTHING)
+            )
+        source.update(extra)
         # Shapes and devices are known to agree: the checking constructor takes 15 us more.
-        group = self._groups.get(at)
-        if group is None:
-            size, names = torch.Size(shape), None
-        else:
+        size, names = shape, None
+        if self._groups and (group := self._groups.get(at)) is not None:
             size = torch.Size((*shape, *group.shape))
             names = [*[None] * len(shape), *group.names]
         return TensorDict._new_unsafe(
