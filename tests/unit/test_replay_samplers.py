@@ -158,6 +158,24 @@ def test_slices_that_cannot_be(arguments, size, message):
         rb.sample(size)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SliceSampler(slice_len=2),
+        lambda: SliceSamplerWithoutReplacement(slice_len=2),
+        lambda: SamplerWithoutReplacement(),
+        lambda: PrioritizedSampler(10, 0.7, 0.5),
+    ],
+)
+def test_who_asks_too_early_can_ask_again(make, shared):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=make(), shared=shared)
+    with pytest.raises(ReplayError):
+        rb.sample(4)
+    rb.extend(steps([0, 1, 2, 3], [0] * 4))
+    assert set(rb.sample(4)["number"].tolist()) <= {0, 1, 2, 3}
+
+
 def test_slice_arguments_exclude_each_other():
     for arguments in ({}, {"slice_len": 1, "num_slices": 1}, {"slice_len": 0}):
         with pytest.raises(ConfigError, match="slice_len"):

@@ -285,7 +285,8 @@ class SegmentIndex:
             for first, count in recent:
                 # The row behind the last one may not follow it any more.
                 self._update(storage, np.arange(first, first + count + 1) % ring.slots)
-        self._ring, self._version = ring, version
+        # Without slots it is a ring whose memory is yet to come: nothing of it can be kept.
+        self._ring, self._version = ring if ring.slots else None, version
         self._segments = self._find(ring.top, storage.envs)
         return self._segments
 
