@@ -97,14 +97,27 @@ def calls_per_step(envs: int = 16, policy: Any = None, steps: int = 32) -> tuple
     )
 
 
-def _batch_calls(envs: int, policy: Any, steps: int) -> Calls:
+def calls_of_watching(batches: int = 64) -> Calls:
+    """Count the calls per batch that measuring, adding up and showing make (`benchmarks.watching`).
+
+    What waits until many batches can be added up at once is shared out over ``batches``.
+    """
+    from benchmarks.watching import bare
+
+    watched = _batch_calls(16, None, 8, batches)
+    with bare():
+        without = _batch_calls(16, None, 8, batches)
+    return Calls((watched.python - without.python) / batches, (watched.c - without.c) / batches)
+
+
+def _batch_calls(envs: int, policy: Any, steps: int, batches: int = 1) -> Calls:
     from benchmarks.systems.ours import inline
 
     system = inline([Still] * envs, policy, envs * steps)
     try:
         for _ in range(3):
             system.collect_batch()
-        return count_calls(system.collect_batch)
+        return count_calls(lambda: [system.collect_batch() for _ in range(batches)])
     finally:
         system.close()
 
@@ -282,6 +295,7 @@ def main() -> None:
         print(f"{name}: calls per step {step}, per batch {batch}")
         traffic = count_traffic([Still] * 16, 64, policy)
         print(f"{name}: written {json.dumps(traffic.written)}, transient {traffic.transient} bytes")
+    print(f"watching: calls per batch {calls_of_watching()}")
     traffic = count_traffic([still_frames] * 8, 16)
     print(f"frames: written {json.dumps(traffic.written)}, transient {traffic.transient} bytes")
 

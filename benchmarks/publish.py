@@ -19,7 +19,7 @@ from typing import Any
 from tools.torchrl_scripts import Result, rate
 
 from benchmarks import picture, scaling
-from benchmarks.harness import OURS
+from benchmarks.harness import OURS, summary
 from benchmarks.picture import Group, times
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,6 +117,22 @@ def _training(document: dict[str, Any], _: str) -> Iterator[str]:
     yield from _origin([{"created": document["date"], **document}])
 
 
+def _watching(document: dict[str, Any], _: str) -> Iterator[str]:
+    """Yield a row per size of batches: percent of the time that each part of watching takes."""
+    cases = document["cases"]
+    names = list(next(iter(cases.values()))["rounds"][0]["parts"])
+    yield f"| batches | microseconds each | {' | '.join(names)} | all (quartiles) | by turns |"
+    yield f"|---|---|{'---|' * len(names)}---|---|"
+    for case, found in cases.items():
+        each = [summary([one["parts"][name] for one in found["rounds"]]) for name in names]
+        own = " | ".join(f"{part['median']:.2f} %" for part in each)
+        percent, turns = found["percent"], found["turns"]
+        spread = f"{percent['median']:.2f} % ({percent['q1']:.2f} to {percent['q3']:.2f})"
+        micro = f"{found['microseconds']['median']:,.0f}"
+        yield f"| {case} | {micro} | {own} | {spread} | {turns['median']:.1f} % |"
+    yield from ("", *_origin([{"created": document["date"], **document}]))
+
+
 def _scaling(document: dict[str, Any], only: str) -> list[str]:
     """Return the simulated rows of one case, or the straggler factors."""
     if only == "stragglers":
@@ -128,6 +144,7 @@ _WHOLE: dict[str, Callable[[dict[str, Any], str], Iterable[str]]] = {
     "scripts": _scripts,
     "training": _training,
     "scaling": _scaling,
+    "watching": _watching,
 }
 """Files that are not a suite's, and what their tables are."""
 

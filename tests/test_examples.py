@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 BUDGETS = {
     "ppo": (12_000, "improves"),
     "ppo_continuous": (4_000, ""),
-    "sac": (960, "moves"),
+    "sac": (560, "moves"),
     "dqn": (4_000, "moves"),
     "recurrent_ppo": (8_192, "improves"),
     "impala": (20_480, "improves"),

@@ -33,14 +33,17 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(300)
 PATIENT = {"start_timeout": 280.0}
 """Beside four busy processes Ray takes minutes to start some actors."""
-
+WARM = {"py_executable": str(warm.START)}
+"""Actors do not import torch, each again."""
 
 SCRIPT = """
     import ray
+    import sys
     from gleanrl import RayCollector
 
     config = dict(num_cpus=2, object_store_memory=10**8, include_dashboard=False,
-                  log_to_driver=False, logging_level="ERROR")
+                  log_to_driver=False, logging_level="ERROR",
+                  runtime_env={"py_executable": sys.executable})
     collector = RayCollector(["CartPole-v1"], frames_per_batch=8, ray_init_config=config,
                              start_timeout=280.0)
     assert ray.is_initialized()
@@ -51,15 +54,18 @@ SCRIPT = """
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray(python):
-    ray.init(
-        num_cpus=4,
-        object_store_memory=200 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # 15 otherwise: others go first, for minutes
+        ray.init(
+            num_cpus=4,
+            runtime_env=WARM,
+            object_store_memory=200 * 2**20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +74,7 @@ def script(_ray):
 
     It begins once Ray is up here: two that start at once may choose the same ports.
     """
-    command = [warm.PYTHON, "-W", "error::UserWarning", "-c", textwrap.dedent(SCRIPT)]
+    command = [warm.START, "-W", "error::UserWarning", "-c", textwrap.dedent(SCRIPT)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as started:
         yield started

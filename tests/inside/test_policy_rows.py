@@ -32,6 +32,7 @@ from gleanrl.core.protocols import Policy
 from gleanrl.envs.specs import Bounded, Categorical, Composite
 from gleanrl.policies import ProgramPolicy, RandomActions, RandomPolicy, set_exploration_type
 from gleanrl.policies.adapt import adapt
+from gleanrl.policies.op_recorder import OpRecorder
 from gleanrl.policies.policy import root_of
 from gleanrl.policies.probe import learn
 
@@ -97,16 +98,6 @@ def test_a_stopped_rollout_writes_its_steps_only():
     assert setting.window.tensor(("action",))[:, :2].any()
 
 
-def test_what_was_found_out_about_a_changing_module_does_not_pile_up():
-    setting = Setting(actor(return_log_prob=True), INT)
-    for _ in range(3):
-        for kind in (RANDOM, MODE):
-            setting.policy[1].note = object()  # something was replaced: it is looked at again
-            setting.check(kind)
-    assert setting.ours.lowered == 2
-    assert len(setting.ours._lowering.agreed) == 2
-
-
 def test_a_lowered_policy_is_not_called_again_by_rollouts_to_come():
     calls = UserList()  # a list that construction does not put back
     inner = nn.Linear(4, 3)
@@ -170,6 +161,37 @@ def test_off_the_cpu_extras_and_states_stay_until_the_rollout_is_over(steps):
         assert torch.equal(carry.tensor(("hidden",)), other_carry.tensor(("hidden",)))
 
 
+def written_in_part(x):
+    rows = torch.ones(4, 3)
+    rows[:2].copy_(x[:2])
+    return rows.add_(x).unsqueeze_(0)
+
+
+RECORDED = {
+    "arithmetic": (lambda x: (1 - x**2).exp().log_softmax(-1) - x.pow(3), True),
+    "written in part": (written_in_part, True),
+    "several results": (lambda x: torch.stack([x, -x]).max(0)[0], True),
+    "as many as there are": (lambda x: (x > 0).nonzero().sum(0), False),
+    "decided by a value": (lambda x: x if x.sum() > 0 else -x, False),
+    "a value that becomes a constant": (lambda x: x * float(x.sum()), False),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_was_recorded_is_done_again_with_other_values(name):
+    function, complete = RECORDED[name]
+    ops, x = OpRecorder(), torch.randn(4, 3)
+    ops.changing([x])
+    with ops:
+        result = function(x)
+    assert ops.complete == complete
+    for _ in range(3 * complete):
+        x.normal_()
+        for call in ops.calls:
+            call()
+        assert torch.equal(result, function(x.clone()))
+
+
 @pytest.mark.parametrize("policy", [None, RandomPolicy()])
 def test_without_a_spec_the_environment_draws(policy):
     env, rows = layout((5,), FLOATS), []
@@ -210,7 +232,9 @@ def test_nested_keys_are_read_and_written():
         dones=(DoneGroup(()), DoneGroup(("agents",), (2, 1))),
     )
     module = Mod(nn.Linear(4, 3), [agents], [("agents", "action")])
-    assert same(module, env).lowered == 1
+    ours = same(module, env)
+    with set_exploration_type(RANDOM):
+        assert ours.explain() == ["TensorDictModule: tensor calls"]
 
     def function(td):
         assert not td.get(("agents", "done"), torch.zeros(())).any()

@@ -22,6 +22,7 @@ from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.rollout.build import SourceBuilder
+from gleanrl.transport import pickling
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 
@@ -151,6 +152,19 @@ def test_what_cannot_be_sent_is_named():
 
     with pytest.raises(ConfigError, match=r"cannot be sent to a process: policy\.lock .*TypeError"):
         Engine(lambda _: ProcessBackend(), [builder(0, 1, Locked())])
+
+
+def test_buffers_travel_from_any_device_and_captured_tensors_do_not(monkeypatch):
+    monkeypatch.setattr(pickling, "_ANYWHERE", ("cpu",))  # where meta stands for a GPU
+
+    class Policy(nn.BatchNorm1d):
+        captured = None
+
+    policy = Policy(3, device="meta")
+    assert pickling.pickled(0, builder(0, 1, policy))
+    policy.captured = torch.zeros(3, device="meta")
+    with pytest.raises(ConfigError, match=r"policy\.captured .* on meta: move it"):
+        pickling.pickled(0, builder(0, 1, policy))
 
 
 SCRIPT = """

@@ -107,7 +107,7 @@ def test_children_forked_at_any_moment_work(shared):
 
     def work():
         first = 64
-        while not done.is_set():
+        while not done.wait(0.001):  # children get their turn, too: processes do not queue
             rb.extend(rows(first, 7))
             rb.update_priority(torch.arange(10), torch.rand(10))
             rb.sample(16)

@@ -21,9 +21,12 @@ import fcntl
 import gc
 import importlib
 import json
+import locale
 import os
 import pkgutil
 import random
+import re
+import resource
 import runpy
 import select
 import shutil
@@ -32,6 +35,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import types
 import warnings
 from pathlib import Path
@@ -213,19 +217,39 @@ def _take_over(told: dict) -> None:
     os.chdir(told["folder"])
     os.environ.clear()
     os.environ.update(told["env"])
-    tempfile.tempdir = None  # it was looked up in another environment
+    _look_up_again(told["pid"])
     for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         stream = open(fd, mode, closefd=False) if fd in told["fds"] else None  # noqa: SIM115
         if stream is not None and fd:
             stream.reconfigure(line_buffering=fd == 2, write_through="-u" in told["words"])
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def _look_up_again(starter: int) -> None:
+    """Take over what processes inherit from ``starter``, and what they read when they begin."""
+    status = Path(f"/proc/{starter}/status").read_text()
+    os.umask(int(re.search(r"Umask:\s*(\d+)", status)[1], 8))
+    os.sched_setaffinity(0, os.sched_getaffinity(starter))
+    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, starter))
+    for name in dir(resource):
+        if name.startswith("RLIMIT_"):
+            limit = getattr(resource, name)
+            resource.setrlimit(limit, resource.prlimit(starter, limit))
+    time.tzset()
+    locale.setlocale(locale.LC_CTYPE, "")
+    tempfile.tempdir = None
+    for option in filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")):
+        warnings._setoption(option)
+    if "torch" in sys.modules and os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     random.seed()
     np.random.seed()
 
 
 def _run(words: list[str]) -> None:
     """Do what ``python`` does with these arguments."""
+    sys.orig_argv[:] = [sys.executable, *words]
     while words[0] in ("-u", "-W"):
         if words.pop(0) == "-W":
             warnings._setoption(words.pop(0))

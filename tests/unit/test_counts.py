@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import policies
 from benchmarks.counts import (
     Still,
+    calls_of_watching,
     calls_per_step,
     count_calls,
     count_traffic,
@@ -30,6 +31,13 @@ def test_a_step_of_all_environments_takes_few_calls(make_policy):
     assert step.c <= 8
     assert batch.python <= 900
     assert batch.c <= 600
+
+
+def test_watching_takes_few_calls_of_a_batch(monkeypatch):
+    monkeypatch.setenv("GLEANRL_TOP", "0")  # its file is written once a second
+    calls = calls_of_watching()
+    assert calls.python <= 12
+    assert calls.c <= 30
 
 
 def test_calls_per_step_do_not_grow_with_the_number_of_environments():

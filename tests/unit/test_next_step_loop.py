@@ -1,8 +1,8 @@
 """Pools: their automatic reset costs a step, and nobody may notice."""
 
+import importlib
 import warnings
 
-import envpool
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -37,6 +37,12 @@ from gleanrl.core.keys import next_key
 
 MODES = ["SameStep", "Disabled", "NextStep"]
 VERSION = ("policy_version",)
+
+
+@pytest.fixture(scope="module")
+def envpool():
+    """The module: importing it takes a second, in the one process that runs these tests."""
+    return importlib.import_module("envpool")
 
 
 def cartpoles(count, mode, **kwargs):
@@ -144,7 +150,7 @@ def bare_loop(env, reset, steps):
 @settings(max_examples=8, deadline=None)
 @given(splits=splits_of(30))
 @example(splits=[1] * 150)  # long enough for laggards
-def test_envpool_gives_the_same_transitions_as_a_bare_loop(splits):
+def test_envpool_gives_the_same_transitions_as_a_bare_loop(envpool, splits):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the bounds of its spaces
         expected = bare_loop(envpool.make_gymnasium("CartPole-v1", num_envs=6, seed=5), {}, 400)
@@ -159,7 +165,7 @@ def test_envpool_gives_the_same_transitions_as_a_bare_loop(splits):
             np.testing.assert_array_equal(mine, theirs)
 
 
-def test_envpool_is_seeded_by_making_it_anew():
+def test_envpool_is_seeded_by_making_it_anew(envpool):
     source = serve(envpool.make_gymnasium("CartPole-v1", num_envs=3))
     assert source.seed(9, False) == 11
     first = collect_all(source, [20])
@@ -285,7 +291,7 @@ def test_episodes_are_cut_at_the_limit_with_their_true_last_observation(mode):
     assert torch.equal(got[next_key(TRUNCATED)][1:, :, 0], cut[1:])
 
 
-def test_limits_work_with_envpool():
+def test_limits_work_with_envpool(envpool):
     source = serve(envpool.make_gymnasium("CartPole-v1", num_envs=5), max_frames_per_traj=7)
     got = collect_all(source, [10, 3, 25])
     assert_consistent(got)
@@ -396,17 +402,17 @@ def test_state_goes_into_a_new_source():
     assert (after[TRAJ][:, 0] > before[TRAJ][:, -1]).all()
 
 
-def test_pools_that_answer_for_some_only_are_refused():
+def test_pools_that_answer_for_some_only_are_refused(envpool):
     with pytest.raises(ConfigError, match="answers for 2 of its 4 environments"):
         serve(envpool.make_gymnasium("CartPole-v1", num_envs=4, batch_size=2))
 
 
-def test_pools_with_the_other_interface_are_refused():
+def test_pools_with_the_other_interface_are_refused(envpool):
     with pytest.raises(ConfigError, match=r"envpool\.make_gymnasium"):
         serve(envpool.make_dm("CartPole-v1", num_envs=4))
 
 
-def test_envpool_counts_states_in_narrow_integers():
+def test_envpool_counts_states_in_narrow_integers(envpool):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         source = serve(envpool.make_gymnasium("CliffWalking-v0", num_envs=3), Uniform)

@@ -71,23 +71,19 @@ class Results:
 
     def cells(self) -> list[tuple[str, ...]]:
         """Return the table row by row, as text."""
-        best = self.best
-        rows: list[tuple[str, ...]] = []
+        best, rows = self.best, []
         for row in self.rows:
-            if row.error is not None or best is None:
-                rows.append(("", str(row.topology), "failed", "", ""))
-                continue
-            mark = "best" if row is best else ""
-            share = f"{100 * row.rate / best.rate:.0f} %"
-            start = f"{row.start_s:.2f} s"
-            rows.append((mark, str(row.topology), f"{row.rate:,.0f}", share, start))
+            figures: tuple[str, ...] = ("failed", "", "")
+            if best is not None and row.error is None:
+                share = f"{100 * row.rate / best.rate:.0f} %"
+                figures = (f"{row.rate:,.0f}", share, f"{row.start_s:.2f} s")
+            rows.append(("best" if row is best else "", str(row.topology), *figures))
         return rows
 
     def advice(self) -> list[tuple[str, str]]:
         """Return what failed, and what to use."""
         lines = [("failed", f"{row.topology}: {row.error}") for row in self.rows if row.error]
-        best = self.best
-        if best is not None:
+        if best := self.best:
             lines.append(("command", best.topology.command(self.env, self.policy)))
             call = best.topology.call(self.env, self.policy, best.frames_per_batch)
             lines.append(("in Python", call))
@@ -104,26 +100,24 @@ class Results:
             "cores": self.cores,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": versions(),
-            "settings": [_row_json(row, best) for row in self.rows],
-            **dict(line for line in self.advice() if line[0] == "command"),
+            "settings": [
+                {
+                    "workers": row.topology.workers,
+                    "num_envs": row.topology.num_envs,
+                    "async": row.topology.asynchronous,
+                    "frames_per_batch": row.frames_per_batch,
+                    "frames": row.frames,
+                    "seconds": round(row.seconds, 3),
+                    "frames_per_second": round(row.rate, 1) or None,
+                    "relative": round(row.rate / best.rate, 4) if best and row.rate else None,
+                    "start_seconds": round(row.start_s, 3) or None,
+                    "error": row.error,
+                }
+                for row in self.rows
+            ],
+            **{name: text for name, text in self.advice() if name == "command"},
             "best": None if best is None else self.rows.index(best),
         }
-
-
-def _row_json(row: Result, best: Result | None) -> dict[str, Any]:
-    failed = row.error is not None or best is None
-    return {
-        "workers": row.topology.workers,
-        "num_envs": row.topology.num_envs,
-        "async": row.topology.asynchronous,
-        "frames_per_batch": row.frames_per_batch,
-        "frames": row.frames,
-        "seconds": round(row.seconds, 3),
-        "frames_per_second": None if failed else round(row.rate, 1),
-        "relative": None if failed or best is None else round(row.rate / best.rate, 4),
-        "start_seconds": None if failed else round(row.start_s, 3),
-        "error": row.error,
-    }
 
 
 def run(options: BenchOptions) -> int:

@@ -6,20 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gleanrl.cli.display import print_table
 from gleanrl.cli.options import InspectOptions
 from gleanrl.cli.replay import play
 from gleanrl.core.errors import GleanError
 from gleanrl.memory.tensor_files import dtype_name
-from gleanrl.recording.dataset import Dataset, size
+from gleanrl.recording.dataset import Dataset, Metadata, size
 from gleanrl.recording.episodes import EpisodeStats, describe_episodes, total
 from gleanrl.watch.page import Page, Plot, Table, episode_plots, save
 from gleanrl.watch.progress import plain
 
 _SHOWN = ("env", "num_envs", "workers", "async", "policy", "seed", "command", "created", "versions")
-_WINDOW = 100
 _POINTS = 20_000
 
 
@@ -59,21 +56,28 @@ def run(options: InspectOptions) -> int:
     return 0
 
 
+def _facts(data: Metadata) -> list[tuple[str, str]]:
+    return [(name, _spell(data.facts[name])) for name in _SHOWN if data.facts.get(name) is not None]
+
+
+def _spell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_spell(item)}" for name, item in value.items())
+    return str(value)
+
+
+def _entries(data: Metadata) -> list[tuple[str, str, str]]:
+    return [(".".join(f.key), dtype_name(f.dtype), str(list(f.shape))) for f in data.files]
+
+
 def _describe(dataset: Dataset) -> list[tuple[str, str]]:
     data = dataset.metadata
-    lines = [
-        (name, _spell(data.facts[name])) for name in _SHOWN if data.facts.get(name) is not None
-    ]
-    lines.append(("status", data.status))
+    lines = [*_facts(data), ("status", data.status)]
     if data.status == "collecting":
         lines.append(("note", "collection is running or was killed; what is counted here is whole"))
     lines.append(("frames", f"{data.frames:,}"))
     lines.append(("data", f"{dataset.directory} ({size(dataset.nbytes)})"))
-    lines += [
-        ("", f"{'.'.join(file.key)}  {dtype_name(file.dtype)} {list(file.shape)}")
-        for file in data.files
-    ]
-    return lines
+    return lines + [("", f"{name}  {dtype} {shape}") for name, dtype, shape in _entries(data)]
 
 
 def page(dataset: Dataset, stats: EpisodeStats | None) -> Page:
@@ -88,23 +92,13 @@ def page(dataset: Dataset, stats: EpisodeStats | None) -> Page:
             ("mean length", f"{stats.lengths.mean():,.1f}"),
         ]
         plots = episode_plots(stats.ends, stats.returns, stats.lengths)
-    entries = [
-        (".".join(file.key), dtype_name(file.dtype), str(list(file.shape))) for file in data.files
-    ]
-    facts = [(name, _spell(data.facts[name])) for name in _SHOWN if name in data.facts]
     return Page(
         title=_spell(data.facts.get("env", dataset.directory.name)),
         subtitle=f"Dataset {dataset.directory}, {data.status}",
         figures=figures,
-        facts=facts,
-        parts=[*plots, Table("Entries of a frame", ("key", "type", "shape"), entries)],
+        facts=_facts(data),
+        parts=[*plots, Table("Entries of a frame", ("key", "type", "shape"), _entries(data))],
     )
-
-
-def _spell(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_spell(item)}" for name, item in value.items())
-    return str(value)
 
 
 def _draw(options: InspectOptions, dataset: Dataset, stats: EpisodeStats | None) -> Path:
@@ -123,21 +117,13 @@ def _draw(options: InspectOptions, dataset: Dataset, stats: EpisodeStats | None)
         ) from err
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    # Beyond some number, points only take time: every k-th one shows the same cloud.
-    step = -(-stats.episodes // _POINTS)
-    axes.plot(
-        stats.ends[::step],
-        stats.returns[::step],
-        ".",
-        color="#9db4c0",
-        markersize=4,
-        label="episode",
-        rasterized=True,
-    )
-    window = min(_WINDOW, stats.episodes)
-    total = np.cumsum(np.insert(stats.returns, 0, 0.0))
-    means = (total[window:] - total[:-window]) / window
-    axes.plot(stats.ends[window - 1 :], means, color="#c8553d", label=f"mean of {window}")
+    looks = (("#9db4c0", "."), ("#c8553d", "-"))
+    for plot in episode_plots(stats.ends, stats.returns, stats.lengths)[:1]:
+        # Beyond some number, points only take time: every k-th one shows the same cloud.
+        step = -(-stats.episodes // _POINTS)
+        for series, (color, style) in zip(plot.series, looks, strict=True):
+            x, y = series.x[::step], series.y[::step]
+            axes.plot(x, y, style, color=color, markersize=4, label=series.name, rasterized=True)
     title = plain(str(dataset.metadata.facts.get("env", "")))
     axes.set(xlabel="frames", ylabel="return", title=title.replace("$", r"\$"))
     axes.xaxis.set_major_formatter("{x:,.0f}")

@@ -21,15 +21,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gleanrl.cli.display import plural
+from gleanrl.cli.display import plural, print_table
 from gleanrl.cli.options import TopOptions
-from gleanrl.watch.progress import plain
+from gleanrl.watch.progress import clock_time, number, plain
 from gleanrl.watch.status import OFF, StatusError, collections
 
 _COLUMNS = (
     *("worker", "pid", "frames", "fps", "env", "policy", "transfer", "wait"),
     *("lag", "ended", "return", "length"),
 )
+_LIST_COLUMNS = ("PID", "collector", "command", "frames", "frames/s")
 _WIDE, _PIPE_COLUMNS = 100, 120
 _OLD_S = 2
 """Seconds after which a status is old: collectors renew it with what they gather."""
@@ -60,7 +61,11 @@ def run(options: TopOptions) -> int:
         return 0
     pids = sorted({int(status["pid"]) for status in found})
     if len(pids) > 1 and not options.once:
-        console.print(_listed(found))
+        rows = [
+            (str(status["pid"]), _name(status), status.get("command", ""), *_frames(status))
+            for status in found
+        ]
+        print_table(rows, _LIST_COLUMNS, numbers_from=3)
         sys.stdout.write("\n'gleanrl top PID' watches one of them.\n")
         return 0
     if options.once or not console.is_terminal:
@@ -116,17 +121,6 @@ def _keys() -> Iterator[Any]:
 # -- what is shown ---------------------------------------------------------------------------------
 
 
-def _listed(found: Sequence[Status]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("PID", "collector", "frames", "frames/s", "command"):
-        table.add_column(name, justify="right" if name.startswith("frames") else "left")
-    for status in found:
-        stats = status.get("stats", {})
-        cells = (str(status["pid"]), _name(status), _count(stats.get("frames")))
-        table.add_row(*map(_safe, (*cells, _count(stats.get("fps")), status.get("command", ""))))
-    return table
-
-
 def _shown(found: Sequence[Status]) -> RenderableType:
     parts: list[RenderableType] = []
     for status in found:
@@ -138,7 +132,8 @@ def _one(status: Status) -> list[RenderableType]:
     """Return a headline and a table of workers."""
     stats = status.get("stats", {})
     head = Text(plain(_name(status)), style="bold")
-    head.append(f"  process {status['pid']}, {_age(status)}", style="not bold dim")
+    age = max(0.0, time.time() - float(status.get("started", time.time())))
+    head.append(f"  process {status['pid']}, for {clock_time(age)}", style="not bold dim")
     if (seconds := int(status["age"])) >= _OLD_S:
         head.append(f", as it was {plural(seconds, 'second')} ago", style="not bold yellow")
     lines: list[RenderableType] = [head]
@@ -167,12 +162,12 @@ def _cells(name: str, pid: str, stats: Mapping[str, Any]) -> list[str]:
         name,
         pid,
         _short(stats.get("frames")),
-        _count(stats.get("fps")),
+        _spell(stats.get("fps")),
         *("-" if share is None else f"{100 * share:.0f} %" for share in shares),
-        _count(stats.get("lag")),
+        _spell(stats.get("lag")),
         _short(stats.get("episodes")),
-        _decimal(stats.get("return_mean")),
-        _decimal(stats.get("length_mean")),
+        _spell(stats.get("return_mean"), 1),
+        _spell(stats.get("length_mean"), 1),
     ]
 
 
@@ -191,28 +186,17 @@ def _name(status: Status) -> str:
     return str(status.get("collector", "a collector"))
 
 
-def _age(status: Status) -> str:
-    seconds = max(0, int(time.time() - float(status.get("started", time.time()))))
-    hours, minutes = seconds // 3600, seconds // 60 % 60
-    return f"for {hours}:{minutes:02}:{seconds % 60:02}"
+def _frames(status: Status) -> tuple[str, str]:
+    stats = status.get("stats", {})
+    return _spell(stats.get("frames")), _spell(stats.get("fps"))
 
 
-def _count(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
+def _spell(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def _short(value: float | None) -> str:
-    """Spell a count in at most six characters."""
-    if value is None:
-        return "-"
-    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= unit:
-            return f"{value / (1e3 if suffix == 'k' else unit):.4g}{suffix}"
-    return f"{value:,.0f}"
-
-
-def _decimal(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f}"
+    return "-" if value is None else number(value)
 
 
 def _safe(text: str) -> str:

@@ -14,12 +14,11 @@ import operator
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import (
     Annotated,
     Any,
-    ClassVar,
     Required,
     TypedDict,
     TypeVar,
@@ -29,13 +28,14 @@ from typing import (
     is_typeddict,
 )
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
-from gleanrl.collectors.base import PostHook, PreHook
 from gleanrl.collectors.compat import read_updater
-from gleanrl.core.errors import ArgumentTypeError, ConfigError
+from gleanrl.collectors.handle import PostHook, PreHook
+from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 from gleanrl.core.options import (
     EnvOptions,
     InfoKeys,
@@ -43,11 +43,13 @@ from gleanrl.core.options import (
     RolloutOptions,
     TrajectoryOptions,
     limit,
+    read_device,
     seconds,
     users_stacklevel,
 )
-from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.interruptor import Interruptor
+from gleanrl.engine.pipeline import Pipeline
+from gleanrl.engine.sink import Sink, make_sink
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.policies.policy import parse_exploration_mode
 from gleanrl.rollout.build import SourceBuilder
@@ -58,7 +60,6 @@ from gleanrl.weights.snapshot import PolicyVersion
 
 Device = torch.device | str | int | None
 Devices = Device | Sequence[Device]
-Kind = TypeVar("Kind")
 REQUIRED = inspect.Parameter.empty
 
 
@@ -197,44 +198,7 @@ class _NotOfNodes(TypedDict, total=False):
     worker_idx: Annotated[int | None, None]
 
 
-class CollectorArguments(CommonArguments, _OnThisMachine, _NotOfNodes, total=False):
-    """The arguments of `Collector`.
-
-    Attributes:
-        frames_per_batch: Frames of one batch, over all environments; rounded up to whole steps.
-        policy_factory: A callable that returns the policy, instead of ``policy``.
-        device: Fills in whichever of the three below is not given.
-        storing_device: Where batches are delivered.
-        policy_device: Where the policy runs; a copy is made if it lives elsewhere.
-        env_device: Where the environment runs.
-        create_env_kwargs: Arguments for ``create_env_fn`` or for `gymnasium.make`.
-        return_same_td: Deliver the same `TensorDict` each time, overwritten by the next batch.
-        interruptor: An `Interruptor` that can end rollouts early.
-        backend: ``"inline"`` (alias ``"direct"``): in this process. ``"process"`` (alias
-            ``"multiprocessing"``) makes a `MultiSyncCollector` or `MultiAsyncCollector`,
-            ``"distributed"`` and ``"submitit"`` a `DistributedCollector`, ``"rpc"`` an
-            `RPCCollector`, ``"ray"`` a `RayCollector`.
-        num_collectors: How many worker processes; implies ``backend="process"``.
-        sync: Whether the batches of several workers hold rollouts of all; ``False`` by default.
-        backend_options: Arguments that only the collectors with workers have.
-    """
-
-    frames_per_batch: Required[int]
-    policy_factory: Annotated[Callable[[], Any] | None, None]
-    device: Annotated[Device, None]
-    storing_device: Annotated[Device, None]
-    policy_device: Annotated[Device, None]
-    env_device: Annotated[Device, None]
-    create_env_kwargs: Annotated[Mapping[str, Any] | None, None]
-    return_same_td: Annotated[bool, False]
-    interruptor: Annotated[Any, None]
-    backend: Annotated[str | None, None]
-    num_collectors: Annotated[int | None, None]
-    sync: Annotated[bool | None, None]
-    backend_options: Annotated[Mapping[str, Any] | None, None]
-
-
-class WorkersArguments(CommonArguments, total=False):
+class _WithWorkers(TypedDict, total=False):
     """What every collector with workers takes.
 
     Attributes:
@@ -273,33 +237,7 @@ class WorkersArguments(CommonArguments, total=False):
     start_timeout: Annotated[float, 120.0]
 
 
-class MultiArguments(WorkersArguments, _OnThisMachine, _NotOfNodes, total=False):
-    """The arguments of `MultiCollector` and its subclasses.
-
-    Attributes:
-        num_workers: How many workers; a list of environments tells by its length.
-        update_at_each_batch: Send the policy's weights before (synchronous) or after (asynchronous)
-            each batch.
-        preemptive_threshold: Share of the workers that finish; the others are stopped then, and
-            what they did not reach is masked; where it comes to no worker, all are stopped at once
-            and make a step each. Synchronous collectors only.
-        interruptor: An `Interruptor` that can end rollouts early.
-        num_threads: torch threads of this process while workers run; by default those it has, less
-            one per worker.
-        backend: ``"process"``, or ``"inline"``: the same workers in this process.
-        sync: Chooses the subclass of `MultiCollector`.
-    """
-
-    num_workers: Annotated[int | None, None]
-    update_at_each_batch: Annotated[bool, False]
-    preemptive_threshold: Annotated[float | None, None]
-    interruptor: Annotated[Interruptor | None, None]
-    num_threads: Annotated[int | None, None]
-    backend: Annotated[str | None, None]
-    sync: Annotated[bool | None, None]
-
-
-class NodesArguments(WorkersArguments, total=False):
+class _Remote(TypedDict, total=False):
     """What collectors over nodes and Ray actors take.
 
     Attributes:
@@ -333,7 +271,7 @@ class _WeightIntervals(TypedDict, total=False):
     max_weight_update_interval: Annotated[int | None, -1]
 
 
-class NetworkArguments(NodesArguments, total=False):
+class _OverNetwork(TypedDict, total=False):
     """What collectors over nodes take, which join over the network.
 
     Attributes:
@@ -365,7 +303,72 @@ class NetworkArguments(NodesArguments, total=False):
     host: Annotated[str | None, None]
 
 
-class DistributedArguments(NetworkArguments, _WeightIntervals, total=False):
+class CollectorArguments(CommonArguments, _OnThisMachine, _NotOfNodes, total=False):
+    """The arguments of `Collector`.
+
+    Attributes:
+        frames_per_batch: Frames of one batch, over all environments; rounded up to whole steps.
+        policy_factory: A callable that returns the policy, instead of ``policy``.
+        device: Fills in whichever of the three below is not given.
+        storing_device: Where batches are delivered.
+        policy_device: Where the policy runs; a copy is made if it lives elsewhere.
+        env_device: Where the environment runs.
+        create_env_kwargs: Arguments for ``create_env_fn`` or for `gymnasium.make`.
+        return_same_td: Deliver the same `TensorDict` each time, overwritten by the next batch.
+        interruptor: An `Interruptor` that can end rollouts early.
+        backend: ``"inline"`` (alias ``"direct"``): in this process. ``"process"`` (alias
+            ``"multiprocessing"``) makes a `MultiSyncCollector` or `MultiAsyncCollector`,
+            ``"distributed"`` and ``"submitit"`` a `DistributedCollector`, ``"rpc"`` an
+            `RPCCollector`, ``"ray"`` a `RayCollector`.
+        num_collectors: How many worker processes; implies ``backend="process"``.
+        sync: Whether the batches of several workers hold rollouts of all; ``False`` by default.
+        backend_options: Arguments that only the collectors with workers have.
+    """
+
+    frames_per_batch: Required[int]
+    policy_factory: Annotated[Callable[[], Any] | None, None]
+    device: Annotated[Device, None]
+    storing_device: Annotated[Device, None]
+    policy_device: Annotated[Device, None]
+    env_device: Annotated[Device, None]
+    create_env_kwargs: Annotated[Mapping[str, Any] | None, None]
+    return_same_td: Annotated[bool, False]
+    interruptor: Annotated[Any, None]
+    backend: Annotated[str | None, None]
+    num_collectors: Annotated[int | None, None]
+    sync: Annotated[bool | None, None]
+    backend_options: Annotated[Mapping[str, Any] | None, None]
+
+
+class MultiArguments(CommonArguments, _WithWorkers, _OnThisMachine, _NotOfNodes, total=False):
+    """The arguments of `MultiCollector` and its subclasses.
+
+    Attributes:
+        num_workers: How many workers; a list of environments tells by its length.
+        update_at_each_batch: Send the policy's weights before (synchronous) or after (asynchronous)
+            each batch.
+        preemptive_threshold: Share of the workers that finish; the others are stopped then, and
+            what they did not reach is masked; where it comes to no worker, all are stopped at once
+            and make a step each. Synchronous collectors only.
+        interruptor: An `Interruptor` that can end rollouts early.
+        num_threads: torch threads of this process while workers run; by default those it has, less
+            one per worker.
+        backend: ``"process"``, or ``"inline"``: the same workers in this process.
+        sync: Chooses the subclass of `MultiCollector`.
+    """
+
+    num_workers: Annotated[int | None, None]
+    update_at_each_batch: Annotated[bool, False]
+    preemptive_threshold: Annotated[float | None, None]
+    interruptor: Annotated[Interruptor | None, None]
+    num_threads: Annotated[int | None, None]
+    backend: Annotated[str | None, None]
+    sync: Annotated[bool | None, None]
+
+
+class DistributedArguments(
+    CommonArguments, _WithWorkers, _Remote, _WeightIntervals, _OverNetwork, total=False
+):
     """The arguments of `DistributedCollector`.
 
     Attributes:
@@ -375,7 +378,7 @@ class DistributedArguments(NetworkArguments, _WeightIntervals, total=False):
     update_interval: Annotated[int | None, None]
 
 
-class DistributedSyncArguments(NetworkArguments, total=False):
+class DistributedSyncArguments(CommonArguments, _WithWorkers, _Remote, _OverNetwork, total=False):
     """The arguments of `DistributedSyncCollector`.
 
     Attributes:
@@ -386,10 +389,13 @@ class DistributedSyncArguments(NetworkArguments, total=False):
     update_interval: Annotated[int, 1]
 
 
-class RPCArguments(DistributedArguments, total=False):
+class RPCArguments(
+    CommonArguments, _WithWorkers, _Remote, _WeightIntervals, _OverNetwork, total=False
+):
     """The arguments of `RPCCollector`.
 
     Attributes:
+        update_interval: Another name of ``max_weight_update_interval``.
         visible_devices: Per node, the CUDA device, or a list of them, that its RPC agent
             synchronises with. Rollouts cross as CPU memory.
         tensorpipe_options: Arguments of `torch.distributed.rpc.TensorPipeRpcBackendOptions`, in
@@ -399,11 +405,14 @@ class RPCArguments(DistributedArguments, total=False):
             ``"COLLECTOR_NODE_1"``, ….
     """
 
+    update_interval: Annotated[int | None, None]
     visible_devices: Annotated[Sequence[Any] | None, None]
     tensorpipe_options: Annotated[Mapping[str, Any] | None, None]
 
 
-class RayArguments(NodesArguments, _WeightIntervals, _NotOfNodes, total=False):
+class RayArguments(
+    CommonArguments, _WithWorkers, _Remote, _WeightIntervals, _NotOfNodes, total=False
+):
     """The arguments of `RayCollector`.
 
     Attributes:
@@ -421,8 +430,30 @@ class RayArguments(NodesArguments, _WeightIntervals, _NotOfNodes, total=False):
     use_env_creator: Annotated[bool, False]
 
 
-class Arguments(CommonArguments, _OnThisMachine, _NotOfNodes, total=False):
-    """What all collectors read: of what a class does not take, the default."""
+class Arguments(
+    CommonArguments,
+    _WithWorkers,
+    _Remote,
+    _WeightIntervals,
+    _OverNetwork,
+    _OnThisMachine,
+    _NotOfNodes,
+    total=False,
+):
+    """What `read` returns: the arguments of all collectors, completed with defaults."""
+
+    interruptor: Any
+    num_collectors: int | None
+    num_threads: int | None
+    num_workers: int | None
+    preemptive_threshold: float | None
+    ray_init_config: Mapping[str, Any] | None
+    remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+    return_same_td: bool
+    tensorpipe_options: Mapping[str, Any] | None
+    update_at_each_batch: bool
+    update_interval: int | None
+    visible_devices: Sequence[Any] | None
 
 
 # -- names, defaults, signatures -------------------------------------------------------------------
@@ -443,7 +474,11 @@ _RETIRED = {
     "weight_updater": "weight_sync_schemes=, or pass weights to update_policy_weights_",
 }
 """Arguments that still work, and what to use instead."""
-_DICTIONARIES = [found for found in tuple(globals().values()) if is_typeddict(found)]
+_DICTIONARIES = [
+    found
+    for found in tuple(globals().values())
+    if is_typeddict(found) and "Attributes:" in (found.__doc__ or "")
+]
 _MISSPELT = dict.fromkeys(("num_env", "n_env", "n_envs", "nenv", "nenvs"), "num_envs")
 
 
@@ -481,8 +516,8 @@ def meanings(kind: Any) -> dict[str, str]:
 
 
 def _described(kind: Any) -> dict[str, str]:
-    attributes = (kind.__doc__ or "").partition("Attributes:\n")[2]
-    entries = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", attributes, re.M)
+    attributes = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", attributes, re.M)
     return {name: " ".join(meaning.split()) for name, meaning in entries}
 
 
@@ -500,13 +535,14 @@ def shows(kind: Any) -> Callable[[Function], Function]:
         own = inspect.signature(function)
         fixed = [p for p in own.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         function.__signature__ = own.replace(parameters=[*fixed, *parameters])  # type: ignore[attr-defined]
-        before, marked, after = (function.__doc__ or "").partition(" " * 12 + "**kwargs:")
+        own_doc = inspect.cleandoc(function.__doc__ or "")  # as of Python 3.13 it is clean already
+        before, marked, after = own_doc.partition("    **kwargs:")
         if marked:  # not under -OO
             found = meanings(kind)
             explained = "".join(
                 textwrap.indent(
                     textwrap.fill(f"{p.name}: {found[p.name]}", 88, subsequent_indent="    "),
-                    " " * 12,
+                    "    ",
                 )
                 + "\n"
                 for p in parameters
@@ -517,7 +553,7 @@ def shows(kind: Any) -> Callable[[Function], Function]:
     return decorate
 
 
-def read(kind: type[Kind], owner: str, arguments: Mapping[str, Any]) -> Kind:
+def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
     """Complete the arguments that a collector was given.
 
     Args:
@@ -527,11 +563,8 @@ def read(kind: type[Kind], owner: str, arguments: Mapping[str, Any]) -> Kind:
 
     Returns:
         Those of ``kind``, and the defaults of all that other collectors take.
-
-    Raises:
-        TypeError: a name that it does not take, or a missing argument.
     """
-    known = definitions(cast("Any", kind))
+    known = definitions(kind)
     for name in arguments:
         if name not in known:
             raise ArgumentTypeError(f"{owner} takes no {name}=" + instead(name, known))
@@ -546,7 +579,7 @@ def read(kind: type[Kind], owner: str, arguments: Mapping[str, Any]) -> Kind:
                 stacklevel=users_stacklevel(),
             )
     everywhere = {n: d for other in _COLLECTORS.values() for n, d in defaults(other).items()}
-    return cast("Kind", {**everywhere, **defaults(kind), **arguments})
+    return cast("Arguments", {**everywhere, **defaults(kind), **arguments})
 
 
 def instead(name: str, known: Mapping[str, Any]) -> str:
@@ -562,15 +595,12 @@ def instead(name: str, known: Mapping[str, Any]) -> str:
 
 
 def check(arguments: Arguments) -> None:
-    """Find contradictions between arguments, before anything is built.
-
-    Raises:
-        ConfigError: wrong values, or some that contradict each other.
-        TypeError: arguments that exclude each other.
-    """
+    """Find contradictions between arguments, before anything is built."""
     if arguments["weight_updater"] is not None and arguments["weight_sync_schemes"] is not None:
         raise ArgumentTypeError("give weight_sync_schemes or weight_updater, not both")
-    _check_trajectories(arguments)
+    for wrong, message in _contradictions(arguments):
+        if wrong:
+            raise ConfigError(message)
     check_callables(
         postproc=arguments["postproc"],
         pre_collect_hook=arguments["pre_collect_hook"],
@@ -579,29 +609,37 @@ def check(arguments: Arguments) -> None:
     if arguments["timeout"] is not None:
         seconds("timeout", arguments["timeout"])
     check_schemes(arguments["weight_sync_schemes"])
-    if not arguments["reset_when_done"]:
-        raise ConfigError(
-            "reset_when_done=False is not supported: environments that end are always reset; use "
-            "split_trajs=True or trajs_per_batch= to get whole trajectories, or the rollout("
-            "break_when_any_done=True) of an environment"
-        )
 
 
-def _check_trajectories(arguments: Arguments) -> None:
-    """Whole trajectories are found by their ids and are copies."""
+def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
+    """Yield what would be wrong, and what is to be said of it."""
     whole = arguments["trajs_per_batch"] is not None
-    if (arguments["split_trajs"] or whole) and not arguments["track_traj_ids"]:
-        raise ConfigError("split_trajs and trajs_per_batch need track_traj_ids=True")
-    if arguments["set_truncated"] and whole:
-        raise ConfigError(
-            "set_truncated=True would cut trajectories where batches end; it excludes "
-            "trajs_per_batch, which delivers whole ones"
-        )
-    if arguments["traj_quota"] is not None and arguments["reset_at_each_iter"]:
-        raise ConfigError(
-            "reset_at_each_iter=True drops trajectories that outlast a batch, so that short ones "
-            "are preferred; it excludes traj_quota"
-        )
+    apart = arguments["split_trajs"] or whole
+    yield (
+        apart and not arguments["track_traj_ids"],
+        "split_trajs and trajs_per_batch need track_traj_ids=True",
+    )
+    yield (
+        arguments["set_truncated"] and whole,
+        "set_truncated=True would cut trajectories where batches end; it excludes trajs_per_batch, "
+        "which delivers whole ones",
+    )
+    yield (
+        arguments["traj_quota"] is not None and arguments["reset_at_each_iter"],
+        "reset_at_each_iter=True drops trajectories that outlast a batch, so that short ones are "
+        "preferred; it excludes traj_quota",
+    )
+    yield (
+        arguments["return_same_td"] and apart,
+        "return_same_td=True needs batches of one shape; it excludes split_trajs and "
+        "trajs_per_batch",
+    )
+    yield (
+        not arguments["reset_when_done"],
+        "reset_when_done=False is not supported: environments that end are always reset; use "
+        "split_trajs=True or trajs_per_batch= to get whole trajectories, or the rollout("
+        "break_when_any_done=True) of an environment",
+    )
 
 
 def check_callables(**arguments: Any) -> None:
@@ -630,7 +668,7 @@ def check_schemes(schemes: Mapping[str, Any] | None) -> None:
             )
 
 
-def _check_buffer(arguments: Arguments, extend: bool, same_td: bool) -> None:
+def _check_buffer(arguments: Arguments, extend: bool) -> None:
     """A replay buffer takes the place of delivered batches."""
     buffer = arguments["replay_buffer"]
     if arguments["compact_obs"] and isinstance(buffer, ReplayBuffer) and buffer.storage.compact:
@@ -640,7 +678,7 @@ def _check_buffer(arguments: Arguments, extend: bool, same_td: bool) -> None:
         )
     if arguments["use_buffers"]:
         raise ArgumentTypeError("use_buffers=True and replay_buffer exclude each other")
-    if same_td:
+    if arguments["return_same_td"]:
         raise ArgumentTypeError(
             "return_same_td=True and replay_buffer exclude each other: nothing is returned"
         )
@@ -659,8 +697,7 @@ def _check_buffer(arguments: Arguments, extend: bool, same_td: bool) -> None:
 class Options:
     """The arguments of a collector in the groups that other parts read, each checked."""
 
-    source: SourceBuilder
-    """Builds what collects, once environments, policy and devices are filled in."""
+    exploration: InteractionType
     trajectories: TrajectoryOptions
     extend: bool
     """Whether a replay buffer gets whole batches."""
@@ -669,28 +706,23 @@ class Options:
     """The version counter to show."""
 
     @classmethod
-    def of(cls, arguments: Arguments, *, same_td: bool = False) -> "Options":
+    def of(cls, arguments: Arguments) -> "Options":
         """Check and read the arguments that all collectors share.
-
-        Args:
-            arguments: All arguments.
-            same_td: Whether the same `TensorDict` is delivered each time.
 
         Raises:
             ConfigError: wrong values, or some that contradict each other.
             TypeError: arguments that exclude each other.
         """
         check(arguments)
-        if same_td and (arguments["split_trajs"] or arguments["trajs_per_batch"] is not None):
-            raise ConfigError(
-                "return_same_td=True needs batches of one shape; it excludes split_trajs and "
-                "trajs_per_batch"
-            )
-        extend = _read_extend_buffer(arguments["extend_buffer"], arguments["replay_buffer_chunk"])
+        extend, chunk = arguments["extend_buffer"], arguments["replay_buffer_chunk"]
+        if chunk not in (None, extend):  # its retired spelling
+            raise ConfigError(f"replay_buffer_chunk ({chunk}) contradicts extend_buffer ({extend})")
         if arguments["replay_buffer"] is not None:
-            _check_buffer(arguments, extend, same_td)
+            _check_buffer(arguments, extend)
         return cls(
-            source=source(arguments),
+            exploration=_read_exploration(
+                arguments["exploration_type"], arguments["exploration_mode"]
+            ),
             trajectories=TrajectoryOptions.from_arguments(
                 arguments["split_trajs"],
                 arguments["trajs_per_batch"],
@@ -704,18 +736,66 @@ class Options:
             version=_read_version(arguments["track_policy_version"]),
         )
 
+    def pipeline(
+        self, arguments: Arguments, storing: torch.device | None, stacked: bool = False
+    ) -> tuple[Sink | None, Pipeline]:
+        """Return what takes batches in place of the user, and what they go through until then.
 
-def source(arguments: Arguments) -> SourceBuilder:
-    """Return what builds a source, without environments, policy, devices and random stream."""
+        Args:
+            arguments: All arguments.
+            storing: Where batches are delivered.
+            stacked: Whether the first dimension of batches is that of workers.
+        """
+        sink = make_sink(arguments["replay_buffer"], self.extend, stacked)
+        stages = Pipeline(
+            self.trajectories,
+            arguments["postproc"],
+            sink,
+            storing,
+            episodes_end=arguments["reset_at_each_iter"],
+        )
+        return sink, stages
+
+
+def source(
+    arguments: Arguments,
+    env: Any,
+    env_kwargs: Mapping[str, Any],
+    policy: Any,
+    policy_factory: Callable[[], Any] | None,
+    *,
+    env_device: torch.device | None,
+    policy_device: torch.device | None,
+    mask: bool,
+    stream: int | None = None,
+) -> SourceBuilder:
+    """Return what builds the source of one worker.
+
+    Args:
+        arguments: All arguments of the worker.
+        env: What it collects from.
+        env_kwargs: Arguments for that.
+        policy: What acts, if there is no factory.
+        policy_factory: Returns what acts.
+        env_device: Where the environment runs.
+        policy_device: Where the policy runs.
+        mask: Whether rollouts may be stopped early.
+        stream: What the worker's random streams are made from.
+    """
     return SourceBuilder(
         env=EnvOptions(
-            create_env_fn=None,
+            create_env_fn=env,
+            create_env_kwargs=env_kwargs,
             num_envs=arguments["num_envs"],
+            device=env_device,
             categorical=arguments["categorical_action_encoding"],
             observation_dtype=arguments["observation_dtype"],
             info_keys=arguments["info_keys"],
         ),
         policy=PolicyOptions(
+            policy=policy,
+            policy_factory=policy_factory,
+            device=policy_device,
             trust_policy=arguments["trust_policy"],
             compile_policy=arguments["compile_policy"],
             cudagraph_policy=arguments["cudagraph_policy"],
@@ -732,7 +812,9 @@ def source(arguments: Arguments) -> SourceBuilder:
             ),
             track_policy_version=bool(arguments["track_policy_version"]),
             check_finite=arguments["check_finite"],
+            mask=mask,
             compact=arguments["compact_obs"],
+            stream=stream,
         ),
     )
 
@@ -765,56 +847,35 @@ def _read_exploration(kind: InteractionType | None, mode: str | None) -> Interac
     return parsed
 
 
-def _read_extend_buffer(extend_buffer: bool, chunk: bool | None) -> bool:
-    """Return ``extend_buffer``, of which ``replay_buffer_chunk`` is a retired spelling."""
-    if chunk not in (None, extend_buffer):
-        raise ConfigError(
-            f"replay_buffer_chunk ({chunk}) contradicts extend_buffer ({extend_buffer})"
-        )
-    return extend_buffer
-
-
 # -- what collectors show of their arguments -------------------------------------------------------
 
+_MEANINGS = {name: doc for kind in _COLLECTORS.values() for name, doc in meanings(kind).items()}
+_TYPES = {
+    name: hint for kind in _COLLECTORS.values() for name, (hint, _) in definitions(kind).items()
+}
 
-class Shown:
-    """A read-only attribute: an argument of the constructor."""
 
-    arguments: ClassVar[set[str]] = set()
-    """Those that are shown by any collector."""
+def shown(name: str, read: Callable[[Any], Any] | None = None, doc: str = "") -> Any:
+    """Return a read-only property of collectors: an argument of the constructor.
 
-    def __init__(
-        self, read: Callable[[Any], Any] | None = None, argument: str = "", doc: str = ""
-    ) -> None:
-        """Show what ``read`` makes of an argument.
+    Args:
+        name: Of the argument.
+        read: What is shown of it; by default it is shown as it was given.
+        doc: By default what the argument means.
+    """
 
-        Args:
-            read: By default it is shown as it was given.
-            argument: By default that of the attribute's name.
-            doc: By default what the argument means.
-        """
-        self._read, self._argument, self.__doc__ = read, argument, doc
-        self._name = ""
+    def get(collector: Any) -> Any:
+        value = collector._arguments[name]
+        return value if read is None else read(value)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name, self._argument = name, self._argument or name
-        self.__doc__ = self.__doc__ or _MEANINGS.get(self._argument)
-        self.arguments.add(self._argument)
-
-    def __get__(self, collector: Any, owner: type | None = None) -> Any:
-        if collector is None:
-            return self
-        value = collector._settings[self._argument]
-        return value if self._read is None else self._read(value)
-
-    def __set__(self, collector: Any, value: Any) -> None:
+    def refuse(collector: Any, value: Any) -> None:
         raise AttributeError(
-            f"{self._name} of a {type(collector).__name__} is read-only: give {self._name}= to the "
+            f"this attribute of a {type(collector).__name__} is read-only: give {name}= to the "
             "constructor"
         )
 
-
-_MEANINGS = {name: doc for kind in _COLLECTORS.values() for name, doc in meanings(kind).items()}
+    get.__annotations__["return"] = bool if read is bool else _TYPES[name]
+    return property(get, refuse, doc=doc or _MEANINGS.get(name))
 
 
 # -- arguments of methods --------------------------------------------------------------------------
@@ -829,6 +890,31 @@ def read_seed(seed: Any) -> int:
     if number < 0:
         raise ConfigError(f"seed ({number}) must not be negative")
     return number
+
+
+def read_devices(device: Any) -> Any:
+    """Return the default device; those of the workers as a list, if they were given as one."""
+    if isinstance(device, list | tuple):
+        return [read_devices(one) for one in device]
+    return read_device("device", device)
+
+
+def read_flags(name: str, value: Any, count: int) -> list[bool]:
+    """Return a list or a tensor of ``count`` bools as a list; all are true by default."""
+    if value is None:
+        return [True] * count
+    try:
+        flags = list(value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value)
+    except TypeError:
+        raise ConfigError(f"{name} ({value!r:.100}) must be a list of bools") from None
+    flags = [f.item() if isinstance(f, torch.Tensor | np.generic) else f for f in flags]
+    if not all(isinstance(flag, bool) for flag in flags):
+        raise ConfigError(
+            f"{name} ({value!r:.100}) must hold one bool per worker, no indices: [True, False, ...]"
+        )
+    if len(flags) != count:
+        raise ConfigError(f"{name} has {len(flags)} entries for {count} workers")
+    return flags
 
 
 def read_index(index: Sequence[int] | torch.Tensor, num_envs: int) -> tuple[int, ...]:

@@ -1,27 +1,54 @@
-"""What every collector does: iterate, hooks, weights, remote access, shutting down."""
+"""What every collector does: iterate, publish weights, seed, save, answer, shut down."""
 
 from __future__ import annotations
 
-import abc
+import re
 import threading
+import time
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from gleanrl.collectors.arguments import (
+    Arguments,
+    read_devices,
+    read_flags,
+    read_seed,
+    shown,
+)
+from gleanrl.collectors.background import BackgroundFilling
+from gleanrl.collectors.handle import Handle, PostHook, PreHook, one_of
+from gleanrl.collectors.plan import Launch, Threads
+from gleanrl.collectors.states import entries_of, number_lives, restoring, states_of
+from gleanrl.collectors.weights import WeightUpdates
+from gleanrl.core import messages as m
 from gleanrl.core import paths
-from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import users_stacklevel
-from gleanrl.core.tracebacks import for_users, hide_frames
-from gleanrl.engine.profiling import ProfileConfig, RolloutProfiler
+from gleanrl.core.errors import ClosedError, ConfigError, WorkerError, for_users, hide_frames
+from gleanrl.core.keys import MASK, as_key
+from gleanrl.core.layout import Field, Layout
+from gleanrl.core.options import limit, users_stacklevel
+from gleanrl.engine.engine import Engine, MakeBackend
+from gleanrl.engine.gather import Rollouts
+from gleanrl.engine.models import WeightSync
+from gleanrl.engine.replacing import Replacements
+from gleanrl.transport.inline import InlineBackend
+from gleanrl.transport.network import NetworkBackend
+from gleanrl.watch.watching import Watcher, Watching
+from gleanrl.weights.scheme import WeightSyncScheme
+from gleanrl.weights.snapshot import Shapes
 
-PreHook = Callable[[], None]
-PostHook = Callable[[Any], None]
+CLOSE_TIMEOUT_S = 2.0
+"""Seconds environments get to close after a failure, and where nobody called `shutdown`."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -31,7 +58,7 @@ class _Reader:
     thread: int
 
 
-class BaseCollector(IterableDataset[Any], abc.ABC):
+class BaseCollector(Handle, IterableDataset[Any]):
     """Base of all collectors. Iterate over it, or call `next`; use it as a context manager.
 
     A ``for`` loop that is left early can be entered again and continues; once ``total_frames`` were
@@ -40,23 +67,169 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
     only, and taking turns warns once.
     """
 
-    def __init__(
-        self, pre_collect_hook: PreHook | None = None, post_collect_hook: PostHook | None = None
-    ) -> None:
-        """Remember the hooks.
+    cat_results = shown("cat_results")
+    collector_class = shown("collector_class")
+    compact_obs = shown("compact_obs", bool)
+    compiled_policy = shown("compile_policy", bool, "Whether the policy is compiled.")
+    create_env_kwargs = shown("create_env_kwargs")
+    cudagraphed_policy = shown("cudagraph_policy", bool, "Whether it runs as a CUDA graph.")
+    device = shown("device", read_devices)
+    extend_buffer = shown("extend_buffer")
+    max_frames_per_traj = shown("max_frames_per_traj", lambda steps: limit(steps) or 0)
+    no_cuda_sync = shown("no_cuda_sync", bool)
+    num_sub_threads = shown("num_sub_threads")
+    postproc = shown("postproc")
+    preemptive_threshold = shown(
+        "preemptive_threshold", lambda share: 1.0 if share is None else float(share)
+    )
+    reset_at_each_iter = shown("reset_at_each_iter", bool)
+    reset_when_done = shown("reset_when_done")
+    set_truncated = shown("set_truncated", bool)
+    split_trajs = shown("split_trajs", bool)
+    track_traj_ids = shown("track_traj_ids")
+    traj_format = shown("traj_format")
+    trajs_per_batch = shown("trajs_per_batch")
+    trajs_per_write = shown("trajs_per_write")
+    trust_policy = shown("trust_policy", bool)
+    update_at_each_batch = shown("update_at_each_batch", bool)
+    verbose = False
+
+    ARGUMENTS: ClassVar[Any]
+    """The dictionary of the constructor's arguments."""
+    _here = False
+    """Whether environments, policy and hooks are in this process."""
+    _as_gathered = False
+    """Whether batches are those of the engine. A class says so of itself: subclasses of the user's
+    may do anything with them."""
+    _reader: _Reader | None = None
+    """The newest iterator."""
+    _warned_of_readers = False
+    _announced = False
+    _touched = False
+    """Whether a batch, an update of weights, a seed, a reset or a state was asked for."""
+    _reports: Rollouts = {}
+    """What workers said of the newest batch."""
+    _models: Any
+    _threads: Callable[[], object] = staticmethod(lambda: None)
+    """Restores the number of torch threads, which is lower while workers run."""
+    _replacements: Replacements | None = None
+
+    def __init__(self, arguments: Arguments) -> None:
+        """Take what stays if the workers are started anew."""
+        super().__init__(arguments["pre_collect_hook"], arguments["post_collect_hook"])
+        self._updates = WeightUpdates()
+
+    # -- the beginning ---------------------------------------------------------------------------
+
+    def _start(self, arguments: Arguments, launch: Launch, make: MakeBackend) -> None:
+        """Start the workers and set up everything around them.
 
         Args:
-            pre_collect_hook: Called without argument before each batch is collected.
-            post_collect_hook: Called with each batch as it will be delivered.
+            arguments: The arguments, as `read` has completed them.
+            launch: What is started.
+            make: Builds the backend that starts and reaches the workers.
         """
-        super().__init__()
-        self._pre_hook, self._post_hook = pre_collect_hook, post_collect_hook
-        self._iterating = False
-        self._reader: _Reader | None = None
-        """The newest iterator."""
-        self._warned_of_readers = False
-        self._profiler: RolloutProfiler | None = None
-        self._profile_config: ProfileConfig | None = None
+        self._arguments, self._launch, self._plan = arguments, launch, launch.plan
+        options, plan = launch.options, launch.plan
+        self._version, self._timeout = options.version, arguments["timeout"]
+        self._worker_idx = arguments["worker_idx"]
+        self._sink, self._pipeline = launch.sink, launch.pipeline
+        self._ready: deque[Any] = deque()
+        self._batches = 0
+        self.replay_buffer = arguments["replay_buffer"]
+        self.storing_device = launch.batches.device
+        self.policy_device, self.env_device = launch.policy_device, launch.env_device
+        self.exploration_type = options.exploration
+        self.interruptor = plan.interruptor
+        self.num_workers = len(launch.factories)
+        self._updates.register(arguments["weight_recv_schemes"] or {})
+        self._watching = Watching(type(self).__name__, arguments["progress"], arguments["logger"])
+        with ExitStack() as undo:
+            if not self._here:
+                threads = Threads(plan.num_threads, self.num_workers)
+                self._threads = undo.callback(weakref.finalize(self, threads.restore))
+            with self._watching.starting():
+                self._engine = engine = Engine(
+                    make, launch.factories, start_timeout=arguments["start_timeout"]
+                )
+            undo.callback(engine.close, 5.0)
+            undo.callback(self._watching.end_progress)
+            self._set_up(arguments)
+            undo.pop_all()
+        # The finalizer must not hold the collector itself, or it would never be collected.
+        self._closing = weakref.finalize(self, engine.close, CLOSE_TIMEOUT_S)
+        self._watching.begin(engine, self._budget, self._status)
+
+    def _set_up(self, arguments: Arguments) -> None:
+        """Set up memory, weights and counters, now that the workers are up."""
+        engine, launch, plan = self._engine, self._launch, self._plan
+        stopped: Callable[[], bool] = bool
+        if plan.interruptor is not None and not self._here:
+            plan.interruptor.attach(engine.backend.stop_byte)
+            stopped = plan.interruptor.collection_stopped
+        engine.dispatcher.tolerant = plan.tolerant
+        self._budget = engine.plan(
+            launch.limits, launch.asked, launch.batches, enough=plan.enough, stopped=stopped
+        )
+        self._pipeline.share_out(engine.num_envs)
+        self._models = self._make_models(arguments)
+        if plan.relaunches is not None:
+            backend = cast("NetworkBackend", engine.backend)
+            self._replacements = Replacements(engine, backend, self._models, plan.relaunches)
+        self._background = BackgroundFilling(engine, self._budget, self._timeout)
+        self._updates.use(launch.options.updater, self)
+        if self._sink is not None:
+            self._sink.attach(self, self._env_to_record, engine.num_envs)
+
+    def _make_models(self, arguments: Arguments) -> Any:
+        """Return what publishes weights to the workers."""
+        return WeightSync(
+            self._engine,
+            self._plan.policy,
+            made_by_factory=arguments["policy_factory"] is not None,
+            schemes=arguments["weight_sync_schemes"],
+            version=self._version,
+            devices=self.policy_device,
+            keep=self._plan.relaunches is not None,
+        )
+
+    def _env_to_record(self) -> Any:
+        """Return what a recording in this process is made of, ``None`` if that is elsewhere."""
+        first = self._plan.functions[0]
+        return first if isinstance(first, str) else None
+
+    def __repr__(self) -> str:
+        """Say what this is, what it consists of, how far it is and what it does."""
+        if "_closing" not in vars(self):
+            return f"{type(self).__name__}(starting)"
+        engine, total = self._engine, self._budget.limits.total_frames
+        frames = f"{self._budget.delivered:,}" + (f"/{total:,}" if total else "")
+        workers = "" if type(engine.backend) is InlineBackend else f"workers={engine.workers}, "
+        return (
+            f"{type(self).__name__}({workers}envs={engine.num_envs}, frames={frames}, "
+            f"{self._state()})"
+        )
+
+    def _state(self) -> str:
+        engine, thread = self._engine, self._background.thread
+        if engine.failure is not None:
+            return "failed"
+        if engine.closed:
+            return "closed"
+        if thread is not None and thread.running:
+            return "paused" if thread.paused else "collecting in the background"
+        return "completed" if self._budget.exhausted else "collecting"
+
+    def _status(self) -> Mapping[str, Any]:
+        """Return what ``gleanrl top`` shows."""
+        status = self._watching.status(repr(self), self.stats("both"))
+        if self._here:
+            return status
+        return {**status, "hosts": [host for _, host in self._engine.processes]}
+
+    def _failed(self) -> None:
+        """Show that collection was ended by an exception."""
+        self._watching.failed(self._status)
 
     # -- iteration -------------------------------------------------------------------------------
 
@@ -74,7 +247,8 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
             except StopIteration:
                 return
             except BaseException as err:
-                self._abandon()
+                # Raised without waiting for a worker that hangs.
+                self.shutdown(None if self._here else CLOSE_TIMEOUT_S, raise_on_error=False)
                 hide_frames(err)
                 raise
             # Popped, so that this frame does not keep the batch's memory while the user works.
@@ -92,16 +266,33 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
                 stacklevel=users_stacklevel(),
             )
 
-    def _check_not_started(self) -> None:
-        """Raise `RuntimeError` if it collects in the background."""
-
-    def _abandon(self) -> None:
-        """Shut down after a failure."""
-        self.shutdown(raise_on_error=False)
-
-    @abc.abstractmethod
     def iterator(self) -> Iterator[Any]:
-        """Yield batches until ``total_frames`` are reached."""
+        """Yield batches until ``total_frames`` are reached.
+
+        Raises:
+            RuntimeError: the collector collects in the background.
+            ClosedError: it was shut down.
+        """
+        if self.closed and self._engine.failure is None:  # also if it has delivered everything
+            raise ClosedError("the collector was shut down; make a new one to collect more")
+        while True:
+            with self._engine.turn(None):
+                self._check_not_started()
+                while not self._ready:
+                    if self._budget.exhausted:
+                        return
+                    try:
+                        self._ready = self._collect()
+                    except StopIteration as err:  # a generator would hide its message
+                        raise WorkerError(
+                            f"an environment, the policy or a hook raised StopIteration: {err}"
+                        ) from err
+                    except BaseException:
+                        self._failed()
+                        raise
+                held = [self._ready.popleft()]
+            # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
+            yield held.pop()
 
     @for_users
     def next(self) -> TensorDictBase | None:
@@ -112,189 +303,327 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         self._reader = reader
         return batch
 
-    @abc.abstractmethod
+    def _announce(self) -> None:
+        """Call the hook that runs before a batch is collected, once for each."""
+        if self._here and self._pre_hook is not None and not self._announced:
+            self._pre_hook()
+        self._announced = True
+
+    def _collect(self, feed: bool = True) -> deque[Any]:
+        """Collect a batch; return what is to be delivered for it."""
+        self._announce()
+        self._announced = False
+        batch = self._gather(feed)
+        if batch is None:  # workers have put it into the buffer themselves
+            return deque([None])
+        return self._pipeline(batch, self._post_hook if self._here else None)
+
+    def _gather(self, feed: bool = True) -> TensorDictBase | None:
+        """Collect a batch as it comes from the workers."""
+        self._touched = True
+        sending = self._plan.sending
+        if sending is not None:
+            sending.before(self)
+        asked = time.monotonic()
+        batch, reports = self._engine.collect(self._budget, self._timeout, feed)
+        if self._cut_short(reports) and batch is not None and MASK not in batch.keys(True):
+            # Shutting down stopped it, and nothing in it says which of its frames are valid.
+            frames = sum(report.frames for report in reports.values())
+            self._budget.delivered -= frames
+            self._engine.discarded += frames
+            raise ClosedError("the collector was shut down while it collected")
+        self._reports = reports
+        self._batches += 1
+        self._watching.gathered(reports, self._models.number, asked, self._status)
+        if sending is not None:
+            sending.after(self, reports)
+        return batch
+
+    def _cut_short(self, reports: Rollouts) -> bool:
+        return any(report.steps < self._engine.steps[worker] for worker, report in reports.items())
+
+    @for_users
+    def rollout(self) -> TensorDictBase | None:
+        """Collect one batch and return it as it was collected.
+
+        The environments move on and the frames count, but ``split_trajs``, ``postproc``, hooks and
+        the replay buffer are left out, and trajectories in the making for ``trajs_per_batch`` are
+        dropped (and counted as discarded). ``None`` where workers put everything into a buffer.
+        """
+        with self._engine.turn(None):
+            self._check_not_started()
+            self._pipeline.forget()  # these frames will be missing from trajectories in the making
+            return self._gather()
+
     def __len__(self) -> int:
         """Return the number of batches of a full iteration.
 
         Raises:
             TypeError: the collector is endless.
         """
+        batches = self._budget.limits.batches
+        if batches is None:
+            raise TypeError("this collector is endless (total_frames=-1): it has no length")
+        return batches
 
-    # -- life ------------------------------------------------------------------------------------
+    def fake_tensordict(self) -> TensorDictBase:
+        """Return a batch of zeros with the layout of the real ones.
 
-    @abc.abstractmethod
-    def shutdown(
-        self,
-        timeout: float | None = None,
-        close_env: bool = True,
-        raise_on_error: bool = True,
-    ) -> None:
-        """Close environments and workers. Idempotent; batches that were handed out stay valid."""
+        Raises:
+            NotImplementedError: batches have no fixed shape (``trajs_per_batch``, ragged data).
+        """
+        if self._pipeline.varies:
+            raise NotImplementedError(
+                "with trajs_per_batch the shape of a batch is that of its longest trajectory"
+            )
+        return self._pipeline.finish(self._engine.batches.fake_batch())
 
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """Shut down a collector that was started with `start`."""
-        self.shutdown(timeout=timeout, close_env=close_env)
+    def _batch_layout(self) -> Layout | None:
+        """Return what every batch will look like, ``None`` if that cannot be told beforehand.
+
+        It can where batches are delivered as they were collected: not with ``postproc``, a hook, a
+        replay buffer, trajectories cut out, or data of no fixed shape, and not by a subclass.
+        """
+        hooked = self._here and self._post_hook is not None
+        own = vars(type(self)).get("_as_gathered", False) and not hooked
+        here = self.storing_device is None or self.storing_device.type == "cpu"
+        if not (own and here and self._pipeline.plain and self._engine.batches.uniform):
+            return None
+        fake = self.fake_tensordict()
+        fields = tuple(
+            Field(as_key(key), tuple(value.shape[fake.ndim :]), value.dtype)
+            for key, value in fake.items(include_nested=True, leaves_only=True)
+        )
+        return Layout(tuple(fake.shape[:-1]), fields, fake.shape[-1], self.n_env)
+
+    def _gathered(self) -> tuple[int, int]:
+        """Return the valid frames of the newest batch and the oldest policy version in it."""
+        reports = self._reports.values()
+        frames = sum(report.frames for report in reports)
+        return frames, min((report.policy_version for report in reports), default=0)
+
+    # -- in the background -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Collect in the background into a replay buffer.
+        """Collect into the replay buffer in the background, until told to stop.
+
+        Weights can be updated and everything can be asked meanwhile. What goes wrong is raised by
+        the next call of anything, and shows in ``stats()["failed"]``.
 
         Raises:
-            NotImplementedError: this collector cannot.
+            RuntimeError: there is no replay buffer.
+            ClosedError: after `shutdown`.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot collect in the background")
+        if self.replay_buffer is None:
+            raise RuntimeError("start() collects into a replay buffer: give replay_buffer=")
+        with self._engine.turn(None):
+            self._engine.check()
+            if not self.is_running():
+                self._prepare_background()
+                self._background.start(self, self.replay_buffer)
 
-    def pause(self) -> Any:
+    def _prepare_background(self) -> None:
+        """Take care that the learner's policy is not the one that acts in the background."""
+
+    def is_running(self) -> bool:
+        """Tell whether the collector collects in the background (also while paused)."""
+        thread = self._background.thread
+        return thread is not None and thread.running and self._engine.failure is None
+
+    def pause(self) -> AbstractContextManager[None]:
         """Suspend background collection for the length of a ``with`` block.
 
-        Raises:
-            NotImplementedError: this collector cannot.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot collect in the background")
-
-    def explain(self) -> str:
-        """Say which parts are called as they are, and why.
+        Inside, everything that was collected is in the buffer and nothing is under way. Collection
+        continues afterwards, also if the body raises. Where ``total_frames`` were reached there is
+        nothing to suspend, and nothing happens.
 
         Raises:
-            NotImplementedError: this collector does not know.
+            RuntimeError: the collector was not started, or a hook or an environment of its own
+                asks for this.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how it collects")
+        return self._background.pause()
 
-    def __enter__(self) -> BaseCollector:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.shutdown(raise_on_error=exc[0] is None)
-
-    # -- hooks -----------------------------------------------------------------------------------
-
-    @property
-    def pre_collect_hook(self) -> PreHook | None:
-        """Called without argument before each rollout, where it is made."""
-        return self._pre_hook
-
-    @pre_collect_hook.setter
-    def pre_collect_hook(self, hook: PreHook | None) -> None:
-        self.set_pre_collect_hook(hook)
-
-    @property
-    def post_collect_hook(self) -> PostHook | None:
-        """Called with each rollout, where it is made."""
-        return self._post_hook
-
-    @post_collect_hook.setter
-    def post_collect_hook(self, hook: PostHook | None) -> None:
-        self.set_post_collect_hook(hook)
-
-    def set_pre_collect_hook(self, hook: PreHook | None) -> None:
-        """Set `pre_collect_hook` (a method, for handles without properties)."""
-        self._pre_hook = hook
-
-    def set_post_collect_hook(self, hook: PostHook | None) -> None:
-        """Set `post_collect_hook` (a method, for handles without properties)."""
-        self._post_hook = hook
-
-    # -- profiling -------------------------------------------------------------------------------
-
-    def enable_profile(self, **config: Any) -> None:
-        """Profile the first rollouts with `torch.profiler`, where they are made.
-
-        Call it before iterating.
-
-        Args:
-            **config: The fields of `ProfileConfig`.
-
-        Raises:
-            RuntimeError: iteration has started.
-            ConfigError: counts or names that make no sense.
-        """
-        if self._iterating:
-            raise RuntimeError("enable_profile must be called before the collector is iterated")
-        self.disable_profile()
-        self._profile_config = ProfileConfig(**config)
-        self._begin_profile(config)
-
-    def _begin_profile(self, config: Mapping[str, Any]) -> None:
-        assert self._profile_config is not None
-        index = self._worker_idx or 0
-        if self._profile_config.should_profile_worker(index):
-            self._profiler = RolloutProfiler(self._profile_config, index, self.post_collect_hook)
-            self.post_collect_hook = self._profiler
-
-    def disable_profile(self) -> None:
-        """Stop profiling and put the user's hook back."""
-        if self._profile_config is not None:
-            self._end_profile()
-        self._profiler, self._profile_config = None, None
-
-    def _end_profile(self) -> None:
-        if self._profiler is not None:
-            self.post_collect_hook = self._profiler.close()
-
-    @property
-    def profile_config(self) -> ProfileConfig | None:
-        """What is being profiled, ``None`` if nothing."""
-        return self._profile_config
+    def _check_not_started(self) -> None:
+        """Raise `RuntimeError` if it collects in the background."""
+        if self.is_running():
+            raise RuntimeError(
+                "this collector collects in the background (start()): there is nothing to iterate "
+                "over; sample from its replay buffer"
+            )
 
     # -- weights ---------------------------------------------------------------------------------
 
-    @for_users
-    def update_policy_weights_(
+    def _update_weights(
+        self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        asked = time.monotonic()
+        self._updates.update(self, models, worker_ids, kwargs)
+        self._watching.published(asked, self._models.number)
+
+    def _publish(
+        self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
+    ) -> None:
+        """Publish weights by model id, under ``version`` or the next one."""
+        self._touched = True
+        with self._engine.turn(None):
+            self._models.update(models, version, worker_ids)
+        if self._plan.sending is not None:
+            self._plan.sending.sent(self._models.chosen(worker_ids))
+
+    def _check_workers(self, worker_ids: Any) -> None:
+        """Refuse workers that do not exist."""
+        self._models.chosen(worker_ids)
+
+    def deliver_weights(self, weights: Any, worker_ids: Any = None) -> None:
+        """Publish weights of the policy, past the weight updater: what updaters call.
+
+        Args:
+            weights: A module, a `TensorDict`, a state dict, or ``None`` for the learner's policy.
+            worker_ids: Which workers; see `update_policy_weights_`.
+
+        Raises:
+            WeightsError: weights that do not fit; nothing was changed.
+        """
+        self._updates.deliver(self, weights, worker_ids)
+
+    @property
+    def weight_updater(self) -> Any:
+        """The legacy weight updater, ``None`` (as a rule) if there is none.
+
+        Set it to an updater or to something that returns one; to ``None`` to be without.
+        """
+        return self._updates.updater
+
+    @weight_updater.setter
+    def weight_updater(self, value: Any) -> None:
+        self._updates.use(value, self)
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Pass the arguments to the legacy updater's ``init``; without one, do nothing."""
+        if self.weight_updater is not None:
+            self.weight_updater.init(*args, **kwargs)
+
+    def register_scheme_receiver(
+        self,
+        weight_recv_schemes: Mapping[str, WeightSyncScheme],
+        *,
+        synchronize_weights: bool = True,
+    ) -> None:
+        """Say which models may be updated by a collector that this one is a worker of.
+
+        What a parent publishes arrives by itself, for all models unless some were named here.
+
+        Args:
+            weight_recv_schemes: By model id; those registered before under other ids stay. A
+                `NoWeightSyncScheme` ignores what arrives.
+            synchronize_weights: Accepted for compatibility: there is nothing to wait for.
+
+        Raises:
+            ConfigError: one that is no scheme.
+        """
+        self._updates.register(weight_recv_schemes)
+
+    def receive_weights(
         self,
         policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
         *,
         weights: TensorDictBase | Mapping[str, Any] | None = None,
         policy: nn.Module | None = None,
-        worker_ids: int | torch.device | Sequence[int | torch.device] | None = None,
-        model_id: str | None = None,
-        weights_dict: Mapping[str, Any] | None = None,
-        policy_weights: Any = None,
-        **kwargs: Any,
     ) -> None:
-        """Update the weights of the policy that collects; the next batch is made with them.
+        """Apply weights of the policy and pass them on to workers, if there are any.
 
-        Args:
-            policy_or_weights: A module, a `TensorDict` of weights or a state dict. With nothing
-                given, weights are read from the policy the collector was built with.
-            weights: The same, by name.
-            policy: A module whose weights are used.
-            worker_ids: Which workers to update; collectors with several workers only.
-            model_id: Which model: ``"policy"`` (default) or a path such as ``"env.transform[0]"``.
-            weights_dict: Weights by model id, for several models at once; excludes the others.
-            policy_weights: Retired spelling of ``weights``.
-            **kwargs: Handed to the weight updater, if there is one.
+        Without weights nothing is to be done: what a parent publishes arrives by itself.
 
         Raises:
-            ConfigError: arguments that exclude each other.
-            WeightsError: weights that do not fit; nothing was changed.
-            KeyError: no model of that id.
+            ConfigError: weights, where `register_scheme_receiver` has named who sends them.
         """
-        if policy_weights is not None:
-            warnings.warn(
-                "policy_weights= is retired; pass weights=", DeprecationWarning, stacklevel=2
-            )
-        source = one_of(policy_or_weights, weights, policy, policy_weights)
-        if self.weight_updater is not None and (model_id is not None or weights_dict is not None):
+        source = one_of(policy_or_weights, weights, policy)
+        if source is None:
+            return
+        if self._updates.receivers:
             raise ConfigError(
-                "model_id and weights_dict need weight sync schemes; a weight updater knows the "
-                "policy only"
+                f"weights of {sorted(self._updates.receivers)} come from a parent "
+                "(weight_recv_schemes); use update_policy_weights_ for your own"
             )
-        further = source is not None or model_id is not None
-        if weights_dict is not None and (further or not weights_dict):
-            raise ConfigError("weights_dict excludes model_id and others, and must not be empty")
-        models = {model_id or "policy": source} if weights_dict is None else dict(weights_dict)
-        self._update_weights(models, worker_ids, kwargs)
+        self.update_policy_weights_(source)
 
-    @abc.abstractmethod
-    def _update_weights(
-        self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
-    ) -> None:
-        """Publish weights by model id; ``None`` means those of the collector's own policy."""
+    def receive_models(self, models: Mapping[str, Any], version: int | None = None) -> None:
+        """Apply what a parent sent, by model id: all of it or nothing.
 
-    # -- state -----------------------------------------------------------------------------------
+        Args:
+            models: Per model id a dictionary of weights; may be empty.
+            version: The parent's number for them, which batches made with them carry from here on,
+                and which counting continues from. By default it is the next one.
 
-    @abc.abstractmethod
+        Raises:
+            UnknownModelError: a model that `register_scheme_receiver` did not name.
+        """
+        self._updates.receive(self, models, version)
+
+    def _describe_weights(self, model_id: str) -> Shapes:
+        """Return shape and kind (``True``: parameter) of a model's weights by dotted name.
+
+        Raises:
+            UnknownModelError: there is none, or a parent may not update it.
+        """
+        self._updates.check_receiver(model_id)
+        shapes: Shapes = self._models.shapes(model_id)
+        return shapes
+
+    @property
+    def learner_policy(self) -> Any:
+        """The policy the collector was given, ``None`` if workers made theirs or act at random."""
+        return self._models.policy
+
+    @property
+    def policy_weights(self) -> TensorDictBase:
+        """The weights of the learner's policy; empty if it has none."""
+        policy = self._models.policy
+        if not isinstance(policy, nn.Module):
+            return TensorDict()
+        weights: TensorDictBase = TensorDict.from_module(policy).data
+        return weights
+
+    @property
+    def policy_version_tracker(self) -> Any:
+        """The counter of policy versions, ``None`` if they are not tracked."""
+        return self._version
+
+    @property
+    def policy_version(self) -> int | str | None:
+        """The version the next batch is made with, ``None`` if versions are not tracked."""
+        return None if self._version is None else self._version.version
+
+    def get_policy_version(self) -> int | str | None:
+        """Return `policy_version` (a method, for handles without properties)."""
+        return self.policy_version
+
+    def increment_version(self) -> None:
+        """Move to the next policy version without touching the weights."""
+        self._models.update({})
+
+    def get_model(self, model_id: str) -> Any:
+        """Return the model that runs under ``model_id``.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self._models.running(model_id)
+
+    @property
+    def policy(self) -> Any:
+        """The policy that runs; with several workers the learner's, of which they have copies."""
+        return self.get_model("policy")
+
+    # -- seeds and state -------------------------------------------------------------------------
+
+    @for_users
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed environments, action spaces and random streams, and reset all environments.
+
+        From then on this collector draws from streams of its own and leaves torch's, numpy's and
+        Python's global ones alone. Workers that take the place of lost ones get seeds that follow
+        from these, which no worker before had.
 
         Args:
             seed: Environment ``i`` (over all workers) gets ``seed + i``.
@@ -302,58 +631,308 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
 
         Returns:
             The last seed used: ``seed + n_envs - 1``, or ``seed`` if static.
+
+        Example:
+            >>> from gleanrl.collectors import Collector
+            >>> collector = Collector("Pendulum-v1", num_envs=6, frames_per_batch=60)
+            >>> collector.set_seed(1)
+            6
+            >>> collector.shutdown()
         """
+        seed = read_seed(seed)
+        commands: dict[int, m.Seed] = {}
+        base = seed
+        for worker, envs in enumerate(self._engine.envs):
+            # Streams differ from worker to worker, whatever the environments are seeded with.
+            commands[worker] = m.Seed(seed if static_seed else base, static_seed, base)
+            base += envs
+        with self._engine.turn(None):
+            if self._replacements is not None:
+                self._replacements.seeds = commands
+            last = self._restart(dict(commands))
+        if self._sink is not None:
+            self._sink.seeded(seed, static_seed)
+        # A worker that was lost does not answer: the last seed is that of the last environment.
+        return int(last.get(len(commands) - 1, seed if static_seed else base - 1))
 
-    @abc.abstractmethod
+    @for_users
+    def reset(self, reset_idx: Sequence[bool] | torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Reset all environments of workers; they start new trajectories.
+
+        Rollouts under way are thrown away and counted as discarded.
+
+        Args:
+            reset_idx: One bool per worker; all by default.
+            **kwargs: Options for `gymnasium.Env.reset`.
+
+        Raises:
+            ConfigError: anything but one bool per worker.
+        """
+        chosen = read_flags("reset_idx", reset_idx, self.num_workers)
+        self._restart({w: m.Reset(None, kwargs) for w, reset in enumerate(chosen) if reset})
+
+    def _restart(self, commands: dict[int, m.Command]) -> dict[int, Any]:
+        """Carry out commands that begin new trajectories; what was under way is discarded."""
+        self._touched = True
+        with self._engine.turn(None):
+            while self._launch.fills and not self._engine.gather.idle:
+                self._collect(feed=False)  # it is in the buffer, or will be
+            self._ready.clear()
+            self._pipeline.forget()
+            return self._engine.request_each(commands, discard=self._budget)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the collector's state, with ``policy_state_dict`` and ``env_state_dict``."""
+        """Return policy and environment state, counters, versions and random streams.
 
-    @abc.abstractmethod
+        With workers, these are in ``worker0``, ``worker1``, …; rollouts that are under way are
+        waited for, and delivered as if nothing had been asked. Where losses are tolerated, the
+        entry of a lost worker says so (``"lost"``) and holds the policy of the worker that has the
+        newest: the worker that loads it starts with fresh environments, random streams and
+        trajectory ids.
+        """
+        states = states_of(self._engine)
+        return {**states, "frames": self._budget.delivered, "iter": self._batches}
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state_dict` returned; environments restart on fresh resets."""
+        """Restore what `state_dict` returned; environments restart on fresh resets.
 
-    @abc.abstractmethod
-    def stats(self) -> dict[str, int | float | bool]:
-        """Return a flat dictionary of scalars; costs no round trip."""
+        The policy that workers have copies of is not touched: what it loads is for your script to
+        say.
 
-    # -- remote access ---------------------------------------------------------------------------
+        Raises:
+            ConfigError: the state of another number of workers.
+            KeyError: ``strict`` and an entry is missing.
+            WeightsError: the policy's weights do not fit; nothing was loaded.
+        """
+        engine = self._engine
+        entries = entries_of(state_dict, self.num_workers, strict)
+        policies: dict[int, tuple[Mapping[str, Any], int]] = {
+            worker: (entry.get("policy_state_dict") or {}, int(entry["worker"]["policy_version"]))
+            for worker, entry in enumerate(entries)
+        }
+        states = {
+            worker: restoring(engine, worker, entry, self._launch.stream, strict)
+            for worker, entry in enumerate(entries)
+        }
+        with engine.turn(None):
+            frames = int(state_dict.get("frames", self._budget.delivered))
+            batches = int(state_dict.get("iter", self._batches))
+            self._models.check_restore(state for state, _ in policies.values())
+            number_lives(engine, entries)
+            self._restart(states)
+            self._models.restore(policies)
+            self._models.continue_from(max(version for _, version in policies.values()))
+            self._budget.delivered = frames
+            self._batches = batches
+            if self._replacements is not None:  # streams are those of the state now
+                self._replacements.seeds = {}
+
+    # -- what it shows ---------------------------------------------------------------------------
+
+    def stats(
+        self, workers: str = "aggregate", *, timeout: float | None = None
+    ) -> dict[str, int | float | bool]:
+        """Return a flat dictionary of scalars. Safe in any thread; waits for nothing.
+
+        ``fps`` are frames per second over the last seconds (batches, if these take longer),
+        ``fps_mean`` over all; ``episodes`` have ended; ``return_mean|min|max`` and
+        ``length_mean|min|max`` are of the last 100 and NaN before the first; ``time_env``,
+        ``time_policy``, ``time_transfer`` and ``time_wait`` are shares of the workers' time;
+        ``lag`` is how many versions old the weights of the newest batch were.
+
+        Args:
+            workers: With workers, ``"aggregate"``, ``"per_worker"`` (entries ``worker_0/frames``,
+                …) or ``"both"``. ``"workers"`` and ``"workers_alive"`` are always there.
+            timeout: Accepted for compatibility: no worker is asked.
+
+        Raises:
+            ConfigError: another word.
+        """
+        if workers not in ("aggregate", "per_worker", "both"):
+            raise ConfigError(
+                f"workers must be one of 'aggregate', 'per_worker' and 'both', not {workers!r}"
+            )
+        if self._here:
+            return self._totals()
+        engine = self._engine
+        stats: dict[str, int | float | bool] = {}
+        if workers != "per_worker":
+            stats = self._totals()
+            stats["worker_frames"] = sum(tally.frames for tally in engine.tallies)
+        alive = engine.dispatcher.alive
+        stats["workers"], stats["workers_alive"] = self.num_workers, len(alive)
+        stats["workers_lost"], stats["rollouts_queued"] = engine.losses, engine.gather.queued
+        if workers != "aggregate":
+            for worker, tally in enumerate(engine.tallies):
+                own = {
+                    "frames": tally.frames,
+                    "batches": tally.rollouts,
+                    "requested_frames_per_batch": engine.sizes[worker],
+                    "policy_version": tally.policy_version,
+                    "alive": worker in alive,
+                    "pid": engine.processes[worker][0],
+                    **self._watching.stats(worker),
+                }
+                stats.update({f"worker_{worker}/{name}": value for name, value in own.items()})
+        return stats
+
+    def _totals(self) -> dict[str, int | float | bool]:
+        engine, total = self._engine, self._budget.limits.total_frames
+        stats: dict[str, int | float | bool] = {
+            "frames": self._budget.delivered,
+            "batches": self._batches,
+            "frames_per_batch": self.frames_per_batch,
+            "requested_frames_per_batch": self.frames_per_batch,
+            "frames_discarded": engine.discarded + self._pipeline.discarded,
+            "batches_copied": engine.gather.copies,
+            "memory_bytes": engine.gather.nbytes,
+            "num_envs": engine.num_envs,
+            "policy_version": self._models.number,
+            "completed": self._budget.exhausted,
+            "closed": engine.closed,
+            "running": self.is_running(),
+            "failed": engine.failure is not None,
+            **self._watching.stats(),
+        }
+        if total is not None:
+            stats["total_frames"] = total
+        stats.update(self._background.stats())
+        return stats
+
+    def watch(self, watcher: Watcher) -> None:
+        """Have ``watcher`` called for every batch that is gathered, by whoever collects it.
+
+        Args:
+            watcher: Gets the reports of the batch's rollouts, by worker, and the newest policy
+                version. It delays the batch. From now on it is up to it to show the collection:
+                ``gleanrl top`` does not.
+        """
+        self._watching.delegate(watcher)
+
+    def report(self, path: str | Path) -> None:
+        """Write a page about the collection so far: one HTML file that needs no network.
+
+        It shows returns and lengths of episodes, frames per second, policy lag, where workers spent
+        their time and which were lost; of more than 1000 batches or episodes, every second, fourth,
+        ... one. Works at any time, also in another thread and after `shutdown`.
+
+        Args:
+            path: Of the file; one that is there is replaced at once.
+
+        Raises:
+            OSError: the file cannot be written.
+
+        Example:
+            >>> import tempfile
+            >>> from gleanrl.collectors import Collector
+            >>> with Collector("CartPole-v1", frames_per_batch=100, total_frames=500) as collector:
+            ...     batches = list(collector)
+            >>> collector.report(f"{tempfile.mkdtemp()}/report.html")
+        """
+        self._watching.report(path, self._status())
+
+    def timeline(self, path: str | Path) -> AbstractContextManager[None]:
+        """Write what workers and the learner do inside a ``with`` block as a trace.
+
+        The file opens in https://ui.perfetto.dev and in ``chrome://tracing``, also that of a
+        process that was killed. Each worker has a row with its rollouts, what of them was
+        environment and policy, waiting and new weights; the learner has one with the time that it
+        waited for each batch, published weights, and did other things.
+
+        Args:
+            path: Of the file, which is overwritten.
+
+        Raises:
+            OSError: the file cannot be written.
+            RuntimeError: another trace is being written.
+
+        Example:
+            >>> import tempfile
+            >>> from gleanrl.collectors import Collector
+            >>> collector = Collector("CartPole-v1", frames_per_batch=100, total_frames=500)
+            >>> with collector.timeline(f"{tempfile.mkdtemp()}/trace.json"):
+            ...     batches = list(collector)
+            >>> collector.shutdown()
+        """
+        return self._watching.timeline(path)
+
+    def explain(self) -> str:
+        """Say which parts of the environment and the policy are called as they are, and why.
+
+        Every part is either called as it is, or replaced by something faster that is proven to give
+        the same data. With several workers, it is the first one's answer.
+        """
+        text: str = self._engine.ask(m.Call("explain"))
+        return text
+
+    @property
+    def create_env_fn(self) -> Any:
+        """What is collected from, as it was given."""
+        return self._plan.create_env_fn
+
+    @property
+    def env(self) -> Any:
+        """The environment, as it was given or made; with several workers that of the first."""
+        return self._engine.ask(m.Get("env"))
+
+    @property
+    def n_env(self) -> int:
+        """Environments stepped at once."""
+        return self._engine.num_envs
+
+    @property
+    def frames_per_batch(self) -> int:
+        """Frames of one batch, rounded up to whole steps."""
+        return self._budget.limits.frames_per_batch
+
+    requested_frames_per_batch = frames_per_batch
+
+    def frames_per_batch_worker(self, worker_idx: int = 0) -> int:
+        """Return the frames of one rollout of a worker."""
+        return int(self._engine.sizes[worker_idx])
+
+    @property
+    def total_frames(self) -> int | float:
+        """Frames after which iteration ends; infinity if endless."""
+        total = self._budget.limits.total_frames
+        return float("inf") if total is None else total
+
+    @property
+    def init_random_frames(self) -> int:
+        """Frames for which the policy is not called."""
+        return self._budget.limits.init_random_frames
+
+    @property
+    def closed(self) -> bool:
+        """Whether the collector was shut down."""
+        return self._engine.closed
+
+    # -- questions, hooks, profiles --------------------------------------------------------------
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Resolve a path such as ``"env.transform[0]"`` and call it; return it if not callable.
-
-        Raises:
-            AttributeError: an attribute is missing.
-            ValueError: arguments for something that is not callable.
-        """
-        return paths.call(self, attr_path, args, kwargs)
+        if self._here:
+            with self._engine.turn(None):  # nothing is collected meanwhile
+                return super().cascade_execute(attr_path, *args, **kwargs)
+        return self.map_fn(attr_path, [args] * self.num_workers, [kwargs] * self.num_workers)
 
     def get_distant_attr(self, attr: str) -> Any:
-        """Return what a path such as ``"policy.module"`` or ``"worker_idx"`` names."""
-        return paths.resolve(self, attr)
+        if self._here:
+            return super().get_distant_attr(attr)
+        if self._is_of_buffer(attr):
+            with self._engine.turn(None):
+                return [paths.resolve(self, attr)] * self.num_workers
+        return self._engine.request_all(m.Get(attr))
+
+    def _is_of_buffer(self, path: str) -> bool:
+        """Whether ``path`` leads into a replay buffer that this process alone writes into."""
+        ours = self.replay_buffer is not None and not self._launch.fills
+        return ours and re.match(r"replay_buffer\b", path) is not None
 
     def getattr_policy(self, attr: str) -> Any:
-        """Return an attribute of the policy that runs; of the first worker's, if there are several.
-
-        Raises:
-            AttributeError: it has none of that name.
-        """
-        return self.get_distant_attr(f"policy.{attr}")
+        return self._engine.ask(m.Get(f"policy.{attr}"))
 
     def getattr_env(self, attr: str) -> Any:
-        """Return an attribute of the environment; of the first worker's, if there are several.
-
-        Raises:
-            AttributeError: it has none of that name.
-        """
-        return self.get_distant_attr(f"env.{attr}")
-
-    def getattr_rb(self, attr: str) -> Any:
-        """Return an attribute of the replay buffer.
-
-        Raises:
-            AttributeError: it has none of that name.
-        """
-        return self.get_distant_attr(f"replay_buffer.{attr}")
+        return self._engine.ask(m.Get(f"env.{attr}"))
 
     def map_fn(
         self,
@@ -361,58 +940,96 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
-        """Call a method once per entry of the argument lists and return the results.
+        if self._here:
+            with self._engine.turn(None):
+                return super().map_fn(method_name, list_of_args, list_of_kwargs)
+        count = self.num_workers
+        args = [()] * count if list_of_args is None else list(list_of_args)
+        kwargs: list[Any] = [{}] * count if list_of_kwargs is None else list(list_of_kwargs)
+        for what, entries in (("argument", args), ("keyword-argument", kwargs)):
+            if len(entries) != count:
+                raise ConfigError(
+                    f"Expected {count} {what} entries, one per worker, got {len(entries)}"
+                )
+        each = list(zip(args, kwargs, strict=True))
+        if self._is_of_buffer(method_name):
+            with self._engine.turn(None):
+                return [paths.call(self, method_name, a, k) for a, k in each]
+        values = self._engine.request_each(
+            {worker: m.Call(method_name, tuple(a), dict(k)) for worker, (a, k) in enumerate(each)}
+        )
+        return [values.get(worker) for worker in range(count)]
+
+    def set_pre_collect_hook(self, hook: PreHook | None) -> None:
+        super().set_pre_collect_hook(hook)
+        self._tell("set_pre_collect_hook", hook)
+
+    def set_post_collect_hook(self, hook: PostHook | None) -> None:
+        super().set_post_collect_hook(hook)
+        self._tell("set_post_collect_hook", hook)
+
+    def _tell(self, method: str, *args: Any) -> None:
+        """Call a method of every worker's collector, and of those that will replace lost ones."""
+        if not (self._here or self._engine.closed):
+            self._engine.standing[method] = m.Call(method, args)
+            self._engine.request_all(self._engine.standing[method])
+
+    def _begin_profile(self, config: Mapping[str, Any]) -> None:
+        if self._here:
+            super()._begin_profile(config)
+        else:
+            self._engine.request_all(m.Call("enable_profile", (), config))
+
+    def _end_profile(self) -> None:
+        if self._here:
+            super()._end_profile()
+        elif not self._engine.closed:
+            self._engine.request_all(m.Call("disable_profile"))
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def __enter__(self) -> BaseCollector:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown(raise_on_error=exc[0] is None)
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Shut down a collector that was started with `start`."""
+        self.shutdown(timeout=timeout, close_env=close_env)
+
+    @for_users
+    def shutdown(
+        self,
+        timeout: float | None = None,
+        close_env: bool = True,
+        raise_on_error: bool = True,
+    ) -> None:
+        """Close environments and workers. Idempotent; batches that were handed out stay valid.
 
         Args:
-            method_name: The method, or a path such as ``"policy.module.train"``.
-            list_of_args: Positional arguments of each call.
-            list_of_kwargs: Arguments by name of each call. Without either list there is one call.
-
-        Raises:
-            ConfigError: the lists differ in length.
-            AttributeError: the method does not exist or is not callable.
+            timeout: Seconds it may take, after which workers that do not end by themselves are
+                killed: 10 by default, 60 without workers.
+            close_env: ``False`` leaves environments the user handed over open; only ``True`` with
+                workers, whose environments end with their process.
+            raise_on_error: Raise what closing an environment raised.
         """
-        args = None if list_of_args is None else list(list_of_args)
-        kwargs = None if list_of_kwargs is None else list(list_of_kwargs)
-        count = len(args if args is not None else kwargs if kwargs is not None else [()])
-        args, kwargs = args or [()] * count, kwargs or [{}] * count
-        if len(args) != len(kwargs):
-            raise ConfigError(
-                "list_of_args and list_of_kwargs must have the same length, one entry per call: "
-                f"they have {len(args)} and {len(kwargs)}"
+        if not (close_env or self._here):
+            raise RuntimeError(
+                "close_env=False: the environments of workers cannot outlive their process"
             )
-        target = self.get_distant_attr(method_name)
-        if not callable(target):  # the error callers of a missing method expect
-            raise AttributeError(f"{method_name!r} is a {type(target).__name__}, not a method")
-        return [target(*a, **k) for a, k in zip(args, kwargs, strict=True)]
-
-    @property
-    def worker_idx(self) -> int:
-        """This collector's index among its parent's workers.
-
-        Raises:
-            RuntimeError: no index was set.
-        """
-        if self._worker_idx is None:
-            raise RuntimeError("worker_idx was not given to this collector")
-        return self._worker_idx
-
-    @worker_idx.setter
-    def worker_idx(self, value: int | None) -> None:
-        self._worker_idx = value
-
-    _worker_idx: int | None = None
-    weight_updater: Any = None
-    """The legacy weight updater, if there is one."""
-
-
-def one_of(*given: Any) -> Any:
-    """Return the weights among ``given``; ``None`` if there are none.
-
-    Raises:
-        ConfigError: there are several.
-    """
-    sources = [value for value in given if value is not None]
-    if len(sources) > 1:
-        raise ConfigError("give weights once: positionally, as weights= or as policy=")
-    return sources[0] if sources else None
+        limit = (60.0 if self._here else 10.0) if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        self._ready.clear()
+        failure = self._background.stop(limit / 2)
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            self._engine.close(left, close_env, raise_on_error and failure is None)
+        finally:
+            self._watching.close()
+            self._threads()
+        if self._background.thread is not None:
+            self._background.thread.join(1.0)  # it has nothing left to do
+        self._closing.detach()
+        if failure is not None and raise_on_error:
+            raise failure

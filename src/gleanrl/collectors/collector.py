@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Unpack, cast
 
 import torch
@@ -14,24 +13,25 @@ from gleanrl.collectors.arguments import (
     Arguments,
     CollectorArguments,
     Options,
-    Shown,
     check_callables,
     read,
     read_index,
+    shown,
     shows,
+    source,
 )
-from gleanrl.collectors.engine_collector import EngineCollector
+from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.plan import Launch, WorkerPlan
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ArgumentTypeError
+from gleanrl.core.errors import ArgumentTypeError, for_users
 from gleanrl.core.options import DevicePlan, FrameBudget
-from gleanrl.core.tracebacks import for_users
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.interruptor import stop_byte
 from gleanrl.engine.models import Models
 from gleanrl.transport.inline import InlineBackend
 
 
-class Collector(EngineCollector):
+class Collector(BaseCollector):
     """Runs a policy in environments, in this process, and yields batches of what happened.
 
     Each batch is a `TensorDict` of shape ``[T]`` for one environment or ``[n, T]`` for several, its
@@ -50,8 +50,8 @@ class Collector(EngineCollector):
     """
 
     ARGUMENTS = CollectorArguments
-    _as_gathered = True
-    return_same_td = Shown()
+    _here = _as_gathered = True
+    return_same_td = shown("return_same_td")
 
     @shows(CollectorArguments)
     def __init__(
@@ -73,50 +73,53 @@ class Collector(EngineCollector):
             PolicyError: the policy does not fit the environment.
         """
         arguments = read(CollectorArguments, type(self).__name__, kwargs)
-        shared = cast("Arguments", arguments)
-        super().__init__(shared)
+        super().__init__(arguments)
+        own = cast("CollectorArguments", arguments)  # which hold for one worker
         check_callables(policy_factory=arguments["policy_factory"])
-        options = Options.of(shared, same_td=arguments["return_same_td"])
+        same_td, interruptor = arguments["return_same_td"], arguments["interruptor"]
+        options = Options.of(arguments)
         devices = DevicePlan.from_arguments(
-            arguments["device"],
-            arguments["storing_device"],
-            arguments["policy_device"],
-            arguments["env_device"],
+            own["device"],
+            own["storing_device"],
+            own["policy_device"],
+            own["env_device"],
         )
-        self._take(shared, options, devices.storing)
-        self.policy_device, self.env_device = devices.policy, devices.env
-        self.interruptor = interruptor = arguments["interruptor"]
-        source = options.source
-        builder = replace(
-            source,
-            env=replace(
-                source.env,
-                create_env_fn=create_env_fn,
-                create_env_kwargs=dict(arguments["create_env_kwargs"] or {}),
-                device=devices.env,
-            ),
-            policy=replace(
-                source.policy,
-                policy=policy,
-                policy_factory=arguments["policy_factory"],
-                device=devices.policy,
-            ),
-            rollout=replace(source.rollout, mask=interruptor is not None),
+        builder = source(
+            arguments,
+            create_env_fn,
+            dict(own["create_env_kwargs"] or {}),
+            policy,
+            own["policy_factory"],
+            env_device=devices.env,
+            policy_device=devices.policy,
+            mask=interruptor is not None,
         )
         limits = FrameBudget.from_arguments(
-            arguments["frames_per_batch"],
+            own["frames_per_batch"],
             arguments["total_frames"],
             arguments["init_random_frames"],
         )
-        self._user_policy = policy
-        engine = self._build_engine(
-            lambda windows: InlineBackend(windows, stop_byte(interruptor)), [builder]
+        sink, pipeline = options.pipeline(arguments, devices.storing)
+        launch = Launch(
+            plan=WorkerPlan(
+                create_env_fn=create_env_fn,
+                functions=[create_env_fn],
+                policy=policy,
+                interruptor=interruptor,
+            ),
+            options=options,
+            factories=[builder],
+            limits=limits,
+            asked=[limits.frames_per_batch],
+            batches=BatchOptions(device=devices.storing, same_memory=same_td),
+            pipeline=pipeline,
+            sink=sink,
+            policy_device=devices.policy,
+            env_device=devices.env,
         )
-        with self._starting(options):
-            self._models = Models(engine, policy, arguments["weight_sync_schemes"], self._version)
-            batches = BatchOptions(device=devices.storing, same_memory=arguments["return_same_td"])
-            self._budget = engine.plan(limits, [limits.frames_per_batch], batches)
-            self._pipeline.share_out(engine.num_envs)
+        self._start(
+            arguments, launch, lambda windows: InlineBackend(windows, stop_byte(interruptor))
+        )
 
     @dispatch.like(__init__)
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -131,13 +134,19 @@ class Collector(EngineCollector):
         """
         if cls is not Collector:
             dispatch.check_subclass(cls, kwargs)
-        elif dispatch.elsewhere(kwargs):
-            return dispatch.several(args, kwargs)
-        dispatch.check_here(kwargs)
-        return super().__new__(cls)
+            return super().__new__(cls)
+        other = dispatch.elsewhere(args, kwargs)
+        return super().__new__(cls) if other is None else other
+
+    def _make_models(self, arguments: Arguments) -> Models:
+        schemes = arguments["weight_sync_schemes"]
+        return Models(self._engine, self._plan.policy, schemes, self._version)
+
+    def _env_to_record(self) -> Any:
+        return self.env
 
     def _prepare_background(self) -> None:
-        if isinstance(self._user_policy, nn.Module) and self.policy is self._user_policy:
+        if isinstance(self._plan.policy, nn.Module) and self.policy is self._plan.policy:
             self._engine.request(0, m.Call("own_policy"))
 
     # -- weights and state -----------------------------------------------------------------------
@@ -157,8 +166,13 @@ class Collector(EngineCollector):
         with self._engine.turn(None):
             self._models.update(models, version)
 
+    def _check_workers(self, worker_ids: Any) -> None:
+        """Accept any: what an updater does with them is its own business."""
+
     @for_users
-    def reset(self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any) -> None:
+    def reset(  # type: ignore[override]  # environments are chosen, not workers
+        self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any
+    ) -> None:
         """Reset environments; they start new trajectories.
 
         Args:
@@ -169,7 +183,6 @@ class Collector(EngineCollector):
         self._restart({0: m.Reset(chosen, kwargs)})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return policy and environment state, counters, versions and random streams."""
         worker = self._engine.request(0, m.GetState())
         return {
             "policy_state_dict": self._models.policy_state(),
@@ -181,12 +194,6 @@ class Collector(EngineCollector):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state_dict` returned; environments restart on fresh resets.
-
-        Raises:
-            KeyError: ``strict`` and an entry is missing.
-            WeightsError: the policy's weights do not fit.
-        """
         expected = ("policy_state_dict", "env_state_dict", "frames", "iter", "worker")
         missing = [name for name in expected if name not in state_dict]
         if strict and missing:
@@ -201,27 +208,5 @@ class Collector(EngineCollector):
             self._models.continue_from(int(worker["policy_version"]))
         if policy:
             self._models.load_policy_state(policy)
-        self._budget.continue_from(int(state_dict.get("frames", self._budget.delivered)))
+        self._budget.delivered = int(state_dict.get("frames", self._budget.delivered))
         self._batches = int(state_dict.get("iter", self._batches))
-
-    # -- remote access ---------------------------------------------------------------------------
-
-    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Resolve a path such as ``"env.transform[0]"`` and call it; return it if not callable.
-
-        Raises:
-            AttributeError: an attribute is missing.
-            ValueError: arguments for something that is not callable.
-        """
-        with self._engine.turn(None):  # nothing is collected meanwhile
-            return super().cascade_execute(attr_path, *args, **kwargs)
-
-    def map_fn(
-        self,
-        method_name: str,
-        list_of_args: Sequence[Sequence[Any]] | None = None,
-        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[Any]:
-        """Call a method once per entry of the argument lists; see `BaseCollector.map_fn`."""
-        with self._engine.turn(None):
-            return super().map_fn(method_name, list_of_args, list_of_kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -18,20 +18,6 @@ from torch import nn
 WorkerId: TypeAlias = int | torch.device | str
 WorkerIds: TypeAlias = WorkerId | Sequence[WorkerId] | None
 Hook = Callable[[], None]
-
-
-class Receiver(Protocol):
-    """What an updater needs of a collector."""
-
-    @property
-    def learner_policy(self) -> Any:
-        """The policy weights are taken from when none are given."""
-
-    def deliver_weights(self, weights: Any, worker_ids: Any = None) -> None:
-        """Publish weights of the policy, past the updater."""
-
-    def increment_version(self) -> None:
-        """Move to the next policy version."""
 
 
 class WeightUpdaterBase:
@@ -68,7 +54,7 @@ class WeightUpdaterBase:
 
     # -- collectors ------------------------------------------------------------------------------
 
-    def register_collector(self, collector: Receiver) -> None:
+    def register_collector(self, collector: Any) -> None:
         """Serve ``collector``, which is not kept alive. Once is enough."""
         if all(known() is not collector for known in self._collectors):
             self._collectors = (*self._collectors, weakref.ref(collector))
@@ -176,7 +162,20 @@ class WeightUpdaterBase:
             collector.deliver_weights(server_weights, worker_id)
 
 
-class VanillaWeightUpdater(WeightUpdaterBase):
+class _KeepingUpdater(WeightUpdaterBase):
+    """Sends the weights that it keeps, if there are any, where none are given."""
+
+    policy_weights: TensorDictBase | None = None
+    weight_getter: Callable[[], Any] | None = None
+
+    def _get_server_weights(self) -> Any:
+        if self.weight_getter is not None:
+            return self.weight_getter()
+        kept = self.policy_weights
+        return super()._get_server_weights() if kept is None else kept.data
+
+
+class VanillaWeightUpdater(_KeepingUpdater):
     """Copies weights into ``policy_weights``, and has the collectors publish the result."""
 
     def __init__(
@@ -192,26 +191,19 @@ class VanillaWeightUpdater(WeightUpdaterBase):
             policy_weights: The weights of the policy, as `TensorDict.from_module` makes them;
                 updated in place.
         """
-        self.weight_getter = weight_getter
-        self.policy_weights = policy_weights
+        self.weight_getter, self.policy_weights = weight_getter, policy_weights
 
     @classmethod
     def from_policy(cls, policy: nn.Module) -> VanillaWeightUpdater:
         """Return an updater that writes into the weights of ``policy``."""
         return cls(policy_weights=TensorDict.from_module(policy).lock_())
 
-    def _get_server_weights(self) -> Any:
-        if self.weight_getter is not None:
-            return self.weight_getter()
-        own = self.policy_weights
-        return super()._get_server_weights() if own is None else own.data
-
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         weights = _written(self.policy_weights, server_weights)
         super()._sync_weights_with_worker(worker_id=worker_id, server_weights=weights)
 
 
-class MultiProcessedWeightUpdater(WeightUpdaterBase):
+class MultiProcessedWeightUpdater(_KeepingUpdater):
     """Keeps one copy of the weights per device, and has the collectors publish it there."""
 
     def __init__(
@@ -227,20 +219,19 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
             policy_weights: Per device (``None``: wherever policies are) its weights, updated in
                 place. Without it all workers get what is given.
         """
-        self.weights_getter = get_server_weights
-        self._policy_weights = dict(policy_weights or {})
+        self.weight_getter = get_server_weights
+        self._copies = dict(policy_weights or {})
 
     def all_worker_ids(self) -> list[Any] | None:
         """Return the devices."""
-        return list(self._policy_weights) or None
+        return list(self._copies) or None
 
     def _get_server_weights(self) -> Any:
-        getter = self.weights_getter
-        weights = super()._get_server_weights() if getter is None else getter()
+        weights = super()._get_server_weights()
         return weights.data if isinstance(weights, TensorDictBase) else weights
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        weights = _written(self._policy_weights.get(worker_id), server_weights)
+        weights = _written(self._copies.get(worker_id), server_weights)
         super()._sync_weights_with_worker(worker_id=worker_id, server_weights=weights)
 
 
@@ -250,35 +241,15 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase):
     For policies that workers made themselves and the learner has no copy of.
     """
 
-    def push_weights(self, policy_or_weights: Any = None, worker_ids: WorkerIds = None) -> None:
-        """Send weights to workers and call the post hooks.
-
-        Raises:
-            RuntimeError: no weights were given.
-        """
-        if policy_or_weights is None:
-            raise RuntimeError(
-                "RemoteModuleWeightUpdater has no weights of its own to send; call "
-                "update_policy_weights_(weights)"
-            )
-        super().push_weights(policy_or_weights, worker_ids)
-
-
-class _NodesWeightUpdater(WeightUpdaterBase):
-    """Has the collector send weights: those given, or ``policy_weights``, or the policy's.
-
-    What else the constructor takes is the collector's own business, and only remembered.
-    """
-
-    policy_weights: TensorDictBase | None = None
-
     def _get_server_weights(self) -> Any:
-        own = self.policy_weights
-        return super()._get_server_weights() if own is None else own.data
+        raise RuntimeError(
+            "RemoteModuleWeightUpdater has no weights of its own to send; call "
+            "update_policy_weights_(weights)"
+        )
 
 
-class DistributedWeightUpdater(_NodesWeightUpdater):
-    """Sends weights to the nodes of a `DistributedCollector`."""
+class DistributedWeightUpdater(_KeepingUpdater):
+    """Sends weights to the nodes of a `DistributedCollector`, which does all but ask for them."""
 
     def __init__(
         self,
@@ -288,12 +259,11 @@ class DistributedWeightUpdater(_NodesWeightUpdater):
         sync: bool = True,
     ) -> None:
         """Remember the weights that are sent when none are given."""
-        self.store, self.policy_weights = store, policy_weights
-        self.num_workers, self.sync = num_workers, sync
+        self.policy_weights = policy_weights
 
 
-class RPCWeightUpdater(_NodesWeightUpdater):
-    """Sends weights to the nodes of an `RPCCollector`."""
+class RPCWeightUpdater(_KeepingUpdater):
+    """Sends weights to the nodes of an `RPCCollector`, which does all but ask for them."""
 
     def __init__(
         self,
@@ -304,13 +274,11 @@ class RPCWeightUpdater(_NodesWeightUpdater):
         num_workers: int | None = None,
     ) -> None:
         """Remember the weights that are sent when none are given."""
-        self.collector_infos, self.collector_class = collector_infos, collector_class
-        self.collector_rrefs, self.num_workers = collector_rrefs, num_workers
         self.policy_weights = policy_weights
 
 
-class RayWeightUpdater(_NodesWeightUpdater):
-    """Sends weights to the actors of a `RayCollector`."""
+class RayWeightUpdater(_KeepingUpdater):
+    """Sends weights to the actors of a `RayCollector`, which does all but ask for them."""
 
     def __init__(
         self,
@@ -319,8 +287,7 @@ class RayWeightUpdater(_NodesWeightUpdater):
         max_interval: int = 0,
     ) -> None:
         """Remember the weights that are sent when none are given."""
-        self.policy_weights, self.remote_collectors = policy_weights, remote_collectors
-        self.max_interval = max(0, max_interval)
+        self.policy_weights = policy_weights
 
 
 def read_updater(given: Any) -> WeightUpdaterBase | None:
@@ -334,17 +301,12 @@ def read_updater(given: Any) -> WeightUpdaterBase | None:
     """
     if given is None or isinstance(given, WeightUpdaterBase):
         return given
-    if not callable(given):
-        raise TypeError(
-            f"weight_updater ({given!r:.100}) must be a WeightUpdaterBase or return one when called"
-        )
-    made = given()
-    if not isinstance(made, WeightUpdaterBase):
-        raise TypeError(
-            f"weight_updater must be a WeightUpdaterBase or return one; {given!r:.100} returned a "
-            f"{type(made).__name__}"
-        )
-    return made
+    made = given() if callable(given) else given
+    if isinstance(made, WeightUpdaterBase):
+        return made
+    raise TypeError(
+        f"weight_updater ({given!r:.100}) must be a WeightUpdaterBase or return one when called"
+    )
 
 
 def refuse(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

@@ -6,14 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from gleanrl.collectors import per_worker
 from gleanrl.collectors.arguments import CollectorArguments, defaults, definitions, instead
-from gleanrl.core.errors import ArgumentTypeError, ConfigError
-from gleanrl.core.tracebacks import for_users
+from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 
+_HERE = (None, "inline", "direct")
 _PROCESSES = ("process", "multiprocessing")
-_HERE = ("inline", "direct")
-_NODES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_NODES: Mapping[Any, tuple[str, Mapping[str, Any]]] = {
     "distributed": ("DistributedCollector", {"launcher": "mp"}),
     "submitit": ("DistributedCollector", {"launcher": "submitit"}),
     "rpc": ("RPCCollector", {"launcher": "mp"}),
@@ -21,35 +19,32 @@ _NODES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Per backend over a network: the collector, and what it gets unless ``backend_options`` say
 otherwise."""
-_LATER = ("thread",)
 _SELECTORS = ("backend", "num_collectors", "sync", "backend_options")
-_RESERVED = ("backend", "backend_options", "num_collectors", "num_workers", "sync")
+_RESERVED = (*_SELECTORS, "num_workers")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def like(shown: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Return a decorator: what it decorates has the signature of ``shown`` for `inspect`."""
+def like(described: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Return a decorator: what it decorates has the signature of ``described`` for `inspect`."""
 
     def decorate(function: Function) -> Function:
-        function.__signature__ = inspect.signature(shown)  # type: ignore[attr-defined]
+        function.__signature__ = inspect.signature(described)  # type: ignore[attr-defined]
         return cast("Function", for_users(function))
 
     return decorate
 
 
-def elsewhere(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the selectors among ``kwargs`` ask for worker processes.
+def elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the collector with workers that arguments of `Collector` ask for, ``None`` for none.
 
-    Raises:
-        ConfigError: an unknown backend.
-        NotImplementedError: one that this version does not have.
+    Args:
+        args: The positional arguments of `Collector`.
+        kwargs: Its other arguments.
     """
-    backend = kwargs.get("backend")
-    if backend is None:
-        return kwargs.get("num_collectors") is not None
-    if backend in _LATER:
+    backend, count = kwargs.get("backend"), kwargs.get("num_collectors")
+    if backend == "thread":
         raise NotImplementedError(
-            f"backend={backend!r} is not available in this version; 'inline', 'process', "
+            "backend='thread' is not available in this version; 'inline', 'process', "
             "'distributed', 'submitit', 'rpc' and 'ray' are"
         )
     if backend not in (*_PROCESSES, *_HERE, *_NODES):
@@ -57,17 +52,14 @@ def elsewhere(kwargs: Mapping[str, Any]) -> bool:
             f"backend ({backend!r}) must be 'inline' (alias 'direct'), 'process' (alias "
             "'multiprocessing'), 'distributed', 'submitit', 'rpc' or 'ray'"
         )
-    return backend not in _HERE
+    if backend in _HERE and (backend is not None or count is None):
+        _check_here(_count(count), kwargs)
+        return None
+    return _several(args, kwargs)
 
 
-def check_here(kwargs: Mapping[str, Any]) -> None:
-    """Check selectors that mean "in this process".
-
-    Raises:
-        TypeError: ``num_collectors`` is no whole number.
-        ConfigError: a selector that has no meaning here.
-    """
-    count = _count(kwargs.get("num_collectors"))
+def _check_here(count: int | None, kwargs: Mapping[str, Any]) -> None:
+    """Refuse selectors that have no meaning in this process."""
     if count not in (None, 1):
         raise ConfigError(
             f"num_collectors ({count}) must be at most one in this process; use num_envs= for "
@@ -81,14 +73,9 @@ def check_here(kwargs: Mapping[str, Any]) -> None:
 
 
 def check_subclass(kind: type, kwargs: Mapping[str, Any]) -> None:
-    """Refuse selectors on a class of the user's, which runs where it is made.
-
-    Raises:
-        TypeError: they ask for something else.
-    """
-    backend = kwargs.get("backend")
+    """Refuse selectors on a class of the user's, which runs where it is made."""
     others = [name for name in _SELECTORS[1:] if kwargs.get(name) is not None]
-    if others or backend not in (None, *_HERE):
+    if others or kwargs.get("backend") not in _HERE:
         raise ArgumentTypeError(
             f"{', '.join(others or ['backend'])} chooses among the kinds of Collector itself; "
             f"{kind.__name__} collects in this process: give it to a MultiSyncCollector as "
@@ -96,20 +83,11 @@ def check_subclass(kind: type, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the collector over processes that arguments of `Collector` mean.
-
-    Args:
-        args: The positional arguments of `Collector`.
-        kwargs: Its other arguments.
-
-    Raises:
-        TypeError: a selector of the wrong type, or an argument that has no meaning over processes.
-        ConfigError: options that contradict other arguments, or counts that do not fit.
-    """
+def _several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     # Imported here: these classes are built from parts of `Collector` themselves.
     from gleanrl.collectors import distributed
     from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+    from gleanrl.collectors.workers import env_functions_of
 
     sync = kwargs.get("sync")
     if sync is not None and not isinstance(sync, bool):
@@ -128,8 +106,7 @@ def several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     given.update(zip(("create_env_fn", "policy"), args, strict=False))
     options = _options(kwargs.get("backend_options"), given)
     given = _wanted(given, kind.ARGUMENTS)
-    count = _count(kwargs.get("num_collectors"))
-    functions = per_worker.env_functions_of(given.get("create_env_fn"), count)
+    functions = env_functions_of(given.get("create_env_fn"), _count(kwargs.get("num_collectors")))
     if not nodes:
         return kind(**{**given, "num_workers": len(functions)}, **options)
     if "process_group_backend" in options:
@@ -138,36 +115,28 @@ def several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _count(value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise ArgumentTypeError(f"num_collectors ({value!r}) must be a whole number")
-    if value < 1:
+    if value is not None and value < 1:
         raise ConfigError(f"num_collectors ({value}) must be at least 1")
     return value
 
 
 def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    if options is None:
-        return {}
-    if not isinstance(options, Mapping):
+    if options is not None and not isinstance(options, Mapping):
         raise ArgumentTypeError(f"backend_options ({options!r:.100}) must map names to values")
     for names, what in ((_RESERVED, "reserved"), (given, "duplicate")):
-        found = sorted(set(options) & set(names))
+        found = sorted(set(options or ()) & set(names))
         if found:
             raise ConfigError(
                 f"backend_options holds {what} names {found}; give these to the collector itself, "
                 "once"
             )
-    return dict(options)
+    return dict(options or {})
 
 
 def _wanted(given: Mapping[str, Any], target: Any) -> dict[str, Any]:
-    """Drop what merely repeats a default of `Collector`, where the target has another or none.
-
-    Raises:
-        TypeError: an argument that the target does not take.
-    """
+    """Drop what merely repeats a default of `Collector`, where the target has another or none."""
     if "num_workers" in given:
         raise ArgumentTypeError("num_workers= is num_collectors= here: say that")
     usual, known = {"policy": None, **defaults(CollectorArguments)}, definitions(target)

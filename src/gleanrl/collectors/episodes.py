@@ -12,10 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from gleanrl.collectors.distributed.ray import RayCollector
-from gleanrl.collectors.multi import MultiSyncCollector
-from gleanrl.collectors.worker import FillingSource
-from gleanrl.collectors.workers import WorkersCollector
+from gleanrl.collectors.worker import FillingSource, WorkerRole, serve_worker
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, format_key
@@ -41,6 +38,23 @@ class EpisodesPlan:
     frames: int | None
     """Frames, over all environments, between two looks at how many episodes have ended."""
     metrics: Metrics | None
+
+    def factory(self, builder: SourceBuilder, role: WorkerRole) -> SourceFactory:
+        """Return what builds a worker whose rollouts are evaluations."""
+        policy = builder.policy
+        make = partial(_in_evaluation_mode, policy.policy, policy.policy_factory)
+        builder = replace(
+            builder,
+            policy=replace(policy, policy=None, policy_factory=make),
+            rollout=replace(builder.rollout, count_steps=False),  # the environment may count itself
+        )
+        return partial(_serve_episodes, partial(serve_worker, builder, role), self)
+
+
+def _in_evaluation_mode(policy: Any, factory: Callable[[], Any] | None) -> Any:
+    """Return the policy that acts in the worker, which is a copy there."""
+    acting = policy if factory is None else factory()
+    return acting.eval() if isinstance(acting, nn.Module) else acting
 
 
 class Episodes:
@@ -80,7 +94,6 @@ class Episodes:
         self._whole.push(batch)
 
     def forget(self) -> None:
-        """Drop what was taken in."""
         self._whole.reset()
 
     def summary(self) -> TensorDict | None:
@@ -110,20 +123,13 @@ def _numbers(found: Any) -> dict[str, torch.Tensor]:
         ) from err
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodesFactory:
-    """Builds a source whose rollouts are evaluations."""
-
-    factory: SourceFactory
-    plan: EpisodesPlan
-
-    def __call__(self, worker: int) -> EpisodesSource:
-        """Build the source."""
-        source = self.factory(worker)
-        envs = int(source.get("num_envs"))
-        source.place(0, envs)
-        steps = _STEPS if self.plan.frames is None else -(-self.plan.frames // envs)
-        return EpisodesSource(source, Episodes(self.plan, envs), steps)
+def _serve_episodes(factory: SourceFactory, plan: EpisodesPlan, worker: int) -> EpisodesSource:
+    """Build a source whose rollouts are evaluations."""
+    source = factory(worker)
+    envs = int(source.get("num_envs"))
+    source.place(0, envs)
+    steps = _STEPS if plan.frames is None else -(-plan.frames // envs)
+    return EpisodesSource(source, Episodes(plan, envs), steps)
 
 
 class EpisodesSource(FillingSource):
@@ -142,15 +148,10 @@ class EpisodesSource(FillingSource):
         """Keep the numbers of environments: there are no other workers."""
 
     def get(self, path: str) -> Any:
-        """Return what ``path`` names in the worker."""
         return 1 if path == "num_envs" else self._source.get(path)
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Reset all environments and play until there are enough episodes.
-
-        Raises:
-            ClosedError: the evaluation was stopped.
-        """
+        """Reset all environments and play until there are enough episodes."""
         began = time.perf_counter()
         if not self._fresh:
             self.reset(None, {})
@@ -171,39 +172,25 @@ class EpisodesSource(FillingSource):
         return super().seed(seed, static, stream)
 
 
-class _PlaysEpisodes(WorkersCollector):
-    """One worker, of which a batch is the summary of an evaluation."""
+class Player:
+    """Plays evaluations with a collector whose only worker runs an `EpisodesPlan`."""
 
-    _episodes: EpisodesPlan
-
-    def _factory(
-        self,
-        arguments: Any,
-        own: Mapping[str, Any],
-        worker: int,
-        builder: SourceBuilder,
-    ) -> SourceFactory:
-        policy = builder.policy
-        make = partial(_in_evaluation_mode, policy.policy, policy.policy_factory)
-        builder = replace(
-            builder,
-            policy=replace(policy, policy=None, policy_factory=make),
-            rollout=replace(builder.rollout, count_steps=False),  # the environment may count itself
-        )
-        return EpisodesFactory(super()._factory(arguments, own, worker, builder), self._episodes)
+    def __init__(self, collector: Any) -> None:
+        """Take over ``collector``."""
+        self.shutdown, self._collector = collector.shutdown, collector
 
     @property
     def has_transforms(self) -> bool:
         """Whether the environment has transforms, some of which may record videos."""
         try:
-            self._engine.ask(m.Get("env.transform.__class__.__name__"))
+            self._collector._engine.ask(m.Get("env.transform.__class__.__name__"))
         except AttributeError:
             return False
         return True
 
     def dump(self, step: int) -> None:
         """Have the environment's transforms write what they recorded, labelled ``step``."""
-        self._engine.ask(m.Call("env.transform.dump", (), {"step": step}))
+        self._collector._engine.ask(m.Call("env.transform.dump", (), {"step": step}))
 
     def play(
         self, weights: Mapping[str, Any], version: int | None, seed: int | None
@@ -218,37 +205,13 @@ class _PlaysEpisodes(WorkersCollector):
         Returns:
             The summary, and the version that the episodes were played with.
         """
+        collector = self._collector
         if seed is not None:
-            self.set_seed(seed)
+            collector.set_seed(seed)
         if weights or version is not None:
-            self._publish(weights, None, version)
+            collector._publish(weights, None, version)
         while True:
-            with self._engine.turn(None):
-                if self._engine.ready(self._budget, True, self._timeout):
-                    summary = self._collect()[0]
-                    return summary, self.gathered()[1]
-            self._engine.backend.wait(_POLL_INTERVAL_S)
-
-
-def _in_evaluation_mode(policy: Any, factory: Callable[[], Any] | None) -> Any:
-    """Return the policy that acts in the worker, which is a copy there."""
-    acting = policy if factory is None else factory()
-    return acting.eval() if isinstance(acting, nn.Module) else acting
-
-
-class EpisodesCollector(_PlaysEpisodes, MultiSyncCollector):
-    """In a worker process, or in this one."""
-
-    def __init__(self, episodes: EpisodesPlan, env: Any, policy: Any, **kwargs: Any) -> None:
-        """Start the worker."""
-        self._episodes = episodes
-        super().__init__([env], policy, cat_results=0, **kwargs)
-
-
-class RayEpisodesCollector(_PlaysEpisodes, RayCollector):
-    """In a Ray actor."""
-
-    def __init__(self, episodes: EpisodesPlan, env: Any, policy: Any, **kwargs: Any) -> None:
-        """Start the actor."""
-        self._episodes = episodes
-        super().__init__([env], policy, cat_results=0, sync=True, **kwargs)
+            with collector._engine.turn(None):
+                if collector._engine.ready(collector._budget, True, collector._timeout):
+                    return collector._collect()[0], collector._gathered()[1]
+            collector._engine.backend.wait(_POLL_INTERVAL_S)

@@ -19,14 +19,11 @@ from tensordict.nn import InteractionType
 from torch import nn
 
 from gleanrl.collectors.arguments import check_callables, read_seed
+from gleanrl.collectors.base import CLOSE_TIMEOUT_S
 from gleanrl.collectors.collector import Collector
-from gleanrl.collectors.engine_collector import CLOSE_TIMEOUT_S
-from gleanrl.collectors.episodes import (
-    EpisodesCollector,
-    EpisodesPlan,
-    Metrics,
-    RayEpisodesCollector,
-)
+from gleanrl.collectors.distributed.ray import RayCollector
+from gleanrl.collectors.episodes import EpisodesPlan, Metrics, Player
+from gleanrl.collectors.multi import MultiSyncCollector
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import NestedKey, as_key
 from gleanrl.core.options import check_int
@@ -446,15 +443,16 @@ class Evaluator:
             both = _Acquainted(env, policy_factory)
             env, policy_factory = both.env, both.policy
         kwargs["policy_factory"] = policy_factory
+        kwargs |= {"collector_class": plan, "cat_results": 0}
+        collector: Any
         if backend == "ray":
             options = {"num_gpus": num_gpus, **(ray_kwargs or {})}
-            collector: Any = RayEpisodesCollector(
-                plan, env, policy, remote_configs=options, **kwargs
-            )
+            collector = RayCollector([env], policy, remote_configs=options, sync=True, **kwargs)
         else:
-            collector = EpisodesCollector(plan, env, policy, backend=backend, **kwargs)
-        dump = dump_video and collector.has_transforms
-        self._line = _Line(collector, log_prefix, on_result, backend == "inline", dump)
+            collector = MultiSyncCollector([env], policy, backend=backend, **kwargs)
+        player = Player(collector)
+        dump = dump_video and player.has_transforms
+        self._line = _Line(player, log_prefix, on_result, backend == "inline", dump)
         self._line.closing = weakref.finalize(self, self._line.close, CLOSE_TIMEOUT_S)
 
     # -- evaluating ------------------------------------------------------------------------------

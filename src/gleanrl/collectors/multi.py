@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any, ClassVar, Unpack
 
-from gleanrl.collectors import per_worker
 from gleanrl.collectors.arguments import MultiArguments, read, shows
-from gleanrl.collectors.collector import Collector
+from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.dispatch import like
-from gleanrl.collectors.workers import WorkerPlan, WorkersCollector
+from gleanrl.collectors.plan import WorkerPlan
+from gleanrl.collectors.weights import EachBatch
+from gleanrl.collectors.workers import env_functions, launch_workers, read_threshold
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int, users_stacklevel
 from gleanrl.engine.engine import MakeBackend
@@ -18,7 +19,7 @@ from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 
 
-class MultiCollector(WorkersCollector):
+class MultiCollector(BaseCollector):
     """Runs a policy in environments of several worker processes and yields batches.
 
     ``MultiCollector(..., sync=True)`` makes a `MultiSyncCollector`, ``sync=False`` a
@@ -55,8 +56,8 @@ class MultiCollector(WorkersCollector):
         """
         arguments = read(MultiArguments, type(self).__name__, kwargs)
         super().__init__(arguments)
-        functions = per_worker.env_functions(create_env_fn, arguments["num_workers"])
-        interruptor, kind = arguments["interruptor"], arguments["collector_class"]
+        functions = env_functions(create_env_fn, arguments["num_workers"])
+        interruptor = arguments["interruptor"]
         if interruptor is not None and not isinstance(interruptor, Interruptor):
             raise ConfigError(
                 f"interruptor ({type(interruptor).__name__}) must be a gleanrl.collectors."
@@ -67,15 +68,14 @@ class MultiCollector(WorkersCollector):
             functions=functions,
             policy=policy,
             sync=self._sync,
-            collector_class=Collector if kind is None else kind,
-            update_each=bool(arguments["update_at_each_batch"]),
+            collector_class=arguments["collector_class"],
+            sending=EachBatch(self._sync) if arguments["update_at_each_batch"] else None,
             enough=self._read_threshold(arguments["preemptive_threshold"], len(functions)),
             interruptor=interruptor,
             num_threads=arguments["num_threads"],
         )
-        self._launch(
-            arguments, plan, _make_backend(arguments["backend"], arguments["num_sub_threads"])
-        )
+        make = _make_backend(arguments["backend"], arguments["num_sub_threads"])
+        self._start(arguments, launch_workers(arguments, plan), make)
 
     @like(__init__)
     def __new__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ class MultiCollector(WorkersCollector):
         return super().__new__(cls)
 
     def _read_threshold(self, threshold: float | None, workers: int) -> int | None:
-        enough = per_worker.read_threshold(threshold, workers)
+        enough = read_threshold(threshold, workers)
         if enough is not None and not self._sync:
             warnings.warn(
                 "preemptive_threshold has no effect on an asynchronous collector, where no worker "

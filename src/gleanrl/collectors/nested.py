@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -14,62 +14,55 @@ from tensordict import TensorDictBase, is_leaf_nontensor
 
 from gleanrl.collectors.arguments import MultiArguments, defaults
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.engine_collector import EngineCollector
+from gleanrl.collectors.plan import Launch
 from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
 from gleanrl.core.layout import Layout
-from gleanrl.core.messages import NO_EPISODES, Episodes, Report, Snapshot, Times
-from gleanrl.core.protocols import Stop
-from gleanrl.core.streams import preserved
-from gleanrl.core.window import Window
+from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, Times, known
+from gleanrl.core.protocols import SourceFactory, Stop
+from gleanrl.core.streams import Streams, preserved
+from gleanrl.core.window import Array, Window
 from gleanrl.memory.trees import copied
 from gleanrl.rollout.build import SourceBuilder
-from gleanrl.rollout.streams import Streams
 from gleanrl.weights.snapshot import Shapes, shapes_of
 
 
-@dataclass(frozen=True, slots=True)
-class NestedFactory:
-    """Builds a collector of the user's class where its worker is."""
-
-    collector_class: Callable[..., Any]
-    create_env_fn: Any
-    policy: Any
-    kwargs: Mapping[str, Any]
-    stream: int | None = None
-    """What the worker's random streams are made from; the global ones are used by default."""
-
-    def __call__(self, worker: int) -> NestedSource:
-        """Build the collector and serve it."""
-        streams = Streams()
-        streams.begin(self.stream)
-        with preserved(), streams.active():  # those of workers of its own come from these
-            collector = self.collector_class(self.create_env_fn, self.policy, **self.kwargs)
-        if isinstance(collector, BaseCollector):
-            collector.worker_idx = worker
-        return NestedSource(collector, streams)
+def _serve_nested(
+    kind: Any, env: Any, policy: Any, kwargs: Mapping[str, Any], stream: int | None, worker: int
+) -> NestedSource:
+    """Build a collector of the user's class where its worker is, and serve it."""
+    streams = Streams()
+    streams.begin(stream)
+    with preserved(), streams.active():  # those of workers of its own come from these
+        collector = kind(env, policy, **kwargs)
+    if isinstance(collector, BaseCollector):
+        collector.worker_idx = worker
+    return NestedSource(collector, streams)
 
 
 def nested_factory(
-    arguments: Mapping[str, Any], kind: Any, builder: SourceBuilder, frames: int, workers: int
-) -> NestedFactory:
+    arguments: Mapping[str, Any],
+    kind: Any,
+    builder: SourceBuilder,
+    launch: Launch,
+    worker: int,
+    more: Mapping[str, Any],
+) -> SourceFactory:
     """Return the factory of one worker's collector, built from the same arguments.
 
     Args:
         arguments: The arguments of the outer collector.
         kind: The class of the collector in the worker.
         builder: The worker's `SourceBuilder`.
-        frames: What the worker is asked for.
-        workers: How many workers there are.
-
-    Raises:
-        ConfigError: arguments that the worker's collector needs and does not take.
+        launch: What the outer collector starts.
+        worker: The index of the worker.
+        more: Further arguments of the collector in the worker.
     """
     if not callable(kind):
         raise ConfigError(f"collector_class ({kind!r}) must be callable")
     kwargs: dict[str, Any] = {
-        "frames_per_batch": frames,
+        "frames_per_batch": launch.asked[worker],
         "total_frames": -1,
         "create_env_kwargs": dict(builder.env.create_env_kwargs),
         "policy_device": builder.policy.device,
@@ -85,13 +78,16 @@ def nested_factory(
     said = {name: arguments[name] for name in _PASSED_ON if _unusual(name, arguments[name])}
     _check_taken(kind, said, [name for name in _KEPT_OUT if _unusual(name, arguments[name])])
     if "init_random_frames" in said:  # over all workers
+        workers = len(launch.plan.functions)
         said["init_random_frames"] = -(-int(said["init_random_frames"]) // workers)
-    return NestedFactory(
-        kind,
-        builder.env.create_env_fn,
-        builder.policy.policy,
-        {**kwargs, **said},
-        builder.rollout.stream,
+    functions = builder.env.create_env_fn
+    each = launch.plan.workers_each
+    several = isinstance(kind, type) and issubclass(kind, BaseCollector) and not kind._here
+    if launch.plan.remote and (each > 1 or several):
+        functions = [functions] * each
+    kwargs = {**kwargs, **said, **more}
+    return partial(
+        _serve_nested, kind, functions, builder.policy.policy, kwargs, builder.rollout.stream
     )
 
 
@@ -124,11 +120,7 @@ def _unusual(name: str, value: Any) -> bool:
 
 
 def _check_taken(kind: Any, said: Mapping[str, Any], refused: list[str]) -> None:
-    """Refuse arguments that a collector in a worker cannot have.
-
-    Raises:
-        ConfigError: some are ``refused``, or ``kind`` does not take one that was ``said``.
-    """
+    """Refuse arguments that a collector in a worker cannot have."""
     try:
         parameters = inspect.signature(kind).parameters
     except (TypeError, ValueError):  # written in C, or hidden: it will say so itself
@@ -158,8 +150,8 @@ class NestedSource:
         self._version = 0
         self._layout: Layout | None = None
         self._reports: list[Report] = []
-        if isinstance(collector, EngineCollector):
-            self._layout = collector.batch_layout()
+        if isinstance(collector, BaseCollector):
+            self._layout = collector._batch_layout()
             reports = self._reports
             collector.watch(lambda new, _: reports.extend(new.values()))
 
@@ -170,12 +162,10 @@ class NestedSource:
 
     @property
     def env(self) -> Any:
-        """The collector's environment."""
         return self.collector.env
 
     @property
     def policy(self) -> Any:
-        """The collector's policy."""
         return self.collector.policy
 
     def layout(self) -> Layout | None:
@@ -183,12 +173,7 @@ class NestedSource:
         return self._layout
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Write the collector's next batch into ``window``, or return it if that has no fields.
-
-        Raises:
-            ClosedError: the collector has delivered all it was made for.
-            ConfigError: the batch is not what the first ones were.
-        """
+        """Write the collector's next batch into ``window``, or return it if that has no fields."""
         begin = monotonic()
         batch = self._next()
         times, ended = self._times(begin), self._episodes()
@@ -209,10 +194,10 @@ class NestedSource:
             ids.copy_(self._numbered(ids))
         return Report(taken, frames, version, ended=ended, times=times)
 
-    def _episodes(self) -> Episodes:
-        """Return the episodes that ended in the workers of the collector."""
+    def _episodes(self) -> Callable[[], Array]:
+        """Return what `Report.ended` is of the workers of the collector."""
         each = [report.episodes for report in self._reports]
-        return Episodes(np.concatenate([NO_EPISODES, *each]))
+        return known(np.concatenate([NO_EPISODES, *each]))
 
     def _times(self, begin: float) -> Times:
         """Share out the seconds since ``begin`` as those that its workers were busy."""
@@ -226,8 +211,8 @@ class NestedSource:
     def _counted(self, batch: TensorDictBase | None) -> tuple[int, int]:
         """Return the valid frames of ``batch``, and the version that it was made with."""
         collector = self.collector
-        if isinstance(collector, EngineCollector) and _takes_versions(collector):
-            frames, version = collector.gathered()
+        if isinstance(collector, BaseCollector) and _takes_versions(collector):
+            frames, version = collector._gathered()
             return (frames if batch is None else _valid_frames(batch)), version
         return (0 if batch is None else _valid_frames(batch)), self._version
 
@@ -243,7 +228,7 @@ class NestedSource:
 
     def _why_over(self) -> str:
         name = f"the {type(self.collector).__name__} in this worker"
-        if isinstance(self.collector, EngineCollector) and self.collector.closed:
+        if isinstance(self.collector, BaseCollector) and self.collector.closed:
             return f"{name} was shut down, by an earlier failure or a call of shutdown"
         return (
             f"{name} has delivered its total_frames; leave them to the collector around it, or "
@@ -263,7 +248,7 @@ class NestedSource:
             name: {key: _copied(value) for key, value in weights.items()}
             for name, weights in snapshot.models.items()
         }
-        if isinstance(self.collector, EngineCollector):
+        if isinstance(self.collector, BaseCollector):
             if _takes_versions(self.collector):
                 self.collector.receive_models(copies, snapshot.version)
             elif copies:
@@ -273,19 +258,16 @@ class NestedSource:
         self._version = snapshot.version
 
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
-        """Seed the collector."""
         with self._streams.active():
             last = int(self.collector.set_seed(seed, static_seed=static))
         self._streams.seed(seed if stream is None else stream)
         return last
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
-        """Reset the collector's environments."""
         with self._streams.active():
             self.collector.reset(envs, **options)
 
     def state(self) -> dict[str, Any]:
-        """Return the collector's state."""
         return {
             "env": {},
             "collector": self.collector.state_dict(),
@@ -294,7 +276,6 @@ class NestedSource:
         }
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore the collector's state."""
         with self._streams.active():
             if strict or not isinstance(self.collector, BaseCollector):
                 self.collector.load_state_dict(state["collector"])
@@ -308,23 +289,19 @@ class NestedSource:
         return {}
 
     def describe_weights(self, model_id: str) -> Shapes:
-        """Return the shapes of a model of the collector."""
-        if isinstance(self.collector, EngineCollector):
-            return self.collector.describe_weights(model_id)
+        if isinstance(self.collector, BaseCollector):
+            return self.collector._describe_weights(model_id)
         return shapes_of(self.collector.get_model(model_id))
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what ``path`` names, here or on the collector."""
         own = path.partition(".")[0] in _OWN
         return paths.call(self if own else self.collector, path, args, kwargs)
 
     def get(self, path: str) -> Any:
-        """Return what ``path`` names, here or on the collector."""
         own = path.partition(".")[0] in _OWN
         return paths.resolve(self if own else self.collector, path)
 
     def close(self) -> None:
-        """Shut the collector down."""
         self.collector.shutdown()
 
 
@@ -335,9 +312,9 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _takes_versions(collector: EngineCollector) -> bool:
+def _takes_versions(collector: BaseCollector) -> bool:
     """Whether it takes a parent's versions; one that receives in a way of its own may not."""
-    return type(collector).receive_models is EngineCollector.receive_models
+    return type(collector).receive_models is BaseCollector.receive_models
 
 
 def _write_batch(batch: TensorDictBase, layout: Layout, window: Window) -> int:
@@ -347,9 +324,6 @@ def _write_batch(batch: TensorDictBase, layout: Layout, window: Window) -> int:
         batch: ``[*layout.batch_shape, t]``, with the fields of ``layout``.
         layout: What was said of it.
         window: Of at least ``t`` steps.
-
-    Raises:
-        ConfigError: it has another shape, or other fields.
     """
     taken = int(batch.shape[-1])
     if tuple(batch.shape[:-1]) != layout.batch_shape or taken > window.steps:

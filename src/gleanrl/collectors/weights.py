@@ -2,31 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gleanrl.collectors.arguments import check_schemes
 from gleanrl.collectors.compat import WeightUpdaterBase, read_updater
 from gleanrl.core.errors import ArgumentTypeError, UnknownModelError
-from gleanrl.engine.engine import Engine
 from gleanrl.weights.scheme import WeightSyncScheme
+
+if TYPE_CHECKING:
+    from gleanrl.collectors.base import BaseCollector
 
 _POLICY = "policy"
 
 
-class Publishes(Protocol):
-    """What weight updates need of a collector."""
+@dataclass(frozen=True, slots=True)
+class EachBatch:
+    """Sends to all workers with each batch: before synchronous ones, after asynchronous ones."""
 
-    _engine: Engine
-    _models: Any
+    sync: bool
 
-    def _publish(self, models: Mapping[str, Any], worker_ids: Any, version: int | None) -> None: ...
+    def before(self, collector: BaseCollector) -> None:
+        if self.sync:
+            collector.update_policy_weights_()
 
-    def _check_workers(self, worker_ids: Any) -> None: ...
+    def after(self, collector: BaseCollector, delivered: Collection[int]) -> None:
+        if not self.sync:
+            collector.update_policy_weights_()
 
-    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """Update weights, in the way of the collector's class."""
-        ...
+    def sent(self, workers: Sequence[int]) -> None:
+        """Ignore what was sent for another reason."""
+
+
+class WeightSchedule:
+    """Sends to a worker every ``interval`` batches, or ``after_each`` that it delivered."""
+
+    def __init__(self, workers: int, interval: int | None, after_each: bool) -> None:
+        """Nothing is due at first."""
+        self._waiting = dict.fromkeys(range(workers), 0)
+        self._interval, self._after_each = interval, after_each
+        self._due: set[int] = set()
+        """Workers that get weights before the next batch."""
+
+    def before(self, collector: BaseCollector) -> None:
+        """Send the learner's newest weights to the workers that are due."""
+        if self._due and collector._plan.tolerant:
+            collector._engine.check()  # workers that were lost meanwhile need no weights
+            self._due &= set(collector._engine.dispatcher.alive)
+        if self._due and collector._models.policy is not None:
+            everybody = len(self._due) == len(self._waiting)
+            collector.update_policy_weights_(worker_ids=None if everybody else sorted(self._due))
+
+    def after(self, collector: BaseCollector, delivered: Collection[int]) -> None:
+        """Count a batch; workers that have waited for long enough are due."""
+        for worker in self._waiting:
+            self._waiting[worker] += 1
+            if self._interval is not None and self._waiting[worker] >= self._interval:
+                self._due.add(worker)
+        if self._after_each:
+            self._due.update(delivered)
+
+    def sent(self, workers: Sequence[int]) -> None:
+        """Note that ``workers`` have new weights, and have to wait again."""
+        for worker in workers:
+            self._waiting[worker] = 0
+            self._due.discard(worker)
+
+
+Sending: TypeAlias = EachBatch | WeightSchedule
+"""Sends the policy's weights without being asked for, around each batch."""
 
 
 class WeightUpdates:
@@ -50,10 +95,9 @@ class WeightUpdates:
 
     @property
     def updater(self) -> WeightUpdaterBase | None:
-        """The legacy weight updater."""
         return self._updater
 
-    def use(self, updater: Any, collector: Any) -> None:
+    def use(self, updater: Any, collector: BaseCollector) -> None:
         """Have ``updater`` (or what it returns) send the weights of ``collector`` from now on."""
         chosen = read_updater(updater)
         if chosen is not None:
@@ -62,7 +106,7 @@ class WeightUpdates:
 
     def update(
         self,
-        collector: Publishes,
+        collector: BaseCollector,
         models: Mapping[str, Any],
         worker_ids: Any,
         kwargs: Mapping[str, Any],
@@ -86,7 +130,7 @@ class WeightUpdates:
     def _run_updater(
         self,
         updater: WeightUpdaterBase,
-        collector: Publishes,
+        collector: BaseCollector,
         weights: Any,
         worker_ids: Any,
         kwargs: Mapping[str, Any],
@@ -103,7 +147,7 @@ class WeightUpdates:
             if self._delivered:
                 collector._models.continue_from(number)
 
-    def deliver(self, collector: Publishes, weights: Any, worker_ids: Any) -> None:
+    def deliver(self, collector: BaseCollector, weights: Any, worker_ids: Any) -> None:
         """Publish weights of the policy, past the updater."""
         collector._publish({_POLICY: weights}, worker_ids, self._pushing)
         self._delivered = True
@@ -128,7 +172,9 @@ class WeightUpdates:
                 f"name {sorted(self._receivers)}"
             )
 
-    def receive(self, collector: Publishes, models: Mapping[str, Any], version: int | None) -> None:
+    def receive(
+        self, collector: BaseCollector, models: Mapping[str, Any], version: int | None
+    ) -> None:
         """Apply what a parent sent, by model id: all of it or nothing."""
         for name in models:
             self.check_receiver(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.collectors.arguments import read_index, read_seed
-from gleanrl.collectors.base import BaseCollector, PostHook, PreHook
+from gleanrl.collectors.handle import Handle, PostHook, PreHook
 from gleanrl.core.keys import MASK, TIME
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
@@ -36,7 +36,7 @@ class WorkerRole:
     """Whether there is a buffer, but in the learner's process."""
 
 
-class WorkerCollector(BaseCollector):
+class WorkerCollector(Handle):
     """The collector of one worker; the collector in the learner's process asks it for rollouts.
 
     ``"env.spec.id"``, ``"policy.module"``, ``"replay_buffer.__len__"``, ``"worker_idx"`` or
@@ -52,27 +52,20 @@ class WorkerCollector(BaseCollector):
         self._frames = self._batches = 0
 
     def count(self, report: Report) -> None:
-        """Note a rollout."""
         self._frames += report.frames
         self._batches += 1
 
     @property
     def env(self) -> Any:
-        """The environment of this worker."""
         return self._source.get("env")
 
     @property
     def policy(self) -> Any:
-        """The policy that runs in this worker."""
         return self._source.get("policy")
 
     @property
     def replay_buffer(self) -> Any:
-        """The buffer that this worker writes into, ``None`` if there is none.
-
-        Raises:
-            AttributeError: there is one, but the learner writes.
-        """
+        """The buffer that this worker writes into, ``None`` if there is none."""
         if self._role.learner_extends:
             raise AttributeError(
                 "workers do not have this replay buffer, the learner's process writes into it: use "
@@ -82,24 +75,16 @@ class WorkerCollector(BaseCollector):
 
     @property
     def num_envs(self) -> int:
-        """Environments of this worker."""
         layout = self._source.layout()
         return int(self._source.get("num_envs")) if layout is None else layout.all_envs
 
-    @property
-    def n_env(self) -> int:
-        """Environments of this worker."""
-        return self.num_envs
+    n_env = num_envs
 
     @property
     def frames_per_batch(self) -> int:
-        """Frames that this worker is asked for at a time."""
         return self._role.frames_per_batch
 
-    @property
-    def requested_frames_per_batch(self) -> int:
-        """Frames that this worker is asked for at a time."""
-        return self._role.frames_per_batch
+    requested_frames_per_batch = frames_per_batch
 
     @property
     def policy_version(self) -> int:
@@ -107,11 +92,9 @@ class WorkerCollector(BaseCollector):
         return int(self._source.get("policy_version"))
 
     def get_policy_version(self) -> int:
-        """Return `policy_version`."""
         return self.policy_version
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return what this worker has made, as scalars."""
         return {
             "frames": self._frames,
             "batches": self._batches,
@@ -121,7 +104,6 @@ class WorkerCollector(BaseCollector):
         }
 
     def explain(self) -> str:
-        """Say which parts of this worker are called as they are, and why."""
         text: str = self._source.call("explain")
         return text
 
@@ -137,75 +119,34 @@ class WorkerCollector(BaseCollector):
         self._source.load(Snapshot(self.policy_version + 1, newest))
 
     def get_model(self, model_id: str) -> Any:
-        """Return the model that runs under ``model_id``."""
         return self._source.get(model_id)
 
     def describe_weights(self, model_id: str) -> Shapes:
-        """Return the shapes of a model."""
         shapes: Shapes = self._source.call("describe_weights", model_id)
         return shapes
 
     def policy_state(self) -> dict[str, Any]:
-        """Return the policy's state dict, empty if it has none."""
         state: dict[str, Any] = self._source.call("policy_state")
         return state
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed this worker's environments and random streams, and reset its environments."""
         return self._source.seed(read_seed(seed), static_seed)
 
     def reset(self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any) -> None:
-        """Reset environments of this worker; all by default."""
         chosen = None if index is None else read_index(index, self.num_envs)
         self._source.reset(chosen, kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this worker's environments, counters and random streams."""
         return self._source.state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state_dict` returned."""
         self._source.load_state(state_dict, strict)
 
-    # -- what the learner's process does ---------------------------------------------------------
 
-    def iterator(self) -> Iterator[Any]:
-        """Refuse: rollouts are asked for by the collector around this one.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "the collector inside a worker is not iterated over: iterate over the one that has the "
-            "workers"
-        )
-
-    def __len__(self) -> int:
-        """Refuse: a worker's collector is endless.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError("the collector inside a worker has no length")
-
-    def shutdown(
-        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
-    ) -> None:
-        """Close the environments of this worker."""
-        self._source.close()
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFactory:
-    """Builds the source of a worker with its collector."""
-
-    factory: SourceFactory
-    role: WorkerRole
-
-    def __call__(self, worker: int) -> WorkerSource:
-        """Build both."""
-        source = self.factory(worker)
-        return WorkerSource(source, WorkerCollector(source, worker, self.role))
+def serve_worker(factory: SourceFactory, role: WorkerRole, worker: int) -> WorkerSource:
+    """Build the source of a worker with its collector."""
+    source = factory(worker)
+    return WorkerSource(source, WorkerCollector(source, worker, role))
 
 
 class WorkerSource:
@@ -248,11 +189,9 @@ class WorkerSource:
         return batch.lock_()
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what ``path`` names, beginning at the worker's collector."""
         return self.collector.cascade_execute(path, *args, **kwargs)
 
     def get(self, path: str) -> Any:
-        """Return what ``path`` names, beginning at the worker's collector."""
         return self.collector.get_distant_attr(path)
 
 
@@ -283,21 +222,13 @@ class Takes(Protocol):
         """Drop episodes in the making."""
 
 
-@dataclass(frozen=True, slots=True)
-class FillingFactory:
-    """Builds a source whose rollouts go into a buffer where they are made."""
-
-    factory: SourceFactory
-    pipeline: Pipeline
-    """What rollouts go through there."""
-    sink: Sink
-    """The end of it."""
-
-    def __call__(self, worker: int) -> FillingSource:
-        """Build the source and connect it to the buffer."""
-        source = self.factory(worker)
-        self.sink.serve(worker, source)
-        return FillingSource(source, self.pipeline)
+def serve_filling(
+    factory: SourceFactory, pipeline: Pipeline, sink: Sink, worker: int
+) -> FillingSource:
+    """Build a source whose rollouts go through ``pipeline`` into ``sink`` where they are made."""
+    source = factory(worker)
+    sink.serve(worker, source)
+    return FillingSource(source, pipeline)
 
 
 class FillingSource:
@@ -364,7 +295,6 @@ class FillingSource:
         self._source.reset(envs, options)
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore the source's state."""
         self._pipeline.forget()
         self._source.load_state(state, strict)
 

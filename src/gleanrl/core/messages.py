@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -190,23 +191,9 @@ class Times:
 NO_EPISODES: np.ndarray[Any, Any] = np.empty((0, 2))
 
 
-@dataclass(slots=True, eq=False)
-class Episodes:
-    """The episodes that ended in a rollout, added up when they are first asked for."""
-
-    rows: np.ndarray[Any, Any] | None = None
-    """Return and length of each, ``[N, 2]``; ``None`` until then."""
-    add_up: Callable[[], None] | None = None
-    """Sets ``rows``."""
-
-    def array(self) -> np.ndarray[Any, Any]:
-        """Return ``rows``. Safe in any thread."""
-        if self.rows is None and self.add_up is not None:
-            self.add_up()
-        return NO_EPISODES if self.rows is None else self.rows
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Episodes, (self.array(),)
+def known(episodes: np.ndarray[Any, Any]) -> Callable[[], np.ndarray[Any, Any]]:
+    """Return what returns ``episodes`` and can be pickled, see `Report.ended`."""
+    return partial(np.asarray, episodes)
 
 
 @dataclass(slots=True)  # one is made for every rollout: frozen ones take four times as long
@@ -222,8 +209,8 @@ class Report:
     """Frames stepped that could not be delivered (0 but for bounded spill overflow)."""
     payload: Any = None
     """The rollout, where it does not lie in the window; ``None`` if it does."""
-    ended: Episodes = field(default=Episodes(NO_EPISODES), compare=False)
-    """The episodes that ended in the rollout."""
+    ended: Callable[[], np.ndarray[Any, Any]] = field(default=known(NO_EPISODES), compare=False)
+    """Returns `episodes`; they are added up when somebody asks. Safe in any thread."""
     times: Times = field(default_factory=Times, compare=False)
     block: Any = None
     """The rollout, if the backend leaves it where it arrived instead of in the window: a writable
@@ -235,7 +222,7 @@ class Report:
 
         ``[N, 2]`` float64. The reward of a frame with several is their mean.
         """
-        return self.ended.array()
+        return self.ended()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,18 @@
-"""Random state that must not change."""
+"""Random streams: those that must not change, and those of a worker."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+
+_life = 0
+_legacy: Any = np.random
+"""The swap functions are public but missing from numpy's type stubs."""
 
 
 @contextmanager
@@ -28,3 +33,109 @@ def preserved() -> Iterator[None]:
         np.random.set_state(numpy_state)
         if in_use:
             torch.cuda.set_rng_state_all(cuda_states)
+
+
+# -- a worker's own, so that collecting leaves the learner's alone ---------------------------------
+
+
+def renewed(seed: int, life: int) -> int:
+    """Return what the streams of a worker that was lost ``life`` times are made from."""
+    if life == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, life]).generate_state(1, np.uint64)[0] >> 2)
+
+
+def enter_life(life: int) -> None:
+    """Say how often the worker that this process is was lost before."""
+    global _life
+    _life = life
+
+
+class Streams:
+    """torch, numpy and Python random state, swapped in around everything a worker does.
+
+    Before the first `seed`, nothing is swapped: an in-process collector then draws from the global
+    generators like any other code of the user.
+    """
+
+    def __init__(self) -> None:
+        """Use the global streams until seeded."""
+        self._own: _State | None = None
+
+    def begin(self, seed: int | None) -> None:
+        """Make the streams a source begins with: no life of a worker repeats an earlier one.
+
+        Without a ``seed``, use the global ones.
+        """
+        if seed is not None:
+            self.seed(renewed(seed, _life))
+
+    def seed(self, seed: int) -> None:
+        """Make streams of our own, a function of ``seed`` only."""
+        words = np.random.SeedSequence(seed).generate_state(3, np.uint64)
+        torch_state = torch.Generator().manual_seed(int(words[0] >> 1)).get_state()
+        python_state = random.Random(int(words[2])).getstate()
+        self._own = _State(torch_state, np.random.MT19937(int(words[1])), python_state)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run the body on these streams; the global ones are as before afterwards."""
+        own = self._own
+        if own is None:
+            yield
+            return
+        outer = _State.current()
+        own.install()
+        try:
+            yield
+        finally:
+            own.update()
+            outer.install()
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the streams' state, ``None`` while the global ones are used."""
+        return None if self._own is None else self._own.describe()
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Continue from a saved state."""
+        self._own = None if state is None else _State.from_description(state)
+
+
+class _State:
+    """One set of stream states."""
+
+    def __init__(self, torch_state: torch.Tensor, bits: Any, python_state: Any) -> None:
+        self.torch_state = torch_state
+        self.bits = bits
+        self.python_state = python_state
+
+    @classmethod
+    def current(cls) -> _State:
+        # The numpy bit generator object itself is swapped: reading its state costs 30 times as
+        # much.
+        return cls(torch.get_rng_state(), _legacy.get_bit_generator(), random.getstate())
+
+    def install(self) -> None:
+        torch.set_rng_state(self.torch_state)
+        _legacy.set_bit_generator(self.bits)
+        random.setstate(self.python_state)
+
+    def update(self) -> None:
+        self.torch_state = torch.get_rng_state()
+        self.python_state = random.getstate()
+
+    def describe(self) -> dict[str, Any]:
+        key = self.bits.state["state"]["key"]
+        return {
+            "torch": self.torch_state.clone(),
+            "numpy": [self.bits.state["state"]["pos"], torch.from_numpy(key.astype(np.int64))],
+            "python": self.python_state,
+        }
+
+    @classmethod
+    def from_description(cls, state: dict[str, Any]) -> _State:
+        pos, key = state["numpy"]
+        bits: Any = np.random.MT19937()
+        words = {"key": key.numpy().astype(np.uint32), "pos": pos}
+        bits.state = {"bit_generator": "MT19937", "state": words}
+        return cls(state["torch"].clone(), bits, state["python"])

@@ -6,12 +6,14 @@ exception on the way means: call it as it is.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
@@ -22,25 +24,22 @@ from tensordict.nn import (
     set_interaction_type,
 )
 from tensordict.nn.probabilistic import interaction_type
+from torch import distributions as D
 from torch import nn
 
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, as_key, as_keys, format_key
 from gleanrl.policies.adapt import TensorCall
-from gleanrl.policies.distributions import (
-    check_parameters,
-    require_known,
-    unchecked,
-    watch_distribution,
-)
 from gleanrl.policies.inspect import (
     Watch,
     functions_are_genuine,
+    is_genuine,
     is_plain,
     qualified,
     units_of,
     uses,
 )
+from gleanrl.policies.normals import IndependentNormal, TanhNormal
 from gleanrl.policies.op_recorder import Check, OpRecorder, Slot, require
 from gleanrl.policies.probe import PolicyTrace, Unit, equal
 
@@ -104,10 +103,6 @@ class Lowering:
         """
         self.batch_shape = batch_shape
         self.for_rows = for_rows
-        self.agreed: dict[tuple[Any, ...], Watch] = {}
-        """Modules that were found to act as their calls do, by identity, exploration type, shapes
-        and types of what they read: what they were then (which holds them, so that identities stay
-        their own)."""
         self._trace = trace
         self._device = next((v.device for v in trace.inputs.values()), torch.device("cpu"))
         self._known: dict[tuple[InteractionType | None, bool], Parts] = {}
@@ -138,7 +133,7 @@ class Lowering:
             if not lower or kind is None or not functions_are_genuine():
                 return Parts([*units], watch)
             with _no_trace(kind, self._device):
-                return Parts(self._parts(units, kind, watch), watch)
+                return Parts(self._parts(units, watch), watch)
         except Exception:  # whatever cannot be understood is called as it is
             return Parts([self._trace.whole], Watch())
 
@@ -155,15 +150,13 @@ class Lowering:
         )
         return trace.units if same else [trace.whole]
 
-    def _parts(
-        self, units: Sequence[Unit], kind: InteractionType, watch: Watch
-    ) -> list[Program | Unit]:
+    def _parts(self, units: Sequence[Unit], watch: Watch) -> list[Program | Unit]:
         parts: list[Program | Unit] = []
         values = dict(self._trace.inputs)
         segment: _Segment | None = None
         for unit in units:
             if segment is None:
-                segment = _Segment(self, values, kind, watch)
+                segment = _Segment(self, values, watch)
             if not segment.lower(unit):
                 parts += [*segment.finish(), unit]
                 segment = None
@@ -174,10 +167,8 @@ class Lowering:
 class _Segment:
     """Units in a row that became tensor calls: cells by key, and the calls so far."""
 
-    def __init__(
-        self, policy: Lowering, values: Mapping[Key, Tensor], kind: InteractionType, watch: Watch
-    ) -> None:
-        self._policy, self._kind, self._watch = policy, kind, watch
+    def __init__(self, policy: Lowering, values: Mapping[Key, Tensor], watch: Watch) -> None:
+        self._policy, self._watch = policy, watch
         self._roots = {key: value.clone() for key, value in values.items()}
         self._cells: Written = dict(self._roots)
         self._used: Written = {}
@@ -248,27 +239,27 @@ class _Segment:
         require(set(reads) <= set(unit.visible))
         args = [self._read(key) for key in reads]
         kept = [key for key in keys if key != _DROPPED]
-        may_alias = _keeps_nothing(fn)
-        if may_alias:
+        if _is_librarys(fn):
             module, ops = cast("nn.Module", fn), self._ops
+            ops.changing([*module.parameters(), *module.buffers()])
             for part in module.modules():
                 self._watch.add(part)
+                ops.changing(one for one in vars(part).values() if isinstance(one, Tensor))
             mark = ops.mark()
-            ops.changing([*module.parameters(), *module.buffers()])
             with ops:
                 out = fn(*args) if names is None else fn(**dict(zip(names, args, strict=True)))
-            if ops.complete:
+            if ops.complete and not ops.reads_counts:
                 pairs = dict(zip(keys, _as_tuple(out, keys), strict=True))
                 return self._checked(unit, {key: pairs[key] for key in kept})
             ops.cut(mark)
-        require(may_alias or self._policy.for_rows)  # or it may change what others read
+        require(self._policy.for_rows)  # or it may change what others read
         cells = {
             key: unit.writes[key].detach().clone(memory_format=torch.contiguous_format)
             for key in kept
         }
         self._ops.changing(cells.values())
         targets = [cells.get(key) for key in keys]
-        self._ops.calls.append(_tensor_call(fn, args, names, targets, keys, may_alias))
+        self._ops.calls.append(_tensor_call(fn, args, names, targets, keys))
         return cells
 
     def _draw(self, unit: Unit, reads: Sequence[Key]) -> Written:
@@ -276,9 +267,9 @@ class _Segment:
         module: Any = unit.module
         _require_plain_draw(module, qualified(type(module)) == _SAFE_MODULE)
         params = dict(zip(map(_last, module.dist_keys), map(self._read, reads), strict=True))
-        with unchecked(module) as twin:
+        with _unchecked(module) as twin:
             written = self._record(unit, twin, reads)
-        check_parameters(self._ops, module, params, ", ".join(map(format_key, reads)))
+        _check_parameters(self._ops, module, params, ", ".join(map(format_key, reads)))
         return written
 
     def _record(self, unit: Unit, module: Any, reads: Sequence[Key]) -> Written:
@@ -289,6 +280,7 @@ class _Segment:
         self._ops.mark()
         with self._ops:
             td = module(td)
+        # Where distributions look at whole numbers, they check their range.
         require(self._ops.complete)
         return self._checked(unit, {key: td.get(key) for key in unit.writes})
 
@@ -305,50 +297,28 @@ class _Segment:
         return written
 
     def _prove_equal(
-        self,
-        module: Any,
-        reads: Sequence[Key],
-        written: Written,
-        calls: Sequence[Callable[[], Any]],
+        self, module: Any, reads: Sequence[Key], written: Written, calls: Sequence[Any]
     ) -> None:
         """Prove that ``calls`` give what ``module`` gives, and draw the same random numbers.
 
         Only the distribution runs here, on parameters that the policy gave; the policy does not.
         """
-        read = tuple((key, self._cells[key].shape, self._cells[key].dtype) for key in reads)
-        name, agreed = (id(module), self._kind, read), self._policy.agreed
-        watch = agreed.get(name)
-        if watch is None or watch.changed():
-            watch = Watch()
-            watch.add(module)
-            for trial in range(_TRIALS):
-                self._try_once(module, reads, written, calls, watch, trial)
-            agreed[name] = watch
-        self._watch.include(watch)
-
-    def _try_once(
-        self,
-        module: Any,
-        reads: Sequence[Key],
-        written: Written,
-        calls: Sequence[Callable[[], Any]],
-        watch: Watch,
-        trial: int,
-    ) -> None:
+        self._watch.add(module)
         device = self._cells[reads[0]].device
-        td = TensorDict({}, batch_size=self._policy.batch_shape)
-        for key in reads:
-            td.set(key, self._cells[key].clone())
-        if trial == 0 and isinstance(module, ProbabilisticTensorDictModule):
-            watch_distribution(watch, module.get_dist(td))
-        _seed(device, trial)
-        td = module(td)
-        state = _random_state(device)
-        _seed(device, trial)
-        for call in calls:
-            call()
-        require(torch.equal(state, _random_state(device)))
-        require(all(equal(td.get(key), value) for key, value in written.items()))
+        for trial in range(_TRIALS):
+            td = TensorDict({}, batch_size=self._policy.batch_shape)
+            for key in reads:
+                td.set(key, self._cells[key].clone())
+            if trial == 0 and isinstance(module, ProbabilisticTensorDictModule):
+                _watch_distribution(self._watch, module.get_dist(td))
+            _seed(device, trial)
+            td = module(td)
+            state = _random_state(device)
+            _seed(device, trial)
+            for call in calls:
+                call()
+            require(torch.equal(state, _random_state(device)))
+            require(all(equal(td.get(key), value) for key, value in written.items()))
 
     def _read(self, key: Key) -> Tensor:
         cell = self._cells[key]
@@ -370,7 +340,7 @@ def _require_plain_draw(module: Any, safe: bool) -> None:
     require(len(module.dist_sample_keys) == 1 and module.num_samples is None)
     require(not module.cache_dist)
     require(state.get("_generator") is None and state.get("_generator_key") is None)
-    require_known(module.distribution_class, module.distribution_kwargs)
+    _require_known(module.distribution_class, module.distribution_kwargs)
 
 
 def _containers(policy: Any, leaves: set[int]) -> Iterator[nn.Module]:
@@ -445,15 +415,12 @@ def _why_kept(unit: Unit) -> str:
 _LIBRARIES = ("torch.nn.", "tensordict.nn.", "torchrl.modules.models.")
 
 
-def _keeps_nothing(fn: Any) -> bool:
-    """Tell whether ``fn`` cannot hold on to what it is called with.
-
-    True of modules of libraries: no code of the user's sees their inputs.
-    """
-    return isinstance(fn, nn.Module) and all(map(_is_librarys, fn.modules()))
+def _is_librarys(fn: Any) -> bool:
+    """Tell whether ``fn`` is a module all code of which is that of libraries."""
+    return isinstance(fn, nn.Module) and all(map(_is_layer, fn.modules()))
 
 
-def _is_librarys(part: nn.Module) -> bool:
+def _is_layer(part: nn.Module) -> bool:
     return (
         type(part).__module__.startswith(_LIBRARIES)
         and not isinstance(part, TensorDictModuleBase)
@@ -484,9 +451,8 @@ def _tensor_call(
     names: Sequence[str] | None,
     cells: Sequence[Tensor | None],
     keys: Sequence[Key],
-    may_alias: bool,
 ) -> Callable[[], None]:
-    """Call ``fn`` and copy what it returns; on copies unless its arguments ``may_alias`` cells.
+    """Call ``fn`` on copies of its arguments and copy what it returns.
 
     What ``fn`` writes into its arguments would reach other readers of the same entries, who are not
     looked for here: that is an error.
@@ -494,11 +460,10 @@ def _tensor_call(
     wanted = list(zip(keys, cells, strict=True))
 
     def call() -> None:
-        values = args if may_alias else [arg.clone() for arg in args]
+        values = [arg.clone() for arg in args]
         out = fn(*values) if names is None else fn(**dict(zip(names, values, strict=True)))
-        if not may_alias:
-            for value, arg in zip(values, args, strict=True):
-                _check_unwritten(value, arg)
+        for value, arg in zip(values, args, strict=True):
+            _check_unwritten(value, arg)
         for (key, cell), value in zip(wanted, _as_tuple(out, keys), strict=True):
             if cell is not None:
                 _copy(key, cell, value)
@@ -548,3 +513,94 @@ def output_changed(key: Key, value: Any, shape: Sequence[int], dtype: torch.dtyp
         f"the policy wrote {name} as {value.dtype} of shape {tuple(value.shape)}; before, it was "
         f"{dtype} of shape {tuple(shape)}, and what is collected cannot change; pass fast=False"
     )
+
+
+# -- draws ----------------------------------------------------------------------------------------
+
+# What these do depends on their parameters' values only by the arithmetic. Full names, because the
+# package of some of them is not imported here.
+_KNOWN = {
+    qualified(D.Categorical),
+    qualified(D.OneHotCategorical),
+    qualified(D.Normal),
+    qualified(IndependentNormal),
+    qualified(TanhNormal),
+    "tensordict.nn.distributions.discrete.OneHotCategorical",
+    "torchrl.modules.distributions.discrete.OneHotCategorical",
+    "torchrl.modules.distributions.continuous.IndependentNormal",
+    "torchrl.modules.distributions.continuous.TanhNormal",
+}
+_BUILT_OF = (D.Distribution, D.transforms.Transform, D.constraints.Constraint)
+
+
+def _require_known(kind: Any, options: Any) -> None:
+    """Require that ``kind`` is exactly a known class, and ``options`` what a `Watch` can compare.
+
+    Raises:
+        Unknown: they are not.
+    """
+    require(qualified(kind) in _KNOWN and all(map(is_genuine, kind.__mro__[:-1])))
+    settings = (bool, int, float, torch.Tensor, np.ndarray, type(None))
+    require(type(options) is dict and all(type(value) in settings for value in options.values()))
+
+
+def _watch_distribution(watch: Watch, distribution: Any) -> None:
+    """Add the classes of all that ``distribution`` is built of; raise if one was patched."""
+    seen: set[int] = set()
+    todo: list[Any] = [distribution]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, (list, tuple)):
+            todo.extend(item)
+        elif isinstance(item, _BUILT_OF) and id(item) not in seen:
+            require(all(map(is_genuine, type(item).__mro__[:-1])))
+            seen.add(id(item))
+            watch.add_class(type(item))
+            todo.extend(vars(item).values())
+
+
+@contextmanager
+def _unchecked(module: Any) -> Iterator[Any]:
+    """Give ``module``, which draws, as one whose distribution does not check its parameters."""
+    twin, options = copy.copy(module), module.distribution_kwargs
+    if "validate_args" in options:
+        twin.distribution_kwargs = {**options, "validate_args": False}
+    validates = D.Distribution._validate_args
+    D.Distribution.set_default_validate_args(False)
+    try:
+        yield twin
+    finally:
+        D.Distribution.set_default_validate_args(validates)
+
+
+def _check_parameters(
+    ops: OpRecorder, module: Any, params: Mapping[str, torch.Tensor], name: str
+) -> None:
+    """Have rollouts end with an error if ``params`` are none for the distribution of ``module``.
+
+    Args:
+        ops: Records the checks.
+        module: Draws.
+        params: What it reads, by the name that the distribution has for it.
+        name: What messages call the parameters.
+    """
+    asked = module.distribution_kwargs.get("validate_args")
+    validated = D.Distribution._validate_args if asked is None else asked
+    not_finite = (
+        f"the policy gave NaN or infinite values in {name} during this rollout; look at its "
+        "weights and at the observations it was fed"
+    )
+    least = 1e-6 if module.distribution_class.__name__ == "TanhNormal" else 0.0
+    for what, value in params.items():
+        if what == "logits":
+            # NaN, +inf and rows of -inf all show in the normaliser; single -inf are legal masks.
+            ops.check_finite(ops.latest["logsumexp"], not_finite)
+        elif what == "probs":
+            ops.check_finite(ops.latest["sum"], not_finite)
+            tiny = torch.finfo(value.dtype).tiny
+            ops.check_above(value, -tiny, f"the policy gave negative probabilities in {name}")
+        elif what == "loc" and validated:
+            ops.check_finite(value, not_finite)
+        elif what == "scale" and validated:
+            message = f"the policy gave a scale of at most {least:g}; {not_finite}"
+            ops.check_above(value, least, message)

@@ -86,6 +86,9 @@ _UFUNCS: dict[str, np.ufunc] = {
     "square": np.square,
     "sub": np.subtract,
 }
+_UNKNOWN = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape}
+# These change shapes only.
+_RESHAPING = {"squeeze_", "t_", "transpose_", "unsqueeze_"}
 # These leave nothing of what was there before.
 _FILLING = {"copy_", "exponential_", "fill_", "normal_", "uniform_", "zero_"}
 
@@ -99,6 +102,8 @@ class OpRecorder(TorchDispatchMode):
         self.checks: list[Check] = []
         self.complete = True
         """Whether a replay does all that ran under this recorder."""
+        self.reads_counts = False
+        """Whether what ran may depend on the values of whole numbers."""
         self._changing: set[int] = set()
         """Where tensors lie whose values differ from step to step."""
         self._made: dict[int, torch.Tensor] = {}
@@ -108,7 +113,7 @@ class OpRecorder(TorchDispatchMode):
 
     def mark(self) -> tuple[int, int]:
         """Return a place to `cut` at; what follows is `complete` so far."""
-        self.complete, self.latest = True, {}
+        self.complete, self.reads_counts, self.latest = True, False, {}
         return len(self.calls), len(self.checks)
 
     def cut(self, mark: tuple[int, int]) -> None:
@@ -135,8 +140,9 @@ class OpRecorder(TorchDispatchMode):
             self._write(func, args, kwargs, varies)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        fresh = {_place(one): one for one in _tensors(result)}
-        if fresh and fresh.keys() <= given:
+        results = _tensors(result)
+        fresh = {_place(one): one for one in results if _place(one) not in given}
+        if results and not fresh:
             return result  # a view
         self._made.update(fresh)
         if varies:
@@ -148,14 +154,15 @@ class OpRecorder(TorchDispatchMode):
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: Any, varies: bool) -> None:
         """Record a call that writes to its first argument."""
-        if torch.Tag.inplace_view in func.tags:
-            return
         name, target = _name(func), args[0]
+        if name in _RESHAPING:
+            return
         require(name.endswith("_") and _place(target) in self._made)
         whole = self._made[_place(target)]
         if not varies:
             return
-        if _place(target) not in self._changing and name not in _FILLING:
+        filled = name in _FILLING and target.numel() == whole.numel()
+        if _place(target) not in self._changing and not filled:
             self.calls.append(partial(whole.copy_, whole.clone()))
         self._changing.add(_place(target))
         self.calls.append(partial(getattr(target, name), *_detached(args[1:]), **kwargs))
@@ -167,15 +174,17 @@ class OpRecorder(TorchDispatchMode):
         # Views: what runs here may change the shape of its tensors afterwards.
         name, args, result = _name(func), _detached(args), _detached(result)
         if name == "_local_scalar_dense":
-            # Where distributions look at whole numbers, they check their range.
+            self.reads_counts = True
             return _nothing if type(result) is int else None
         if name == "multinomial" and args[1] == 1 and not kwargs.get("generator"):
             # What torch does for one draw, without its checks and copies.
             noise = torch.empty_like(args[0])
             self.calls += [noise.exponential_, partial(torch.div, args[0], noise, out=noise)]
             return partial(torch.argmax, noise, -1, True, out=result)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if not _UNKNOWN.isdisjoint(func.tags):
             return None
+        if name == "native_layer_norm":  # has no ``out``; layers use the first of its results
+            return partial(_normalise, args, result[0])
         self.latest[name] = result
         if name == "logsumexp" and args[1:] == ([-1], True):
             # The same without what torch allocates on the way.
@@ -234,6 +243,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _detached(value: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+
+
+def _normalise(args: tuple[Any, ...], result: torch.Tensor) -> None:
+    result.copy_(torch.native_layer_norm(*args)[0])
 
 
 def _nothing() -> None:

@@ -62,8 +62,6 @@ class ProgramPolicy:
         self.states: tuple[Key, ...] = signature.states
         self.needs_is_init = signature.needs_is_init
         """Whether the root field ``"is_init"`` (bool ``[P, 1]``) must be in the window."""
-        self.parts: Parts | None = None
-        """What the rollout begun last is made of."""
         self.device = device
         self.on_tensordict = TensorDictPolicy(
             call, signature if lower else None, env.batch_shape, device
@@ -80,26 +78,19 @@ class ProgramPolicy:
         self.reset: Callable[[int, Sequence[int]], None] = self._rows.reset
         """Zero the states of the environments that ended at step ``t``."""
 
-    @property
-    def lowered(self) -> int:
-        """Units that the rollout begun last runs as plain tensor calls."""
-        parts = [] if self.parts is None else self.parts.parts
-        return sum(len(part.units) for part in parts if isinstance(part, Program))
-
     def context(self) -> AbstractContextManager[Any]:
         """Return what a rollout runs in: no gradients are recorded by `act` itself."""
         return torch.no_grad()
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``; reads the exploration type in force."""
-        self.parts = parts = self._current()
-        if parts.program is None:
+        program = self._current().program
+        if program is None:
             self._rows = self._called
             self._called.begin(window, next_root)
-            self.parts = self.on_tensordict.parts
         else:
             self._rows = self._replayed
-            self._replayed.begin(parts.program, window, next_root)
+            self._replayed.begin(program, window, next_root)
         self.act, self.reset = self._rows.act, self._rows.reset
 
     def finish(self, steps: int) -> None:
@@ -276,15 +267,13 @@ class TensorDictPolicy:
             self._lowering = Lowering(signature.trace, batch_shape, for_rows=False)
         self._stages: Sequence[Callable[[TensorDictBase], TensorDictBase]] = (self._call,)
         self._checks: Sequence[Check] = ()
-        self.parts: Parts | None = None
-        """What the rollout begun last is made of; ``None``: of the policy as it is."""
 
     def begin(self) -> None:
         """Look at the policy as it is now; reads the exploration type in force."""
         if self._lowering is None:
             return
-        parts = self.parts = self._lowering.current(may_lower(self._device))
-        programs = [part for part in parts.parts if isinstance(part, Program)]
+        parts = self._lowering.current(may_lower(self._device)).parts
+        programs = [part for part in parts if isinstance(part, Program)]
         self._checks = [check for program in programs for check in program.checks]
         for check in self._checks:
             check.begin()
@@ -294,7 +283,7 @@ class TensorDictPolicy:
                 _Replay(part, self._calling)
                 if isinstance(part, Program)
                 else partial(self._calling, part.module)
-                for part in parts.parts
+                for part in parts
             ]
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:

@@ -15,7 +15,7 @@ from gleanrl.core.keys import IS_INIT, Key, format_key
 from gleanrl.core.layout import EnvLayout
 from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
 from gleanrl.core.protocols import Env, Pool, Source, SourceFactory
-from gleanrl.core.streams import preserved
+from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.gym_env import GymEnv
 from gleanrl.envs.gymnasium import GymnasiumEnv
@@ -43,7 +43,6 @@ from gleanrl.policies.program import ProgramPolicy
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.dense import DenseRollout, Policies, check_can_cut
 from gleanrl.rollout.next_step_loop import NextStepRollout
-from gleanrl.rollout.streams import Streams
 from gleanrl.rollout.tensordict_loop import TensorDictRollout, expect
 
 

@@ -82,6 +82,7 @@ class DenseRollout(BaseSource):
         self._env = env
         self._make_policies = make_policies
         super().__init__(env, env.inner, policies.user, options)
+        self.num_envs = env.layout.num_envs
         self._policy, self._random = policies.policy, policies.random
         self._plan = RolloutPlan.of(env.layout, policies.policy, options)
         self._next_root = self._plan.make_next_root()
@@ -96,9 +97,8 @@ class DenseRollout(BaseSource):
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Fill ``window`` with ``steps`` steps, fewer if ``stop`` is raised."""
-        policy, inconsistent = self._random if random else self._policy, self.inconsistent
-        with self.atomic(), self.streams.active(), policy.context(), self._exploration():
-            self.start_over(inconsistent)
+        policy = self._random if random else self._policy
+        with self.rolling(policy.context()):
             self._plan.begin(window, self._next_root)
             self.tracker.begin(window, self._next_root)
             self._env.begin(window, self._next_root)
@@ -113,13 +113,7 @@ class DenseRollout(BaseSource):
                     last = window.tensor(field.key)[:, taken : taken + 1]
                     self._next_root.tensor(field.key).copy_(last)
             self._plan.finish(window, self.tracker, taken, self.policy_version)
-        return Report(
-            taken,
-            taken * window.envs,
-            self.policy_version,
-            ended=self.tracker.episodes,
-            times=times,
-        )
+        return self._report(taken, times)
 
     def explain(self) -> str:
         """Say which path every part takes, and why."""

@@ -161,10 +161,9 @@ class NextStepRollout(DenseRollout):
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Fill ``window`` with ``steps`` real steps, fewer if ``stop`` is raised."""
-        policy, inconsistent = self._random if random else self._policy, self.inconsistent
+        policy = self._random if random else self._policy
         log = self._log = self._ready_log(steps)
-        with self.atomic(), self.streams.active(), policy.context(), self._exploration():
-            self.start_over(inconsistent)
+        with self.rolling(policy.context()):
             log.begin(self._next_root)
             self._plan.begin(window, self._next_root)
             self.tracker.begin(window, self._next_root)
@@ -178,14 +177,7 @@ class NextStepRollout(DenseRollout):
             log.append(taken, self.policy_version)
             self._deliver(window, log, ready)
         discarded, self._discarded = self._discarded, 0
-        return Report(
-            ready,
-            ready * window.envs,
-            self.policy_version,
-            discarded,
-            ended=self.tracker.episodes,
-            times=times,
-        )
+        return self._report(ready, times, discarded)
 
     def _fill(self, policy: Policy, log: StepLog, steps: int, stop: Stop) -> tuple[int, int]:
         """Step until every environment has ``steps`` transitions, or some once stopped.

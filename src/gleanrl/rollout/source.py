@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from tensordict.nn import set_interaction_type
@@ -11,13 +11,12 @@ from torch import nn
 
 from gleanrl.core import paths
 from gleanrl.core.errors import UnknownModelError, WeightsError
-from gleanrl.core.messages import Snapshot
+from gleanrl.core.messages import Report, Snapshot, Times
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Env, Pool
-from gleanrl.core.streams import preserved
+from gleanrl.core.streams import Streams, preserved
 from gleanrl.envs.tensordict import TensorDictHandle
 from gleanrl.rollout.step_clock import StepClock
-from gleanrl.rollout.streams import Streams
 from gleanrl.rollout.tracker import Tracker
 from gleanrl.weights.snapshot import Shapes, check_weights, cloned, load_weights, shapes_of
 
@@ -26,6 +25,8 @@ class BaseSource:
     """A `Source` without its rollouts."""
 
     tracker: Tracker
+    num_envs: int
+    """Asked for by name: without a layout nothing else tells."""
 
     def __init__(
         self,
@@ -106,26 +107,37 @@ class BaseSource:
         self.tracker.place(base, stride)
 
     @contextmanager
-    def atomic(self) -> Iterator[None]:
-        """Mark the source as inconsistent unless the body comes to its end."""
+    def rolling(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """Run a rollout in ``context``: on our own streams, from resets where these are due."""
+        failed = self.inconsistent
         self.inconsistent = True
-        yield
+        with self.streams.active(), context, self._exploration():
+            if failed or (self.options.reset_at_each_iter and not self._fresh):
+                self._keeps = not failed
+                self._reset(None, {})
+                self._keeps = False
+            self._fresh = False
+            yield
         self.inconsistent = False
 
-    def start_over(self, inconsistent: bool) -> None:
-        """Reset everything if that is asked for before each rollout, or if the last one failed."""
-        if inconsistent or (self.options.reset_at_each_iter and not self._fresh):
-            self._keeps = not inconsistent
-            self._reset(None, {})
-            self._keeps = False
-        self._fresh = False
+    def _report(self, steps: int, times: Times, discarded: int = 0, payload: Any = None) -> Report:
+        return Report(
+            steps,
+            steps * self.num_envs,
+            self.policy_version,
+            discarded,
+            payload,
+            self.tracker.episodes,
+            times,
+        )
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         """Reset environments; they start new trajectories."""
         chosen = None if self.inconsistent else envs
-        with self.atomic(), self.streams.active():
+        self.inconsistent = True
+        with self.streams.active():
             self._reset(chosen, options)
-        self._fresh = chosen is None
+        self.inconsistent, self._fresh = False, chosen is None
 
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         raise NotImplementedError

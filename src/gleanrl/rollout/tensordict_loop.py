@@ -119,7 +119,6 @@ class TensorDictRollout(BaseSource):
         observed = [key for key, _ in spec_leaves(env.full_observation_spec)]
         check_options(options, observed, self._groups)
         self.num_envs = envs = handle.num_envs
-        """Asked for by name: without a layout nothing else tells."""
         self.tracker = Tracker(envs, options.max_frames_per_traj)
         # The tracker looks for "is_init" rows, which are part of the steps here.
         self._no_rows = Window({}, envs, 1)
@@ -129,11 +128,11 @@ class TensorDictRollout(BaseSource):
             for spec in (env.full_observation_spec, env.full_reward_spec)
             for key, _ in spec_leaves(spec)
         }
-        hidden = map(next_key, observed) if expected is None else expected.fields.ignored
+        hidden = map(next_key, observed) if expected is None else expected.ignored
         self._hidden = tuple(hidden) if options.compact else ()
         self._plan = None if expected is None else expected.plan
         shown = (*observed, *handle.ends.keys)
-        self._recorder = _Recorder(shown, None if expected is None else expected.fields)
+        self._recorder = _Recorder(shown, expected)
         self._begin_episodes(list(range(envs)))
 
     def own_policy(self) -> None:
@@ -164,9 +163,8 @@ class TensorDictRollout(BaseSource):
 
     def collect(self, window: Window | None, steps: int, stop: Stop, random: bool) -> Report:
         """Take ``steps`` steps, fewer if ``stop`` is raised."""
-        inconsistent, recorder, policy = self.inconsistent, self._recorder, self._actor.policy
-        with self.atomic(), self.streams.active(), torch.no_grad(), self._exploration():
-            self.start_over(inconsistent)
+        recorder, policy = self._recorder, self._actor.policy
+        with self.rolling(torch.no_grad()):
             act = self._act
             if random or policy is None:
                 act = self._begin_random()
@@ -184,14 +182,7 @@ class TensorDictRollout(BaseSource):
             if policy is not None:
                 policy.finish()
             payload = self._finish(window, taken, steps)
-        return Report(
-            taken,
-            taken * self.num_envs,
-            self.policy_version,
-            payload=payload,
-            ended=self.tracker.episodes,
-            times=times,
-        )
+        return self._report(taken, times, payload=payload)
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -412,28 +403,20 @@ def _unset_flags(groups: Sequence[DoneGroup], given: Sequence[Key]) -> tuple[_Un
 
 
 @dataclass(frozen=True, slots=True)
-class _StepFields:
-    """What finished steps consist of, as far as it is known beforehand."""
+class ExpectedSteps:
+    """What finished steps consist of, as far as it is known before one was taken."""
 
-    layout: Layout
+    plan: RolloutPlan
     """What is delivered."""
     stored: tuple[Field, ...]
     """The part of it that steps hold; the rest is written in bulk."""
     shown: tuple[Key, ...]
     """Root entries that the environment shows: stored before it steps, because it may use their
     memory again."""
-    optional: frozenset[Key] = frozenset()
+    optional: frozenset[Key]
     """Entries that some steps lack; they are stored as zeros then."""
-    ignored: tuple[Key, ...] = ()
+    ignored: tuple[Key, ...]
     """Entries that steps hold and that are not delivered."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedSteps:
-    """What steps are expected to be, before one was taken."""
-
-    plan: RolloutPlan
-    fields: _StepFields
 
 
 def expect(
@@ -496,14 +479,11 @@ def expect(
     observed = [field.key for field in layout.observations]
     return ExpectedSteps(
         plan,
-        _StepFields(
-            layout=plan.layout,
-            stored=stored,
-            shown=tuple(key for key in (*observed, *flags) if key in found),
-            # Random frames lack states that the policy makes itself, also under "next".
-            optional=frozenset((*late, *map(next_key, late), *flags)),
-            ignored=tuple(next_key(key) for key in observed if key not in after),
-        ),
+        stored=stored,
+        shown=tuple(key for key in (*observed, *flags) if key in found),
+        # Random frames lack states that the policy makes itself, also under "next".
+        optional=frozenset((*late, *map(next_key, late), *flags)),
+        ignored=tuple(next_key(key) for key in observed if key not in after),
     )
 
 
@@ -608,7 +588,7 @@ _Entry: TypeAlias = _Unstored | _Leaf | _Node
 class _Recorder:
     """Keeps the finished steps of one rollout after the other."""
 
-    def __init__(self, shown: Iterable[Key], fields: _StepFields | None = None) -> None:
+    def __init__(self, shown: Iterable[Key], fields: ExpectedSteps | None = None) -> None:
         """Keep steps of ``fields``; ``None`` if these change from step to step."""
         self._shown = tuple(shown)
         self._fields = fields
@@ -657,8 +637,8 @@ class _Recorder:
     def _bind(self, window: Window) -> tuple[_Node, _Node]:
         fields = self._fields
         assert fields is not None
-        batch = fields.layout.batch_shape
-        sizes = {group.key: (*batch, *group.shape) for group in fields.layout.groups}
+        batch = fields.plan.layout.batch_shape
+        sizes = {group.key: (*batch, *group.shape) for group in fields.plan.layout.groups}
         leaves: dict[Key, _Entry] = {
             field.key: _Leaf(
                 batch_rows(window, field.key, batch),
@@ -678,9 +658,9 @@ class _Recorder:
         fields, window = self._fields, self._window
         assert fields is not None
         assert window is not None
-        batch = fields.layout.batch_shape
+        batch = fields.plan.layout.batch_shape
         views = {f.key: batch_rows(window, f.key, batch)[t].clone() for f in fields.stored}
-        row = tensordict_over(views, batch, [None] * len(batch), fields.layout.groups)
+        row = tensordict_over(views, batch, [None] * len(batch), fields.plan.layout.groups)
         return row if device is None else row.to(device)
 
 

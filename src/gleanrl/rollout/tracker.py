@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import RLock
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import IS_INIT
-from gleanrl.core.messages import Episodes
+from gleanrl.core.messages import NO_EPISODES, known
 from gleanrl.core.window import Array, Window
 
 _NEVER = np.iinfo(np.int64).max
@@ -36,9 +37,9 @@ class Tracker:
         self._episode = np.zeros(envs, np.int64)
         self._age = np.zeros(envs, np.int64)
         """Steps each environment has taken in its running episode, at rollout start."""
-        self._sums = _Sums(envs)
-        self.episodes = Episodes()
-        """Those that ended in the last rollout."""
+        self._sums = EpisodeSums(envs)
+        self.episodes = known(NO_EPISODES)
+        """Returns those that ended in the last rollout, see `Report.ended`."""
         self._due = np.full(envs, _NEVER)
         self._ended: list[int] = []
         self._ended_at: list[int] = []
@@ -154,7 +155,7 @@ class Tracker:
         self.restart()
 
 
-class _Sums:
+class EpisodeSums:
     """Returns and lengths of episodes. Rollouts wait until somebody asks, and are added up at once.
 
     A return is the sum of rewards from first to last, in float64; it depends neither on where
@@ -166,24 +167,28 @@ class _Sums:
         self._lock = RLock()  # a signal handler may ask in the thread that adds
         self._open = np.zeros((2, envs))
         """Return and length of each running episode, without what waits."""
-        self._waiting: list[tuple[Episodes, Array, Array, Array]] = []
-        self._frames = 0
+        self._waiting: list[list[Array]] = []
+        """Rewards, environments and ends of rollouts; followed, in the end, by their episodes."""
 
-    def add(self, rewards: Array, rows: Array, ends: Array) -> Episodes:
-        """Take in a rollout; return its episodes.
+    def add(self, rewards: Array, rows: Array, ends: Array) -> Callable[[], Array]:
+        """Take in a rollout; return what returns its episodes.
 
         Args:
             rewards: ``[P, T]``; they are copied.
             rows: The environment of each episode that ended, in the order of their ends.
             ends: How many steps of the rollout each of them got.
         """
-        episodes = Episodes(None, self._settle)
-        with self._lock:
-            self._waiting.append((episodes, rewards.copy(), rows, ends))
-            self._frames += rewards.size
-            if self._frames > _MOST_WAITING:
-                self._settle()
-        return episodes
+        # With cold caches each object that is made here costs 2 to 4 us, if it is one of Python's.
+        rollout = [rewards.copy(), rows, ends]
+        self._waiting.append(rollout)
+        if len(self._waiting) * rewards.size > _MOST_WAITING:
+            self._settle()
+        return partial(self._episodes, rollout)
+
+    def _episodes(self, rollout: list[Array]) -> Array:
+        if len(rollout) == 3:
+            self._settle()
+        return rollout[3]
 
     def drop(self, envs: Array | slice) -> None:
         """Forget the running episodes of ``envs``."""
@@ -194,11 +199,12 @@ class _Sums:
     def _settle(self) -> None:
         """Add up what waits."""
         with self._lock:
-            if not (waiting := self._waiting):
+            if not (waiting := self._waiting[:]):
                 return
-            episodes, rewards, rows, ends = zip(*waiting, strict=True)
+            before = self._open
+            rewards, rows, ends = zip(*(rollout[:3] for rollout in waiting), strict=True)
             # Column 0 is the step before: it has what running episodes have returned so far.
-            values = np.concatenate([self._open[0][:, None], *rewards], 1)
+            values = np.concatenate([before[0][:, None], *rewards], 1)
             envs, width = values.shape
             steps = np.array([own.shape[1] for own in rewards])
             counts = [len(own) for own in rows]
@@ -211,13 +217,13 @@ class _Sums:
             run = np.arange(len(lengths)).repeat(lengths)
             """Which run of frames of one episode each frame is part of."""
             totals: Array = np.array([np.bincount(run, values.reshape(-1)), lengths])
-            totals[1, run[::width]] += self._open[1] - 1
+            totals[1, run[::width]] += before[1] - 1
             still = totals[:, run[width - 1 :: width]]
             still[:, row[column == width - 1]] = 0
             found, stop = totals[:, run[last]].T, 0
-            # A signal handler that asked meanwhile has found the same.
-            for own, count in zip(episodes, counts, strict=True):
-                own.rows = found[stop : stop + count]
+            for rollout, count in zip(waiting, counts, strict=True):
+                rollout[3:] = [found[stop : stop + count]]
                 stop += count
-            if self._waiting is waiting:
-                self._open, self._waiting, self._frames = still, [], 0
+            if self._open is before:  # else a signal handler asked meanwhile, and found the same
+                self._open = still
+                del self._waiting[: len(waiting)]

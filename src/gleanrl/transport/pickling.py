@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import io
+import pickle
 import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import torch
@@ -50,19 +51,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # no stubs
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self._buffers: set[int] = set()
-        """Those of the modules met so far, by identity."""
+        self._of_modules: dict[int, Any] = {}
+        """Buffers, and what parameters are over, by identity."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Parameter):
+            reduced = cast("Any", obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            self._of_modules.update((id(part), part) for part in reduced[1])
+            return reduced
         if isinstance(obj, nn.Module):
-            self._buffers.update(map(id, obj._buffers.values()))
-        elif isinstance(obj, torch.Tensor) and not isinstance(obj, nn.Parameter):
+            self._of_modules.update((id(buffer), buffer) for buffer in obj._buffers.values())
+        elif isinstance(obj, torch.Tensor):
             if obj.requires_grad and not obj.is_leaf:
                 raise _Refused(
                     f"a tensor of shape {tuple(obj.shape)} that is part of a gradient graph: "
                     "detach() it first"
                 )
-            if obj.device.type not in _ANYWHERE and id(obj) not in self._buffers:
+            if obj.device.type not in _ANYWHERE and id(obj) not in self._of_modules:
                 raise _Refused(
                     f"a tensor of shape {tuple(obj.shape)} on {obj.device}: move it with .cpu()"
                 )
@@ -122,8 +127,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield ".__self__", value.__self__
     elif isinstance(value, nn.Module):
         held = ("_modules", "_parameters", "_buffers")
-        for table in held:
-            yield from ((f".{name}", part) for name, part in vars(value)[table].items())
+        grown = {k: v for k, v in value._buffers.items() if v is not None and v.requires_grad}
+        for table in (value._modules, value._parameters, grown):
+            yield from ((f".{name}", part) for name, part in table.items())
         yield from ((f".{name}", part) for name, part in vars(value).items() if name not in held)
     elif isinstance(value, dict):
         yield from ((f"[{name!r}]", part) for name, part in value.items())

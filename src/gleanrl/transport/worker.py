@@ -21,13 +21,12 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.protocols import Source, SourceFactory, Stop
+from gleanrl.core.streams import enter_life
 from gleanrl.core.window import Window
 from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.rollout.streams import enter_life
 from gleanrl.transport.data_plane import Connect
-from gleanrl.transport.frames import CommandReader, frame_of
-from gleanrl.transport.stream import Channel
+from gleanrl.transport.frames import Channel, CommandReader, frame_of
 from gleanrl.weights.shared import SharedWeightReceiver
 
 Asked: TypeAlias = m.Command | m.Failed
@@ -176,29 +175,25 @@ class CommandQueue:
         return (self._others or self._collects).popleft()
 
 
-class Inbox:
+class Inbox(CommandQueue):
     """Commands that come in from any thread, for one thread to carry out."""
 
     def __init__(self) -> None:
-        self._queue = CommandQueue()
+        super().__init__()
         self._arrived = threading.Condition()
-
-    def __bool__(self) -> bool:
-        """Return whether there is anything to do."""
-        return bool(self._queue)
 
     def put(self, ticket: int, command: Asked) -> None:
         """Queue ``command``; safe in any thread."""
         with self._arrived:
-            self._queue.put(ticket, command)
+            super().put(ticket, command)
             self._arrived.notify()
 
     def next(self) -> tuple[int, Asked]:
         """Wait for a command, as long as it takes, and return it and its ticket."""
         with self._arrived:
-            while not self._queue:
+            while not self:
                 self._arrived.wait()
-            return self._queue.pop()
+            return self.pop()
 
 
 class Endpoint(Protocol):
@@ -271,16 +266,12 @@ class Boot:
                 stream.reconfigure(line_buffering=True)
         enter_life(self.life)
 
-    def build(self, open_window: OpenWindow, stop: Stop, weights: WeightReceiver | None) -> Worker:
-        """Build the worker here; raises what the user's code raises."""
-        factory = cloudpickle.loads(self.factory)
-        return Worker(self.worker, factory, open_window, stop, weights)
-
 
 def serve(boot: Boot, endpoint: Endpoint) -> None:
     """Build the worker and carry out commands until `Close`; all that raises is answered."""
     try:
-        worker = boot.build(endpoint.window, endpoint.stop, endpoint.weights)
+        factory = cloudpickle.loads(boot.factory)
+        worker = Worker(boot.worker, factory, endpoint.window, endpoint.stop, endpoint.weights)
         endpoint.answer(worker.ready())
     except Exception as err:
         endpoint.answer(m.Failed(boot.worker, 0, err))

@@ -20,6 +20,7 @@ from gleanrl.watch.page import (
     episode_plots,
     in_unit,
 )
+from gleanrl.watch.progress import clock_time
 
 _MOST = 1000
 _SPEEDS = 150
@@ -137,7 +138,8 @@ def _state(stats: Stats) -> str:
 
 
 def _figures(stats: Stats, seconds: float) -> Lines:
-    figures = [("frames", f"{stats['frames']:,}"), ("time", _duration(seconds))]
+    took = clock_time(seconds) if seconds >= 60 else f"{seconds:.1f} s"
+    figures = [("frames", f"{stats['frames']:,}"), ("time", took)]
     figures.append(("frames/s", f"{stats.get('fps_mean', 0):,.0f}"))
     figures.append(("episodes", f"{stats.get('episodes', 0):,}"))
     if stats.get("episodes"):
@@ -146,16 +148,3 @@ def _figures(stats: Stats, seconds: float) -> Lines:
     if stats.get("workers"):
         figures.append(("workers", f"{stats['workers_alive']:,} of {stats['workers']:,}"))
     return figures
-
-
-def _duration(seconds: float) -> str:
-    """Spell a time.
-
-    >>> _duration(7.25), _duration(75), _duration(7325)
-    ('7.2 s', '1:15', '2:02:05')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 
 import numpy as np
 
-from gleanrl.core.messages import NO_EPISODES, Episodes, Report, Times
+from gleanrl.core.messages import NO_EPISODES, Report, Times
 from gleanrl.core.window import Array
 from gleanrl.watch.history import History
 
@@ -21,8 +21,8 @@ _MARKS = 8
 """The current rate is that since the oldest of so many marks, which are so far apart."""
 _MOST_WAITING = 256
 """Batches that wait to be added up until somebody asks."""
-_Share = tuple[int, int, int, Times, Episodes]
-"""A rollout's worker, frames, policy version, times and episodes."""
+_Share = tuple[int, int, int, Times, Callable[[], Array]]
+"""A rollout's worker, frames, policy version and times, and what returns its episodes."""
 _TIMES = ("env", "policy", "transfer", "wait")
 
 
@@ -111,7 +111,7 @@ class Measures:
             times.policy += new.policy
             times.transfer += new.transfer
             times.wait += new.wait
-            if len(episodes := ended.array()):
+            if len(episodes := ended()):
                 worker.episodes.add(episodes)
                 everything.episodes.add(episodes)
                 self._history.episodes.extend(episodes, everything.frames)

@@ -18,6 +18,7 @@ import numpy as np
 
 from gleanrl import __version__
 from gleanrl.memory import tensor_files
+from gleanrl.watch.progress import number
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Lines: TypeAlias = Sequence[tuple[str, str]]
@@ -131,8 +132,8 @@ def episode_plots(frames: Array, returns: Array, lengths: Array, every: int = 1)
     ]
 
 
-def histogram(values: Array) -> tuple[Array, Array]:
-    """Return left edges of bins, at round numbers, and how many values are in each.
+def histogram(values: Array, most: int = _BINS) -> tuple[Array, Array]:
+    """Return left edges of about ``most`` bins, at round numbers, and how many values are in each.
 
     >>> edges, counts = histogram(np.array([1.0, 2.0, 2.0, 4.0]))
     >>> edges.tolist(), counts.tolist()
@@ -142,7 +143,7 @@ def histogram(values: Array) -> tuple[Array, Array]:
     if not len(values):
         return np.empty(0), np.empty(0, int)
     low, high = float(values.min()), float(values.max())
-    step = _step(high - low if high - low > 1e-200 else 1.0, _BINS)
+    step = _step(high - low if high - low > 1e-200 else 1.0, most)
     step = max(step, 1.0) if _whole(values) else step
     first = float(np.floor(low / step))
     bins = (np.floor(values / step) - first).astype(np.int64)
@@ -152,18 +153,6 @@ def histogram(values: Array) -> tuple[Array, Array]:
 
 def _whole(values: Array) -> bool:
     return bool(np.all(values == np.round(values)))
-
-
-def number(value: float) -> str:
-    """Spell a number in a few characters.
-
-    >>> [number(x) for x in (0, 0.25, 12.5, 475, 20_000, 1_250_000, -3e9)]
-    ['0', '0.25', '12.5', '475', '20k', '1.25M', '-3G']
-    """
-    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= unit:
-            return f"{value / (1e3 if suffix == 'k' else unit):.4g}{suffix}"
-    return f"{value:.4g}"
 
 
 def in_unit(seconds: Array) -> tuple[str, Array]:
@@ -230,12 +219,7 @@ def save(path: str | Path, page: Page) -> None:
 
 def render(page: Page) -> str:
     """Return the page as HTML."""
-    figures = "".join(
-        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in page.figures
-    )
-    facts = "".join(
-        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in page.facts
-    )
+    figures, facts = _named(page.figures), _named(page.facts)
     parts = "\n".join(_part(part) for part in page.parts)
     return f"""<!doctype html>
 <html lang="en">
@@ -257,6 +241,10 @@ def render(page: Page) -> str:
 </body>
 </html>
 """
+
+
+def _named(lines: Lines) -> str:
+    return "".join(f"<div><dt>{_text(a)}</dt><dd>{_text(b)}</dd></div>" for a, b in lines)
 
 
 def _text(text: str) -> str:

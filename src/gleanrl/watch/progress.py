@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 _REFRESH_S = 0.1
-_TICK_S = 0.25
+_TICK_S = 0.5
 _LINE_EVERY_S = 2.0
 """Seconds between two lines where there is no terminal: nothing is silent for longer."""
 _SHORTEST_BAR = 8
@@ -86,6 +86,8 @@ class Display:
                 vertical_overflow="crop",
             )
         self.total = total
+        self.look_every_s = _TICK_S if self._live is not None else max(_TICK_S, every_s)
+        """Seconds after which there may be something to show."""
         self._label, self._every_s, self._clock = plain(label), every_s, clock
         self._began = clock()
         self._due = self._began + (every_s if self._live is None else 0.0)
@@ -176,12 +178,12 @@ class Progress:
         """Show where it stands for the last time. Idempotent."""
         self._over.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(1.0)
+            self._thread.join(5.0)
 
     def _run(self) -> None:
         # Standard error may be closed: that is no reason to print a traceback there.
         with contextlib.suppress(OSError, ValueError), self._display:
-            while not self._over.wait(_TICK_S):
+            while not self._over.wait(self._display.look_every_s):
                 facts = self._facts
                 if facts is None:
                     text = f"starting workers and environments, {self._elapsed}"
@@ -220,6 +222,18 @@ def clock_time(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def number(value: float) -> str:
+    """Spell a number in a few characters.
+
+    >>> [number(x) for x in (0, 0.25, 12.5, 475, 20_000, 1_250_000, -3e9)]
+    ['0', '0.25', '12.5', '475', '20k', '1.25M', '-3G']
+    """
+    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= unit:
+            return f"{value / (1e3 if suffix == 'k' else unit):.4g}{suffix}"
+    return f"{value:.4g}"
 
 
 def plain(text: str) -> str:

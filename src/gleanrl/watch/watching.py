@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shlex
@@ -75,6 +76,7 @@ class Watching:
             status: Returns what `status` does.
         """
         self._engine, self._budget, self._started = engine, budget, time.time()
+        self._last = math.inf if budget.limits.total_frames is None else budget.limits.total_frames
         self._measures = Measures(engine.workers)
         if self._progress is not None:
             facts = partial(_facts, engine, budget, self._measures)
@@ -112,7 +114,7 @@ class Watching:
             timeline.gathered(reports, version, asked)
         if self._loggers.active:
             self._loggers.log(status()["stats"])
-        if now >= self._show_due or self._budget.exhausted:
+        if now >= self._show_due or self._budget.delivered >= self._last:
             self._show(status)
 
     def failed(self, status: Callable[[], Status]) -> None:
@@ -146,7 +148,7 @@ class Watching:
         }
 
     def report(self, path: str | Path, status: Status) -> None:
-        """Write the page of a collection with this `status`; see `EngineCollector.report`."""
+        """Write the page of a collection with this `status`; see `BaseCollector.report`."""
         facts = [
             ("collector", status["collector"]),
             ("command", status["command"]),
@@ -160,7 +162,7 @@ class Watching:
 
     @contextmanager
     def timeline(self, path: str | Path) -> Iterator[None]:
-        """Write a trace while the body runs; see `EngineCollector.timeline`."""
+        """Write a trace while the body runs; see `BaseCollector.timeline`."""
         if self._timeline is not None:
             raise RuntimeError("a timeline of this collector is being written: end that one first")
         self._timeline = trace = Timeline(path, self._name, self._engine.workers)

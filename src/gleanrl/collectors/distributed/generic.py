@@ -1,27 +1,36 @@
-"""Collectors over nodes that talk through torch.distributed."""
+"""Collectors over nodes that talk through torch.distributed, and what others over nodes share."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
-from gleanrl.collectors import per_worker
+import torch
+
 from gleanrl.collectors.arguments import (
+    Arguments,
     DistributedArguments,
     DistributedSyncArguments,
-    NetworkArguments,
+    RayArguments,
+    RPCArguments,
+    defaults,
     read,
     shows,
 )
+from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.compat import DistributedWeightUpdater
 from gleanrl.collectors.distributed.default_configs import (
     DEFAULT_SLURM_CONF,
     DEFAULT_SLURM_CONF_MAIN,
     TCP_PORT,
 )
-from gleanrl.collectors.distributed.nodes import plan_nodes
-from gleanrl.collectors.workers import WorkersCollector
+from gleanrl.collectors.episodes import EpisodesPlan
+from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from gleanrl.collectors.plan import WorkerPlan
+from gleanrl.collectors.weights import WeightSchedule
+from gleanrl.collectors.workers import deal, env_functions, launch_workers
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds
 from gleanrl.transport.data_plane import DataPlane
@@ -34,7 +43,7 @@ _MOST_PORTS = 100
 _SHORTEST_BEAT_S = 0.1
 
 
-class DistributedCollector(WorkersCollector):
+class DistributedCollector(BaseCollector):
     """Runs a policy on other machines (or in processes of this one) and yields batches.
 
     A launcher starts one node per entry of ``create_env_fn``. Each connects to this process, shows
@@ -75,47 +84,22 @@ class DistributedCollector(WorkersCollector):
             WorkerDied: a node ended while starting.
             CollectorTimeout: nodes did not come up in time.
         """
-        arguments: DistributedArguments = read(self.ARGUMENTS, type(self).__name__, kwargs)
-        interval = arguments["max_weight_update_interval"]
+        arguments = read(self.ARGUMENTS, type(self).__name__, kwargs)
         if arguments["update_interval"] is not None:
-            if interval not in (None, -1):
+            if arguments["max_weight_update_interval"] not in (None, -1):
                 raise ConfigError("update_interval is max_weight_update_interval: give one of them")
-            interval = check_int("update_interval", arguments["update_interval"], least=1)
-        self._launch_nodes(
-            create_env_fn,
-            policy,
-            arguments,
-            arguments["sync"],
-            arguments["update_after_each_batch"],
-            interval,
-        )
+            _use_interval(arguments)
+        self._start_nodes(create_env_fn, policy, arguments)
 
-    def _launch_nodes(
-        self,
-        create_env_fn: Any,
-        policy: Any,
-        arguments: NetworkArguments,
-        sync: bool,
-        update_after: bool,
-        interval: int | None,
-    ) -> None:
+    def _start_nodes(self, create_env_fn: Any, policy: Any, arguments: Arguments) -> None:
         """Check the arguments and have the nodes started."""
         if arguments["on_failure"] == "relaunch":
             check_replaces(arguments["launcher"])
         serve_elsewhere(arguments["launcher"], arguments["start_timeout"])
         super().__init__(arguments)
-        functions = per_worker.env_functions(create_env_fn, None, default=1)
-        relaunches = check_int("max_relaunches", arguments["max_relaunches"], least=0)
+        functions = env_functions(create_env_fn, None, default=1)
         plan = plan_nodes(
-            type(self).__name__,
-            create_env_fn,
-            policy,
-            arguments,
-            functions=functions,
-            sync=sync,
-            update_after=update_after,
-            interval=interval,
-            relaunches=relaunches if self._can_replace else None,
+            type(self).__name__, create_env_fn, policy, arguments, functions, self._can_replace
         )
         check_kind(arguments["backend"])
         if seconds("heartbeat", arguments["heartbeat"]) < _SHORTEST_BEAT_S:
@@ -125,15 +109,14 @@ class DistributedCollector(WorkersCollector):
         launcher = make_launcher(arguments["launcher"], arguments["slurm_kwargs"])
         ports = ports_to_try(arguments["tcp_port"])
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
-        replaces = plan.relaunches is not None
-        self._launch(
+        self._start(
             arguments,
-            plan,
+            launch_workers(arguments, plan),
             lambda windows: NetworkBackend(
                 windows,
                 launcher,
                 self._data_plane(arguments, launcher),
-                replaces=replaces,
+                replaces=plan.relaunches is not None,
                 host=arguments["host"],
                 ports=ports,
                 threads=threads,
@@ -142,7 +125,7 @@ class DistributedCollector(WorkersCollector):
             ),
         )
 
-    def _data_plane(self, arguments: NetworkArguments, launcher: Launcher) -> DataPlane:
+    def _data_plane(self, arguments: Arguments, launcher: Launcher) -> DataPlane:
         """Return what carries data."""
         return ProcessGroups(arguments["backend"])
 
@@ -176,8 +159,15 @@ class DistributedSyncCollector(DistributedCollector):
             ConfigError: see `DistributedCollector`.
         """
         arguments = read(DistributedSyncArguments, type(self).__name__, kwargs)
-        interval = check_int("update_interval", arguments["update_interval"], least=1)
-        self._launch_nodes(create_env_fn, policy, arguments, True, False, interval)
+        _use_interval(arguments)
+        arguments["sync"], arguments["update_after_each_batch"] = True, False
+        self._start_nodes(create_env_fn, policy, arguments)
+
+
+def _use_interval(arguments: Arguments) -> None:
+    """Read ``update_interval``, a name of ``max_weight_update_interval``."""
+    interval = check_int("update_interval", arguments["update_interval"], least=1)
+    arguments["max_weight_update_interval"] = interval
 
 
 def ports_to_try(arguments: int | str | None) -> Sequence[int]:
@@ -196,6 +186,137 @@ def ports_to_try(arguments: int | str | None) -> Sequence[int]:
     if arguments is not None or port == 0:
         return (port,)
     return range(port, min(port + _MOST_PORTS, _PORTS))
+
+
+# -- what collectors over nodes and Ray actors read of their arguments ----------------------------
+
+KINDS: Mapping[str, Any] = {
+    "single": Collector,
+    "sync": MultiSyncCollector,
+    "async": MultiAsyncCollector,
+}
+_OF_THE_LEARNER = frozenset(
+    {"frames_per_batch", "total_frames", "init_random_frames", "replay_buffer", "sync", "backend"}
+)
+_USUAL = {**defaults(RPCArguments), **defaults(RayArguments)}
+
+
+def plan_nodes(
+    owner: str,
+    create_env_fn: Any,
+    policy: Any,
+    arguments: Arguments,
+    functions: Sequence[Any],
+    replaces: bool = False,
+) -> WorkerPlan:
+    """Return what the workers of a collector over nodes are.
+
+    Args:
+        owner: The name of the collector's class, for errors.
+        create_env_fn: As it was given.
+        policy: The learner's policy.
+        arguments: All arguments.
+        functions: What each node collects from.
+        replaces: Whether lost nodes can be replaced.
+    """
+    count = len(functions)
+    kind = _read_class(arguments["collector_class"])
+    workers_each = check_int(
+        "num_workers_per_collector", arguments["num_workers_per_collector"], least=1
+    )
+    if kind is Collector and workers_each > 1:
+        raise ConfigError(
+            f"num_workers_per_collector ({workers_each}) needs nodes with several workers: "
+            "pass collector_class='sync' or 'async', or num_envs= for one worker with several "
+            "environments"
+        )
+    dealt = deal("collector_kwargs", arguments["collector_kwargs"], count)
+    kwargs = [_read_kwargs(one, arguments) for one in dealt]
+    sync, update_after = arguments["sync"], arguments["update_after_each_batch"]
+    for name, value in (("sync", sync), ("update_after_each_batch", update_after)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} ({value!r}) must be True or False")
+    _check_failure(owner, arguments, replaces)
+    interval = arguments["max_weight_update_interval"]
+    if interval is not None and interval != -1:
+        check_int("max_weight_update_interval", interval, least=1)
+    if update_after and policy is None:
+        raise ConfigError(
+            "update_after_each_batch=True takes weights from the policy, and there is none: "
+            "give policy= (beside policy_factory=, if nodes are to make their own)"
+        )
+    relaunches = check_int("max_relaunches", arguments["max_relaunches"], least=0)
+    return WorkerPlan(
+        create_env_fn=create_env_fn,
+        functions=functions,
+        policy=policy,
+        sync=sync,
+        collector_class=kind,
+        remote=True,
+        kwargs=kwargs,
+        workers_each=workers_each,
+        sending=WeightSchedule(count, None if interval == -1 else interval, update_after),
+        tolerant=arguments["on_failure"] != "raise",
+        relaunches=relaunches if arguments["on_failure"] == "relaunch" else None,
+        num_threads=torch.get_num_threads(),  # as they are: nodes have their own cores
+    )
+
+
+def _check_failure(owner: str, arguments: Arguments, replaces: bool) -> None:
+    """Check what is to be done when a node is lost."""
+    what, quota = arguments["on_failure"], arguments["traj_quota"]
+    if what not in ("raise", "continue", "relaunch"):
+        raise ConfigError(f"on_failure ({what!r}) must be 'raise', 'continue' or 'relaunch'")
+    if what != "raise" and arguments["sync"]:
+        raise ConfigError(
+            f"on_failure={what!r} needs sync=False: a batch of sync=True has a part of every node"
+        )
+    if what == "relaunch" and not replaces:
+        raise ConfigError(
+            f"on_failure='relaunch' is for DistributedCollector: {owner} cannot let single nodes "
+            "in later; use 'continue'"
+        )
+    if what != "raise" and quota is not None:
+        raise ConfigError(
+            f"traj_quota={quota!r} needs trajectories of every environment, and on_failure="
+            f"{what!r} continues without those of lost nodes: leave one out"
+        )
+
+
+def _read_class(collector_class: Any) -> Any:
+    if collector_class is None:
+        return Collector
+    if isinstance(collector_class, EpisodesPlan):
+        return collector_class
+    if isinstance(collector_class, str):
+        if collector_class not in KINDS:
+            raise ConfigError(
+                f"collector_class ({collector_class!r}) must be a class or one of {sorted(KINDS)}"
+            )
+        collector_class = KINDS[collector_class]
+    if not callable(collector_class):
+        raise ConfigError(f"collector_class ({collector_class!r:.100}) must be a class or a name")
+    return collector_class
+
+
+def _read_kwargs(kwargs: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check the ``collector_kwargs`` of one node against the collector's own arguments."""
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping):
+        raise ConfigError(
+            f"collector_kwargs ({kwargs!r:.100}) must be a mapping, or a list of them"
+        )
+    for name, value in kwargs.items():
+        if name in _OF_THE_LEARNER:
+            raise ConfigError(f"collector_kwargs[{name!r}]: give {name}= to the collector itself")
+        above = arguments.get(name)
+        if above is not _USUAL.get(name) and above is not value and above != value:
+            raise ConfigError(
+                f"collector_kwargs[{name!r}] is {value!r:.100}, but {name}= is {above!r:.100}: "
+                "say it once"
+            )
+    return dict(kwargs)
 
 
 DistributedDataCollector = DistributedCollector

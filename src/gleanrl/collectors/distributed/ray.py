@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
-from gleanrl.collectors import per_worker
-from gleanrl.collectors.arguments import RayArguments, read, shows
-from gleanrl.collectors.distributed.nodes import plan_nodes
-from gleanrl.collectors.workers import WorkersCollector
+from gleanrl.collectors.arguments import Arguments, RayArguments, read, shows
+from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.distributed.generic import plan_nodes
+from gleanrl.collectors.workers import deal, env_functions_of, launch_workers
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.transport.network import NetworkBackend
 from gleanrl.transport.ray import RayActors, check_options, require_ray, session
 
 
-class RayCollector(WorkersCollector):
+class RayCollector(BaseCollector):
     """Runs a policy in Ray actors, on this machine or on a cluster, and yields batches.
 
     One actor per entry of ``create_env_fn``, each with a copy of the policy; it serves like a
@@ -66,35 +66,20 @@ class RayCollector(WorkersCollector):
         arguments = read(RayArguments, type(self).__name__, kwargs)
         require_ray()
         super().__init__(arguments)
-        self._policy, self._given = policy, arguments
-        self._start(_actors(create_env_fn, arguments["num_collectors"]), arguments)
+        self._start_actors(_actors(create_env_fn, arguments["num_collectors"]), policy, arguments)
 
-    def _start(self, functions: list[Any], arguments: RayArguments) -> None:
+    def _start_actors(self, functions: list[Any], policy: Any, arguments: Arguments) -> None:
         """Check the arguments and create the actors."""
-        self._functions, self._given = functions, arguments
-        options = [
-            check_options(config)
-            for config in per_worker.deal(
-                "remote_configs", arguments["remote_configs"] or {}, len(functions)
-            )
-        ]
-        plan = plan_nodes(
-            type(self).__name__,
-            functions,
-            self._policy,
-            arguments,
-            functions=functions,
-            sync=arguments["sync"],
-            update_after=arguments["update_after_each_batch"],
-            interval=arguments["max_weight_update_interval"],
-        )
+        configs = deal("remote_configs", arguments["remote_configs"] or {}, len(functions))
+        options = [check_options(config) for config in configs]
+        plan = plan_nodes(type(self).__name__, functions, policy, arguments, functions)
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         self._actors = actors = RayActors(arguments["ray_init_config"], options)
         start_timeout = arguments["start_timeout"]
         try:
-            self._launch(
+            self._start(
                 arguments,
-                plan,
+                launch_workers(arguments, plan),
                 lambda windows: NetworkBackend(
                     windows, actors, actors, threads=threads, start_timeout=start_timeout
                 ),
@@ -145,27 +130,20 @@ class RayCollector(WorkersCollector):
                 "add_collectors() comes before the first batch, update, seed or state: workers "
                 "share out frames and trajectory ids from then on; make a new collector"
             )
-        if policy is not None and policy is not self._policy:
+        if policy is not None and policy is not self._plan.policy:
             raise ConfigError("add_collectors: all actors run the collector's own policy")
-        new, before = _actors(create_env_fn, num_envs), len(self._functions)
-
-        def with_new(name: str, old: Any, added: Any) -> list[Any]:
-            return [
-                *per_worker.deal(name, old or {}, before),
-                *per_worker.deal(name, added or {}, len(new)),
-            ]
-
-        arguments = self._given.copy()
-        arguments["collector_kwargs"] = with_new(
-            "collector_kwargs", arguments["collector_kwargs"], collector_kwargs
-        )
-        arguments["remote_configs"] = with_new(
-            "remote_configs", arguments["remote_configs"], remote_configs
-        )
+        new, before = _actors(create_env_fn, num_envs), list(self._plan.functions)
+        arguments: dict[str, Any] = {**self._arguments}
+        for name, added in (
+            ("collector_kwargs", collector_kwargs),
+            ("remote_configs", remote_configs),
+        ):
+            old = deal(name, arguments[name] or {}, len(before))
+            arguments[name] = [*old, *deal(name, added or {}, len(new))]
         session.enter(self, None)  # so that it does not end in between
         try:
             self.shutdown()
-            self._start([*self._functions, *new], arguments)
+            self._start_actors([*before, *new], self._plan.policy, cast("Arguments", arguments))
         finally:
             session.leave(self, True)
 
@@ -224,4 +202,4 @@ class Settled:
 def _actors(create_env_fn: Any, count: int | None) -> list[Any]:
     """Return what each actor collects from."""
     count = None if count is None else check_int("num_collectors", count, least=1)
-    return per_worker.env_functions_of(create_env_fn, count)
+    return env_functions_of(create_env_fn, count)

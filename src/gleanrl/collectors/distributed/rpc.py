@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Unpack, cast
 
-from gleanrl.collectors import per_worker
 from gleanrl.collectors.arguments import (
+    Arguments,
     DistributedArguments,
-    NetworkArguments,
     RPCArguments,
     shows,
 )
 from gleanrl.collectors.compat import RPCWeightUpdater
 from gleanrl.collectors.distributed.generic import DistributedCollector
+from gleanrl.collectors.workers import deal
 from gleanrl.core.errors import ConfigError
 from gleanrl.transport.data_plane import DataPlane
 from gleanrl.transport.launchers import Launcher
@@ -65,19 +65,17 @@ class RPCCollector(DistributedCollector):
             ConfigError: torch.distributed.rpc is initialised in this process already; or see
                 `DistributedCollector`.
         """
-        self._tensorpipe = _read_options(kwargs.get("tensorpipe_options"))
-        self._visible = kwargs.get("visible_devices")
         super().__init__(create_env_fn, policy, **cast("DistributedArguments", kwargs))
 
-    def _data_plane(self, arguments: NetworkArguments, launcher: Launcher) -> DataPlane:
+    def _data_plane(self, arguments: Arguments, launcher: Launcher) -> DataPlane:
         # Only here: torch.distributed.rpc takes a while to import, and not every build has it.
         from gleanrl.transport.rpc import RpcPlane
 
-        devices = None
-        if self._visible is not None:
-            dealt = per_worker.deal("visible_devices", list(self._visible), self.num_workers)
+        options, devices = _read_options(arguments["tensorpipe_options"]), None
+        if arguments["visible_devices"] is not None:
+            dealt = deal("visible_devices", list(arguments["visible_devices"]), self.num_workers)
             devices = [list(d) if isinstance(d, list | tuple) else [d] for d in dealt]
-        return RpcPlane(arguments["host"] or launcher.address(), self._tensorpipe, devices)
+        return RpcPlane(arguments["host"] or launcher.address(), options, devices)
 
 
 RPCDataCollector = RPCCollector

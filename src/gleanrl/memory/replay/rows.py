@@ -20,6 +20,7 @@ from gleanrl.memory.tensor_files import dtype_name, dtype_named
 from gleanrl.memory.trees import groups_of, nest
 
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
+_NOTHING: Mapping[str, torch.Tensor] = {}
 _CHUNK = 1024
 """Overflow places that are looked at together."""
 _PLAIN: Key = ()
@@ -273,30 +274,27 @@ class Rows:
             values[place] = values[place].view(count, *shape)
         if self._plain:
             return values[0]
-        tree = self._tree
-        if extra:
-            values += extra.values()
-            tree = {**self._tree, **{name: len(self.keys) + n for n, name in enumerate(extra)}}
-        return self._build(tree, (), values, (count, *self.layout.element))
+        shape = torch.Size((count, *self.layout.element))
+        return self._build(self._tree, (), values, shape, extra)
 
     def _build(
         self,
         tree: Mapping[str, Any],
         at: Key,
-        values: Sequence[torch.Tensor],
-        shape: tuple[int, ...],
+        values: list[torch.Tensor],
+        shape: torch.Size,
+        extra: Mapping[str, torch.Tensor],
     ) -> TensorDict:
-        source: dict[str, Any] = {
-            name: self._build(part, (*at, name), values, shape)
-            if isinstance(part, dict)
-            else values[part]
-            for name, part in tree.items()
-        }
+        source: dict[str, Any] = {}
+        for name, part in tree.items():
+            leaf = part.__class__ is int  # no call
+            source[name] = (
+                values[part] if leaf else self._build(part, (*at, name), values, shape, _NOTHING)
+            )
+        source.update(extra)
         # Shapes and devices are known to agree: the checking constructor takes 15 us more.
-        group = self._groups.get(at)
-        if group is None:
-            size, names = torch.Size(shape), None
-        else:
+        size, names = shape, None
+        if self._groups and (group := self._groups.get(at)) is not None:
             size = torch.Size((*shape, *group.shape))
             names = [*[None] * len(shape), *group.names]
         return TensorDict._new_unsafe(
@@ -479,22 +477,20 @@ class SuccessorLinks:
         return np.concatenate(parts)[:need]
 
 
-def follow(
-    frames: torch.Tensor, overflow: torch.Tensor, links: torch.Tensor, size: int
-) -> torch.Tensor:
-    """Return what ``links`` lead to.
-
-    Args:
-        frames: Places of the ring, ``[n, ...]`` with ``n`` up to ``size``.
-        overflow: Places behind them, ``[m, ...]``.
-        links: int64, any shape, which the result's begins with.
-        size: Places of the ring.
-    """
-    near = links < size
-    out = frames.new_empty((*links.shape, *frames.shape[1:]))
-    out[near] = frames[links[near]]
-    out[~near] = overflow[links[~near] - size]
-    return out
+def fields_at(layout: RowLayout, state: Mapping[str, Any], slots: torch.Tensor) -> Any:
+    """Return all fields of some slots of a storage's state, by key."""
+    stored, number = state["tensors"], len(layout.stored)
+    data = {f.key: t[slots] for f, t in zip(layout.stored, stored[:number], strict=True)}
+    if layout.dedup:
+        link = data.popitem()[1]
+        size = state["slots"] * (layout.envs or 1)
+        near, keys = link < size, [field.key for field in layout.stored]
+        for key, overflow in zip(layout.dedup, stored[number:], strict=True):
+            frames = stored[keys.index(key)].flatten(0, link.ndim - 1)
+            after = frames.new_empty((*link.shape, *frames.shape[1:]))
+            after[near], after[~near] = frames[link[near]], overflow[link[~near] - size]
+            data[next_key(key)] = after
+    return data
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor, lead: int) -> Any:

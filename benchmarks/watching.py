@@ -1,0 +1,198 @@
+"""What watching costs: ``python -m benchmarks.watching [--rounds N] [--seconds S]``.
+
+A collector in one process, with ``progress=True``, collects with a clock around everything that
+measures, counts and shows; the CPU time of the thread that shows progress is added. As a check, the
+same collector takes turns of a few batches, watched and with all of that left out: on a quiet
+machine the difference is about the same, on a busy one it is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks import envs, policies
+from benchmarks.harness import summary
+from benchmarks.machine import machine, versions
+from benchmarks.processes import in_fresh_process
+from benchmarks.systems.ours import inline
+
+PUBLISHED = Path(__file__).parent / "published" / "watching.json"
+CASES = {
+    "1024 frames of 16 environments": (16, 1024),
+    "256 frames of 16 environments": (16, 256),
+    "2 frames of 2 environments": (2, 2),
+}
+"""Environments and frames of a batch."""
+LIMIT = 0.5
+"""Percent that watching may cost with batches of 1024 frames."""
+TURN_S = 0.05
+"""Seconds of a turn, about."""
+Parts = list[tuple[type, str, str, Callable[..., Any]]]
+
+
+def parts() -> Parts:
+    """Return the methods that watch, what each does, and what takes its place in a bare turn."""
+    from gleanrl.core.messages import NO_EPISODES, Times, known
+    from gleanrl.rollout.step_clock import StepClock
+    from gleanrl.rollout.tracker import EpisodeSums
+    from gleanrl.transport.worker import Worker
+    from gleanrl.watch.watching import Watching
+
+    times, none = Times(), known(NO_EPISODES)
+    return [
+        (StepClock, "begin", "workers' time", lambda _, act, step: (act, step)),
+        (StepClock, "end", "workers' time", lambda _: times),
+        (Worker, "_complete", "workers' time", lambda *_: None),
+        (EpisodeSums, "add", "episodes", lambda *_: none),
+        (Watching, "gathered", "batches and status file", lambda *_: None),
+    ]
+
+
+@contextmanager
+def bare() -> Iterator[None]:
+    """Have collectors measure nothing, add nothing up and show nothing."""
+    with ExitStack() as stack:
+        for owner, name, _, instead in parts():
+            stack.enter_context(patch.object(owner, name, instead))
+        yield
+
+
+@contextmanager
+def timed() -> Iterator[Counter[str]]:
+    """Add up the seconds of each part in the calling thread, less those of the clock itself."""
+    spent: Counter[str] = Counter()
+    clock, owner_thread = time.perf_counter, threading.get_ident()
+    own = min(-clock() + clock() for _ in range(1000))
+
+    def counted(method: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any) -> Any:
+            if threading.get_ident() != owner_thread:
+                return method(*args)
+            begin = clock()
+            try:
+                return method(*args)
+            finally:
+                spent[part] += clock() - begin - own
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name, part, _ in parts():
+            method = counted(getattr(owner, name), part)
+            stack.enter_context(patch.object(owner, name, method))
+        yield spent
+
+
+def stepwise(steps: int) -> float:
+    """Return the seconds per rollout that its steps are timed for, one rollout of 16."""
+    from gleanrl.rollout.step_clock import StepClock
+
+    def nothing(_: int) -> None:
+        pass
+
+    def least(call: Callable[[int], None]) -> float:
+        found = []
+        for _ in range(20):
+            begin = time.perf_counter()
+            for t in range(1000):
+                call(t)
+            found.append((time.perf_counter() - begin) / 1000)
+        return min(found)
+
+    act, _ = StepClock().begin(nothing, nothing)
+    return 2 * steps * (least(act) - least(nothing)) / 16
+
+
+def run(case: str, seconds: float) -> dict[str, Any]:
+    """Return what watching costs: percent by part, and by taking turns."""
+    torch.set_num_threads(1)
+    count, frames = CASES[case]
+    policy = policies.categorical_policy(policies.mlp(4, 2))
+    system = inline(envs.seeded(envs.cartpole, count), policy, frames, progress=True)
+    (progress,) = [t for t in threading.enumerate() if t.name == "gleanrl-progress"]
+    assert progress.ident is not None
+    thread = time.pthread_getcpuclockid(progress.ident)
+
+    def collect(batches: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(batches):
+            system.collect_batch()
+        return time.perf_counter() - begin
+
+    try:
+        collect(20)
+        batches = max(2, round(20 * TURN_S / collect(20)))
+        began, shown = time.monotonic(), time.clock_gettime(thread)
+        taken, number = 0.0, 0
+        with timed() as spent:
+            while (passed := time.monotonic() - began) < seconds / 2:
+                taken += collect(batches)
+                number += batches
+        spent["progress line"] = (time.clock_gettime(thread) - shown) * taken / passed
+        spent["workers' time"] += stepwise(frames // count) * number
+        ratios = []
+        while time.monotonic() - began < seconds:
+            took = {}
+            for watched in (True, False) if len(ratios) % 2 else (False, True):
+                with nullcontext() if watched else bare():
+                    collect(1)  # with what the other turn has left in the caches
+                    took[watched] = collect(batches)
+            ratios.append(took[True] / took[False])
+    finally:
+        system.close()
+    return {
+        "microseconds": 1e6 * taken / number,
+        "parts": {part: 100 * seconds / taken for part, seconds in spent.items()},
+        "percent": 100 * sum(spent.values()) / taken,
+        "turns": 100 * (statistics.median(ratios) - 1),
+    }
+
+
+def main() -> None:
+    """Measure all cases in turns, each time in a fresh process, and write what was found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--out", type=Path, default=PUBLISHED)
+    given = parser.parse_args()
+    found: dict[str, list[dict[str, Any]]] = {case: [] for case in CASES}
+    for _ in range(given.rounds):
+        for case, rounds in found.items():
+            rounds.append(in_fresh_process("benchmarks.watching", "run", case, given.seconds))
+            print(case, json.dumps(rounds[-1]), flush=True)
+    numbers = ("microseconds", "percent", "turns")
+    doc = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": machine(),
+        "versions": versions(),
+        "load_average": list(os.getloadavg()),
+        "limit": LIMIT,
+        "cases": {
+            case: {
+                **{name: summary([one[name] for one in rounds]) for name in numbers},
+                "rounds": rounds,
+            }
+            for case, rounds in found.items()
+        },
+    }
+    given.out.write_text(json.dumps(doc, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
