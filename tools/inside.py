@@ -45,20 +45,21 @@ class File:
 def read(tests: Path = TESTS) -> list[File]:
     """Return every file of the suite that holds tests."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(tests.rglob("*.py"))}
-    imports = {path: _imported(tree) for path, tree in trees.items()}
+    found = {path: _look(tree) for path, tree in trees.items()}
+    imports = {path: names for path, (names, _) in found.items()}
     helpers = {p.stem: p for p in trees if not p.stem.startswith(("test_", "__"))}
 
     def inner(path: Path, seen: frozenset[Path]) -> set[str]:
-        found = {name for name in imports[path] if name.split(".")[0] == "gleanrl"} - PUBLIC
+        reached = {name for name in imports[path] if name.split(".")[0] == "gleanrl"} - PUBLIC
         for name in imports[path]:
             helper = helpers.get(name.split(".")[-1])
             if name.split(".")[0] != "gleanrl" and helper and helper not in seen:
-                found |= inner(helper, seen | {helper})
-        return found
+                reached |= inner(helper, seen | {helper})
+        return reached
 
     files = [
-        File(path, _tests(tree), frozenset(inner(path, frozenset({path}))))
-        for path, tree in trees.items()
+        File(path, tests, frozenset(inner(path, frozenset({path}))))
+        for path, (_, tests) in found.items()
     ]
     return [file for file in files if file.tests]
 
@@ -68,14 +69,14 @@ def share(files: list[File]) -> float:
     return sum(f.tests for f in files if f.inner) / sum(f.tests for f in files)
 
 
-def _imported(tree: ast.Module) -> set[str]:
-    """Return the dotted names of modules that are imported, or reached into by ``setattr``."""
-    found = set()
+def _look(tree: ast.Module) -> tuple[set[str], int]:
+    """Return the modules that are imported, or reached into by ``setattr``; count the tests."""
+    found, tests = set(), 0
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "monkeypatch.setattr":
-            target = node.args[0]
-            if isinstance(target, ast.Constant) and isinstance(target.value, str):
-                found.add(target.value.rpartition(".")[0])
+        if isinstance(node, ast.FunctionDef):
+            tests += node.name.startswith("test_")
+        elif isinstance(node, ast.Call):
+            found |= _patched(node)
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -83,14 +84,15 @@ def _imported(tree: ast.Module) -> set[str]:
             found |= {node.module} - ({MAIN} if names == {"main"} else set())
             if node.module.split(".")[0] != "gleanrl":  # `from tests.zoo import policies`
                 found |= {f"{node.module}.{name}" for name in names}
-    return found
+    return found, tests
 
 
-def _tests(tree: ast.Module) -> int:
-    return sum(
-        isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-        for node in ast.walk(tree)
-    )
+def _patched(call: ast.Call) -> set[str]:
+    """Return the module of ``monkeypatch.setattr("module.name", ...)``."""
+    match call:
+        case ast.Call(ast.Attribute(attr="setattr"), [ast.Constant(str(target)), *_]):
+            return {target.rpartition(".")[0]}
+    return set()
 
 
 def main() -> None:

@@ -322,13 +322,15 @@ def test_a_port_that_is_taken(monkeypatch):
 @pytest.mark.parametrize("fault", [rig.kill, rig.leave])
 def test_a_node_that_dies_is_named_and_what_it_delivered_stays(fault, sync):
     how = "was killed by signal 9" if fault is rig.kill else "exited with code 3"
-    collector = nodes(rig.counting(0), rig.counting(1, fault=fault), sync=sync)
+    collector = nodes(rig.counting(0), rig.counting(1, fault=fault, at=20), sync=sync)
     delivered, error = until_error(collector)
     assert isinstance(error, WorkerDied)
     assert error.worker == 1
     assert "worker 1 on node 127.0.0.1" in str(error)
     assert how in str(error)
-    assert [row for row in delivered if row[0] == 1] == [(1, step) for step in range(1, 9)]
+    # A node is asked for two rollouts ahead: the first has come, the second may die with it.
+    steps = [step for number, step in delivered if number == 1]
+    assert steps in (list(range(1, 9)), list(range(1, 17)))
     with pytest.raises(ClosedError):
         collector.next()
 

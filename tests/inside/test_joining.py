@@ -20,8 +20,7 @@ from node_rig import (
     relaunching,
 )
 
-from gleanrl.transport.handshake import Invitation, join
-from gleanrl.transport.joining import NodeAdmitter
+from gleanrl.transport.joining import Invitation, NodeAdmitter, join
 from gleanrl.transport.launchers.external import ManualLauncher
 from gleanrl.transport.launchers.local import LocalLauncher
 from gleanrl.transport.network import NetworkBackend

@@ -97,16 +97,6 @@ def test_a_stopped_rollout_writes_its_steps_only():
     assert setting.window.tensor(("action",))[:, :2].any()
 
 
-def test_what_was_found_out_about_a_changing_module_does_not_pile_up():
-    setting = Setting(actor(return_log_prob=True), INT)
-    for _ in range(3):
-        for kind in (RANDOM, MODE):
-            setting.policy[1].note = object()  # something was replaced: it is looked at again
-            setting.check(kind)
-    assert setting.ours.lowered == 2
-    assert len(setting.ours._lowering.agreed) == 2
-
-
 def test_a_lowered_policy_is_not_called_again_by_rollouts_to_come():
     calls = UserList()  # a list that construction does not put back
     inner = nn.Linear(4, 3)

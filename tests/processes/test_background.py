@@ -47,6 +47,12 @@ every_kind = pytest.mark.parametrize("kind", sorted(KINDS))
 several = pytest.mark.parametrize("kind", MULTI)
 
 
+def in_turn(name, values):
+    """Each value inline and over processes, half of them synchronous."""
+    cases = [(kind, value) for n, value in enumerate(values) for kind in ("inline", MULTI[n % 2])]
+    return pytest.mark.parametrize(("kind", name), cases)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _warm(python):
     """Have the zygote up: it stays for the life of the process."""
@@ -328,8 +334,7 @@ ASK = {
 }
 
 
-@pytest.mark.parametrize("ask", sorted(ASK))
-@every_kind
+@in_turn("ask", sorted(ASK))
 def test_an_error_surfaces_at_the_next_call(make, kind, ask):
     rb = buffer()
     envs = [rig.counting(0), rig.counting(1, fault=rig.fail, at=30)]
@@ -678,8 +683,7 @@ BUFFERS = {
 }
 
 
-@pytest.mark.parametrize("name", BUFFERS)
-@every_kind
+@in_turn("name", BUFFERS)
 def test_buffers_of_all_kinds(make, kind, name):
     rb = BUFFERS[name]()
     collector = make(kind, rb, total_frames=320)

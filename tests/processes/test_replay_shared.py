@@ -309,7 +309,7 @@ say("survived")
 
 @pytest.mark.slow
 def test_a_death_while_successors_are_linked_is_repaired_too():
-    for step in range(0, 200, 3):
+    for step in range(0, 200, 5):
         rb = ReplayBuffer(storage=LazyTensorStorage(20, compact=True), shared=True)
         rb.extend(rows(1, 0, 12))
         process = start(rb, "rb.sample(1)" + DIE_LINKING, step=step)

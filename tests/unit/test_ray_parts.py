@@ -14,7 +14,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.layout import Field, Layout
 from gleanrl.engine.batches import BatchOptions, SlabSlots
 from gleanrl.memory.arena import Arena, Order, Slab
-from gleanrl.transport.landing import RolloutBlock
+from gleanrl.transport.data_plane import RolloutBlock
 from gleanrl.transport.peer import RemoteFlag
 from gleanrl.transport.ray import (
     Session,

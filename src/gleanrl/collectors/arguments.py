@@ -517,8 +517,8 @@ def meanings(kind: Any) -> dict[str, str]:
 
 
 def _described(kind: Any) -> dict[str, str]:
-    attributes = (kind.__doc__ or "").partition("Attributes:\n")[2]
-    entries = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", attributes, re.M)
+    attributes = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", attributes, re.M)
     return {name: " ".join(meaning.split()) for name, meaning in entries}
 
 
@@ -536,13 +536,14 @@ def shows(kind: Any) -> Callable[[Function], Function]:
         own = inspect.signature(function)
         fixed = [p for p in own.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         function.__signature__ = own.replace(parameters=[*fixed, *parameters])  # type: ignore[attr-defined]
-        before, marked, after = (function.__doc__ or "").partition(" " * 12 + "**kwargs:")
+        own_doc = inspect.cleandoc(function.__doc__ or "")  # as of Python 3.13 it is clean already
+        before, marked, after = own_doc.partition("    **kwargs:")
         if marked:  # not under -OO
             found = meanings(kind)
             explained = "".join(
                 textwrap.indent(
                     textwrap.fill(f"{p.name}: {found[p.name]}", 88, subsequent_indent="    "),
-                    " " * 12,
+                    "    ",
                 )
                 + "\n"
                 for p in parameters

@@ -330,7 +330,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         if self._cut_short(reports) and batch is not None and MASK not in batch.keys(True):
             # Shutting down stopped it, and nothing in it says which of its frames are valid.
             frames = sum(report.frames for report in reports.values())
-            self._budget.take_back(frames)
+            self._budget.delivered -= frames
             self._engine.discarded += frames
             raise ClosedError("the collector was shut down while it collected")
         self._reports = reports
@@ -723,7 +723,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
             self._restart(states)
             self._models.restore(policies)
             self._models.continue_from(max(version for _, version in policies.values()))
-            self._budget.continue_from(frames)
+            self._budget.delivered = frames
             self._batches = batches
             if self._replacements is not None:  # streams are those of the state now
                 self._replacements.seeds = {}

@@ -209,5 +209,5 @@ class Collector(BaseCollector):
             self._models.continue_from(int(worker["policy_version"]))
         if policy:
             self._models.load_policy_state(policy)
-        self._budget.continue_from(int(state_dict.get("frames", self._budget.delivered)))
+        self._budget.delivered = int(state_dict.get("frames", self._budget.delivered))
         self._batches = int(state_dict.get("iter", self._batches))

@@ -23,14 +23,14 @@ class Tally:
         self.policy_version = report.policy_version
 
 
+@dataclass(eq=False, slots=True)
 class Budget:
     """Counts frames from dispatch to delivery, over all workers."""
 
-    def __init__(self, limits: FrameBudget) -> None:
-        """Start at zero."""
-        self.limits = limits
-        self.delivered = 0
-        self._under_way = 0
+    limits: FrameBudget
+    delivered: int = 0
+    under_way: int = 0
+    """Frames that were asked for and did not come back yet."""
 
     @property
     def exhausted(self) -> bool:
@@ -42,35 +42,22 @@ class Budget:
     def wants_more(self) -> bool:
         """Whether what was delivered and what is under way is less than the total."""
         total = self.limits.total_frames
-        return total is None or self.delivered + self._under_way < total
-
-    @property
-    def under_way(self) -> int:
-        """Frames that were asked for and did not come back yet."""
-        return self._under_way
+        return total is None or self.delivered + self.under_way < total
 
     @property
     def random(self) -> bool:
         """Whether the next rollouts act at random."""
-        return self.delivered + self._under_way < self.limits.init_random_frames
+        return self.delivered + self.under_way < self.limits.init_random_frames
 
     def dispatch(self, frames: int) -> None:
         """Note that ``frames`` frames were asked for."""
-        self._under_way += frames
+        self.under_way += frames
 
     def deliver(self, asked: int, frames: int) -> None:
         """Note that a rollout of ``asked`` frames came back with ``frames`` valid ones."""
-        self._under_way -= asked
+        self.under_way -= asked
         self.delivered += frames
-
-    def take_back(self, frames: int) -> None:
-        """Note that ``frames`` frames that came back are not delivered after all."""
-        self.delivered -= frames
 
     def cancel(self, asked: int) -> None:
         """Note that a rollout of ``asked`` frames will not be delivered."""
-        self._under_way -= asked
-
-    def continue_from(self, delivered: int) -> None:
-        """Go on counting from a restored state."""
-        self.delivered = delivered
+        self.under_way -= asked

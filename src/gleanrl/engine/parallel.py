@@ -1,4 +1,4 @@
-"""TensorDict environments in processes of their own, as one batch."""
+"""Environments in processes of their own: many as one batch, or one to be looked at."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gleanrl.engine.engine import Engine
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
 from gleanrl.envs.stock import Methods
-from gleanrl.envs.tensordict import EnvSpecs, widened
+from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, widened
 from gleanrl.memory.arena import Order, Slab
 from gleanrl.memory.trees import copied, stacked
 from gleanrl.rollout.env_worker import RESET, TODO, EnvWorkerBuilder, EnvWorkerInfo, Todo, grouped
@@ -81,11 +81,11 @@ class Exchange:
         self._todo: Todo | None = None
         self._underway: list[Ticket] = []
         special = (TODO, RESET)
-        self.after = self._group({k[1:]: v for k, v in self.views.items() if k[0] == NEXT})
-        """What a step led to."""
+        after = self._group({k[1:]: v for k, v in self.views.items() if k[0] == NEXT})
         root = {k: v for k, v in self.views.items() if k[0] != NEXT and k not in special}
-        self.root = self._group({k: v for k, v in root.items() if (NEXT, *k) in self.views})
-        """What the next step begins with."""
+        root = {k: v for k, v in root.items() if (NEXT, *k) in self.views}
+        self.results = after, self._group(root)
+        """What a step led to, and what the next one begins with."""
 
     def _group(self, views: Mapping[Key, torch.Tensor]) -> TensorDictBase:
         return grouped(views, self._batch, self._groups)
@@ -346,14 +346,9 @@ class ParallelEnv(EnvBase):
                     for worker, part in enumerate(self._parts)
                 }
                 found = engine.request_each(dict(calls), self._timeout)
-                afters = [after for w in calls for after in found[w][0].unbind(0)]
-                return self._stack(afters), lambda: self._stack(
-                    [root for w in calls for root in found[w][1].unbind(0)]
-                )
-            left = exchange.carry_out(todo, range(self.num_workers), self._timeout)
-        if left:
-            return self._mixed(exchange.after, left, 0), lambda: self._mixed(exchange.root, left, 1)
-        return self._copy(exchange.after), lambda: self._copy(exchange.root)
+            else:
+                found = exchange.carry_out(todo, range(self.num_workers), self._timeout)
+        return self._whole(found, 0), lambda: self._whole(found, 1)
 
     def _writes(self, exchange: Exchange, data: TensorDictBase) -> bool:
         """Write what a step needs; ``False`` if there is more to it than the window takes."""
@@ -368,10 +363,11 @@ class ParallelEnv(EnvBase):
         with self._workers() as engine:
             exchange = self._exchange
             if exchange is None or options:
-                found = engine.request_all(m.Call("restart", (None, options)), self._timeout)
-                return self._stack([root for _, roots in found for root in roots.unbind(0)])
-            left = exchange.carry_out(Todo.RESET, range(self.num_workers), self._timeout)
-        return self._mixed(exchange.root, left, 1) if left else self._copy(exchange.root)
+                call = m.Call("restart", (None, options))
+                found = dict(enumerate(engine.request_all(call, self._timeout)))
+            else:
+                found = exchange.carry_out(Todo.RESET, range(self.num_workers), self._timeout)
+        return self._whole(found, 1)
 
     def _given_masks(self, data: TensorDictBase) -> list[Key]:
         return [key for key in self._env_specs.ends.reset_keys if data.get(key, None) is not None]
@@ -398,7 +394,7 @@ class ParallelEnv(EnvBase):
                         roots[env] = root.exclude(*keys) if chosen[env] else roots[env]
                 return self._stack(roots)
             exchange.carry_out(Todo.RESET_MASKED, workers, self._timeout)
-        kept, fresh = kept.copy(), self._copy(exchange.root)
+        kept, fresh = kept.copy(), self._copy(exchange.results[1])
         for key, value in fresh.items(True, True):
             old = kept.get(key, None)
             if old is not None:
@@ -414,14 +410,18 @@ class ParallelEnv(EnvBase):
         copy = copied(shared)
         return copy if self.device is None else copy.to(self.device)
 
-    def _mixed(self, shared: TensorDictBase, left: Mapping[int, Any], which: int) -> TensorDictBase:
-        """Put together results in shared memory and those that did not fit it."""
-        whole, parts = copied(shared), []
-        for worker, part in enumerate(self._parts):
-            payload = left.get(worker)
-            found = whole[part] if payload is None else payload[which]
-            parts += found.unbind(0)
-        return self._stack(parts)
+    def _whole(self, found: Mapping[int, Any], which: int) -> TensorDictBase:
+        """Put together results ``found`` by worker and, for the others, those in shared memory."""
+        exchange = self._exchange
+        if exchange is not None and not found:
+            return self._copy(exchange.results[which])
+        parts = [
+            found[w][which]
+            if exchange is None or w in found
+            else copied(exchange.results[which][part])
+            for w, part in enumerate(self._parts)
+        ]
+        return self._stack([env for part in parts for env in part.unbind(0)])
 
     def _stack(self, parts: Parts) -> TensorDictBase:
         whole = stacked(parts, 0)
@@ -505,3 +505,68 @@ def _stream() -> int:
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
     return int(torch.randint(1 << 40, (), generator=generator)) + (next(_made) << 20)
+
+
+class EnvCreator:
+    """Makes environments by a callable of yours, which travels to other processes by value.
+
+    Example:
+        >>> from gleanrl.envs import GymEnv
+        >>> make = EnvCreator(lambda: GymEnv("Pendulum-v1"))
+        >>> make().action_spec.shape, make.meta_data.batch_size
+        (torch.Size([1]), torch.Size([]))
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Callable[..., Any],
+        create_env_kwargs: Mapping[str, Any] | None = None,
+        share_memory: bool = True,
+    ) -> None:
+        """Remember the callable; nothing is made yet.
+
+        Args:
+            create_env_fn: Returns a new environment at every call.
+            create_env_kwargs: Its arguments.
+            share_memory: Accepted for compatibility: environments share no state here.
+
+        Raises:
+            ConfigError: ``create_env_fn`` cannot be called.
+        """
+        if not callable(create_env_fn):
+            raise ConfigError(f"create_env_fn ({create_env_fn!r:.100}) must be callable")
+        self._make = create_env_fn
+        self._kwargs = dict(create_env_kwargs or {})
+        self._meta_data: EnvMetaData | None = None
+
+    def __call__(self, **kwargs: Any) -> Any:
+        """Make an environment; ``kwargs`` add to those given at construction."""
+        return self._make(**{**self._kwargs, **kwargs})
+
+    def make_variant(self, **kwargs: Any) -> EnvCreator:
+        """Return a creator with other arguments."""
+        return EnvCreator(self._make, {**self._kwargs, **kwargs})
+
+    @property
+    def meta_data(self) -> EnvMetaData:
+        """What the environments are like.
+
+        One is made for that at the first access, in a process of its own, and closed.
+        """
+        if self._meta_data is None:
+            # In a process of its own: making one may take over a display, a GPU or much memory.
+            factory = EnvWorkerBuilder((self._make,), (self._kwargs,), torch.initial_seed())
+            engine = Engine(lambda _: ProcessBackend(), [factory])
+            try:
+                self._meta_data = engine.request(0, m.Call("meta_data"))
+            finally:
+                engine.close(5.0)
+        return self._meta_data
+
+    def __getstate__(self) -> dict[str, Any]:
+        # By value: lambdas and functions of a script must reach processes that cannot import them.
+        return {"made_by": cloudpickle.dumps((self._make, self._kwargs))}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self._make, self._kwargs = cloudpickle.loads(state["made_by"])
+        self._meta_data = None

@@ -14,8 +14,7 @@ from gleanrl.envs.serial import SerialEnv
 from gleanrl.envs.tensordict import EnvMetaData
 
 if TYPE_CHECKING:
-    from gleanrl.engine.creator import EnvCreator
-    from gleanrl.engine.parallel import ParallelEnv
+    from gleanrl.engine.parallel import EnvCreator, ParallelEnv
 
 __all__ = [
     "EnvBase",
@@ -33,5 +32,5 @@ __all__ = [
 
 # Inner rings import modules of this package; what needs worker processes is imported at first use.
 __getattr__ = lazy_exports(
-    __name__, ("EnvCreator", "ParallelEnv"), ("gleanrl.engine.creator", "gleanrl.engine.parallel")
+    __name__, ("EnvCreator", "ParallelEnv"), ("gleanrl.engine.parallel", "gleanrl.engine.parallel")
 )

@@ -335,7 +335,6 @@ class Watch:
         self._tensors: list[torch.Tensor] = []
         self._memory: list[list[Any]] = [[], [], [], []]
         self._settings: list[tuple[Callable[[], bytes], bytes]] = []
-        self._others: list[Watch] = []
         self._around = _surroundings()
         self._hold(DETERMINISTIC_REGISTER)
 
@@ -374,14 +373,10 @@ class Watch:
                     for value in vars(cls).values():
                         self._hold(value)
 
-    def include(self, other: Watch) -> None:
-        """Watch what ``other`` watches as well."""
-        self._others.append(other)
-
     def changed(self) -> bool:
         """Tell whether anything was replaced; weights changed in place are no change."""
         try:
-            return not self._same() or any(other.changed() for other in self._others)
+            return not self._same()
         except (RuntimeError, TypeError, ValueError):
             return True  # What a tensor became has no memory to compare.
 

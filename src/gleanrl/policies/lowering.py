@@ -104,10 +104,6 @@ class Lowering:
         """
         self.batch_shape = batch_shape
         self.for_rows = for_rows
-        self.agreed: dict[tuple[Any, ...], Watch] = {}
-        """Modules that were found to act as their calls do, by identity, exploration type, shapes
-        and types of what they read: what they were then (which holds them, so that identities stay
-        their own)."""
         self._trace = trace
         self._device = next((v.device for v in trace.inputs.values()), torch.device("cpu"))
         self._known: dict[tuple[InteractionType | None, bool], Parts] = {}
@@ -138,7 +134,7 @@ class Lowering:
             if not lower or kind is None or not functions_are_genuine():
                 return Parts([*units], watch)
             with _no_trace(kind, self._device):
-                return Parts(self._parts(units, kind, watch), watch)
+                return Parts(self._parts(units, watch), watch)
         except Exception:  # whatever cannot be understood is called as it is
             return Parts([self._trace.whole], Watch())
 
@@ -155,15 +151,13 @@ class Lowering:
         )
         return trace.units if same else [trace.whole]
 
-    def _parts(
-        self, units: Sequence[Unit], kind: InteractionType, watch: Watch
-    ) -> list[Program | Unit]:
+    def _parts(self, units: Sequence[Unit], watch: Watch) -> list[Program | Unit]:
         parts: list[Program | Unit] = []
         values = dict(self._trace.inputs)
         segment: _Segment | None = None
         for unit in units:
             if segment is None:
-                segment = _Segment(self, values, kind, watch)
+                segment = _Segment(self, values, watch)
             if not segment.lower(unit):
                 parts += [*segment.finish(), unit]
                 segment = None
@@ -174,10 +168,8 @@ class Lowering:
 class _Segment:
     """Units in a row that became tensor calls: cells by key, and the calls so far."""
 
-    def __init__(
-        self, policy: Lowering, values: Mapping[Key, Tensor], kind: InteractionType, watch: Watch
-    ) -> None:
-        self._policy, self._kind, self._watch = policy, kind, watch
+    def __init__(self, policy: Lowering, values: Mapping[Key, Tensor], watch: Watch) -> None:
+        self._policy, self._watch = policy, watch
         self._roots = {key: value.clone() for key, value in values.items()}
         self._cells: Written = dict(self._roots)
         self._used: Written = {}
@@ -305,50 +297,28 @@ class _Segment:
         return written
 
     def _prove_equal(
-        self,
-        module: Any,
-        reads: Sequence[Key],
-        written: Written,
-        calls: Sequence[Callable[[], Any]],
+        self, module: Any, reads: Sequence[Key], written: Written, calls: Sequence[Any]
     ) -> None:
         """Prove that ``calls`` give what ``module`` gives, and draw the same random numbers.
 
         Only the distribution runs here, on parameters that the policy gave; the policy does not.
         """
-        read = tuple((key, self._cells[key].shape, self._cells[key].dtype) for key in reads)
-        name, agreed = (id(module), self._kind, read), self._policy.agreed
-        watch = agreed.get(name)
-        if watch is None or watch.changed():
-            watch = Watch()
-            watch.add(module)
-            for trial in range(_TRIALS):
-                self._try_once(module, reads, written, calls, watch, trial)
-            agreed[name] = watch
-        self._watch.include(watch)
-
-    def _try_once(
-        self,
-        module: Any,
-        reads: Sequence[Key],
-        written: Written,
-        calls: Sequence[Callable[[], Any]],
-        watch: Watch,
-        trial: int,
-    ) -> None:
+        self._watch.add(module)
         device = self._cells[reads[0]].device
-        td = TensorDict({}, batch_size=self._policy.batch_shape)
-        for key in reads:
-            td.set(key, self._cells[key].clone())
-        if trial == 0 and isinstance(module, ProbabilisticTensorDictModule):
-            watch_distribution(watch, module.get_dist(td))
-        _seed(device, trial)
-        td = module(td)
-        state = _random_state(device)
-        _seed(device, trial)
-        for call in calls:
-            call()
-        require(torch.equal(state, _random_state(device)))
-        require(all(equal(td.get(key), value) for key, value in written.items()))
+        for trial in range(_TRIALS):
+            td = TensorDict({}, batch_size=self._policy.batch_shape)
+            for key in reads:
+                td.set(key, self._cells[key].clone())
+            if trial == 0 and isinstance(module, ProbabilisticTensorDictModule):
+                watch_distribution(self._watch, module.get_dist(td))
+            _seed(device, trial)
+            td = module(td)
+            state = _random_state(device)
+            _seed(device, trial)
+            for call in calls:
+                call()
+            require(torch.equal(state, _random_state(device)))
+            require(all(equal(td.get(key), value) for key, value in written.items()))
 
     def _read(self, key: Key) -> Tensor:
         cell = self._cells[key]

@@ -1,19 +1,27 @@
-"""How the tensors of rollouts and weights travel between the learner and its nodes.
+"""How the tensors of rollouts and weights travel between the learner and its nodes, and land.
 
 Commands and replies travel on each node's connection. Data travel beside it, between two `Pair`s
 that a `DataPlane` makes: one in the learner, one in the node. Both sides count what they send and
 receive, so nothing says which tensor is which but the order of the calls.
+
+A rollout travels as the block that `packed` lays out, in as few pieces as allow the bulk of it to
+be received where it belongs. Both sides work the pieces out from the window's reference. The mark
+ends the last piece: where pieces arrive in order, a rollout is whole when its mark is there.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from gleanrl.core.window import Array
+from gleanrl.core.messages import Block, WindowRef
+from gleanrl.core.window import Array, Window
+from gleanrl.memory.arena import MARK, packed, window_over
 
 ROLLOUT_TAG, WEIGHTS_TAG = 1, 2
 """What a transfer is about; of either the first that is sent is the first that is received."""
@@ -111,3 +119,138 @@ class DataPlane(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Let go of everything, once nodes are gone."""
+
+
+_LARGE = 1 << 18
+"""Bytes of a field from which on a transfer of its own is cheaper than a copy."""
+
+
+def pieces_of(reference: WindowRef) -> list[tuple[int, int]]:
+    """Return first and last byte (exclusive) of every piece of the packed block."""
+    plan, nbytes = packed(reference)
+    if in_one_piece(reference, plan):
+        return [(0, nbytes)]
+    cuts = {0, nbytes}
+    for block, place in zip(reference.blocks, plan.blocks, strict=True):
+        if _direct(reference, block):
+            cuts |= {place.offset, place.offset + _extent(reference, block)}
+    return list(pairwise(sorted(cuts)))
+
+
+def in_one_piece(reference: WindowRef, plan: WindowRef) -> bool:
+    """Tell whether the window lies in a slab of its own, which is laid out like ``plan``."""
+    if not reference.alone:  # what is padding here may be rows of others there
+        return False
+    start = reference.blocks[0].offset
+    return all(
+        Block(b.field, b.offset - start, b.env_stride, b.time_stride) == p
+        for b, p in zip(reference.blocks, plan.blocks, strict=True)
+    )
+
+
+def _extent(reference: WindowRef, block: Block) -> int:
+    return reference.envs * reference.steps * block.field.nbytes
+
+
+def _direct(reference: WindowRef, block: Block) -> bool:
+    """Whether a field is large, and the window has it in one piece."""
+    row = block.field.nbytes
+    dense = block.time_stride == row and block.env_stride == reference.steps * row
+    return dense and _extent(reference, block) >= _LARGE
+
+
+def _mark_of(block: torch.Tensor) -> Array:
+    mark: Array = block[-MARK:][:8].numpy().view(np.int64)
+    return mark
+
+
+class RolloutBlock:
+    """A worker's memory for rollouts like one, laid out as they travel."""
+
+    def __init__(self, reference: WindowRef) -> None:
+        plan, nbytes = packed(reference)
+        self.bytes = torch.zeros(nbytes, dtype=torch.uint8)
+        self.window = window_over(self.bytes, plan)
+        self.pieces = [self.bytes[start:end] for start, end in pieces_of(reference)]
+        """In which it is sent."""
+        self.mark = _mark_of(self.bytes)
+        """int64 ``[1]``; ends the last piece and says which rollout it is."""
+
+
+class Landing:
+    """Where the pieces of a rollout are received, and what is to be copied then."""
+
+    def __init__(self, window: Window, reference: WindowRef) -> None:
+        plan, nbytes = packed(reference)
+        storage = window.tensor(reference.blocks[0].field.key).untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.pieces: Sequence[torch.Tensor]
+        """Per piece, uint8 memory to receive it into."""
+        self.whole = in_one_piece(reference, plan)
+        """Whether its only piece is the window, and that a whole batch."""
+        if self.whole:
+            start = reference.blocks[0].offset
+            whole = memory[start : start + nbytes]
+            self.pieces, self._mark = [whole], _mark_of(whole)
+            return
+        aside = torch.empty(nbytes, dtype=torch.uint8)
+        beside = window_over(aside, plan)
+        direct: dict[int, torch.Tensor] = {}
+        for block, place in zip(reference.blocks, plan.blocks, strict=True):
+            key = block.field.key
+            if _direct(reference, block):
+                end = block.offset + _extent(reference, block)
+                direct[place.offset] = memory[block.offset : end]
+            else:
+                self._copied.append((window.tensor(key), beside.tensor(key)))
+        self.pieces = [direct.get(a, aside[a:b]) for a, b in pieces_of(reference)]
+        self._mark = _mark_of(aside)
+
+    @property
+    def mark(self) -> int:
+        """The mark of the rollout that has arrived last."""
+        return int(self._mark[0])
+
+    def settle(self) -> None:
+        """Put what was not received there where it belongs."""
+        for target, source in self._copied:
+            target.copy_(source)
+
+
+class Arrival:
+    """A rollout that is due by transfers.
+
+    The end of a transfer can only be waited for, without regard to deadlines and interrupts, and
+    for long if the other side is gone in the middle of it. So nobody does before the mark is there,
+    which comes last.
+    """
+
+    def __init__(
+        self, ticket: int, landing: Landing, receive: Callable[[torch.Tensor, bool], Transfer]
+    ) -> None:
+        self._ticket, self._landing = ticket, landing
+        self._transfers: list[Transfer] = []
+        self._error: RuntimeError | None = None
+        try:
+            self._transfers += [receive(piece, landing.whole) for piece in landing.pieces]
+        except RuntimeError as err:
+            self._error = err
+
+    @property
+    def here(self) -> bool:
+        """Whether `finish` would not have to wait."""
+        if self._error is not None or self._landing.mark == self._ticket:
+            return True
+        return all(transfer.over for transfer in self._transfers)
+
+    def finish(self) -> Array | None:
+        """Wait for it; return where it has arrived if that is not its window."""
+        if self._error is not None:
+            raise self._error
+        block = [transfer.finish() for transfer in self._transfers][-1]
+        mark = self._landing.mark if block is None else int(_mark_of(torch.from_numpy(block))[0])
+        if mark != self._ticket:
+            raise RuntimeError("it did not come whole")
+        self._landing.settle()
+        return block

@@ -11,7 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -19,19 +20,25 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.window import Array
-from gleanrl.transport.data_plane import ROLLOUT_TAG, WEIGHTS_TAG, DataPlane, Pair, Transfer
+from gleanrl.transport.data_plane import (
+    ROLLOUT_TAG,
+    WEIGHTS_TAG,
+    Arrival,
+    DataPlane,
+    Landing,
+    Pair,
+    Transfer,
+)
 from gleanrl.transport.frames import BEAT, KEY, LEAVE, STOP, WEIGHTS, head_of, key_frame, read_key
-from gleanrl.transport.handshake import Guest, keep_alive, new_secret
-from gleanrl.transport.joining import LOOK, NodeAdmitter, listen
-from gleanrl.transport.landing import Arrival, Landing
+from gleanrl.transport.joining import LOOK, Guest, NodeAdmitter, keep_alive, listen, new_secret
 from gleanrl.transport.launchers import Launcher
 from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend, RemoteFlag
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.process_group import ProcessGroups
 from gleanrl.transport.stream import ForgedFrameError, SealedChannel
 from gleanrl.transport.waiting import interruptible
-from gleanrl.transport.weights import FlatWeightPublisher, plan_flat
 from gleanrl.transport.worker import Boot, OpenWindow
+from gleanrl.weights.shared import FlatBuffer, check_fit, plan_flat
 
 _GRACE = 1.0
 """Seconds within which a node that was told to end has to be gone."""
@@ -251,6 +258,90 @@ class Node(ChannelPeer):
             self._pair = None
             self._arriving.clear()
             self._weights.clear()
+
+
+@dataclass(eq=False, slots=True)
+class _Publication:
+    """Weights of one version, and how many transfers still read from them."""
+
+    buffer: FlatBuffer
+    readers: int = 0
+
+
+class FlatWeightPublisher:
+    """Publishes the weights of one model to nodes: one copy here, one transfer to each.
+
+    While weights are on their way to a worker it is sent no others, and then the newest. Before a
+    command the newest are sent at once, because the worker carries it out with what had been
+    published by then. So a learner that updates more often than a worker collects costs that
+    worker's connection two transfers per rollout.
+    """
+
+    def __init__(self, ref: m.WeightsRef) -> None:
+        """Publish to nobody yet; `include` adds nodes. ``ref`` says where tensors lie."""
+        self.ref = ref
+        self._free: list[FlatBuffer] = []
+        self._newest: _Publication | None = None
+        self._in_flight: dict[Node, int] = {}
+        """Per node, how many transfers it has not taken yet."""
+        self._behind: set[Node] = set()
+
+    def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
+        """Copy ``tensors``, in the order of ``ref``, and send them; waits for nobody.
+
+        Raises:
+            WeightsError: a shape that is not the plan's; nothing is published.
+        """
+        check_fit(self.ref, tensors)
+        buffer = self._free.pop() if self._free else FlatBuffer(self.ref)
+        buffer.fill(tensors, version, serial)
+        older, self._newest = self._newest, _Publication(buffer)
+        self._recycle(older)
+        for node, in_flight in self._in_flight.items():
+            if in_flight:
+                self._behind.add(node)
+            else:
+                self._send(node)
+
+    def include(self, node: Node) -> None:
+        """Publish to ``node`` as well, from the newest on."""
+        self._in_flight[node] = 0
+        if self._newest is not None:
+            self._send(node)
+
+    def catch_up(self, node: Node) -> None:
+        """Send the newest now if ``node`` is behind."""
+        if node in self._behind:
+            self._send(node)
+
+    def forget(self, node: Node) -> None:
+        """Publish to ``node`` no more; a buffer that it may still be sent is not used again."""
+        self._in_flight.pop(node, None)
+        self._behind.discard(node)
+
+    def _send(self, node: Node) -> None:
+        publication = self._newest
+        assert publication is not None
+        self._behind.discard(node)
+        self._in_flight[node] += 1
+        publication.readers += 1
+        taken = partial(self._taken, node, publication)
+        if not node.send_weights(publication.buffer.bytes, taken):
+            self._in_flight[node] -= 1
+            publication.readers -= 1
+
+    def _taken(self, node: Node, publication: _Publication) -> None:
+        publication.readers -= 1
+        self._recycle(publication)
+        self._in_flight[node] -= 1
+        if node in self._behind and not self._in_flight[node]:
+            self._send(node)
+
+    def _recycle(self, publication: _Publication | None) -> None:
+        if publication is None or publication is self._newest:
+            return
+        if not publication.readers:
+            self._free.append(publication.buffer)
 
 
 class NetworkBackend(RemoteBackend[Node]):

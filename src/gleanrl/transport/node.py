@@ -11,17 +11,15 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, error_text
 from gleanrl.core.protocols import Stop
 from gleanrl.core.window import Window
-from gleanrl.transport.data_plane import ROLLOUT_TAG, WEIGHTS_TAG, Pair, Transfer
+from gleanrl.transport.data_plane import ROLLOUT_TAG, WEIGHTS_TAG, Pair, RolloutBlock, Transfer
 from gleanrl.transport.frames import (
     BEAT,
     KEY,
@@ -33,11 +31,10 @@ from gleanrl.transport.frames import (
     key_frame,
     read_key,
 )
-from gleanrl.transport.handshake import HandshakeError, Invitation, join, keep_alive
-from gleanrl.transport.landing import RolloutBlock
+from gleanrl.transport.joining import HandshakeError, Invitation, join, keep_alive
 from gleanrl.transport.stream import Channel, ForgedFrameError, SealedChannel
-from gleanrl.transport.weights import FlatBuffer
 from gleanrl.transport.worker import Asked, Boot, Inbox, Surroundings, WeightReceiver, serve
+from gleanrl.weights.shared import FlatBuffer
 
 _LAST = 5.0
 """Seconds a node that was asked to end may take to do so once the learner is gone."""
@@ -83,8 +80,6 @@ class NodeConnection:
 
     def answer(self, reply: m.Reply) -> None:
         """Send a reply."""
-        if self.leaving:
-            return
         if isinstance(reply, m.Rolled) and reply.report.payload is not None:
             # It may be more than the connection holds, and the learner may be away for long.
             self._channel.wait_for_ever()
@@ -188,95 +183,79 @@ _GRACE = 5.0
 """Seconds an environment gets to end its step and to close."""
 
 
-class SignalShutdown:
-    """While entered, signals make a node leave. For the main thread.
+_caught: Sequence[signal.Signals] = ()
+"""Signals that make the node in this process leave."""
+
+
+def _forget() -> None:
+    """Let signals end what an environment has forked, which must not speak for this process."""
+    global _caught
+    caught, _caught = _caught, ()
+    if caught:
+        signal.set_wakeup_fd(-1)
+    for number in caught:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
+
+
+os.register_at_fork(  # signals wait meanwhile, so that the child hears none before `_forget`
+    before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _caught),
+    after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _caught),
+    after_in_child=_forget,
+)
+
+
+@contextlib.contextmanager
+def _leaving_on(
+    signals: Sequence[signal.Signals],
+    connection: NodeConnection,
+    label: str,
+    note: Callable[[str], object],
+) -> Iterator[None]:
+    """Have ``signals`` make the node leave meanwhile. For the main thread.
 
     Python runs handlers in the main thread between two of its instructions, and a step of an
     environment may take long. So the handlers here do nothing: the number of the signal arrives
     through the wake-up descriptor, whatever the main thread is doing, and another thread reads it.
     """
+    global _caught
+    came: list[signal.Signals] = []
+    read, write = os.pipe()
 
-    def __init__(
-        self,
-        connection: NodeConnection,
-        signals: Sequence[signal.Signals],
-        label: str,
-        note: Callable[[str], object],
-    ) -> None:
-        self._connection, self._signals, self._label, self._note = connection, signals, label, note
-        self._before: dict[signal.Signals, signal._HANDLER] = {}
-        self._got: int | None = None
+    def wait() -> None:
+        while (got := os.read(read, 1)[0]) != 0:
+            if got not in signals:
+                continue
+            number = signal.Signals(got)
+            end = threading.Timer(_GRACE, os._exit, [128 + number])
+            end.daemon = True
+            end.start()
+            came.append(number)
+            reason = f"was told to end by {number.name} ({label}) and left"
+            connection.leave(reason)
+            with contextlib.suppress(Exception):  # the connection has told it already
+                note(reason)
+            return
 
-    def __enter__(self) -> SignalShutdown:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in self._signals:
-            self._before[number] = signal.signal(number, lambda *_: None)
-        # What an environment forks must neither survive a signal for want of a handler that does
-        # something, nor speak through this process's descriptor, not even as it begins.
-        hold, free, forget = map(weakref.WeakMethod, (self._hold, self._free, self._forget))
-        os.register_at_fork(
-            before=lambda: _call(hold),
-            after_in_parent=lambda: _call(free),
-            after_in_child=lambda: _call(forget),
-        )
-        self._thread = threading.Thread(target=self._wait, name="gleanrl leaving", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        signal.set_wakeup_fd(self._wakeup)
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._signals = ()
-        os.write(self._write, bytes(1))
-        self._thread.join()
-        os.close(self._write)
-        os.close(self._read)
-        if self._got is not None:
-            # Whatever went wrong on the way out: the learner has gone, or is about to.
-            raise SystemExit(128 + self._got) from error
-
-    def _wait(self) -> None:
-        while (got := os.read(self._read, 1)[0]) != 0:
-            if got in self._signals:
-                self._leave(signal.Signals(got))
-                return
-
-    def _leave(self, number: signal.Signals) -> None:
-        end = threading.Timer(_GRACE, os._exit, [128 + number])
-        end.daemon = True
-        end.start()
-        self._got = number
-        reason = f"was told to end by {number.name} ({self._label}) and left"
-        self._connection.leave(reason)
-        with contextlib.suppress(Exception):  # the connection has told it already
-            self._note(reason)
-
-    def _hold(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-
-    def _free(self) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
-
-    def _forget(self) -> None:
-        if self._signals:
-            signal.set_wakeup_fd(-1)
-        for number in self._signals:
-            signal.signal(number, signal.SIG_DFL)
-        self._free()
-
-
-def _call(method: Callable[[], Callable[[], None] | None]) -> None:
-    found = method()
-    if found is not None:
-        found()
+    os.set_blocking(write, False)
+    wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, lambda *_: None) for number in signals}
+    _caught = signals
+    thread = threading.Thread(target=wait, name="gleanrl leaving", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        _caught = ()
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.write(write, bytes(1))
+        thread.join()
+        os.close(write)
+        os.close(read)
+        if came:  # whatever went wrong on the way out: the learner has gone, or is about to
+            raise SystemExit(128 + came[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,9 +312,9 @@ def run_node(
     boot.prepare()
     connection = NodeConnection(channel, invitation.node, here, timeout_s)
     connection.start(others)
-    shutdown = SignalShutdown(connection, signals, label, note)
     try:
-        with shutdown if signals else contextlib.nullcontext():
+        leaving = _leaving_on(signals, connection, label, note)
+        with leaving if signals else contextlib.nullcontext():
             assert boot.connect is not None
             pair = boot.connect(connection)
             serve(boot, NodeEndpoint(connection, pair))

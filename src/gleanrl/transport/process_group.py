@@ -8,9 +8,10 @@ does not ask who connects there: between hosts, a firewall has to keep strangers
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed as dist
@@ -52,6 +53,15 @@ def check_kind(kind: str) -> None:
         )
     if kind == "ucc" and not dist.is_ucc_available():
         raise ConfigError("backend='ucc': this PyTorch was built without UCC; use backend='gloo'")
+
+
+def tcp_store(host: str, port: int, timeout_s: float, listener: socket.socket | None = None) -> Any:
+    """Return this process's end of a store; it keeps the store itself if given a ``listener``."""
+    kept: dict[str, Any] = {}
+    if listener is not None:
+        kept = {"is_master": True, "master_listen_fd": listener.detach()}
+    timeout, c10d = timedelta(seconds=timeout_s), cast("Any", dist)  # not in the stubs
+    return c10d.TCPStore(host, port, timeout=timeout, wait_for_workers=False, **kept)
 
 
 class ConnectionStore(dist.Store):  # type: ignore[misc, name-defined]  # not in the stubs

@@ -26,7 +26,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import users_stacklevel
 from gleanrl.core.window import Array
 from gleanrl.transport.data_plane import Connect, Connection, DataPlane, Pair, Transfer
-from gleanrl.transport.handshake import Invitation
+from gleanrl.transport.joining import Invitation
 from gleanrl.transport.node import run_node
 
 _OURS = ("concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries")

@@ -19,13 +19,13 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed
 from torch.distributed import autograd, rpc
 
 from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError
@@ -38,11 +38,11 @@ from gleanrl.transport.data_plane import (
     Pair,
     Transfer,
 )
+from gleanrl.transport.process_group import tcp_store
 
 LEARNER = 0
 _autograd: Any = autograd  # stubs leave out what we use of these
 _rpc: Any = rpc
-_c10d: Any = distributed
 _QUIET = {"_transports": ["uv"]}
 """The other transport that torch would choose on one machine keeps a thread spinning in each
 process, whether or not anything is on its way."""
@@ -124,25 +124,6 @@ class World:
             mine = {names.get(name, name): devices for name, devices in maps.items()}
             options["device_maps"] = {n: d for n, d in mine.items() if n != self.name(rank)}
         return options
-
-    def connect(self) -> Any:
-        """Return a node's end of the store."""
-        timeout = timedelta(seconds=self.timeout_s)
-        return _c10d.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
-
-
-def open_store(host: str, timeout_s: float) -> Any:
-    """Return the learner's end of a store that listens on ``host``, at any port."""
-    sock = socket.create_server((host, 0))
-    port = sock.getsockname()[1]
-    return _c10d.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=sock.detach(),
-    )
 
 
 def inside() -> bool:
@@ -431,7 +412,8 @@ class RpcPlane(DataPlane):
         self._entering: threading.Thread | None = None
 
     def begin(self, host: str, nodes: int, timeout_s: float) -> None:
-        self._store = open_store(host, timeout_s)
+        listener = socket.create_server((host, 0))
+        self._store = tcp_store(host, listener.getsockname()[1], timeout_s, listener)
         self._world = World(
             size=nodes + 1,
             host=host,
@@ -458,26 +440,25 @@ class RpcPlane(DataPlane):
             CollectorTimeout: not all nodes did in time.
             RuntimeError: they went away.
         """
-        outcome: list[BaseException | None] = []
+        entered: Future[None] = Future()
 
         def run() -> None:
             try:
                 self._world.enter(LEARNER, self._store, self._address)
-                outcome.append(None)
+                entered.set_result(None)
             except BaseException as err:
-                outcome.append(err)
+                entered.set_exception(err)
 
-        self._entering = thread = threading.Thread(target=run, name="gleanrl rpc", daemon=True)
-        thread.start()
+        self._entering = threading.Thread(target=run, name="gleanrl rpc", daemon=True)
+        self._entering.start()
         timeout = self._world.timeout_s
         deadline = time.monotonic() + timeout
-        while thread.is_alive():
-            thread.join(_LOOK)
+        while not entered.done():
+            self._entering.join(_LOOK)
             look()
             if time.monotonic() > deadline:
                 raise CollectorTimeout(f"the nodes did not enter an RPC world in {timeout} s")
-        if outcome[0] is not None:
-            raise outcome[0]
+        entered.result()
 
     def leave(self) -> None:
         """Leave the world before the nodes do."""
@@ -500,7 +481,8 @@ class _NodesPair(RpcPair):
         rank = connection.index + 1
         super().__init__(world, rank, LEARNER, connection)
         self._nodes = connection
-        world.enter(rank, world.connect(), connection.here)
+        store = tcp_store(world.host, world.port, world.timeout_s)
+        world.enter(rank, store, connection.here)
 
     def close(self) -> None:
         super().close()

@@ -131,8 +131,8 @@ def episode_plots(frames: Array, returns: Array, lengths: Array, every: int = 1)
     ]
 
 
-def histogram(values: Array) -> tuple[Array, Array]:
-    """Return left edges of bins, at round numbers, and how many values are in each.
+def histogram(values: Array, most: int = _BINS) -> tuple[Array, Array]:
+    """Return left edges of about ``most`` bins, at round numbers, and how many values are in each.
 
     >>> edges, counts = histogram(np.array([1.0, 2.0, 2.0, 4.0]))
     >>> edges.tolist(), counts.tolist()
@@ -142,7 +142,7 @@ def histogram(values: Array) -> tuple[Array, Array]:
     if not len(values):
         return np.empty(0), np.empty(0, int)
     low, high = float(values.min()), float(values.max())
-    step = _step(high - low if high - low > 1e-200 else 1.0, _BINS)
+    step = _step(high - low if high - low > 1e-200 else 1.0, most)
     step = max(step, 1.0) if _whole(values) else step
     first = float(np.floor(low / step))
     bins = (np.floor(values / step) - first).astype(np.int64)

@@ -1,8 +1,13 @@
-"""Weights in shared memory: one publisher, any number of readers, nobody waits for anybody.
+"""Weights in one piece of memory, to be sent, or shared with any number of readers.
 
-There are three buffers. Each publication goes into the next one and ends with a counter; a
-reader copies the newest buffer and looks afterwards whether it was being written meanwhile. With
-three buffers that takes three publications during one copy, so a retry is rare.
+A flat buffer, which is sent to workers that share no memory with the learner:
+
+    [version, serial: int64][padding to 64 bytes][tensors, each aligned to 64 bytes]
+
+In shared memory nobody waits for anybody. There are three buffers. Each publication goes into the
+next one and ends with a counter; a reader copies the newest buffer and looks afterwards whether it
+was being written meanwhile. With three buffers that takes three publications during one copy, so a
+retry is rare.
 
     word 0: publications so far     words 1-3: per buffer, 2n once publication n is in it
     words 4-6: version in each      words 7-9: serial in each
@@ -65,6 +70,36 @@ def check_fit(ref: WeightsRef, tensors: Sequence[torch.Tensor]) -> None:
     for tensor, (name, shape, _, _) in zip(tensors, ref.entries, strict=True):
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"{name!r} has shape {tuple(tensor.shape)}, the workers' is {shape}")
+
+
+_FLAT_HEADER = 64
+"""Bytes of a buffer before its tensors."""
+
+
+def plan_flat(weights: Mapping[str, torch.Tensor]) -> WeightsRef:
+    """Return where tensors like ``weights`` lie in a buffer, which begins at 0."""
+    return planned(weights, _FLAT_HEADER)
+
+
+class FlatBuffer:
+    """One buffer in ordinary memory, and its tensors as views."""
+
+    def __init__(self, ref: WeightsRef) -> None:
+        self.bytes = torch.zeros(ref.nbytes, dtype=torch.uint8)
+        """uint8 ``[ref.nbytes]``."""
+        self._words = self.bytes[:16].view(torch.int64)
+        self._views = views_of(self.bytes, ref)
+
+    def fill(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
+        """Copy ``tensors``, in the order of the plan."""
+        self._words[0], self._words[1] = version, serial
+        with torch.no_grad():
+            torch._foreach_copy_(list(self._views.values()), list(tensors))
+
+    def snapshot(self, model_id: str) -> Snapshot:
+        """Return what is in it as weights of ``model_id``, over the same memory."""
+        version, serial = int(self._words[0]), int(self._words[1])
+        return Snapshot(version, {model_id: self._views}, serial)
 
 
 def reserve_shared(memory: SharedMemory, weights: Mapping[str, torch.Tensor]) -> WeightsRef:

@@ -5,7 +5,7 @@ from gleanrl.collectors.distributed.default_configs import DEFAULT_SLURM_CONF
 from gleanrl.collectors.distributed.generic import DistributedCollector, DistributedSyncCollector
 from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.distributed.rpc import RPCCollector
-from gleanrl.transport.launchers.delayed import submitit_delayed_launcher
+from gleanrl.transport.launchers.submitit import submitit_delayed_launcher
 
 DistributedDataCollector = DistributedCollector
 DistributedSyncDataCollector = DistributedSyncCollector

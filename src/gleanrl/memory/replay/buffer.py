@@ -306,7 +306,7 @@ class ReplayBuffer:
         """Return copies of all rows, counters, and the sampler's state."""
         with self._lock:
             return {
-                "storage": saving.storage_state(self._storage),
+                "storage": self._storage.state_dict(),
                 "sampler": self._sampler_state(),
                 "batch_size": self.batch_size,
             }
@@ -358,12 +358,17 @@ class ReplayBuffer:
     def _load(self, storage: dict[str, Any], sampler: dict[str, Any]) -> None:
         """Replace rows and the sampler's state, or change nothing."""
         with self._lock:
-            saving.check_storage(self._storage, storage)
+            try:
+                self._storage.check_state_dict(storage)
+            except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as err:
+                if isinstance(err, ConfigError):
+                    raise
+                raise ConfigError(f"this is no state of a replay buffer: {err!r}") from err
             # What samplers know are places, which mean nothing in a ring of another size.
             frames = saving.frames_in_place(self._storage, storage)
             if sampler and frames:
                 self._sampler.check_state_dict(sampler, frames)
-            saving.load_storage(self._storage, storage)
+            self._storage.load_state_dict(storage)
             self._forget()
             if self.limiter is not None:
                 self.limiter.restart(self._storage)

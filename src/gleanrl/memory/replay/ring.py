@@ -109,13 +109,6 @@ class RingIndex:
         """Return the index itself: its storage makes the copy, all others only compare it."""
         return self
 
-    def take_over(self, other: RingIndex) -> None:
-        """Become what ``other`` is, without its reservations; inside the sections of both."""
-        self._all[:] = other._all
-        self.flow[:] = 0
-        for entry in np.flatnonzero(self._table[:, 0]).tolist():
-            self._enact(_REVOKE, Reservation(entry, *map(int, self._table[entry])))
-
     @property
     def ready(self) -> bool:
         """Whether the layout of a row is known."""
@@ -262,7 +255,7 @@ class RingIndex:
         """Show the rows of a checked `snapshot`, which were copied; after `clear_for`.
 
         Their positions are moved behind all that were ever given out, so that no reader takes them
-        for rows that it has seen.
+        for rows that it has seen; in a ring that was never used they stay what they are.
 
         Args:
             state: Cursor, counters and sequence numbers, of a ring of the same size.
@@ -272,6 +265,7 @@ class RingIndex:
         after = self._cursor_after(state, int(h[_BASE]))
         h[_TO_CURSOR] = after
         h[_OP] = _LOAD
+        h[_BASE] = h[_BASE] or state["base"]
         shift = np.where(numbers > 0, after - cursor, 0) << _OWNER_BITS
         np.add(numbers, shift, out=self.sequence[: len(numbers)])
         h[_CURSOR], h[_COUNT] = after, state["count"]
@@ -286,6 +280,8 @@ class RingIndex:
 
     def _cursor_after(self, state: Mapping[str, Any], base: int) -> int:
         """Return the cursor once the rows of a state lie behind the position ``base``."""
+        if not base:
+            return int(state["cursor"])
         after = base + _span(state)
         return int(after + (state["cursor"] - after) % max(self.slots, 1))
 

@@ -479,22 +479,20 @@ class SuccessorLinks:
         return np.concatenate(parts)[:need]
 
 
-def follow(
-    frames: torch.Tensor, overflow: torch.Tensor, links: torch.Tensor, size: int
-) -> torch.Tensor:
-    """Return what ``links`` lead to.
-
-    Args:
-        frames: Places of the ring, ``[n, ...]`` with ``n`` up to ``size``.
-        overflow: Places behind them, ``[m, ...]``.
-        links: int64, any shape, which the result's begins with.
-        size: Places of the ring.
-    """
-    near = links < size
-    out = frames.new_empty((*links.shape, *frames.shape[1:]))
-    out[near] = frames[links[near]]
-    out[~near] = overflow[links[~near] - size]
-    return out
+def fields_at(layout: RowLayout, state: Mapping[str, Any], slots: torch.Tensor) -> Any:
+    """Return all fields of some slots of a storage's state, by key."""
+    stored, number = state["tensors"], len(layout.stored)
+    data = {f.key: t[slots] for f, t in zip(layout.stored, stored[:number], strict=True)}
+    if layout.dedup:
+        link = data.popitem()[1]
+        size = state["slots"] * (layout.envs or 1)
+        near, keys = link < size, [field.key for field in layout.stored]
+        for key, overflow in zip(layout.dedup, stored[number:], strict=True):
+            frames = stored[keys.index(key)].flatten(0, link.ndim - 1)
+            after = frames.new_empty((*link.shape, *frames.shape[1:]))
+            after[near], after[~near] = frames[link[near]], overflow[link[~near] - size]
+            data[next_key(key)] = after
+    return data
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor, lead: int) -> Any:

@@ -1,4 +1,4 @@
-"""States of storages: in memory as dictionaries, on disk as raw tensors and JSON."""
+"""Replay buffers on disk: raw tensors and JSON, no pickle."""
 
 from __future__ import annotations
 
@@ -15,99 +15,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from gleanrl.core.errors import CollectorTimeout, ConfigError
-from gleanrl.core.keys import next_key
 from gleanrl.memory import tensor_files
-from gleanrl.memory.replay.ring import check_snapshot
-from gleanrl.memory.replay.rows import RowLayout, follow
-from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, RoundRobinWriter, Storage
+from gleanrl.memory.replay.rows import RowLayout
+from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 from gleanrl.memory.tensor_files import TensorFile
 
 _FORMAT = "gleanrl replay buffer"
 _VERSION = 2
-_PART = 1024
-"""Slots that are put together at a time for a storage of another size."""
-
-
-def storage_state(storage: Storage, copied: bool = True) -> dict[str, Any]:
-    """Return all complete rows and the counters.
-
-    Args:
-        storage: Whose.
-        copied: Copy the tensors; otherwise they are views that later writes show in.
-    """
-    ring = storage.ring
-    if isinstance(storage, ListStorage):
-        with ring.section():
-            return {**ring.snapshot(), "slots": storage.max_size, "items": [*storage.items]}
-    assert isinstance(storage, LazyTensorStorage)
-    rows = storage.rows
-    if rows is None:
-        return {"layout": None}
-    state = ring.snapshot()
-    top = len(state["stamps"])
-    # Read after the sequence numbers: the overflow places of rows that they show lie below it.
-    overflow = rows.overflow(ring.overflow)
-    tensors = [*(tensor[:top] for tensor in rows.tensors), *overflow]
-    if copied:
-        tensors = [tensor.clone() for tensor in tensors]
-        drop_overwritten(storage, state)
-    layout = rows.layout.to_json().decode()
-    return {**state, "slots": ring.slots, "layout": layout, "tensors": tensors}
-
-
-def drop_overwritten(storage: Storage, state: dict[str, Any]) -> None:
-    """Drop rows from ``state`` that were written while they were copied."""
-    numbers = state["stamps"]
-    with storage.ring.section():
-        numbers[numbers != storage.ring.sequence_tensor[: len(numbers)]] = 0
-
-
-def check_storage(storage: Storage, state: Any) -> None:
-    """Check that a state can be loaded, before anything is changed."""
-    try:
-        if isinstance(storage, ListStorage):
-            _check_items(state)
-        else:
-            _check_tensors(state)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as err:
-        if isinstance(err, ConfigError):
-            raise
-        raise ConfigError(f"this is no state of a replay buffer: {err!r}") from err
-
-
-def _check_items(state: Mapping[str, Any]) -> None:
-    if state.get("items") is None:
-        raise ConfigError("this state is of tensors, and this buffer's storage is a list")
-    check_snapshot(state, state["slots"])
-    if not isinstance(state["items"], list) or len(state["items"]) < len(state["stamps"]):
-        raise ConfigError(f"this state lacks items: it has {len(state['stamps'])} rows")
-
-
-def _check_tensors(state: Mapping[str, Any]) -> None:
-    if "items" in state:
-        raise ConfigError("this state is of a list, and this buffer's storage holds tensors")
-    if state["layout"] is None:
-        return
-    check_snapshot(state, state["slots"])
-    layout, top = RowLayout.from_json(state["layout"].encode()), len(state["stamps"])
-    lead = (top,) if layout.envs is None else (top, layout.envs)
-    expected = [((*lead, *field.shape), field.dtype) for field in layout.stored]
-    tensors = state["tensors"]
-    linked = [field for field in layout.fields if field.key in layout.dedup]
-    expected += [((len(tensors[-1]), *field.shape), field.dtype) for field in linked]
-    if [(tuple(t.shape), t.dtype) for t in tensors] != expected:
-        raise ConfigError("the tensors of this state are not of the layout that it describes")
-    if linked:
-        # Rows that were written meanwhile may link to overflow places that were not saved.
-        links = tensors[-1 - len(linked)][state["stamps"] > 0]
-        frames = state["slots"] * (layout.envs or 1)
-        places = frames + min(len(tensors[-1]), frames)
-        if links.numel() and not 0 <= int(links.min()) <= int(links.max()) < places:
-            raise ConfigError("this state links rows to successors that are not there")
 
 
 def frames_in_place(storage: Storage, state: Mapping[str, Any]) -> int:
@@ -117,63 +34,6 @@ def frames_in_place(storage: Storage, state: Mapping[str, Any]) -> int:
     ring = storage.ring
     slots = ring.slots if ring.ready else storage.max_size // envs
     return slots * envs if state.get("slots") == slots else 0
-
-
-def load_storage(storage: Storage, state: dict[str, Any]) -> None:
-    """Put rows back: at the same places if the sizes agree, else in the order of their age."""
-    if isinstance(storage, ListStorage):
-        _load_items(storage, state)
-        return
-    assert isinstance(storage, LazyTensorStorage)
-    if state.get("layout") is None:
-        storage.ring.empty()
-        return
-    rows = storage.initialise(RowLayout.from_json(state["layout"].encode()))
-    with storage.ring.section():
-        if storage.ring.slots == state["slots"]:
-            number = len(rows.tensors)
-            storage.put_back(state, state["tensors"][:number], state["tensors"][number:])
-            return
-        order = torch.from_numpy(_by_age(state["stamps"])[-storage.ring.slots :])
-        storage.ring.clear_for(state)
-        for start in range(0, len(order), _PART):
-            data = _frames(rows.layout, state, order[start : start + _PART])
-            RoundRobinWriter().extend(storage, data, 0)
-        storage.ring.add_count(state["count"] - len(order))
-
-
-def _frames(layout: RowLayout, state: dict[str, Any], slots: torch.Tensor) -> Any:
-    """Return all fields of some slots of a state, by key."""
-    stored, number = state["tensors"], len(layout.stored)
-    data = {f.key: t[slots] for f, t in zip(layout.stored, stored[:number], strict=True)}
-    if layout.dedup:
-        link = data.popitem()[1]
-        frames = state["slots"] * (layout.envs or 1)
-        keys = [field.key for field in layout.stored]
-        for key, overflow in zip(layout.dedup, stored[number:], strict=True):
-            places = stored[keys.index(key)].flatten(0, link.ndim - 1)
-            data[next_key(key)] = follow(places, overflow, link, frames)
-    return data
-
-
-def _load_items(storage: ListStorage, state: dict[str, Any]) -> None:
-    with storage.ring.section():
-        storage.ring.clear_for(state)
-        if storage.ring.slots == state["slots"]:
-            storage.items[:] = state["items"]
-            storage.ring.restore(state)
-            return
-        items = [state["items"][place] for place in _by_age(state["stamps"])]
-        storage.items.clear()
-        if items:
-            RoundRobinWriter().extend(storage, items, 0)
-        storage.ring.add_count(state["count"] - min(len(items), storage.ring.slots))
-
-
-def _by_age(sequence: torch.Tensor) -> Any:
-    numbers = sequence.numpy()
-    order = np.argsort(numbers, kind="stable")
-    return order[numbers[order] > 0]
 
 
 META = "meta.json"
@@ -194,7 +54,7 @@ def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any
         CollectorTimeout: another process has been writing there for ten minutes.
         OSError: the disk is full; what an earlier call left there is still there.
     """
-    if isinstance(storage, ListStorage):
+    if not isinstance(storage, LazyTensorStorage):
         raise ConfigError("ListStorage holds any object, and files hold tensors: use state_dict()")
     root = Path(path)
     root.mkdir(parents=True, exist_ok=True)
@@ -215,9 +75,9 @@ def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def _write_state(folder: Path, storage: Storage, sampler: dict[str, Any]) -> str:
+def _write_state(folder: Path, storage: LazyTensorStorage, sampler: dict[str, Any]) -> str:
     """Write all tensors; return the description, which has the entry of a file for each."""
-    state, count = storage_state(storage, copied=False), itertools.count()
+    state, count = storage.state_dict(copied=False), itertools.count()
 
     def save(tensor: torch.Tensor) -> dict[str, Any]:
         name = f"{next(count)}.bin"
@@ -225,7 +85,7 @@ def _write_state(folder: Path, storage: Storage, sampler: dict[str, Any]) -> str
 
     if "tensors" in state:
         state["tensors"] = [save(tensor) for tensor in state["tensors"]]
-        drop_overwritten(storage, state)
+        storage.drop_overwritten(state)
     meta = {"format": _FORMAT, "version": _VERSION, "folder": folder.name}
     return json.dumps({**meta, "storage": state, "sampler": sampler}, indent=1, default=save)
 

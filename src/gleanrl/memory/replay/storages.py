@@ -10,7 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey, as_key, format_key
 from gleanrl.memory.replay.locks import Handle, ProcessLock, ThreadLock
-from gleanrl.memory.replay.ring import Reservation, RingIndex
+from gleanrl.memory.replay.ring import Reservation, RingIndex, check_snapshot
 from gleanrl.memory.replay.rows import (
     RowLayout,
     Rows,
@@ -28,12 +28,15 @@ from gleanrl.memory.replay.rows import (
     batch_shape,
     deduplicate,
     describe,
+    fields_at,
     flatten,
 )
 from gleanrl.memory.shared import SharedMemory, check_memory, fence
 from gleanrl.memory.tensor_files import take_room
 
 _ALIGN = 64
+_PART = 1024
+"""Slots that are put together at a time for a storage of another size."""
 _NORESERVE = 0x4000
 """Linux: what is mapped and never touched counts as nothing."""
 
@@ -71,19 +74,19 @@ class Storage:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
         """Return a storage with copies of all rows; it is shared if this one is."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        for name, value in vars(self).items():
-            vars(twin)[name] = None if name in self._OWN else copy.deepcopy(value, memo)
-        with self.ring.section():
-            twin._open()
-            memo[id(self.ring)] = twin.ring
-            twin._copy_rows(self)
+        kept = {name: value for name, value in vars(self).items() if name not in self._OWN}
+        twin = self._moved_to(copy.deepcopy(kept, memo))
+        memo[id(self)], memo[id(self.ring)] = twin, twin.ring
         return twin
 
-    def _copy_rows(self, other: Any) -> None:
-        """Copy all rows of a storage of the same kind, inside the section of its ring."""
-        self.ring.take_over(other.ring)
+    def _moved_to(self, attributes: Mapping[str, Any]) -> Self:
+        """Return a storage with these attributes that holds what this one does."""
+        twin = type(self).__new__(type(self))
+        vars(twin).update(attributes)
+        with self.ring.section():
+            twin._open()
+            twin.load_state_dict(self.state_dict(copied=False))
+        return twin
 
     @property
     def envs(self) -> int:
@@ -134,6 +137,22 @@ class Storage:
     def field(self, key: Key) -> torch.Tensor | None:
         """Return a field of all slots, ``[slots, ...]``, or ``None``."""
         return None
+
+    def state_dict(self, copied: bool = True) -> dict[str, Any]:
+        """Return all complete rows and the counters.
+
+        Args:
+            copied: Copy the tensors; otherwise they are views that later writes show in.
+        """
+        raise NotImplementedError
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that a state can be loaded, before anything is changed."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put rows back: at the same places if sizes agree, else the youngest by age."""
+        raise NotImplementedError
 
 
 class LazyTensorStorage(Storage):
@@ -292,32 +311,74 @@ class LazyTensorStorage(Storage):
             return
         if self.device.type != "cpu":
             raise ConfigError(f"a storage on {self.device} cannot be shared between processes")
-        moved = type(self).__new__(type(self))
-        vars(moved).update(vars(self), shared=True)
-        with self.ring.section():
-            moved._open()
-            moved._copy_rows(self)
-            moved.ring.flow[:] = self.ring.flow
+        moved = self._moved_to({**vars(self), "shared": True})
+        moved.ring.flow[:] = self.ring.flow
         vars(self).update(vars(moved))
 
-    def _copy_rows(self, other: LazyTensorStorage) -> None:
-        old, top, overflow = other.rows, other.ring.top, other.ring.overflow
-        if old is not None:
-            self._reserve_memory(old.layout, old.slots)
-            self._take_room(old.layout, range(overflow))
-        with self.ring.section():
-            self.ring.take_over(other.ring)
-            new = self.rows
-        if old is None or new is None:
-            return
-        for to, tensor in zip(new.tensors, old.tensors, strict=True):
-            to[:top].copy_(tensor[:top])
-        for to, tensor in zip(new.overflow(overflow), old.overflow(overflow), strict=True):
-            to.copy_(tensor)
-        if old.layout.dedup:
-            new.owners[:overflow].copy_(old.owners[:overflow])
+    def state_dict(self, copied: bool = True) -> dict[str, Any]:
+        """Return all complete rows and the counters."""
+        rows = self.rows
+        if rows is None:
+            return {"layout": None}
+        state = self.ring.snapshot()
+        top = len(state["stamps"])
+        # Read after the sequence numbers: the overflow places of rows that they show lie below it.
+        overflow = rows.overflow(self.ring.overflow)
+        tensors = [*(tensor[:top] for tensor in rows.tensors), *overflow]
+        if copied:
+            tensors = [tensor.clone() for tensor in tensors]
+            self.drop_overwritten(state)
+        layout = rows.layout.to_json().decode()
+        return {**state, "slots": self.ring.slots, "layout": layout, "tensors": tensors}
 
-    def put_back(
+    def drop_overwritten(self, state: dict[str, Any]) -> None:
+        """Drop rows from ``state`` that were written while they were copied."""
+        numbers = state["stamps"]
+        with self.ring.section():
+            numbers[numbers != self.ring.sequence_tensor[: len(numbers)]] = 0
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that a state is of tensors that its layout describes."""
+        if "items" in state:
+            raise ConfigError("this state is of a list, and this buffer's storage holds tensors")
+        if state["layout"] is None:
+            return
+        check_snapshot(state, state["slots"])
+        layout, top = RowLayout.from_json(state["layout"].encode()), len(state["stamps"])
+        lead = (top,) if layout.envs is None else (top, layout.envs)
+        expected = [((*lead, *field.shape), field.dtype) for field in layout.stored]
+        tensors = state["tensors"]
+        linked = [field for field in layout.fields if field.key in layout.dedup]
+        expected += [((len(tensors[-1]), *field.shape), field.dtype) for field in linked]
+        if [(tuple(t.shape), t.dtype) for t in tensors] != expected:
+            raise ConfigError("the tensors of this state are not of the layout that it describes")
+        if linked:
+            # Rows that were written meanwhile may link to overflow places that were not saved.
+            links = tensors[-1 - len(linked)][state["stamps"] > 0]
+            frames = state["slots"] * (layout.envs or 1)
+            places = frames + min(len(tensors[-1]), frames)
+            if links.numel() and not 0 <= int(links.min()) <= int(links.max()) < places:
+                raise ConfigError("this state links rows to successors that are not there")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put rows back: at the same places if sizes agree, else the youngest by age."""
+        if state.get("layout") is None:
+            self.ring.empty()
+            return
+        rows = self.initialise(RowLayout.from_json(state["layout"].encode()))
+        with self.ring.section():
+            if self.ring.slots == state["slots"]:
+                number = len(rows.tensors)
+                self._put_back(state, state["tensors"][:number], state["tensors"][number:])
+                return
+            order = torch.from_numpy(_by_age(state["stamps"])[-self.ring.slots :])
+            self.ring.clear_for(state)
+            for start in range(0, len(order), _PART):
+                data = fields_at(rows.layout, state, order[start : start + _PART])
+                RoundRobinWriter().extend(self, data, 0)
+            self.ring.add_count(state["count"] - len(order))
+
+    def _put_back(
         self,
         state: Mapping[str, Any],
         stored: Sequence[torch.Tensor],
@@ -468,11 +529,19 @@ class ListStorage(Storage):
         max_size: Items to hold.
     """
 
-    def __init__(self, max_size: int) -> None:
-        super().__init__(max_size)
+    _OWN = ("ring", "items")
+
+    def _open(self) -> None:
+        super()._open()
         self.items: list[Any] = []
         with self.ring.section():
-            self.ring.initialise(max_size, b"{}")
+            self.ring.initialise(self.max_size, b"{}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
+        """Return a storage with deep copies of the items."""
+        twin = super().__deepcopy__(memo)
+        vars(twin)["items"] = copy.deepcopy(self.items, memo)
+        return twin
 
     def prepare(self, data: Any, dim: int) -> tuple[list[Any], int]:
         """Split ``data`` into items."""
@@ -487,6 +556,39 @@ class ListStorage(Storage):
     def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> list[Any]:
         """Return the items at ``index``."""
         return [self.items[place] for place in index.tolist()]
+
+    def state_dict(self, copied: bool = True) -> dict[str, Any]:
+        """Return all items and the counters."""
+        with self.ring.section():
+            return {**self.ring.snapshot(), "slots": self.max_size, "items": [*self.items]}
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that a state is of items."""
+        if state.get("items") is None:
+            raise ConfigError("this state is of tensors, and this buffer's storage is a list")
+        check_snapshot(state, state["slots"])
+        if not isinstance(state["items"], list) or len(state["items"]) < len(state["stamps"]):
+            raise ConfigError(f"this state lacks items: it has {len(state['stamps'])} rows")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put items back: at the same places if sizes agree, else the youngest by age."""
+        with self.ring.section():
+            self.ring.clear_for(state)
+            if self.ring.slots == state["slots"]:
+                self.items[:] = state["items"]
+                self.ring.restore(state)
+                return
+            items = [state["items"][place] for place in _by_age(state["stamps"])]
+            self.items.clear()
+            if items:
+                RoundRobinWriter().extend(self, items, 0)
+            self.ring.add_count(state["count"] - min(len(items), self.ring.slots))
+
+
+def _by_age(sequence: torch.Tensor) -> Any:
+    numbers = sequence.numpy()
+    order = np.argsort(numbers, kind="stable")
+    return order[numbers[order] > 0]
 
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

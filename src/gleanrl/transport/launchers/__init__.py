@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.transport.handshake import Invitation
-from gleanrl.transport.launchers.delayed import DelayedLauncher, submitit_delayed_launcher
+from gleanrl.transport.joining import Invitation
 from gleanrl.transport.launchers.external import ManualLauncher, TorchrunLauncher, serve_as_rank
 from gleanrl.transport.launchers.local import LocalLauncher
-from gleanrl.transport.launchers.submitit import SubmititLauncher
+from gleanrl.transport.launchers.submitit import (
+    DelayedLauncher,
+    SubmititLauncher,
+    submitit_delayed_launcher,
+)
 
 
 class Launcher(Protocol):

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.transport.handshake import Invitation
+from gleanrl.transport.joining import Invitation
 from gleanrl.transport.node import NodeSpec
 from gleanrl.transport.process import zygote
 from gleanrl.transport.worker import Surroundings
