@@ -175,12 +175,15 @@ def test_an_interrupt_does_not_lose_a_replacement(monkeypatch):
 
     def start_and_interrupt(thread):
         start(thread)
-        if thread.name == "gleanrl joining" and not interrupted:
+        if threading.current_thread() is threading.main_thread() and not interrupted:
             interrupted.append(thread)
             raise KeyboardInterrupt
 
     with relaunching(rig.counting(0), rig.counting(1)) as collector:
         collector.next()
+        for thread in threading.enumerate():  # what let the first nodes in has ended
+            if thread.name == "gleanrl joining":
+                thread.join(20)
         monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
         kill(collector, 1)
         with pytest.raises(KeyboardInterrupt):

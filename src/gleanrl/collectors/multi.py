@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, ClassVar, Unpack
 
 from gleanrl.collectors.arguments import MultiArguments, read, shows
@@ -12,7 +11,7 @@ from gleanrl.collectors.plan import WorkerPlan
 from gleanrl.collectors.weights import EachBatch
 from gleanrl.collectors.workers import env_functions, launch_workers, read_threshold
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
-from gleanrl.core.options import check_int, users_stacklevel
+from gleanrl.core.options import check_int
 from gleanrl.engine.engine import MakeBackend
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.transport.inline import InlineBackend
@@ -70,7 +69,7 @@ class MultiCollector(BaseCollector):
             sync=self._sync,
             collector_class=arguments["collector_class"],
             sending=EachBatch(self._sync) if arguments["update_at_each_batch"] else None,
-            enough=self._read_threshold(arguments["preemptive_threshold"], len(functions)),
+            enough=read_threshold(arguments["preemptive_threshold"], len(functions), self._sync),
             interruptor=interruptor,
             num_threads=arguments["num_threads"],
         )
@@ -93,18 +92,6 @@ class MultiCollector(BaseCollector):
         if sync is not None and sync != cls._sync:
             raise ArgumentTypeError(f"{cls.__name__} has sync={cls._sync}, not {sync!r}")
         return super().__new__(cls)
-
-    def _read_threshold(self, threshold: float | None, workers: int) -> int | None:
-        enough = read_threshold(threshold, workers)
-        if enough is not None and not self._sync:
-            warnings.warn(
-                "preemptive_threshold has no effect on an asynchronous collector, where no worker "
-                "waits for another",
-                UserWarning,
-                stacklevel=users_stacklevel(),
-            )
-            return None
-        return enough
 
 
 class MultiSyncCollector(MultiCollector):

@@ -254,7 +254,7 @@ def read_cat(cat_results: str | int | None, sync: bool) -> int | None:
     return check_int("cat_results", cat_results)
 
 
-def read_threshold(threshold: float | None, workers: int) -> int | None:
+def read_threshold(threshold: float | None, workers: int, sync: bool) -> int | None:
     """Return how many workers have to finish before the others are stopped, ``None`` for all."""
     if threshold is None:
         return None
@@ -262,7 +262,14 @@ def read_threshold(threshold: float | None, workers: int) -> int | None:
         raise ConfigError(f"preemptive_threshold ({threshold!r}) must be a number in [0, 1]")
     if not 0 <= threshold <= 1:
         raise ConfigError(f"preemptive_threshold ({threshold}) must lie in [0, 1]")
-    return None if threshold == 1 else int(workers * threshold)
+    if threshold < 1 and not sync:
+        warnings.warn(
+            "preemptive_threshold has no effect on an asynchronous collector, where no worker "
+            "waits for another",
+            UserWarning,
+            stacklevel=users_stacklevel(),
+        )
+    return int(workers * threshold) if threshold < 1 and sync else None
 
 
 def env_kwargs(given: Any, workers: int) -> list[Mapping[str, Any]]:

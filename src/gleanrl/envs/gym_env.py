@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,6 @@ from gleanrl.envs.factory import EnvFactory, build, closed_on_error, make_one
 from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymSource
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
-
-_AFTER = (REWARD, *FLAGS)
 
 
 @stock
@@ -115,8 +113,7 @@ class GymEnv(EnvBase):
         flags = [Field(key, (1,), torch.bool) for key in FLAGS]
         after = [replace(field, key=next_key(field.key)) for field in (*layout.rewards, *flags)]
         fields = (*layout.observations, *layout.actions, *after)
-        self._window = Window.allocate(fields, layout.num_envs, 1)
-        self.batch.bind(self._window)
+        self._bind(Window.allocate(fields, layout.num_envs, 1), source.batch_shape)
         super().__init__(device=device, batch_size=source.batch_shape)
         self._declare(*self.batch.specs())
 
@@ -129,8 +126,18 @@ class GymEnv(EnvBase):
         """Step in ``window`` from here on. Internal to the package."""
         for field in self.batch.layout.observations:
             window.tensor(field.key).copy_(self._window.tensor(field.key))
+        self._bind(window, self._batch)
+
+    def _bind(self, window: Window, batch: Sequence[int]) -> None:
+        def view(key: Key) -> torch.Tensor:
+            tensor = window.tensor(key)
+            return tensor.view((*batch, *tensor.shape[2:]))
+
         self._window = window
         self.batch.bind(window)
+        self._shown = {field.key: view(field.key) for field in self.batch.layout.observations}
+        self._after = {**self._shown, **{key: view(next_key(key)) for key in (REWARD, *FLAGS)}}
+        self._given = {key: view(key) for key in self.batch.action_specs}
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -140,36 +147,30 @@ class GymEnv(EnvBase):
         if mask is not None:
             chosen = torch.nonzero(mask.reshape(len(self._envs), -1).any(1)).flatten().tolist()
         self.batch.reset(self._window, chosen, **options)
-        flags = torch.zeros((*self.batch_size, 1), dtype=torch.bool)
-        return self._pack({key: flags.clone() for key in FLAGS})
+        flags = torch.zeros((*self._batch, 1), dtype=torch.bool)
+        return self._pack({**self._shown, **dict.fromkeys(FLAGS, flags)})
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        for key in self.batch.action_specs:
-            row, action = self._window.tensor(key), tensordict.get(key).detach()
+        for key, row in self._given.items():
+            action = tensordict.get(key).detach()
             real = row.is_floating_point()
-            if action.numel() == row.numel() and action.is_floating_point() == real:
-                given = action.reshape(row.shape)
-                row.copy_(given)
-                if real or action.dtype == row.dtype or bool((row == given.cpu()).all()):
+            if action.shape == row.shape and action.is_floating_point() == real:
+                row.copy_(action)
+                if real or action.dtype == row.dtype or bool((row == action.cpu()).all()):
                     continue
             raise PolicyError(
                 f"{format_key(key)} is {action!r:.100}, of shape {tuple(action.shape)} and "
-                f"{action.dtype}; the action space takes {row.dtype} of shape "
-                f"{(*self.batch_size, *row.shape[2:])}"
+                f"{action.dtype}; the action space takes {row.dtype} of shape {tuple(row.shape)}"
             )
         self.batch.advance()
-        return self._pack({key: self._copy(next_key(key)) for key in _AFTER})
+        return self._pack(self._after)
 
-    def _pack(self, entries: dict[Key, torch.Tensor]) -> TensorDictBase:
-        packed = TensorDict({}, batch_size=self.batch_size, device=self.device)
-        shown = {field.key: self._copy(field.key) for field in self.batch.layout.observations}
-        for key, value in (*shown.items(), *entries.items()):
-            packed.set(key, value)
+    def _pack(self, entries: Mapping[Key, torch.Tensor]) -> TensorDictBase:
+        """Return copies: the next step writes there again."""
+        packed = TensorDict({}, batch_size=self._batch, device=self.device)
+        for key, value in entries.items():
+            packed.set(key, value.clone())
         return packed
-
-    def _copy(self, key: Key) -> torch.Tensor:
-        found = self._window.tensor(key)
-        return found.clone().view((*self.batch_size, *found.shape[2:]))
 
     # -- life ------------------------------------------------------------------------------------
 

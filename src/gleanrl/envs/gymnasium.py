@@ -109,16 +109,11 @@ class WindowEnv:
             writer.begin(window, carry)
         self._actions.begin(window)
 
-    def finish(self, steps: int) -> None:
-        """Check the actions; warn about ``info`` entries that never came, after the first rollout.
-
-        Raises:
-            PolicyError: a discrete action was out of range.
-        """
+    def _settle(self) -> None:
+        """Warn about ``info`` entries that never came, after the first rollout."""
         for writer in self._unsettled:
             writer.settle()
         self._unsettled = []
-        self._actions.check(0, steps)
 
     def state(self) -> dict[str, Any]:
         return {}  # Gymnasium environments have no state to read
@@ -260,12 +255,11 @@ class GymnasiumEnv(WindowEnv):
             EnvError: a reward that is not a number, or a finite one that overflows float32.
             PolicyError: a discrete action was out of range.
         """
-        super().finish(steps)
-        self._write_rewards(steps, " at step {}")
-
-    def _write_rewards(self, steps: int, when: str) -> None:
+        if self._unsettled:
+            self._settle()
+        self._actions.check(0, steps)
         target = self._window.array(next_key(REWARD))[:, :steps, 0]
-        write_rewards(target, check_rewards(self._rewards, when), when=when)
+        write_rewards(target, check_rewards(self._rewards))
 
     # -- without automatic reset -----------------------------------------------------------------
 
@@ -292,7 +286,8 @@ class GymnasiumEnv(WindowEnv):
         for rows in self._flag_rows:
             rows[0].fill(False)
         self.step(0, ())
-        self._write_rewards(1, "")
+        target = self._window.array(next_key(REWARD))[:, 0]
+        write_rewards(target, check_rewards(self._rewards, ""), when="")
 
     # -- in both ways ----------------------------------------------------------------------------
 
@@ -376,38 +371,34 @@ Call: TypeAlias = Callable[[Any], Any]
 class _StepCalls:
     """The `step` methods of ``P`` environments, as they are when a rollout begins.
 
-    The first result of every environment is checked. It also tells which environments have all
-    their results copied at once: those that return memory of one another, and those whose rewards
-    are tensors, which they may use again. Observations need no copy otherwise, because they are
-    written before any environment is called again.
+    The first result of every environment is checked. It also tells whether results have to be
+    copied at once: those of environments that return memory of one another, or rewards that are
+    tensors, which may be used again. Observations need no copy otherwise, because they are written
+    before any environment is called again.
     """
 
     def __init__(self, envs: Sequence[Any], check: Callable[[int, Any, Any], None]) -> None:
         """Look nothing up yet; ``check`` gets the index, observation and ``info`` of each once."""
         self._envs = envs
         self._check = check
-        self._memory: dict[int, list[tuple[int, int]]] = {}
-        """By environment called at least once: where the arrays of its first result lie."""
-        self._held: list[Any] = []
-        """Those first results: memory that was given back would be taken for shared."""
-        self._copied: set[int] = set()
+        self._first_results: dict[int, Any] = {}
+        """Kept until all are there: memory that was given back would be taken for shared."""
+        self._seen_all = False
+        self._copies = False
         self._calls: list[Call] = []
 
     def look_up(self) -> list[Call]:
         """Return one callable per environment; entries are replaced after their first call."""
-        plain = not self._copied and len(self._memory) == len(self._envs)
-        self._calls = (
-            [env.step for env in self._envs]
-            if plain
-            else [self._call(index) for index in range(len(self._envs))]
-        )
+        plain = self._seen_all and not self._copies
+        indices = range(len(self._envs))
+        self._calls = [env.step for env in self._envs] if plain else list(map(self._call, indices))
         return self._calls
 
     def _call(self, index: int) -> Call:
-        if index not in self._memory:
+        if not (self._seen_all or index in self._first_results):
             return functools.partial(self._first, index)
         step: Call = self._envs[index].step
-        return (lambda action: _owned(step(action))) if index in self._copied else step
+        return (lambda action: _owned(step(action))) if self._copies else step
 
     def _first(self, index: int, action: Any) -> Any:
         result = self._envs[index].step(action)
@@ -416,17 +407,13 @@ class _StepCalls:
         self._check(index, result[0], result[4])
         check_flag(result[2], index, "terminated")
         check_flag(result[3], index, "truncated")
-        if isinstance(result[1], torch.Tensor):
-            self._copied.add(index)
-        self._memory[index] = list(_memory(result))
-        self._held.append(result)
-        changed = {index}
-        if len(self._memory) == len(self._envs):
-            changed |= (sharing := _sharing(self._memory))
-            self._copied |= sharing
-            self._memory = {env: [] for env in self._memory}
-            self._held.clear()
-        for env in changed:
+        self._copies |= isinstance(result[1], torch.Tensor)
+        self._first_results[index] = result
+        if len(self._first_results) == len(self._envs):
+            self._copies |= _share_memory(self._first_results)
+            self._seen_all = True
+            self._first_results.clear()
+        for env in range(len(self._envs)) if self._seen_all else (index,):
             self._calls[env] = self._call(env)
         return _owned(result)
 
@@ -466,15 +453,13 @@ def _memory(value: Any) -> Iterator[tuple[int, int]]:
             yield from _memory(item)
 
 
-def _sharing(memory: Mapping[int, Sequence[tuple[int, int]]]) -> set[int]:
-    """Return the environments whose memory overlaps with another one's."""
-    found: set[int] = set()
-    cluster: set[int] = set()
-    beyond = 0
-    for start, end, env in sorted((*span, env) for env, spans in memory.items() for span in spans):
-        cluster = cluster if start < beyond else set()
-        cluster.add(env)
-        beyond = max(beyond, end)
-        if len(cluster) > 1:
-            found |= cluster
-    return found
+def _share_memory(results: Mapping[int, Any]) -> bool:
+    """Tell whether the memory of results of two environments overlaps."""
+    spans = sorted((*span, env) for env, result in results.items() for span in _memory(result))
+    beyond, owner = 0, -1
+    for start, end, env in spans:
+        if start < beyond and env != owner:
+            return True
+        if end > beyond:
+            beyond, owner = end, env
+    return False

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,14 +33,6 @@ ALLOWED: Key = ("action_mask",)
 _FLAGS = (DONE, TERMINATED, TRUNCATED)
 _FAMILIES = ("mpe", "butterfly", "sisl", "classic", "atari")
 Moves = dict[str, Any]
-
-
-@runtime_checkable
-class GroupMap(Protocol):
-    """A rule that puts agents into groups; TorchRL's ``MarlGroupMapType`` is one, too."""
-
-    def get_group_map(self, agent_names: list[str], /) -> dict[str, list[str]]:
-        """Return the agents of each group."""
 
 
 class MarlGroupMapType(enum.Enum):
@@ -86,7 +78,7 @@ class PettingZooEnv(EnvBase):
         parallel: bool = True,
         *,
         return_state: bool = False,
-        group_map: GroupMap | Mapping[str, Sequence[str]] | None = None,
+        group_map: Any = None,
         use_mask: bool | None = None,
         categorical_actions: bool = True,
         seed: int | None = None,
@@ -101,9 +93,9 @@ class PettingZooEnv(EnvBase):
                 or a callable that makes one.
             parallel: Whether an id is made as a parallel environment; else as a turn-based one.
             return_state: Show the global state as ``"state"``.
-            group_map: The agents of each group. By default ``agent_0`` and ``agent_1`` are the
-                group ``"agent"`` of a parallel environment, and each agent of a turn-based one is a
-                group of its own.
+            group_map: The agents of each group, or a `MarlGroupMapType` (ours or TorchRL's). By
+                default ``agent_0`` and ``agent_1`` are the group ``"agent"`` of a parallel
+                environment, and each agent of a turn-based one is a group of its own.
             use_mask: Show ``"mask"``. By default it is shown where agents can be absent: always in
                 turn-based environments, otherwise unless ``done_on_any``.
             categorical_actions: Discrete actions as indices; otherwise as one-hot vectors.
@@ -546,13 +538,11 @@ def _module(task: str) -> Any:
     )
 
 
-def _grouped(
-    given: GroupMap | Mapping[str, Sequence[str]] | None, agents: list[str], parallel: bool
-) -> dict[str, list[str]]:
-    if isinstance(given, GroupMap):
-        given = given.get_group_map(agents)
+def _grouped(given: Any, agents: list[str], parallel: bool) -> dict[str, list[str]]:
     if given is None and not parallel:
-        given = MarlGroupMapType.ONE_GROUP_PER_AGENT.get_group_map(agents)
+        given = MarlGroupMapType.ONE_GROUP_PER_AGENT
+    if not (given is None or isinstance(given, Mapping)):
+        given = given.get_group_map(agents)
     if given is None:
         found: dict[str, list[str]] = {}
         for agent in agents:

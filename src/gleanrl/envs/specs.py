@@ -284,7 +284,7 @@ class _Discrete(TensorSpec):
     stepwise = True
     mask: torch.Tensor | None = None
 
-    def _draw(self, shape: torch.Size) -> torch.Tensor:
+    def _draw(self, shape: Sequence[int]) -> torch.Tensor:
         """Draw the indices of ``[*shape, *self.shape]`` values."""
         raise NotImplementedError
 
@@ -297,7 +297,7 @@ class _Discrete(TensorSpec):
         return indices.to(self.dtype)
 
     def rand(self, shape: Size = ()) -> torch.Tensor:
-        return self._values(self._draw(_size(shape)))
+        return self._values(self._draw((shape,) if isinstance(shape, int) else shape))
 
     def is_in(self, value: Any) -> bool:
         if not super().is_in(value):
@@ -348,7 +348,7 @@ class Categorical(_Discrete):
     def space(self) -> Choices:
         return Choices(self.n)
 
-    def _draw(self, shape: torch.Size) -> torch.Tensor:
+    def _draw(self, shape: Sequence[int]) -> torch.Tensor:
         size = (*shape, *self.shape[: self.ndim - self._trailing])
         if self.mask is None:
             return torch.randint(self.n, size, device=self.device)
@@ -419,7 +419,7 @@ class MultiCategorical(_Discrete):
     def space(self) -> tuple[Choices, ...]:
         return tuple(map(Choices, self.nvec.flatten().tolist()))
 
-    def _draw(self, shape: torch.Size) -> torch.Tensor:
+    def _draw(self, shape: Sequence[int]) -> torch.Tensor:
         draw = torch.rand((*shape, *self.shape), dtype=torch.float64, device=self.device)
         return (draw * self.nvec.to(self.device)).floor()
 
@@ -458,7 +458,7 @@ class Binary(_Discrete):
     def space(self) -> Choices:
         return Choices(self.n)
 
-    def _draw(self, shape: torch.Size) -> torch.Tensor:
+    def _draw(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.randint(2, (*shape, *self.shape), device=self.device)
 
     def _indices(self, value: torch.Tensor) -> torch.Tensor:

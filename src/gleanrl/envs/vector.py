@@ -127,7 +127,9 @@ class _VectorAdapter(WindowEnv):
             EnvError: a finite reward that overflows float32.
             PolicyError: a discrete action was out of range.
         """
-        super().finish(steps)
+        if self._unsettled:
+            self._settle()
+        self._actions.check(0, steps)
         target = self._window.array(next_key(REWARD))[:, :steps, 0]
         write_rewards(target, self._rewards[:steps], wrapper="vector.TransformReward")
 
