@@ -53,7 +53,7 @@ class Unit:
 
         To name nothing says nothing: what does not write in one call may write in a later one.
         """
-        named = getattr(self.module, "out_keys", None)
+        named = getattr(self.module, "out_keys", None) or ()
         shown = {key for key in self.writes if not is_private(key)}
         return bool(named) and shown <= set(as_keys(named))
 
