@@ -49,10 +49,13 @@ class Unit:
 
     @property
     def declares(self) -> bool:
-        """Whether it says what it writes, and wrote nothing else that is delivered."""
-        named = getattr(self.module, "out_keys", None)
+        """Whether it says what it writes, and wrote nothing else that is delivered.
+
+        To name nothing says nothing: what does not write in one call may write in a later one.
+        """
+        named = getattr(self.module, "out_keys", None) or ()
         shown = {key for key in self.writes if not is_private(key)}
-        return named is not None and shown <= set(as_keys(named))
+        return bool(named) and shown <= set(as_keys(named))
 
 
 @dataclass(slots=True)

@@ -352,6 +352,9 @@ def _name(key: Key) -> Any:
     return key[0] if len(key) == 1 else key
 
 
+_CURE = "pass fast=False, with single environments (num_envs=), to have that delivered"
+
+
 class _TensorDictOverRows:
     """Calls a policy on a TensorDict, for environments whose data lie in rows of a window."""
 
@@ -451,13 +454,13 @@ class _TensorDictOverRows:
         unknown = [name for name in root.keys() if name not in self._known and name[0] != "_"]
         if unknown:
             raise PolicyError(
-                f"the policy wrote {unknown[0]!r}, which it did not write in its first call; pass "
-                "fast=False to have such entries delivered"
+                f"the policy wrote {unknown[0]!r}, which it did not write in its first call; "
+                f"{_CURE}"
             )
         for key, value, version in shown:
             now = root.get(key)
             if not same_memory(now, value) or writes_so_far(value) != version:
                 raise PolicyError(
                     f"the policy changed {format_key(as_key(key))}, which it did not do in its "
-                    "first call; pass fast=False to have such changes delivered"
+                    f"first call; {_CURE}"
                 )
