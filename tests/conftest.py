@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import warm
+from hypothesis import settings
 
 # Processes started with SIGINT ignored (`nohup ... &`) hand that on: tests of Ctrl-C need it back.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -17,6 +18,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Tests that run side by side, and their workers, have a core each at most.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The same examples each time; `--hypothesis-profile default` looks for others.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 _skipped: Counter[str] = Counter()
 
 # Dozens of processes import everything; nobody wants each of them to compile it.

@@ -16,6 +16,7 @@ from gleanrl import (
     LazyTensorStorage,
     MultiSyncCollector,
     ReplayBuffer,
+    ReplayError,
     SliceSampler,
     TensorDictMaxValueWriter,
 )
@@ -184,12 +185,16 @@ def test_writers_that_interleave_die_and_go_round_each_other(data, size, count):
             for rb in buffers:
                 storage = rb.storage
                 values, number = storage.prepare(rows, 0)
-                reservation = storage.ring.reserve(number)
+                try:
+                    reservation = storage.ring.reserve(number)
+                except ReplayError:  # no gap between rows that are being written is so wide
+                    assert not reservations
+                    break
                 storage.link(reservation, values, 0, number)
                 for start, stop, ahead in storage.ring.pieces(reservation.first, number):
                     storage.write(start, values, ahead, stop - start)
                 reservations.append(reservation)
-            held.append(reservations)
+            held += [reservations] if reservations else []
         compare(*buffers)
 
 
