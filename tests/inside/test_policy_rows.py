@@ -32,7 +32,7 @@ from gleanrl.core.protocols import Policy
 from gleanrl.envs.specs import Bounded, Categorical, Composite
 from gleanrl.policies import ProgramPolicy, RandomActions, RandomPolicy, set_exploration_type
 from gleanrl.policies.adapt import adapt
-from gleanrl.policies.op_recorder import OpRecorder
+from gleanrl.policies.op_recorder import OpRecorder, Unknown
 from gleanrl.policies.policy import root_of
 from gleanrl.policies.probe import learn
 
@@ -190,6 +190,18 @@ def test_what_was_recorded_is_done_again_with_other_values(name):
         for call in ops.calls:
             call()
         assert torch.equal(result, function(x.clone()))
+
+
+@pytest.mark.parametrize("write", ["add_", "copy_"])
+def test_a_constant_that_was_read_may_not_be_written_afterwards(write):
+    ops, x = OpRecorder(), torch.randn(4, 3)
+    ops.changing([x])
+    with ops:
+        constant = torch.zeros(4, 3)
+        constant.add_(1)
+        x + constant
+        with pytest.raises(Unknown):
+            getattr(constant, write)(x)
 
 
 @pytest.mark.parametrize("policy", [None, RandomPolicy()])

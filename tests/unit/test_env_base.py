@@ -414,6 +414,7 @@ SPECS = [
     lambda lib: lib.Categorical(4),
     lambda lib: lib.Categorical(2, (1,), dtype=torch.bool),
     lambda lib: lib.MultiCategorical([2, 3]),
+    lambda lib: lib.MultiOneHot([2, 3]),
     lambda lib: lib.Composite(x=lib.Unbounded((3,)), g=lib.Composite(y=lib.OneHot(4))),
 ]
 
@@ -425,6 +426,8 @@ def test_specs_are_made_and_behave_as_torchrls(make):
     for name, arguments in [
         ("zero", ()),
         ("zeros", ((2,),)),
+        ("one", ()),
+        ("ones", ((2,),)),
     ]:
         mine, other = getattr(ours, name)(*arguments), getattr(theirs, name)(*arguments)
         assert (mine == other).all()
@@ -440,7 +443,7 @@ def test_specs_are_made_and_behave_as_torchrls(make):
     assert theirs.rand().shape == ours.rand().shape
 
 
-@pytest.mark.parametrize("make", SPECS[:14])
+@pytest.mark.parametrize("make", SPECS[:15])
 def test_values_are_encoded_and_converted_as_torchrls(make):
     ours, theirs = make(our_data), make(their_data)
     value = theirs.rand()

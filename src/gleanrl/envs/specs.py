@@ -26,6 +26,7 @@ __all__ = [
     "Categorical",
     "Composite",
     "MultiCategorical",
+    "MultiOneHot",
     "NonTensor",
     "OneHot",
     "TensorSpec",
@@ -95,6 +96,18 @@ class TensorSpec:
             return torch.randint(2, size, device=self.device).bool()
         found = torch.iinfo(self.dtype)
         return torch.randint(found.min, found.max, size, dtype=self.dtype, device=self.device)
+
+    def sample(self, shape: Size = ()) -> Any:
+        """Draw values, as `rand`."""
+        return self.rand(shape)
+
+    def one(self, shape: Size = ()) -> Any:
+        """Return ones ``[*shape, *self.shape]`` (in range or not)."""
+        return torch.ones((*_size(shape), *self.shape), dtype=self.dtype, device=self.device)
+
+    def ones(self, shape: Size = ()) -> Any:
+        """Return ones, as `one`."""
+        return self.one(shape)
 
     def zero(self, shape: Size = ()) -> Any:
         """Return zeros ``[*shape, *self.shape]`` (in range or not)."""
@@ -169,6 +182,10 @@ class TensorSpec:
         else:
             moved.device = torch.device("cpu" if dest is None else dest)
         return moved
+
+    def cpu(self) -> Any:
+        """Return the same spec on the CPU."""
+        return self.to("cpu")
 
     def expand(self, *shape: Any) -> Any:
         """Return the same spec with leading dimensions added; ``shape`` is the new whole shape."""
@@ -427,6 +444,51 @@ class MultiCategorical(_Discrete):
         return value.double().round().clamp(0).minimum(self.nvec.to(value.device) - 1)
 
 
+class MultiOneHot(_Discrete):
+    """One-hot vectors side by side along the last dimension, ``nvec[i]`` elements each."""
+
+    def __init__(
+        self,
+        nvec: Sequence[int],
+        shape: Size | None = None,
+        device: Device = None,
+        dtype: torch.dtype = torch.bool,
+        use_register: bool = False,
+    ) -> None:
+        """Describe ``[..., sum(nvec)]`` tensors; ``use_register`` is without effect."""
+        self.nvec = [int(n) for n in nvec]
+        super().__init__((sum(self.nvec),) if shape is None else shape, device, dtype)
+
+    @property
+    def space(self) -> tuple[Choices, ...]:
+        return tuple(map(Choices, self.nvec))
+
+    def _draw(self, shape: Sequence[int]) -> torch.Tensor:
+        size = (*shape, *self.shape[:-1], len(self.nvec))
+        draw = torch.rand(size, dtype=torch.float64, device=self.device)
+        return (draw * torch.tensor(self.nvec, device=self.device)).long()
+
+    def _indices(self, value: torch.Tensor) -> torch.Tensor:
+        parts = torch.split(value, self.nvec, -1)
+        return torch.stack([part.float().argmax(-1) for part in parts], -1)
+
+    def _values(self, indices: torch.Tensor) -> torch.Tensor:
+        columns = zip(indices.unbind(-1), self.nvec, strict=True)
+        parts = [torch.nn.functional.one_hot(index, n) for index, n in columns]
+        return torch.cat(parts, -1).to(self.dtype)
+
+    def encode(self, value: Any, *, ignore_device: bool = False) -> torch.Tensor:
+        """Return indices, or the vectors themselves, as one-hot vectors."""
+        tensor = torch.as_tensor(value, device=None if ignore_device else self.device)
+        if tensor.shape[-1:] == self.shape[-1:]:
+            return tensor.to(self.dtype)
+        return self._values(tensor.long())
+
+    def to_numpy(self, value: torch.Tensor, safe: bool | None = None) -> Any:
+        super().to_numpy(value, safe)
+        return self._indices(value).cpu().numpy()
+
+
 class Binary(_Discrete):
     """Tensors of zeros and ones."""
 
@@ -638,6 +700,9 @@ class Composite(TensorSpec, MutableMapping[Any, Any]):
 
     def rand(self, shape: Size = ()) -> TensorDict:
         return self._fill("rand", shape)
+
+    def one(self, shape: Size = ()) -> TensorDict:
+        return self._fill("one", shape)
 
     def zero(self, shape: Size = ()) -> TensorDict:
         return self._fill("zero", shape)

@@ -106,6 +106,8 @@ class OpRecorder(TorchDispatchMode):
         """Whether what ran may depend on the values of whole numbers."""
         self._changing: set[int] = set()
         """Where tensors lie whose values differ from step to step."""
+        self._read: set[int] = set()
+        """Where tensors lie that recorded calls read."""
         self._made: dict[int, torch.Tensor] = {}
         """What was made under this recorder, by place."""
         self.latest: dict[str, torch.Tensor] = {}
@@ -130,7 +132,8 @@ class OpRecorder(TorchDispatchMode):
         """Run ``func``, and record it if its result may differ at the next step.
 
         Raises:
-            Unknown: it writes to a tensor that was not made under this recorder.
+            Unknown: it writes to a tensor that was not made under this recorder, or to a constant
+                that a recorded call reads.
         """
         kwargs = kwargs or {}
         given = {_place(one) for one in _tensors((args, kwargs))}
@@ -138,6 +141,8 @@ class OpRecorder(TorchDispatchMode):
         varies = varies or torch.Tag.nondeterministic_seeded in func.tags
         if func._schema.is_mutable:
             self._write(func, args, kwargs, varies)
+        self._read |= given if varies else set()
+        if func._schema.is_mutable:
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         results = _tensors(result)
@@ -157,14 +162,16 @@ class OpRecorder(TorchDispatchMode):
         name, target = _name(func), args[0]
         if name in _RESHAPING:
             return
-        require(name.endswith("_") and _place(target) in self._made)
-        whole = self._made[_place(target)]
+        place = _place(target)
+        require(name.endswith("_") and place in self._made)
+        require(place in self._changing or place not in self._read)
+        whole = self._made[place]
         if not varies:
             return
         filled = name in _FILLING and target.numel() == whole.numel()
-        if _place(target) not in self._changing and not filled:
+        if place not in self._changing and not filled:
             self.calls.append(partial(whole.copy_, whole.clone()))
-        self._changing.add(_place(target))
+        self._changing.add(place)
         self.calls.append(partial(getattr(target, name), *_detached(args[1:]), **kwargs))
 
     def _again(
@@ -262,7 +269,8 @@ def _elementwise(
     if name == "rsub":
         name, args = "sub", (args[1], args[0])
     ufunc = _UFUNCS.get(name)
-    if ufunc is None or kwargs or not result.is_floating_point():
+    # With half a number's precision numpy rounds Python's numbers first, torch does not.
+    if ufunc is None or kwargs or result.dtype not in (torch.float32, torch.float64):
         return None
     arrays = [array_of(arg) if isinstance(arg, torch.Tensor) else arg for arg in (*args, result)]
     alike = all(one.dtype == result.dtype for one in _tensors(args))
