@@ -19,7 +19,7 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
 from gleanrl.core.layout import Layout
-from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, Times, known
+from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, Times, returning
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Array, Window
@@ -197,7 +197,7 @@ class NestedSource:
     def _episodes(self) -> Callable[[], Array]:
         """Return what `Report.ended` is of the workers of the collector."""
         each = [report.episodes for report in self._reports]
-        return known(np.concatenate([NO_EPISODES, *each]))
+        return returning(np.concatenate([NO_EPISODES, *each]))
 
     def _times(self, begin: float) -> Times:
         """Share out the seconds since ``begin`` as those that its workers were busy."""

@@ -191,7 +191,7 @@ class Times:
 NO_EPISODES: np.ndarray[Any, Any] = np.empty((0, 2))
 
 
-def known(episodes: np.ndarray[Any, Any]) -> Callable[[], np.ndarray[Any, Any]]:
+def returning(episodes: np.ndarray[Any, Any]) -> Callable[[], np.ndarray[Any, Any]]:
     """Return what returns ``episodes`` and can be pickled, see `Report.ended`."""
     return partial(np.asarray, episodes)
 
@@ -209,7 +209,7 @@ class Report:
     """Frames stepped that could not be delivered (0 but for bounded spill overflow)."""
     payload: Any = None
     """The rollout, where it does not lie in the window; ``None`` if it does."""
-    ended: Callable[[], np.ndarray[Any, Any]] = field(default=known(NO_EPISODES), compare=False)
+    ended: Callable[[], np.ndarray[Any, Any]] = field(default=returning(NO_EPISODES), compare=False)
     """Returns `episodes`; they are added up when somebody asks. Safe in any thread."""
     times: Times = field(default_factory=Times, compare=False)
     block: Any = None

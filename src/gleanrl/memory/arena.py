@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,8 +24,6 @@ from gleanrl.core.window import Array, Window
 from gleanrl.memory.shared import use_huge_pages
 
 Views: TypeAlias = dict[Key, torch.Tensor]
-_View: TypeAlias = tuple[Key, tuple[int, ...], int, int, torch.dtype, "np.dtype[Any] | None"]
-
 
 _ALIGN = 64
 MARK = 64

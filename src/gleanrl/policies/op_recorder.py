@@ -139,12 +139,14 @@ class OpRecorder(TorchDispatchMode):
         given = {_place(one) for one in _tensors((args, kwargs))}
         varies = not given.isdisjoint(self._changing)
         varies = varies or torch.Tag.nondeterministic_seeded in func.tags
-        if func._schema.is_mutable:
+        writes = func._schema.is_mutable
+        if writes:
             self._write(func, args, kwargs, varies)
-        self._read |= given if varies else set()
-        if func._schema.is_mutable:
-            return func(*args, **kwargs)
+        if varies:
+            self._read |= given
         result = func(*args, **kwargs)
+        if writes:
+            return result
         results = _tensors(result)
         fresh = {_place(one): one for one in results if _place(one) not in given}
         if results and not fresh:

@@ -12,7 +12,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import IS_INIT
-from gleanrl.core.messages import NO_EPISODES, known
+from gleanrl.core.messages import NO_EPISODES, returning
 from gleanrl.core.window import Array, Window
 
 _NEVER = np.iinfo(np.int64).max
@@ -38,7 +38,7 @@ class Tracker:
         self._age = np.zeros(envs, np.int64)
         """Steps each environment has taken in its running episode, at rollout start."""
         self._sums = EpisodeSums(envs)
-        self.episodes = known(NO_EPISODES)
+        self.episodes = returning(NO_EPISODES)
         """Returns those that ended in the last rollout, see `Report.ended`."""
         self._due = np.full(envs, _NEVER)
         self._ended: list[int] = []

@@ -118,7 +118,7 @@ def _write_reply(reply: m.Reply) -> bytes:
         )
         return head + report.episodes.tobytes()
     if isinstance(reply, m.Rolled):
-        reply.report.ended = m.known(reply.report.episodes)
+        reply.report.ended = m.returning(reply.report.episodes)
     return _HEAD.pack(_P, reply.ticket, reply.worker) + bytes(cloudpickle.dumps(reply))
 
 
@@ -200,7 +200,9 @@ def _read_reply(frame: bytes) -> m.Reply:
         ended = m.NO_EPISODES
         if len(frame) > _ROLLED.size:
             ended = np.frombuffer(frame, offset=_ROLLED.size).reshape(-1, 2)
-        report = m.Report(steps, frames, version, discarded, None, m.known(ended), m.Times(*times))
+        report = m.Report(
+            steps, frames, version, discarded, None, m.returning(ended), m.Times(*times)
+        )
         return m.Rolled(worker, ticket, report)
     reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
     return reply

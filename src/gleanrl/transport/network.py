@@ -54,8 +54,6 @@ _GRACE = 1.0
 """Seconds within which a node that was told to end has to be gone."""
 _NAPS = 50e-6, 1e-3
 """Seconds between two looks at whether an announced rollout is here: at first, in the end."""
-
-
 _NEWS = 2.0
 """Seconds within which a launcher has heard how a process ended that is gone."""
 _IN_FLIGHT = 1.0
