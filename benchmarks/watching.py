@@ -47,16 +47,16 @@ Parts = list[tuple[type, str, str, Callable[..., Any]]]
 
 def parts() -> Parts:
     """Return the methods that watch, what each does, and what takes its place in a bare turn."""
-    from gleanrl.core.messages import NO_EPISODES, Times, returning
+    from gleanrl.core.messages import NO_EPISODES, returning
     from gleanrl.rollout.step_clock import StepClock
     from gleanrl.rollout.tracker import EpisodeSums
     from gleanrl.transport.worker import Worker
     from gleanrl.watch.watching import Watching
 
-    times, none = Times(), returning(NO_EPISODES)
+    none = returning(NO_EPISODES)
     return [
         (StepClock, "begin", "workers' time", lambda _, act, step: (act, step)),
-        (StepClock, "end", "workers' time", lambda _: times),
+        (StepClock, "end", "workers' time", lambda _: (0.0, 0.0, 0.0, 0.0)),
         (Worker, "_complete", "workers' time", lambda *_: None),
         (EpisodeSums, "add", "episodes", lambda *_: none),
         (Watching, "gathered", "batches and status file", lambda *_: None),

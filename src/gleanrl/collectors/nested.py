@@ -19,12 +19,13 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
 from gleanrl.core.layout import Layout
-from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, Times, returning
+from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, returning
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.trees import copied
 from gleanrl.rollout.build import SourceBuilder
+from gleanrl.rollout.step_clock import Times
 from gleanrl.weights.snapshot import Shapes, shapes_of
 
 
@@ -180,19 +181,19 @@ class NestedSource:
         self._reports.clear()
         frames, version = self._counted(batch)
         if batch is None:  # the collector has put it into a buffer of its own
-            return Report(steps, frames, version, ended=ended, times=times)
+            return Report(steps, frames, version, 0, None, ended, *times)
         if self._layout is None or not window.keys():
             # It may be a view of memory that is used again: it is copied before it travels.
             batch = copied(batch)
             ids = batch.get(TRAJ_IDS, None)
             if ids is not None:
                 batch.set(TRAJ_IDS, self._numbered(ids))
-            return Report(steps, frames, version, 0, batch, ended, times)
+            return Report(steps, frames, version, 0, batch, ended, *times)
         taken = _write_batch(batch, self._layout, window)
         if TRAJ_IDS in window.keys():
             ids = window.tensor(TRAJ_IDS)
             ids.copy_(self._numbered(ids))
-        return Report(taken, frames, version, ended=ended, times=times)
+        return Report(taken, frames, version, 0, None, ended, *times)
 
     def _episodes(self) -> Callable[[], Array]:
         """Return what `Report.ended` is of the workers of the collector."""
@@ -202,11 +203,11 @@ class NestedSource:
     def _times(self, begin: float) -> Times:
         """Share out the seconds since ``begin`` as those that its workers were busy."""
         end = monotonic()
-        inner = [report.times for report in self._reports]
-        env, policy = sum(t.env for t in inner), sum(t.policy for t in inner)
-        busy = env + policy + sum(t.transfer for t in inner)
+        inner = self._reports
+        env, policy = sum(r.env_s for r in inner), sum(r.policy_s for r in inner)
+        busy = env + policy + sum(r.transfer_s for r in inner)
         share = (end - begin) / (busy or 1.0)
-        return Times(begin, end, env * share, policy * share)
+        return begin, end, env * share, policy * share
 
     def _counted(self, batch: TensorDictBase | None) -> tuple[int, int]:
         """Return the valid frames of ``batch``, and the version that it was made with."""

@@ -166,28 +166,6 @@ Command: TypeAlias = (
 # -- replies ---------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Times:
-    """Where a worker's seconds went since its last rollout, this one included."""
-
-    begin: float = 0.0
-    """When the first step began, on the monotonic clock of the worker's machine."""
-    end: float = 0.0
-    """When the last step ended."""
-    env: float = 0.0
-    """Seconds in the environments: measured in some rollouts, estimated from these in others."""
-    policy: float = 0.0
-    """Seconds in the policy, likewise."""
-    transfer: float = 0.0
-    """Seconds in everything else: bookkeeping, hooks, loading weights, sending."""
-    wait: float = 0.0
-    """Seconds without a command."""
-    taken: float = 0.0
-    """When the worker turned to the rollout, on its clock."""
-    weights: float = 0.0
-    """Seconds of ``transfer`` that were spent on loading weights."""
-
-
 NO_EPISODES: np.ndarray[Any, Any] = np.empty((0, 2))
 
 
@@ -211,7 +189,22 @@ class Report:
     """The rollout, where it does not lie in the window; ``None`` if it does."""
     ended: Callable[[], np.ndarray[Any, Any]] = field(default=returning(NO_EPISODES), compare=False)
     """Returns `episodes`; they are added up when somebody asks. Safe in any thread."""
-    times: Times = field(default_factory=Times, compare=False)
+    began_at: float = field(default=0.0, compare=False)
+    """When the first step began, on the monotonic clock of the worker's machine."""
+    ended_at: float = field(default=0.0, compare=False)
+    """When the last step ended; 0 if the source does not measure itself."""
+    env_s: float = field(default=0.0, compare=False)
+    """Seconds in the environments: measured in some rollouts, estimated from these in others."""
+    policy_s: float = field(default=0.0, compare=False)
+    """Seconds in the policy, likewise."""
+    transfer_s: float = field(default=0.0, compare=False)
+    """Seconds since the last rollout in all else: bookkeeping, hooks, loading weights, sending."""
+    wait_s: float = field(default=0.0, compare=False)
+    """Seconds since the last rollout without a command."""
+    taken_at: float = field(default=0.0, compare=False)
+    """When the worker turned to the rollout, on its clock."""
+    weights_s: float = field(default=0.0, compare=False)
+    """Seconds of `transfer_s` that were spent on loading weights."""
     block: Any = None
     """The rollout, if the backend leaves it where it arrived instead of in the window: a writable
     uint8 array, laid out like a slab of this worker alone. Set in the learner's process only."""

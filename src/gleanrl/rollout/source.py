@@ -11,12 +11,12 @@ from torch import nn
 
 from gleanrl.core import paths
 from gleanrl.core.errors import UnknownModelError, WeightsError
-from gleanrl.core.messages import Report, Snapshot, Times
+from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Env, Pool
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.envs.tensordict import TensorDictHandle
-from gleanrl.rollout.step_clock import StepClock
+from gleanrl.rollout.step_clock import StepClock, Times
 from gleanrl.rollout.tracker import Tracker
 from gleanrl.weights.snapshot import Shapes, check_weights, cloned, load_weights, shapes_of
 
@@ -128,7 +128,7 @@ class BaseSource:
             discarded,
             payload,
             self.tracker.episodes,
-            times,
+            *times,
         )
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, TypeAlias
 
-from gleanrl.core.messages import Times
-
 _EVERY = 16
 """One rollout of so many is measured step by step."""
 _Call: TypeAlias = Callable[..., Any]
+Times: TypeAlias = tuple[float, float, float, float]
+"""`Report.began_at`, `ended_at`, `env_s` and `policy_s` of a rollout."""
 
 
 class StepClock:
@@ -42,12 +42,12 @@ class StepClock:
         return act, step
 
     def end(self) -> Times:
-        """End the rollout; return its times as far as they are known here."""
+        """End the rollout; return when it began and ended, seconds of environment and policy."""
         begin, end = self._begin, monotonic()
         duration = end - begin
         if self._seconds is not None:
             self._policy, self._env = (part / (duration or 1.0) for part in self._seconds)
-        return Times(begin, end, self._env * duration, self._policy * duration)
+        return begin, end, self._env * duration, self._policy * duration
 
 
 def _timed(call: _Call, seconds: list[float], place: int) -> _Call:

@@ -98,7 +98,7 @@ class CommandReader:
 
 def _write_reply(reply: m.Reply) -> bytes:
     if isinstance(reply, m.Rolled) and reply.report.payload is None:
-        report, times = reply.report, reply.report.times
+        report = reply.report
         head = _ROLLED.pack(
             _R,
             reply.ticket,
@@ -107,14 +107,14 @@ def _write_reply(reply: m.Reply) -> bytes:
             report.frames,
             report.policy_version,
             report.discarded,
-            times.begin,
-            times.end,
-            times.env,
-            times.policy,
-            times.transfer,
-            times.wait,
-            times.taken,
-            times.weights,
+            report.began_at,
+            report.ended_at,
+            report.env_s,
+            report.policy_s,
+            report.transfer_s,
+            report.wait_s,
+            report.taken_at,
+            report.weights_s,
         )
         return head + report.episodes.tobytes()
     if isinstance(reply, m.Rolled):
@@ -200,9 +200,7 @@ def _read_reply(frame: bytes) -> m.Reply:
         ended = m.NO_EPISODES
         if len(frame) > _ROLLED.size:
             ended = np.frombuffer(frame, offset=_ROLLED.size).reshape(-1, 2)
-        report = m.Report(
-            steps, frames, version, discarded, None, m.returning(ended), m.Times(*times)
-        )
+        report = m.Report(steps, frames, version, discarded, None, m.returning(ended), *times)
         return m.Rolled(worker, ticket, report)
     reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
     return reply

@@ -79,7 +79,7 @@ class Worker:
                 self._refresh()  # whoever asks for the state gets what was published before
             if isinstance(command, m.Collect):
                 report = self._collect(command)
-                self._complete(report.times, began)
+                self._complete(report, began)
                 return m.Rolled(self._index, ticket, report)
             if isinstance(command, m.Failed):
                 return command
@@ -93,16 +93,16 @@ class Worker:
         """Note that the answer is on its way: from now on the worker waits."""
         self._idle_since = monotonic()
 
-    def _complete(self, times: m.Times, began: float) -> None:
+    def _complete(self, report: m.Report, began: float) -> None:
         """Say where the seconds since the last rollout went that the source knows nothing of."""
         now = monotonic()
         if not self._counted_until:  # before the first rollout there was nothing to do
             self._waited, self._counted_until = 0.0, began
         total, self._counted_until = now - self._counted_until, now
-        times.wait, self._waited = self._waited, 0.0
-        times.weights, self._loading = self._loading, 0.0
-        times.taken = began
-        times.transfer = max(0.0, total - times.wait - times.env - times.policy)
+        report.wait_s, self._waited = self._waited, 0.0
+        report.weights_s, self._loading = self._loading, 0.0
+        report.taken_at = began
+        report.transfer_s = max(0.0, total - report.wait_s - report.env_s - report.policy_s)
 
     def _refresh(self) -> None:
         if self._receiver is not None:

@@ -52,19 +52,20 @@ class Thinned:
         if self._skip:
             self._skip -= 1
         else:
-            self._keep(row)
+            self._keep([row])
 
     def extend(self, rows: Array, *first: float) -> None:
         """Add the rows of ``rows``, ``[N, columns]``, that all begin with ``first``."""
-        while self._skip < len(rows):
-            at = self._skip
-            self._keep((*first, *rows[at].tolist()))
+        while (at := self._skip) < len(rows):
+            kept = rows[at :: self.every][: self._most + 1 - len(self._rows)].tolist()
+            at += self.every * (len(kept) - 1)
+            self._keep([(*first, *row) for row in kept])
             self._skip += at + 1
         self._skip -= len(rows)
 
-    def _keep(self, row: tuple[float, ...]) -> None:
-        """Add a row that is not to be skipped."""
-        self._rows.append(row)
+    def _keep(self, rows: list[tuple[float, ...]]) -> None:
+        """Add rows of which none is to be skipped, up to the one that is too many."""
+        self._rows += rows
         if len(self._rows) > self._most:
             del self._rows[1::2]
             self.every *= 2

@@ -6,11 +6,13 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from operator import add
 from time import monotonic
+from typing import TypeAlias
 
 import numpy as np
 
-from gleanrl.core.messages import NO_EPISODES, Report, Times
+from gleanrl.core.messages import NO_EPISODES, Report
 from gleanrl.core.window import Array
 from gleanrl.watch.history import History
 
@@ -21,9 +23,11 @@ _MARKS = 8
 """The current rate is that since the oldest of so many marks, which are so far apart."""
 _MOST_WAITING = 256
 """Batches that wait to be added up until somebody asks."""
-_Share = tuple[int, int, int, Times, Callable[[], Array]]
-"""A rollout's worker, frames, policy version and times, and what returns its episodes."""
 _TIMES = ("env", "policy", "transfer", "wait")
+_Seconds: TypeAlias = tuple[float, float, float, float]
+"""In the order of `_TIMES`."""
+_Share: TypeAlias = tuple[int, int, int, _Seconds, Callable[[], Array]]
+"""A rollout's worker, frames, policy version and seconds, and what returns its episodes."""
 
 
 class _Episodes:
@@ -55,7 +59,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.frames = self.lag = 0
-        self.times = Times()
+        self.seconds: list[float] = [0.0] * len(_TIMES)
         self.episodes = _Episodes()
 
 
@@ -68,7 +72,7 @@ class Measures:
         self._waiting: deque[tuple[float, float, int, list[_Share]]] = deque()
         self._workers = [_Worker() for _ in range(workers)]
         self._all = _Worker()
-        """Frames, episodes and lag of all; times are those of each."""
+        """Frames, episodes and lag of all; seconds are those of each."""
         self._marks: deque[tuple[float, list[int]]] = deque(maxlen=_MARKS)
         """When, and the frames of each worker until then."""
         self._began = self._newest = self._mark_due = 0.0
@@ -83,7 +87,10 @@ class Measures:
             asked: When the batch was asked for; rates count from the first time.
         """
         now = monotonic()
-        shares = [(i, r.frames, r.policy_version, r.times, r.ended) for i, r in reports.items()]
+        shares: list[_Share] = []
+        for worker, r in reports.items():
+            seconds = r.env_s, r.policy_s, r.transfer_s, r.wait_s
+            shares.append((worker, r.frames, r.policy_version, seconds, r.ended))
         self._waiting.append((now, asked, version, shares))
         if len(self._waiting) > _MOST_WAITING:
             self._settle()
@@ -100,17 +107,13 @@ class Measures:
             self._began = asked
             self._mark(asked)
         oldest, everything = version, self._all
-        for index, frames, its_version, new, ended in shares:
+        for index, frames, its_version, seconds, ended in shares:
             worker = self._workers[index]
             everything.frames += frames
             worker.frames += frames
             worker.lag = version - its_version
             oldest = min(oldest, its_version)
-            times = worker.times
-            times.env += new.env
-            times.policy += new.policy
-            times.transfer += new.transfer
-            times.wait += new.wait
+            worker.seconds = list(map(add, worker.seconds, seconds))
             if len(episodes := ended()):
                 worker.episodes.add(episodes)
                 everything.episodes.add(episodes)
@@ -139,7 +142,7 @@ class Measures:
             return {
                 **self._rates(indices),
                 **whole.episodes.stats(),
-                **_shares([self._workers[index].times for index in indices]),
+                **_shares([self._workers[index].seconds for index in indices]),
                 "lag": whole.lag,
             }
 
@@ -156,8 +159,8 @@ class Measures:
         }
 
 
-def _shares(times: Sequence[Times]) -> dict[str, float]:
+def _shares(workers: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return what share of the seconds went where; NaN before there are any."""
-    seconds = [sum(getattr(one, name) for one in times) for name in _TIMES]
+    seconds = [sum(parts) for parts in zip(*workers, strict=True)]
     total = sum(seconds) or math.nan
     return {f"time_{name}": part / total for name, part in zip(_TIMES, seconds, strict=True)}

@@ -25,6 +25,7 @@ OFF = "GLEANRL_TOP"
 """The environment variable that keeps collectors from writing if it is ``0``."""
 _NAME = re.compile(r"(\.?)(\d+)-(\d+)-\d+")
 """Process, its start, and a number; a draft is hidden."""
+_MEMORY = "/dev/shm"
 _numbers = itertools.count()
 
 
@@ -123,7 +124,10 @@ def folders() -> list[Path]:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     found = [Path(runtime) / "gleanrl"] if runtime else []
     with contextlib.suppress(OSError):
-        found.append(Path(tempfile.gettempdir()) / f"gleanrl-{os.getuid()}")
+        # In memory, unless the user wants another folder: on ext4, replacing a file takes 0.5 ms.
+        in_memory = "TMPDIR" not in os.environ and os.access(_MEMORY, os.W_OK | os.X_OK)
+        temporary = _MEMORY if in_memory else tempfile.gettempdir()
+        found.append(Path(temporary) / f"gleanrl-{os.getuid()}")
     return found
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
 
-from gleanrl.core.messages import Report, Times
+from gleanrl.core.messages import Report
 
 _FAR_S = 3600.0
 """A worker whose clock shows times that long ago has another clock than the learner."""
@@ -97,20 +97,22 @@ class Timeline:
         self._write("".join(events))
 
     def _rollout(self, worker: int, report: Report, now: float) -> list[str]:
-        times, tid = report.times, worker + 1
-        if not times.end:  # of a source that does not measure itself
+        tid = worker + 1
+        if not report.ended_at:  # of a source that does not measure itself
             return []
-        shift = self._shift(worker, times, now)
-        taken, begin, end = times.taken + shift, times.begin + shift, times.end + shift
+        shift = self._shift(worker, report.ended_at, now)
+        taken, begin, end = (
+            at + shift for at in (report.taken_at, report.began_at, report.ended_at)
+        )
         before, self._ended[worker] = self._ended[worker], end
-        middle = min(begin + times.env, end)
+        middle = min(begin + report.env_s, end)
         args = f'"frames":{report.frames},"policy version":{report.policy_version}'
         return [
-            self._slice(tid, "waiting", max(before, taken - times.wait), taken),
-            *self._weights(tid, report.policy_version, taken, min(taken + times.weights, begin)),
+            self._slice(tid, "waiting", max(before, taken - report.wait_s), taken),
+            *self._weights(tid, report.policy_version, taken, min(taken + report.weights_s, begin)),
             self._slice(tid, "rollout", begin, end, args),
             self._slice(tid, "environment", begin, middle),
-            self._slice(tid, "policy", middle, min(middle + times.policy, end)),
+            self._slice(tid, "policy", middle, min(middle + report.policy_s, end)),
         ]
 
     def _weights(self, tid: int, version: int, begin: float, end: float) -> list[str]:
@@ -119,11 +121,11 @@ class Timeline:
             return []
         return [self._slice(tid, "weights", begin, end, f'"policy version":{version}')]
 
-    def _shift(self, worker: int, times: Times, now: float) -> float:
+    def _shift(self, worker: int, ended_at: float, now: float) -> float:
         """Return what to add to times of ``worker`` to have them on the learner's clock."""
         if worker not in self._shifts:
-            same = now - _FAR_S < times.end <= now
-            self._shifts[worker] = 0.0 if same else now - times.end
+            same = now - _FAR_S < ended_at <= now
+            self._shifts[worker] = 0.0 if same else now - ended_at
         return self._shifts[worker]
 
     def published(self, asked: float, version: int) -> None:
