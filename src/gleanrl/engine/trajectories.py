@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -199,18 +198,6 @@ _Piece: TypeAlias = tuple[int, int, int]
 """Chunk, first frame and one past the last frame within it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """What a `WholeTrajectories` holds at the moment."""
-
-    complete: int
-    """Trajectories that ended and were not popped yet."""
-    partial: int
-    """Trajectories still running."""
-    frames: int
-    """Frames of both."""
-
-
 class WholeTrajectories:
     """Collects batches and gives back whole trajectories, a fixed number at a time.
 
@@ -256,12 +243,6 @@ class WholeTrajectories:
         share = -(-self.num_trajectories // num_envs)
         self.num_trajectories = share * num_envs
         self._ready = [deque() for _ in range(num_envs)]
-
-    @property
-    def pending(self) -> Pending:
-        """Return how much is held."""
-        complete = sum(map(len, self._ready))
-        return Pending(complete, len(self._running), sum(self._live.values()))
 
     def push(self, td: TensorDictBase) -> None:
         """Take in one batch ``[..., T]``; what is kept of it is copied.
