@@ -200,3 +200,24 @@ def test_what_is_needed_is_named(letter, name):
     if name != "MultiCollector":
         with pytest.raises(TypeError, match=f"{name} needs frames_per_batch="):
             getattr(collectors, name)(["CartPole-v1"])
+
+
+@pytest.mark.parametrize(("letter", "name"), CLASSES)
+def test_flags_are_bools(letter, name):
+    kind, flags = getattr(collectors, name), [n for n, (t, _) in expected(letter) if "bool" in t]
+    assert {"set_truncated", "split_trajs", "fast", "compile_policy", "progress"} < {*flags}
+    for flag in flags if letter != "M" else {*flags} - {"sync"}:  # which selects the class first
+        for value in (1, 0.5):
+            with pytest.raises(TypeError, match=rf"^{flag} \({value}\) must be a bool"):
+                kind(["nothing"], frames_per_batch=8, **{flag: value}, **SELECTED.get(name, {}))
+    with pytest.raises(TypeError, match=r"split_trajs \('yes'\) must be a bool$"):
+        kind(["nothing"], frames_per_batch=8, split_trajs="yes", **SELECTED.get(name, {}))
+
+
+SELECTED = {"MultiCollector": {"sync": True}}
+
+
+def test_flags_of_nodes_collectors_are_bools():
+    kwargs = [{"set_truncated": "yes"}]
+    with pytest.raises(TypeError, match=r"set_truncated \('yes'\) must be a bool"):
+        DistributedCollector(["nothing"], frames_per_batch=8, collector_kwargs=kwargs)

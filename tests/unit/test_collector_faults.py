@@ -1,10 +1,13 @@
 """What is left after something went wrong, and what users do to batches and collectors."""
 
+import copy
 import gc
 import io
 import os
+import pickle
 import threading
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -146,6 +149,15 @@ def test_bad_arguments_fail_before_anything_is_built(options, message):
 
     with pytest.raises(ConfigError, match=message):
         Collector(make, frames_per_batch=5, **options)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, cloudpickle.dumps, copy.copy, copy.deepcopy])
+def test_a_collector_that_is_copied_says_that_it_cannot_be(copied):
+    with (
+        Collector("CartPole-v1", frames_per_batch=5) as collector,
+        pytest.raises(TypeError, match=r"a Collector cannot be pickled or copied.*state_dict\(\)"),
+    ):
+        copied(collector)
 
 
 def test_a_postproc_that_returns_nothing_is_named():

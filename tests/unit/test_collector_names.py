@@ -173,3 +173,14 @@ def test_update_interval_is_another_name():
             distributed.DistributedCollector(
                 "Pendulum-v1", policy(), frames_per_batch=8, launcher="mp", **options
             )
+
+
+def test_cached_weights_are_those_of_the_learners_policy():
+    policy = nn.Linear(3, 1)
+    options = {"frames_per_batch": 8, "backend": "inline", "num_workers": 1}
+    with MultiSyncCollector("Pendulum-v1", policy, **options) as collector:
+        weights = collector.get_cached_weights("policy")
+        assert torch.equal(weights["weight"], policy.weight)
+        assert collector.get_cached_weights("env.transform[0]") is None
+    with MultiSyncCollector("CartPole-v1", **options) as collector:
+        assert collector.get_cached_weights("policy") is None

@@ -250,6 +250,14 @@ def policy_that_fails(observation):
             "^worker 0: environment 0 raised this at step 2",
         ),
         (
+            lambda: MultiSyncCollector([lambda: Failing("step")], backend="inline", **FRAMES),
+            "^worker 0: environment 0 raised this at step 2",
+        ),
+        (
+            lambda: MultiSyncCollector([lambda: Failing("reset")], backend="inline", **FRAMES),
+            "^worker 0: environment 0 raised this in its reset",
+        ),
+        (
             lambda: Collector("CartPole-v1", late("no number", 0), **FRAMES),
             "the policy raised this at step 2 of the rollout",
         ),

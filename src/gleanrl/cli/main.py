@@ -6,6 +6,7 @@ import argparse
 import difflib
 import inspect
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -138,7 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _notes(error: Exception) -> str:
-    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    """Return what the notes of ``error`` say; its message has said which worker it came from."""
+    notes = getattr(error, "__notes__", ())
+    return "".join("; " + re.sub(r"^(worker \d+: )+", "", note) for note in notes)
 
 
 def _fail(code: int, message: str, with_traceback: bool) -> int:

@@ -13,6 +13,7 @@ import inspect
 import operator
 import re
 import textwrap
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from typing import (
     Required,
     TypedDict,
     TypeVar,
+    Union,
     cast,
     get_args,
+    get_origin,
     get_type_hints,
     is_typeddict,
 )
@@ -571,6 +574,7 @@ def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
     missing = [n for n, (_, default) in known.items() if default is REQUIRED and n not in arguments]
     if missing:
         raise ArgumentTypeError(f"{owner} needs {missing[0]}=")
+    check_types(kind, arguments)
     for name, newer in _RETIRED.items():
         if arguments.get(name) is not None:
             warnings.warn(
@@ -593,6 +597,32 @@ def instead(name: str, known: Mapping[str, Any]) -> str:
 
 # -- checks ----------------------------------------------------------------------------------------
 
+_WORDS: Mapping[Any, str] = {
+    bool: "a bool",
+    str: "a string",
+    Callable: "callable",
+    Mapping: "a mapping",
+    Sequence: "a list",
+    InteractionType: "an ExplorationType, such as ExplorationType.MODE",
+    Interruptor: "an Interruptor of gleanrl.collectors, whose flag workers share",
+    PolicyVersion: "a PolicyVersion",
+}
+"""Types that an argument is checked for by its definition. Numbers, devices and objects of many
+kinds are read where they are used."""
+
+
+def check_types(kind: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that are not of the type that ``kind`` defines; it may know others not."""
+    known = definitions(kind)
+    for name, value in arguments.items():
+        hint = known[name][0] if name in known else Any
+        union = isinstance(hint, types.UnionType) or get_origin(hint) is Union
+        allowed = [get_origin(one) or one for one in (get_args(hint) if union else [hint])]
+        words = [_WORDS.get(one, "") for one in allowed if one is not type(None)]
+        unset = value is None and bool not in allowed
+        if not (unset or "" in words or isinstance(value, tuple(allowed))):
+            raise ArgumentTypeError(f"{name} ({value!r:.100}) must be {' or '.join(words)}")
+
 
 def check(arguments: Arguments) -> None:
     """Find contradictions between arguments, before anything is built."""
@@ -601,11 +631,6 @@ def check(arguments: Arguments) -> None:
     for wrong, message in _contradictions(arguments):
         if wrong:
             raise ConfigError(message)
-    check_callables(
-        postproc=arguments["postproc"],
-        pre_collect_hook=arguments["pre_collect_hook"],
-        post_collect_hook=arguments["post_collect_hook"],
-    )
     if arguments["timeout"] is not None:
         seconds("timeout", arguments["timeout"])
     check_schemes(arguments["weight_sync_schemes"])
@@ -823,19 +848,11 @@ def _read_version(track: bool | PolicyVersion) -> PolicyVersion | None:
     """Return the version counter to show, or ``None``."""
     if isinstance(track, PolicyVersion):
         return track
-    if not isinstance(track, bool):
-        raise ArgumentTypeError(
-            f"track_policy_version ({track!r}) must be a bool or a PolicyVersion"
-        )
     return PolicyVersion() if track else None
 
 
 def _read_exploration(kind: InteractionType | None, mode: str | None) -> InteractionType:
     """Return the interaction type; ``None`` is RANDOM."""
-    if kind is not None and not isinstance(kind, InteractionType):
-        raise ConfigError(
-            f"exploration_type ({kind!r}) must be an ExplorationType, such as ExplorationType.MODE"
-        )
     if mode is None:
         return InteractionType.RANDOM if kind is None else kind
     parsed = parse_exploration_mode(mode)

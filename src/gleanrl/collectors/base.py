@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -197,6 +197,12 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """Return what a recording in this process is made of, ``None`` if that is elsewhere."""
         first = self._plan.functions[0]
         return first if isinstance(first, str) else None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied, because it holds running "
+            "environments: make one where it is needed, and give that the state_dict() of this one"
+        )
 
     def __repr__(self) -> str:
         """Say what this is, what it consists of, how far it is and what it does."""

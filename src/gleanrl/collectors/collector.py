@@ -13,7 +13,6 @@ from gleanrl.collectors.arguments import (
     Arguments,
     CollectorArguments,
     Options,
-    check_callables,
     read,
     read_index,
     shown,
@@ -75,7 +74,6 @@ class Collector(BaseCollector):
         arguments = read(CollectorArguments, type(self).__name__, kwargs)
         super().__init__(arguments)
         own = cast("CollectorArguments", arguments)  # which hold for one worker
-        check_callables(policy_factory=arguments["policy_factory"])
         same_td, interruptor = arguments["return_same_td"], arguments["interruptor"]
         options = Options.of(arguments)
         devices = DevicePlan.from_arguments(

@@ -6,7 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from gleanrl.collectors.arguments import CollectorArguments, defaults, definitions, instead
+from gleanrl.collectors.arguments import (
+    CollectorArguments,
+    check_types,
+    defaults,
+    definitions,
+    instead,
+)
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 
 _HERE = (None, "inline", "direct")
@@ -41,6 +47,8 @@ def elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         args: The positional arguments of `Collector`.
         kwargs: Its other arguments.
     """
+    selectors = {name: kwargs[name] for name in _SELECTORS if name in kwargs}
+    check_types(CollectorArguments, selectors)
     backend, count = kwargs.get("backend"), kwargs.get("num_collectors")
     if backend == "thread":
         raise NotImplementedError(
@@ -90,8 +98,6 @@ def _several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     from gleanrl.collectors.workers import env_functions_of
 
     sync = kwargs.get("sync")
-    if sync is not None and not isinstance(sync, bool):
-        raise ArgumentTypeError(f"sync ({sync!r}) must be True, False or None (which means False)")
     kind: Any = MultiSyncCollector if sync else MultiAsyncCollector
     nodes = kwargs.get("backend") in _NODES
     preset: dict[str, Any] = {}
@@ -123,8 +129,6 @@ def _count(value: Any) -> int | None:
 
 
 def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    if options is not None and not isinstance(options, Mapping):
-        raise ArgumentTypeError(f"backend_options ({options!r:.100}) must map names to values")
     for names, what in ((_RESERVED, "reserved"), (given, "duplicate")):
         found = sorted(set(options or ()) & set(names))
         if found:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Unpack
 
+from tensordict import TensorDictBase
+from torch import nn
+
 from gleanrl.collectors.arguments import MultiArguments, read, shows
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.dispatch import like
@@ -13,7 +16,6 @@ from gleanrl.collectors.workers import env_functions, launch_workers, read_thres
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.engine.engine import MakeBackend
-from gleanrl.engine.interruptor import Interruptor
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 
@@ -56,12 +58,6 @@ class MultiCollector(BaseCollector):
         arguments = read(MultiArguments, type(self).__name__, kwargs)
         super().__init__(arguments)
         functions = env_functions(create_env_fn, arguments["num_workers"])
-        interruptor = arguments["interruptor"]
-        if interruptor is not None and not isinstance(interruptor, Interruptor):
-            raise ConfigError(
-                f"interruptor ({type(interruptor).__name__}) must be a gleanrl.collectors."
-                "Interruptor: workers look at its flag in shared memory"
-            )
         plan = WorkerPlan(
             create_env_fn=create_env_fn,
             functions=functions,
@@ -70,11 +66,20 @@ class MultiCollector(BaseCollector):
             collector_class=arguments["collector_class"],
             sending=EachBatch(self._sync) if arguments["update_at_each_batch"] else None,
             enough=read_threshold(arguments["preemptive_threshold"], len(functions), self._sync),
-            interruptor=interruptor,
+            interruptor=arguments["interruptor"],
             num_threads=arguments["num_threads"],
         )
         make = _make_backend(arguments["backend"], arguments["num_sub_threads"])
         self._start(arguments, launch_workers(arguments, plan), make)
+
+    def get_cached_weights(self, model_id: str) -> TensorDictBase | None:
+        """Return the learner's weights, which the next update sends; ``None`` if it has none.
+
+        Args:
+            model_id: ``"policy"``; of other models there is nothing here.
+        """
+        known = model_id == "policy" and isinstance(self.learner_policy, nn.Module)
+        return self.policy_weights if known else None
 
     @like(__init__)
     def __new__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:

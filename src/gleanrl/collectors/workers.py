@@ -101,9 +101,6 @@ def _check(arguments: Arguments, plan: WorkerPlan) -> None:
         )
     if isinstance(factories, Sequence):
         check_callables(**{f"policy_factory[{i}]": f for i, f in enumerate(factories)})
-    else:
-        check_callables(policy_factory=factories)
-    check_callables(init_fn=arguments["init_fn"])
     seconds("start_timeout", arguments["start_timeout"])
 
 

@@ -108,6 +108,12 @@ def note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
+def name_worker(error: BaseException, worker: int) -> None:
+    """Say in what `note` has added to ``error`` which worker it came from."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    notes[:] = [f"worker {worker}: {text}" for text in notes]
+
+
 def error_text(error: BaseException) -> str:
     """Return the message of ``error``, also if its ``__str__`` raises."""
     try:

@@ -9,7 +9,7 @@ import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError
+from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, name_worker
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.transport.pickling import pickled
@@ -46,7 +46,11 @@ class InlineBackend:
             blobs = [pickled(index, factory) for index, factory in enumerate(factories)]
             factories = [cloudpickle.loads(blob) for blob in blobs]
         for index, factory in enumerate(factories):
-            worker = Worker(index, factory, self._open_window, self.stop_byte)
+            try:
+                worker = Worker(index, factory, self._open_window, self.stop_byte)
+            except Exception as err:
+                self._say_where(index, err)
+                raise
             self._workers.append(worker)
             self._replies.append(worker.ready())
 
@@ -66,11 +70,18 @@ class InlineBackend:
             raise GleanError("no command is under way: nothing will ever reply")
         worker, ticket, command = queue.popleft()
         try:
-            return self._workers[worker].handle(ticket, command)
+            reply = self._workers[worker].handle(ticket, command)
         except BaseException:  # an interrupt: whoever waits for the rollout next still gets one
             if isinstance(command, m.Collect):
                 queue.appendleft((worker, ticket, command))
             raise
+        if isinstance(reply, m.Failed):
+            self._say_where(worker, reply.error)
+        return reply
+
+    def _say_where(self, worker: int, error: BaseException) -> None:
+        if self._apart:  # else there is one worker, and nobody knows of it
+            name_worker(error, worker)
 
     def sound(self) -> bool:
         return True

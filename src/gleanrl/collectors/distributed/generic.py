@@ -14,6 +14,7 @@ from gleanrl.collectors.arguments import (
     DistributedSyncArguments,
     RayArguments,
     RPCArguments,
+    check_types,
     defaults,
     read,
     shows,
@@ -231,11 +232,8 @@ def plan_nodes(
             "environments"
         )
     dealt = deal("collector_kwargs", arguments["collector_kwargs"], count)
-    kwargs = [_read_kwargs(one, arguments) for one in dealt]
+    kwargs = [_read_kwargs(kind, one, arguments) for one in dealt]
     sync, update_after = arguments["sync"], arguments["update_after_each_batch"]
-    for name, value in (("sync", sync), ("update_after_each_batch", update_after)):
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} ({value!r}) must be True or False")
     _check_failure(owner, arguments, replaces)
     interval = arguments["max_weight_update_interval"]
     if interval is not None and interval != -1:
@@ -299,7 +297,7 @@ def _read_class(collector_class: Any) -> Any:
     return collector_class
 
 
-def _read_kwargs(kwargs: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_kwargs(kind: Any, kwargs: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Check the ``collector_kwargs`` of one node against the collector's own arguments."""
     if kwargs is None:
         return {}
@@ -307,6 +305,8 @@ def _read_kwargs(kwargs: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]
         raise ConfigError(
             f"collector_kwargs ({kwargs!r:.100}) must be a mapping, or a list of them"
         )
+    if kind in KINDS.values():
+        check_types(kind.ARGUMENTS, kwargs)
     for name, value in kwargs.items():
         if name in _OF_THE_LEARNER:
             raise ConfigError(f"collector_kwargs[{name!r}]: give {name}= to the collector itself")
