@@ -21,8 +21,7 @@ from gleanrl.weights.snapshot import (
     Shapes,
     TrackedModule,
     Weights,
-    check_shapes,
-    check_values,
+    check_tensors,
     check_weights,
     cloned,
     load_weights,
@@ -83,7 +82,7 @@ class Models:
             raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
 
     def shapes(self, model_id: str) -> Shapes:
-        """Return shape and kind (``True``: parameter) of a model's weights by dotted name.
+        """Return what a model's weights look like, by dotted name.
 
         Raises:
             UnknownModelError: there is no model of that id.
@@ -185,13 +184,11 @@ class WeightSync(Models):
         self._kept = dict.fromkeys(range(engine.workers), m.Snapshot(0, {})) if keep else {}
         """Per worker, the weights that were last sent to it by message, if they are kept."""
         self._shapes: dict[str, Shapes] = {}
-        self._dtypes: dict[str, dict[str, torch.dtype]] = {}
         self._publishers: dict[str, WeightPublisher] = {}
         self._fitting: list[torch.Tensor] | None = None
         self._tracked = TrackedModule(policy) if isinstance(policy, nn.Module) else None
         if self._tracked is not None:
             weights = dict(zip(self._tracked.names, self._tracked.tensors(), strict=True))
-            self._dtypes[_POLICY] = {name: tensor.dtype for name, tensor in weights.items()}
             if not made_by_factory:  # as the workers got it: the learner's may change its shape
                 self._shapes[_POLICY] = shapes_of(policy)
             self._bind(_POLICY, weights)
@@ -209,7 +206,7 @@ class WeightSync(Models):
         raise UnknownModelError(f"no model {model_id!r} on the learner's side")
 
     def shapes(self, model_id: str) -> Shapes:
-        """Return shape and kind of a model's weights, which workers are asked for once."""
+        """Return what a model's weights look like; workers are asked for it once."""
         if model_id not in self._shapes:
             self._shapes[model_id] = super().shapes(model_id)
         return self._shapes[model_id]
@@ -328,14 +325,11 @@ class WeightSync(Models):
         if [tensor.dtype for tensor in tensors] == [entry[2] for entry in entries]:
             self._fitting = tensors
         else:  # rare, and costs a look at the values each time
-            expected = {entry[0]: entry[2] for entry in entries}
-            weights = dict(zip(tracked.names, tensors, strict=True))
-            check_values(repr(_POLICY), weights, expected)
+            self._check(_POLICY, dict(zip(tracked.names, tensors, strict=True)))
         return True
 
     def _check(self, name: str, weights: Weights) -> None:
-        check_values(repr(name), weights, self._dtypes.get(name, {}))
-        check_shapes(repr(name), self.shapes(name), weights)
+        check_tensors(repr(name), self.shapes(name), weights)
 
     def _weights_for(
         self, worker: int, sources: Mapping[str, Any], copies: dict[str, Weights]
