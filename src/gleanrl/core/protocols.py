@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from tensordict import TensorDictBase
 
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import EnvLayout, Field, Layout
@@ -137,8 +138,13 @@ class Policy(Protocol):
     def reset(self, t: int, ended: Sequence[int]) -> None:
         """Forget the state of the environments that ended at step ``t``."""
 
-    def finish(self, steps: int) -> None:
-        """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""
+    def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
+        """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`.
+
+        Returns:
+            By step, all that the policy saw and wrote where that does not fit the window, and the
+            key of an entry that does not.
+        """
 
     def explain(self) -> list[str]:
         """Say what each part is run as; one line a part."""
