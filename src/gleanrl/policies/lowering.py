@@ -383,8 +383,6 @@ def _why_kept(unit: Unit) -> str:
         return "it is a function of the user's"
     if not is_plain(module):
         return "it has hooks, a forward of its own or is compiled"
-    if not unit.declares:
-        return "it does not say all that it writes (out_keys)"
     if isinstance(module, TensorDictModule) and isinstance(module.module, nn.Module):
         return f"it, or {type(module.module).__name__} in it, is not known to be tensor calls only"
     return "it is not known to be tensor calls only"

@@ -47,16 +47,6 @@ class Unit:
     writes: dict[Key, torch.Tensor]
     """The entries it made, replaced or changed in place, with the values it gave."""
 
-    @property
-    def declares(self) -> bool:
-        """Whether it says what it writes, and wrote nothing else that is delivered.
-
-        To name nothing says nothing: what does not write in one call may write in a later one.
-        """
-        named = getattr(self.module, "out_keys", None) or ()
-        shown = {key for key in self.writes if not is_private(key)}
-        return bool(named) and shown <= set(as_keys(named))
-
 
 @dataclass(slots=True)
 class PolicyTrace:
@@ -220,8 +210,6 @@ class PolicySignature:
             return f"the policy changes {', '.join(map(format_key, self.rewrites))}"
         if self.trace.objects:
             return f"the policy writes {format_key(self.trace.objects[0])}, which is no tensor"
-        if not all(unit.declares for unit in self.trace.units):
-            return "the policy does not say all that it writes (out_keys)"
         if set(self.policy_written_state) != set(self.states):
             return "the policy makes its own first state"
         return None
