@@ -182,8 +182,18 @@ class RolloutPlan:
             ),
         )
 
-    def finish(self, window: Window, tracker: Tracker, steps: int, version: int) -> None:
-        """Write ids, counts, versions and marks of a rollout of ``steps`` steps."""
+    def finish(
+        self,
+        window: Window,
+        tracker: Tracker,
+        steps: int,
+        version: int,
+        rewards: Array | None = None,
+    ) -> None:
+        """Write ids, counts, versions and marks of a rollout of ``steps`` steps.
+
+        ``rewards``: one per frame, where these are not in ``window``.
+        """
         options = self._options
         if steps < window.steps:
             window.zero_from(steps)
@@ -191,7 +201,7 @@ class RolloutPlan:
         if options.counts:
             counts = np.zeros((window.envs, window.steps + 1), np.int64)
         bound = self._bound[window]
-        tracker.finish(steps, bound.rewards(), bound.ids, counts)
+        tracker.finish(steps, bound.rewards() if rewards is None else rewards, bound.ids, counts)
         if counts is not None:
             window.array(STEP_COUNT)[:, :steps, 0] = counts[:, :steps]
             window.array(next_key(STEP_COUNT))[:, :steps, 0] = counts[:, :steps] + 1

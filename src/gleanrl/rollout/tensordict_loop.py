@@ -20,11 +20,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from gleanrl.core.errors import EnvError, note
 from gleanrl.core.keys import (
     IS_INIT,
-    MASK,
     NEXT,
-    POLICY_VERSION,
-    STEP_COUNT,
-    TRAJ_IDS,
     Key,
     as_key,
     format_key,
@@ -131,6 +127,9 @@ class TensorDictRollout(BaseSource):
         hidden = map(next_key, observed) if expected is None else expected.ignored
         self._hidden = tuple(hidden) if options.compact else ()
         self._plan = None if expected is None else expected.plan
+        self._bulk = RolloutPlan(
+            self._batch, (), (), options, dones=self._groups, finite=(), rewards=()
+        )
         shown = (*observed, *handle.ends.keys)
         self._recorder = _Recorder(shown, expected)
         self._begin_episodes(list(range(envs)))
@@ -294,33 +293,26 @@ class TensorDictRollout(BaseSource):
 
     def _assemble(self, taken: list[TensorDictBase], steps: int) -> TensorDictBase:
         """Stack the steps, and add what is counted in bulk."""
-        options, valid = self.options, len(taken)
-        if options.check_finite:
+        bulk, valid = self._bulk, len(taken)
+        if self.options.check_finite:
             for t, step in enumerate(taken):
                 self._check_finite(step, t)
         # Each its own: lazy stacks set entries in what they hold.
         never = [taken[-1].apply(torch.zeros_like) for _ in range(valid, steps)]
         stack = stacked([*taken, *never], len(self._batch))
         batch = time_named(self._delivered(stack), len(self._batch))
-        ids = np.zeros((self.num_envs, steps), np.int64)
-        counts = np.zeros((self.num_envs, steps + 1), np.int64)
-        self.tracker.finish(valid, self._payload_rewards(taken), ids, counts)
-        if options.track_traj_ids:
-            batch.set(TRAJ_IDS, self._shaped(ids))
         self._add_flags(batch)
-        if options.counts:
-            after = counts[:, :-1] + 1
-            counts[:, valid:], after[:, valid:] = 0, 0
-            batch.set(STEP_COUNT, self._shaped(counts[:, :-1]).unsqueeze(-1))
-            batch.set(next_key(STEP_COUNT), self._shaped(after).unsqueeze(-1))
-        made = torch.arange(steps).expand(batch.batch_size) < valid
-        if options.track_policy_version:
-            batch.set(POLICY_VERSION, made * self.policy_version)
-            batch.set(next_key(POLICY_VERSION), made * self.policy_version)
-        if options.mask:
-            batch.set(MASK, made)
-        if options.set_truncated:
-            self._truncate(batch, valid - 1)
+        window = Window.allocate(bulk.layout.fields, self.num_envs, steps)
+        bulk.begin(window, self._no_rows)
+        flags = [next_key(key) for key in bulk.flags if batch.get(next_key(key), None) is not None]
+        for key in flags:
+            rows = window.tensor(key)
+            rows.copy_(batch.get(key).reshape(rows.shape))
+        bulk.finish(window, self.tracker, valid, self.policy_version, self._payload_rewards(taken))
+        for field in bulk.layout.fields:
+            if field.key in bulk.bulk or (self.options.set_truncated and field.key in flags):
+                value = window.tensor(field.key)
+                batch.set(field.key, value.reshape(*batch.batch_size, *field.shape))
         return batch
 
     def _payload_rewards(self, steps: list[TensorDictBase]) -> Array:
@@ -360,23 +352,6 @@ class TensorDictRollout(BaseSource):
                 )
 
         step.named_apply(look, nested_keys=True, filter_empty=True)
-
-    def _shaped(self, values: Array) -> torch.Tensor:
-        return torch.from_numpy(values.copy()).reshape(*self._batch, -1)
-
-    def _truncate(self, batch: TensorDictBase, step: int) -> None:
-        """Mark ``step`` as truncated where the episode did not end by itself."""
-        dim = len(self._batch)
-        for group in self._groups:
-            if group.truncated:
-                late, done = (
-                    batch.get((NEXT, *group.prefix, name)).clone() for name in ("truncated", "done")
-                )
-                last = done.select(dim, step)
-                late.select(dim, step).logical_or_(~last)
-                last.fill_(True)
-                batch.set((NEXT, *group.prefix, "truncated"), late)
-                batch.set((NEXT, *group.prefix, "done"), done)
 
     # -- between rollouts ------------------------------------------------------------------------
 
