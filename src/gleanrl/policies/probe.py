@@ -311,17 +311,6 @@ class IndexToOneHot:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class DynamicSignature:
-    """What a policy on data without fixed layout writes and remembers."""
-
-    zero_outputs: TensorDictBase
-    """Zeros in place of what the policy wrote beside actions: its outputs in random frames."""
-    states: tuple[Field, ...]
-    """Root entries that its ``("next", ...)`` outputs replace."""
-    needs_is_init: bool
-
-
 def learn_dynamic(
     policy: Any,
     adapted: Adapted,
@@ -329,7 +318,7 @@ def learn_dynamic(
     actions: Collection[Key],
     owned: Collection[Key],
     exploration: InteractionType,
-) -> DynamicSignature:
+) -> tuple[TensorDictBase, tuple[Field, ...], bool]:
     """Call the policy once on ``root``, whose layout is not fixed, and leave no trace.
 
     Args:
@@ -339,6 +328,10 @@ def learn_dynamic(
         actions: Root keys of the actions.
         owned: Root keys that the environment decides, also under ``"next"``.
         exploration: How the policy acts in that call.
+
+    Returns:
+        Zeros in place of what it wrote beside actions; the root entries that its ``("next", ...)``
+        outputs replace; whether it needs ``"is_init"``.
 
     Raises:
         PolicyTypeError: it returned something else than a TensorDict.
@@ -366,7 +359,7 @@ def learn_dynamic(
         if _reads(adapted, key[1:])
     ]
     zeroed = written - set(actions) - {state.key for state in states}
-    return DynamicSignature(out.select(*zeroed).apply(torch.zeros_like), tuple(states), asks_init)
+    return out.select(*zeroed).apply(torch.zeros_like), tuple(states), asks_init
 
 
 def _stacked(data: TensorDictBase, key: Key) -> torch.Tensor | None:
