@@ -24,10 +24,8 @@ from gleanrl.recording.dataset import size
 from gleanrl.recording.episodes import EpisodeStats, describe_episodes
 from gleanrl.recording.formats import check_target
 from gleanrl.recording.recorder import Recorder, make_way
-from gleanrl.watch.progress import Display
+from gleanrl.watch.progress import Display, describe
 
-_RECENT = 100
-"""Episodes that the display averages over."""
 _LINE_EVERY_S = 5.0
 
 
@@ -68,19 +66,6 @@ class _Drained:
             # A worker is at most two rollouts ahead: one that is complete, one under way.
             self._goals = [count + 2 for count in counts]
         return all(count >= goal for count, goal in zip(counts, self._goals, strict=True))
-
-
-def describe_progress(stats: EpisodeStats, total: int, seconds: float) -> str:
-    """Say in one line how far ``seconds`` of collecting have come."""
-    percent = 100 * stats.frames // max(total, 1)
-    parts = [
-        f"{stats.frames:,}/{total:,} frames ({percent}%)",
-        f"{_rate(stats, seconds):,.0f} frames/s",
-        plural(stats.episodes, "episode"),
-    ]
-    recent = stats.recent(_RECENT)
-    parts += [] if recent is None else [f"return {recent[0]:,.1f}", f"length {recent[1]:,.1f}"]
-    return ", ".join(parts)
 
 
 def run(options: CollectOptions) -> int:
@@ -169,11 +154,11 @@ def _collect(
             recorder.write(batch)
         del batch  # the collector uses its memory again once nobody holds it
         seconds = time.perf_counter() - start
-        rate, recent = _rate(stats, seconds), stats.recent(_RECENT)
         if recorder is not None:
-            recorder.facts |= {"seconds": round(seconds, 3), "frames_per_second": round(rate, 1)}
-        beside = f"{rate:,.0f} frames/s" + (f"  return {recent[0]:,.1f}" if recent else "")
-        display.show(stats.frames, beside, f": {describe_progress(stats, total, seconds)}")
+            rate = round(_rate(stats, seconds), 1)
+            recorder.facts |= {"seconds": round(seconds, 3), "frames_per_second": rate}
+        beside, line = describe(collector.stats(), total, last=True)
+        display.show(stats.frames, beside, f": {line}")
         if interruptor.collection_stopped() and drained(collector):
             break
     return stats, seconds
