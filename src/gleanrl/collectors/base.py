@@ -130,8 +130,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
             make: Builds the backend that starts and reaches the workers.
         """
         self._arguments, self._launch, self._plan = arguments, launch, launch.plan
-        options, plan = launch.options, launch.plan
-        self._version, self._timeout = options.version, arguments["timeout"]
+        plan = launch.plan
+        self._version, self._timeout = launch.version, arguments["timeout"]
         self._worker_idx = arguments["worker_idx"]
         self._sink, self._pipeline = launch.sink, launch.pipeline
         self._ready: deque[Any] = deque()
@@ -139,7 +139,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self.replay_buffer = arguments["replay_buffer"]
         self.storing_device = launch.batches.device
         self.policy_device, self.env_device = launch.policy_device, launch.env_device
-        self.exploration_type = options.exploration
+        self.exploration_type = launch.exploration
         self.interruptor = plan.interruptor
         self.num_workers = len(launch.factories)
         self._updates.register(arguments["weight_recv_schemes"] or {})
@@ -177,7 +177,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
             backend = cast("NetworkBackend", engine.backend)
             self._replacements = Replacements(engine, backend, self._models, plan.relaunches)
         self._background = BackgroundFilling(engine, self._budget, self._timeout)
-        self._updates.use(launch.options.updater, self)
+        self._updates.use(launch.updater, self)
         if self._sink is not None:
             self._sink.attach(self, self._env_to_record, engine.num_envs)
 
@@ -476,10 +476,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
         if self._plan.sending is not None:
             self._plan.sending.sent(self._models.chosen(worker_ids))
 
-    def _check_workers(self, worker_ids: Any) -> None:
-        """Refuse workers that do not exist."""
-        self._models.chosen(worker_ids)
-
     def deliver_weights(self, weights: Any, worker_ids: Any = None) -> None:
         """Publish weights of the policy, past the weight updater: what updaters call.
 
@@ -712,14 +708,14 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """
         engine = self._engine
         entries = entries_of(state_dict, self.num_workers, strict)
-        policies: dict[int, tuple[Mapping[str, Any], int]] = {
-            worker: (entry.get("policy_state_dict") or {}, int(entry["worker"]["policy_version"]))
-            for worker, entry in enumerate(entries)
-        }
-        states = {
-            worker: restoring(engine, worker, entry, self._launch.stream, strict)
-            for worker, entry in enumerate(entries)
-        }
+        policies: dict[int, tuple[Mapping[str, Any], int]] = {}
+        states: dict[int, m.Command] = {}
+        for worker, entry in enumerate(entries):
+            version = self._models.number
+            if "worker" in entry:
+                states[worker] = restoring(engine, worker, entry, self._launch.stream, strict)
+                version = int(entry["worker"]["policy_version"])
+            policies[worker] = entry.get("policy_state_dict") or {}, version
         with engine.turn(None):
             frames = int(state_dict.get("frames", self._budget.delivered))
             batches = int(state_dict.get("iter", self._batches))

@@ -9,10 +9,11 @@ from torch import nn
 
 from gleanrl.collectors.arguments import MultiArguments, read, shows
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.dispatch import like
+from gleanrl.collectors.collector import Collector
+from gleanrl.collectors.launch import env_functions, launch_workers, read_threshold
 from gleanrl.collectors.plan import WorkerPlan
+from gleanrl.collectors.selectors import like
 from gleanrl.collectors.weights import EachBatch
-from gleanrl.collectors.workers import env_functions, launch_workers, read_threshold
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.engine.engine import MakeBackend
@@ -58,12 +59,14 @@ class MultiCollector(BaseCollector):
         arguments = read(MultiArguments, type(self).__name__, kwargs)
         super().__init__(arguments)
         functions = env_functions(create_env_fn, arguments["num_workers"])
+        kind = Collector if arguments["collector_class"] is None else arguments["collector_class"]
         plan = WorkerPlan(
             create_env_fn=create_env_fn,
             functions=functions,
             policy=policy,
             sync=self._sync,
-            collector_class=arguments["collector_class"],
+            collector_class=kind,
+            whole=kind is not Collector,
             sending=EachBatch(self._sync) if arguments["update_at_each_batch"] else None,
             enough=read_threshold(arguments["preemptive_threshold"], len(functions), self._sync),
             interruptor=arguments["interruptor"],
