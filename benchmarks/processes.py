@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 _TICK = os.sysconf("SC_CLK_TCK")
+_TRACKER_S = 10.0
+"""Longest wait for a resource tracker to remove what its processes left."""
 
 
 def workers() -> set[int]:
@@ -21,10 +25,8 @@ def workers() -> set[int]:
     Servers that fork workers are left out: they are shared, and a sleeping one starts nobody.
     """
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError):
-                children.setdefault(int(_stat(int(entry.name))[1]), []).append(int(entry.name))
+    for pid, stat in _stats():
+        children.setdefault(int(stat[1]), []).append(pid)
     found: set[int] = set()
     queue = [os.getpid()]
     while queue:
@@ -34,8 +36,15 @@ def workers() -> set[int]:
     return found
 
 
+def _stats() -> Iterator[tuple[int, list[str]]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):
+                yield int(entry.name), _stat(int(entry.name))
+
+
 def _stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` after the name: state, parent, ..."""
+    """Return the fields of ``/proc/PID/stat`` after the name: state, parent, group, session, ..."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -46,6 +55,41 @@ def cpu_seconds(pids: Iterable[int]) -> float:
         with suppress(OSError):
             total += sum(map(int, _stat(pid)[11:13]))
     return total / _TICK
+
+
+@contextmanager
+def session(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program in a session of its own, and kill all that is left of the session at the end.
+
+    Resource trackers of `multiprocessing` end by themselves when the others are dead: they remove
+    the named semaphores and shared memory that these leave in ``/dev/shm``.
+    """
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        left = {pid for pid, stat in _stats() if int(stat[3]) == process.pid}
+        trackers = {pid for pid in left if _is_tracker(pid)}
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT if pid in trackers else signal.SIGKILL)
+        process.wait()
+        for pid in trackers:
+            with suppress(ProcessLookupError):
+                _await_end(pid)
+                os.kill(pid, signal.SIGKILL)
+
+
+def _is_tracker(pid: int) -> bool:
+    with suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _await_end(pid: int) -> None:
+    ended = os.pidfd_open(pid)
+    select.select([ended], [], [], _TRACKER_S)
+    os.close(ended)
 
 
 def in_fresh_process(module: str, function: str, *arguments: Any) -> Any:

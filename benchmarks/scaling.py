@@ -8,9 +8,12 @@ runs a collector: that page says what the model leaves out.
 from __future__ import annotations
 
 import argparse
+import heapq
+import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -20,7 +23,6 @@ import numpy as np
 
 from benchmarks import picture
 from benchmarks.picture import short
-from benchmarks.scaling_events import Queues
 
 INF = math.inf
 NODES = (1, 4, 16, 64, 256, 1024, 4096)
@@ -28,6 +30,10 @@ SPREADS = (0.1, 0.2, 0.5)
 PUBLISHED = Path(__file__).with_name("published") / "scaling.json"
 _QUANTILES = 4001
 _ROLLOUTS, _MOST_ROLLOUTS = 24, 120
+_AHEAD = 2
+"""Rollouts that a node is asked for beyond those delivered."""
+_WARM = 0.25
+"""Share of the rollouts that are delivered before counting begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +64,6 @@ class Cluster:
     """Of a control message, one way."""
     learn_frame_s: float = 0.0
     """The learner's time per frame."""
-    learn_batch_s: float = 0.0
-    """The learner's time per batch, whatever its size."""
-    learners: int = 1
-    """Each with its share of the nodes, and a link of its own."""
 
     @property
     def rollout_frames(self) -> int:
@@ -74,22 +76,29 @@ class Cluster:
         return self.steps * self.step_s
 
     @property
-    def batch_rollouts(self) -> int:
-        """Rollouts of one batch."""
-        return self.nodes if self.sync else 1
+    def moved_s(self) -> float:
+        """Duration of a rollout on the learner's link in."""
+        return _ratio(self.frame_bytes * self.rollout_frames, self.link_in)
+
+    @property
+    def sent_s(self) -> float:
+        """Duration of one copy of an update on the learner's link out."""
+        return _ratio(self.weight_bytes, self.link_out)
 
     @property
     def copies(self) -> int:
         """How often an update crosses the learner's link."""
         return 1 if self.one_object else self.nodes
 
-    def learn_s(self) -> float:
-        """Return the learner's time for one batch."""
-        return self.learn_batch_s + self.batch_rollouts * self.rollout_frames * self.learn_frame_s
+    @property
+    def batch_rollouts(self) -> int:
+        """Rollouts of one batch."""
+        return self.nodes if self.sync else 1
 
-    def split(self) -> Cluster:
-        """Return the part of one learner."""
-        return replace(self, nodes=-(-self.nodes // self.learners), learners=1)
+    @property
+    def learn_s(self) -> float:
+        """The learner's time for one batch."""
+        return self.batch_rollouts * self.rollout_frames * self.learn_frame_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,23 +126,19 @@ def straggler_factor(nodes: int, spread: float) -> float:
 
 def bounds(cluster: Cluster) -> dict[str, float]:
     """Return what frames per second cannot exceed, by what it is that binds."""
-    one = cluster.split()
-    rollout = one.rollout_s * (straggler_factor(one.nodes, one.spread) if one.sync else 1.0)
     found = {
-        "node": one.nodes * one.envs / one.step_s,
-        "link in": _ratio(one.link_in, one.frame_bytes),
-        "learner": _ratio(one.batch_rollouts * one.rollout_frames, one.learn_s()),
+        "node": cluster.nodes * cluster.envs / cluster.step_s,
+        "link in": _ratio(cluster.link_in, cluster.frame_bytes),
+        "learner": _ratio(cluster.batch_rollouts * cluster.rollout_frames, cluster.learn_s),
     }
-    if one.sync:
-        frames = one.nodes * one.rollout_frames
-        sent = _ratio(one.weight_bytes, one.link_out)
+    if cluster.sync:
+        frames, sent = cluster.nodes * cluster.rollout_frames, cluster.sent_s
+        rollout = cluster.rollout_s * straggler_factor(cluster.nodes, cluster.spread)
         found["straggler"] = frames / rollout
-        found["weight out"] = _ratio(frames * one.update_every, one.copies * sent)
-        least = rollout + 2 * one.latency_s + one.learn_s() + sent / one.update_every
-        found["round"] = frames / (
-            least + _ratio(one.frame_bytes * one.rollout_frames, one.link_in)
-        )
-    return {name: value * cluster.learners for name, value in found.items()}
+        found["weight out"] = _ratio(frames * cluster.update_every, cluster.copies * sent)
+        least = rollout + 2 * cluster.latency_s + cluster.learn_s + sent / cluster.update_every
+        found["round"] = frames / (least + cluster.moved_s)
+    return found
 
 
 def binding(cluster: Cluster) -> str:
@@ -141,18 +146,6 @@ def binding(cluster: Cluster) -> str:
     found = bounds(cluster)
     found.pop("round", None)
     return min(found, key=found.__getitem__)
-
-
-def one_after_another(cluster: Cluster) -> float:
-    """Return the frames per second of synchronous rounds in which nothing overlaps."""
-    one = cluster.split()
-    rollout = one.rollout_s * straggler_factor(one.nodes, one.spread)
-    frames = one.nodes * one.rollout_frames
-    moved = _ratio(frames * one.frame_bytes, one.link_in)
-    sent = one.copies * _ratio(one.weight_bytes, one.link_out) / one.update_every
-    round_s = rollout + moved + sent + 2 * one.latency_s
-    learnt = one.learn_batch_s + frames * one.learn_frame_s
-    return cluster.learners * frames / (round_s + learnt)
 
 
 def _ratio(amount: float, rate: float) -> float:
@@ -167,10 +160,10 @@ def _ratio(amount: float, rate: float) -> float:
 
 def simulate(cluster: Cluster, rollouts: int = _ROLLOUTS, seed: int = 0) -> Measured:
     """Run the model until every node has made about ``rollouts`` rollouts."""
-    one = cluster.split()
-    durations = _durations(one, rollouts, seed)
-    found = _rounds(one, durations) if one.sync else _first_come(one, durations)
-    return replace(found, frames_per_s=found.frames_per_s * cluster.learners)
+    durations = _durations(cluster, rollouts, seed)
+    if cluster.sync:
+        return _rounds(cluster, durations)
+    return _FirstCome(cluster, durations).run(rollouts * cluster.nodes)
 
 
 def _durations(cluster: Cluster, rollouts: int, seed: int) -> Any:
@@ -186,35 +179,133 @@ def _durations(cluster: Cluster, rollouts: int, seed: int) -> Any:
 def _rounds(cluster: Cluster, durations: Any) -> Measured:
     """Everybody gets the weights, makes a rollout, sends it; then the learner learns."""
     count = cluster.nodes
-    sent = _ratio(cluster.weight_bytes, cluster.link_out)
-    moved = _ratio(cluster.frame_bytes * cluster.rollout_frames, cluster.link_in)
     turns = np.ones(count) if cluster.one_object else np.arange(1, count + 1)
-    behind = np.arange(count, 0, -1) * moved
+    behind = np.arange(count, 0, -1) * cluster.moved_s
     now, every = 0.0, cluster.update_every
     rounds = -(-len(durations) // every) * every  # whole intervals between updates
     for number in range(rounds):
         row, updated = durations[number % len(durations)], number % every == 0
-        begun = now + cluster.latency_s + (turns * sent if updated else 0.0)
+        begun = now + cluster.latency_s + (turns * cluster.sent_s if updated else 0.0)
         ended = np.sort(begun + row) + cluster.latency_s
         # The link serves in order of arrival: the last byte of all is that of the busiest stretch.
-        now = float(np.max(ended + behind)) + cluster.learn_s()
+        now = float(np.max(ended + behind)) + cluster.learn_s
     frames = rounds * count * cluster.rollout_frames
     return Measured(frames / now if now else INF, 0.0)
 
 
-def _first_come(cluster: Cluster, durations: Any) -> Measured:
-    """Nodes have two rollouts ahead of them; the learner takes whatever was first."""
-    queues = Queues(
-        durations=durations,
-        moved=_ratio(cluster.frame_bytes * cluster.rollout_frames, cluster.link_in),
-        sent=_ratio(cluster.weight_bytes, cluster.link_out),
-        one_object=cluster.one_object,
-        latency=cluster.latency_s,
-        learn=cluster.learn_s(),
-        update_every=cluster.update_every,
-    )
-    rate, lag = queues.run(len(durations) * cluster.nodes)
-    return Measured(rate * cluster.rollout_frames, lag)
+@dataclass(slots=True, eq=False)
+class _Node:
+    durations: Iterator[float]
+    """Of its rollouts."""
+    asked: int = 0
+    """Rollouts that it is to make."""
+    busy: bool = False
+    version: int = 0
+    """Of the weights that it acts with."""
+    ready: int = -1
+    """The version that has come and waits for the next rollout; -1 for none."""
+
+
+class _FirstCome:
+    """An asynchronous run: the learner takes whatever was first.
+
+    The learner and its link, in each direction, serve one at a time.
+    """
+
+    def __init__(self, cluster: Cluster, durations: Any) -> None:
+        self._nodes = [_Node(itertools.cycle(own)) for own in durations.T.tolist()]
+        self._cluster, self._learn_s = cluster, cluster.learn_s
+        self._moved_s, self._sent_s = cluster.moved_s, cluster.sent_s
+        self._events: list[tuple[float, int, Any, _Node | None, int]] = []
+        self._order = itertools.count()
+        self._now = self._in_free = 0.0
+        self._newest = self._delivered = self._lag = 0
+        self._current = list(self._nodes)  # those that have the newest version
+        self._waiting: deque[_Node] = deque()  # those to send to
+        self._arrived: deque[tuple[_Node, int]] = deque()
+        self._sending = self._learning = False
+
+    def run(self, rollouts: int) -> Measured:
+        """Deliver ``rollouts``."""
+        for node in self._nodes * _AHEAD:
+            self._at(self._cluster.latency_s, self._ask, node)
+        warm, begin, first = max(1, int(rollouts * _WARM)), 0.0, 0
+        while self._delivered < rollouts:
+            self._now, _, happens, of, version = heapq.heappop(self._events)
+            happens(of, version)
+            if not first and self._delivered == warm:
+                begin, first, self._lag = self._now, warm, 0
+        counted = rollouts - first
+        rate = counted / (self._now - begin)
+        return Measured(rate * self._cluster.rollout_frames, self._lag / counted)
+
+    def _at(self, time: float, happens: Any, node: _Node | None, version: int = 0) -> None:
+        heapq.heappush(self._events, (time, next(self._order), happens, node, version))
+
+    # -- nodes
+
+    def _ask(self, node: _Node, _: int) -> None:
+        node.asked += 1
+        if not node.busy:
+            self._begin(node)
+
+    def _begin(self, node: _Node) -> None:
+        """Begin a rollout, with the newest weights that have come whole."""
+        node.asked -= 1
+        node.busy = True
+        if node.ready >= 0:
+            node.version, node.ready = node.ready, -1
+            # Only now may more be sent to it.
+            (self._current if node.version == self._newest else self._waiting).append(node)
+            self._send()
+        self._at(self._now + next(node.durations), self._rolled, node, node.version)
+
+    def _rolled(self, node: _Node, version: int) -> None:
+        node.busy = False
+        self._in_free = max(self._in_free, self._now) + self._moved_s
+        self._at(self._in_free + self._cluster.latency_s, self._arrives, node, version)
+        if node.asked:
+            self._begin(node)
+
+    # -- the learner
+
+    def _arrives(self, node: _Node, version: int) -> None:
+        self._arrived.append((node, version))
+        if not self._learning:
+            self._take()
+
+    def _take(self) -> None:
+        node, version = self._arrived.popleft()
+        self._learning = True
+        self._lag += self._newest - version
+        self._at(self._now + self._cluster.latency_s, self._ask, node)
+        self._at(self._now + self._learn_s, self._learnt, node)
+
+    def _learnt(self, _: _Node, __: int) -> None:
+        self._learning = False
+        self._delivered += 1
+        if self._delivered % self._cluster.update_every == 0:
+            self._newest += 1
+            self._waiting.extend(self._current)
+            self._current.clear()
+            self._send()
+        if self._arrived:
+            self._take()
+
+    def _send(self) -> None:
+        """Send the newest weights to a node that waits, or one copy to all; one at a time."""
+        if not self._sending and self._waiting:
+            self._sending = True
+            first = None if self._cluster.one_object else self._waiting.popleft()
+            self._at(self._now + self._sent_s, self._came, first, self._newest)
+
+    def _came(self, node: _Node | None, version: int) -> None:
+        self._sending = False
+        for each in self._waiting if node is None else (node,):
+            each.ready = version
+        if node is None:
+            self._waiting.clear()
+        self._send()
 
 
 # -- cases, tables and the picture -----------------------------------------------------------------
@@ -267,7 +358,7 @@ def table(case: Cluster, nodes: Sequence[int] = NODES) -> list[dict[str, Any]]:
 def _rollouts(cluster: Cluster) -> int:
     """Return how many rollouts a run takes in which weights have gone round a few times."""
     round_s = cluster.nodes * cluster.rollout_frames / min(bounds(cluster).values())
-    sent = cluster.copies * _ratio(cluster.weight_bytes, cluster.link_out)
+    sent = cluster.copies * cluster.sent_s
     return int(min(_MOST_ROLLOUTS, max(_ROLLOUTS, 3 * sent / round_s)))
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +25,7 @@ from rich.table import Table
 from benchmarks import picture
 from benchmarks.harness import OURS, WRONG, Case, run_case
 from benchmarks.machine import machine, versions
+from benchmarks.processes import session
 
 SUITES = {
     "single": (7, 1.0),
@@ -61,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (case,) = (case for case in cases if case.name == names[0])
         options.part.write_text(json.dumps(_run(case, options)))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with it end the processes of a case
     doc = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
@@ -128,17 +128,11 @@ def _elsewhere(name: str, options: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks", options.suite]
         command += ["--rounds", str(options.rounds), "--seconds", str(options.seconds)]
         command += ["--only", name, "--part", str(part)]
-        process = subprocess.Popen(command, start_new_session=True)
-        try:
-            code = process.wait(60 * MINUTES)
-            why = f"{WRONG} ended with code {code}"
-        except subprocess.TimeoutExpired:
-            why = f"{WRONG} took longer than {MINUTES} minutes"
-        finally:
-            # Whatever it left behind goes with it, sleeping or not.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with session(command) as process:
+            try:
+                why = f"{WRONG} ended with code {process.wait(60 * MINUTES)}"
+            except subprocess.TimeoutExpired:
+                why = f"{WRONG} took longer than {MINUTES} minutes"
         if part.exists():
             return dict(json.loads(part.read_text()))
     nothing = {"frames_per_second": {}, "ratios": {}, "agreement": []}

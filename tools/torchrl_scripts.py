@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.machine import machine, versions
+from benchmarks.processes import session
 
 from tools import meter
 from tools.rebind import rebind
@@ -112,23 +112,19 @@ def run(script: Script, checkout: Path, library: str, seconds: float) -> Result:
         path, kept = prepare(script, checkout, directory, library)
         report = directory / "report.json"
         with (directory / "output.txt").open("w+") as output:
-            process = subprocess.Popen(
-                [sys.executable, path.name, *script.arguments],
-                cwd=path.parent,
-                env=_environment(report, seconds),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code: int | None = process.wait(_STARTUP_S + 2 * seconds)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            code: int | None = None
+            with (
+                session(
+                    [sys.executable, path.name, *script.arguments],
+                    cwd=path.parent,
+                    env=_environment(report, seconds),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                ) as process,
+                contextlib.suppress(subprocess.TimeoutExpired),
+            ):
+                code = process.wait(_STARTUP_S + 2 * seconds)
             output.seek(0)
             text = output.read()
         return _result(code, report, text, tuple(sorted(kept)))

@@ -10,11 +10,9 @@ else from TorchRL. The checkout is only read.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.processes import session
 
 from tools.outcomes import FILE
 from tools.rebind import rebind
@@ -113,20 +113,10 @@ class Run:
         command = [*self._pytest(), f"--timeout={self._timeout}", "--timeout-method=signal"]
         command += ["--tb=short", "-q", f"@{arguments}"]
         with (self._directory / "output.txt").open("w") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=self._directory,
-                env=self._environment(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
+            streams = {"stdout": output, "stderr": subprocess.STDOUT}
+            room = {"cwd": self._directory, "env": self._environment()}
+            with session(command, **room, **streams) as process:
                 hung = self._wait(process)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
         return self._read("timeout" if hung else "crashed")
 
     def _wait(self, process: subprocess.Popen[bytes]) -> bool:

@@ -1,6 +1,11 @@
 """Scripts of TorchRL's run in a copy that imports GleanRL's collector, and are metered."""
 
+import subprocess
+from pathlib import Path
+
 import pytest
+import warm
+from benchmarks.processes import session
 from tools.script_list import Script
 from tools.torchrl_scripts import run
 
@@ -50,3 +55,18 @@ def test_a_budget_that_does_not_fit_the_script_is_an_error(tmp_path):
     path = checkout(tmp_path, "frames = 1\n")
     with pytest.raises(ValueError, match="assigns steps nowhere"):
         run(Script("examples/script.py", constants={"steps": "2"}), path, "gleanrl", 1.0)
+
+
+def test_programs_that_are_killed_leave_no_semaphores():
+    text = """
+import multiprocessing, time
+lock = multiprocessing.get_context("spawn").Lock()
+print(lock._semlock.name, flush=True)
+time.sleep(60)
+"""
+    with session([warm.PYTHON, "-c", text], stdout=subprocess.PIPE) as process:
+        file = Path(f"/dev/shm/sem.{process.stdout.readline().decode().strip().removeprefix('/')}")
+        assert file.exists()
+    process.stdout.close()
+    assert process.returncode == -9
+    assert not file.exists()

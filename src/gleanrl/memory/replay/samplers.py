@@ -68,8 +68,8 @@ class Sampler:
     ) -> None:
         """Take note of priorities; samplers without any ignore them."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's state."""
+    def state_dict(self, storage: Storage) -> dict[str, Any]:
+        """Return the sampler's state, for the rows that ``storage`` has now."""
         return {}
 
     def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
@@ -178,9 +178,10 @@ class SamplerWithoutReplacement(Sampler):
             count -= len(parts[-1])
         return torch.cat(parts), torch.cat(numbers)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is left of the epoch."""
-        return {"order": self._order[self._next :].clone()}
+    def state_dict(self, storage: Storage) -> dict[str, Any]:
+        """Return what is left of the epoch, without rows that were overwritten."""
+        order, numbers = self._order[self._next :], self._numbers[self._next :]
+        return {"order": order[storage.sequence_of(order) == numbers]}
 
     def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
         """Refuse what names no places, or one twice."""
@@ -371,8 +372,9 @@ class PrioritizedSampler(Sampler):
         inside = places < self.max_capacity
         self._tree.set(places[inside], values[inside])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, storage: Storage) -> dict[str, Any]:
         """Return all priorities (raised to alpha) and the largest that was given."""
+        self._follow(storage)
         return {"priorities": self._tree.leaves.clone(), "max_priority": self._max}
 
     def check_state_dict(self, state: dict[str, Any], frames: int) -> None:

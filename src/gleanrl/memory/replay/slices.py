@@ -12,7 +12,7 @@ import torch
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import TRAJ_IDS, Key, NestedKey, as_key, format_key
 from gleanrl.memory.replay.ring import STEP, RingIndex
-from gleanrl.memory.replay.samplers import Draw, Sampler
+from gleanrl.memory.replay.samplers import Draw, Sampler, saved_tensor
 from gleanrl.memory.replay.storages import Storage
 from gleanrl.memory.shared import fence
 
@@ -141,6 +141,29 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def seek(self, position: Any) -> None:
         """Deliver again what was drawn since ``position``."""
         self._epoch, self._next = position
+
+    def state_dict(self, storage: Storage) -> dict[str, Any]:
+        """Return what is left of the epoch: first places and lengths of its segments."""
+        if self._epoch is None:
+            return {}
+        rest = self._epoch.select(torch.arange(self._next, len(self._epoch.length)))
+        rest = rest.remaining(storage.ring.sequence_tensor)
+        return {"first": rest.slot * storage.envs + rest.env, "length": rest.length}
+
+    def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
+        """Refuse segments that lie outside the ring."""
+        first, length = (saved_tensor(state, name, torch.int64) for name in ("first", "length"))
+        inside = ((first >= 0) & (first < frames) & (length >= 0) & (length <= frames)).all()
+        if len(first) != len(length) or not inside or int(length.sum()) > frames:
+            raise ConfigError(f"slices of other rows than those of {frames} frames: {first}")
+
+    def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
+        """Continue the epoch."""
+        first, numbers = state["first"], storage.ring.sequence_tensor[: storage.ring.slots].clone()
+        slot = first.div(storage.envs, rounding_mode="floor")
+        epoch = TrajectorySegments(slot, first % storage.envs, state["length"], numbers)
+        # Rows that are not complete are none of the epoch's.
+        self._epoch, self._next = epoch.remaining(numbers.where(numbers > 0, -1)), 0
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
         """Choose slices of the next trajectories of the epoch."""

@@ -79,6 +79,13 @@ class Storage:
         memo[id(self)], memo[id(self.ring)] = twin, twin.ring
         return twin
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise ReplayError(
+            f"{type(self).__name__} stays in its process, since it holds any objects: send "
+            "buffer.state_dict(), or use a LazyTensorStorage, which ReplayBuffer(..., shared=True) "
+            "shares between processes"
+        )
+
     def _moved_to(self, attributes: Mapping[str, Any]) -> Self:
         """Return a storage with these attributes that holds what this one does."""
         twin = type(self).__new__(type(self))
