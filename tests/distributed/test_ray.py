@@ -406,9 +406,11 @@ def test_a_lost_actor_is_replaced_by_one_with_the_newest_weights(alone):
     collector.policy.module.set(5)
     collector.update_policy_weights_()
     ray.kill(*collector.remote_collectors)
-    with pytest.warns(UserWarning, match="until replacement 1 of 1 has joined") as told:
+    with (
+        pytest.warns(UserWarning, match="until replacement 1 of 1 has joined"),
+        pytest.warns(UserWarning, match="worker 0 was replaced and takes part again"),
+    ):
         next(batch for batch in iter(collector.next, None) if batch["seen"].eq(5).all())
-    assert "worker 0 was replaced and takes part again" in str(told[-1].message)
     assert collector.stats()["workers_alive"] == 1
     ray.kill(*collector.remote_collectors)
     with rig.in_time(10.0), pytest.raises(WorkerDied, match=r"worker 0 .*ray\.kill"):
