@@ -376,7 +376,8 @@ SETTINGS = {
     "anomaly": (torch.autograd.set_detect_anomaly, True, False),
     "gradients": (torch.set_grad_enabled, False, True),
     "precision": (torch.set_float32_matmul_precision, "medium", "highest"),
-    "validation": (D.Distribution.set_default_validate_args, False, True),
+    # TorchRL turned it off when it was imported.
+    "validation": (D.Distribution.set_default_validate_args, True, False),
 }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -190,11 +190,8 @@ class Source(Protocol):
         """Release everything. Idempotent."""
 
 
-class SourceFactory(Protocol):
-    """Builds a `Source` where it will run."""
-
-    def __call__(self, worker: int) -> Source:
-        """Build the source of worker ``worker``."""
+SourceFactory: TypeAlias = Callable[[int], Source]
+"""Builds the source of the worker of that number, where it will run."""
 
 
 class SharedMemory(Protocol):

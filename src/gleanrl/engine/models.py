@@ -90,12 +90,19 @@ class Models:
         shapes: Shapes = self._engine.ask(m.Call("describe_weights", (model_id,)))
         return shapes
 
-    def update(self, sources: Mapping[str, Any], version: int | None = None) -> None:
+    def chosen(self, worker_ids: Any) -> list[int]:
+        """Return the only worker there is, whatever a weight updater calls it."""
+        return [0]
+
+    def update(
+        self, sources: Mapping[str, Any], version: int | None = None, worker_ids: Any = None
+    ) -> None:
         """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
 
         Args:
             sources: Per model id a module, a `TensorDict`, a state dict or ``None``.
             version: The version they get, which is not counted then; the next one by default.
+            worker_ids: See `chosen`.
 
         Raises:
             UnknownModelError: no model of that id.
@@ -124,17 +131,19 @@ class Models:
         policy = self.running(_POLICY)
         return cloned(policy.state_dict()) if isinstance(policy, nn.Module) else {}
 
-    def check_policy_state(self, state: Mapping[str, Any]) -> None:
-        """Raise `WeightsError` if ``state`` does not fit the running policy."""
+    def check_restore(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Raise `WeightsError` unless all policy states fit; empty ones do."""
         policy = self.running(_POLICY)
-        if state and isinstance(policy, nn.Module):
-            check_weights(policy, weights_of(state))
+        for state in states:
+            if state and isinstance(policy, nn.Module):
+                check_weights(policy, weights_of(state))
 
-    def load_policy_state(self, state: Mapping[str, Any]) -> None:
-        """Load a state dict into the running policy (and the learner's, which it may be)."""
-        for policy in (self.policy, self.running(_POLICY)):
-            if isinstance(policy, nn.Module):
-                load_weights(policy, weights_of(state))
+    def restore(self, states: Mapping[int, tuple[Mapping[str, Any], int]]) -> None:
+        """Load a policy state into the running policy (and the learner's, which it may be)."""
+        for state, _ in states.values():
+            for policy in (self.policy, self.running(_POLICY)):
+                if state and isinstance(policy, nn.Module):
+                    load_weights(policy, weights_of(state))
 
 
 class WeightSync(Models):

@@ -19,7 +19,7 @@ from gleanrl.core.layout import Field
 from gleanrl.core.options import GymOptions, InfoKeys, check_int, check_observation_dtype
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase
-from gleanrl.envs.factory import EnvFactory, build, closed_on_error, make_one
+from gleanrl.envs.factory import EnvFactory, build, closed_on_error
 from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymSource
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
@@ -178,8 +178,7 @@ class GymEnv(EnvBase):
         self.batch.seed(seed, static)
 
     def _close(self) -> None:
-        for env in self._envs:
-            env.close()
+        self.batch.close()
 
     def __repr__(self) -> str:
         inside = self._envs[0]
@@ -208,7 +207,7 @@ def make_tensordict_env(factory: EnvFactory, kwargs: Mapping[str, Any]) -> Any:
         UnknownEnvError: an id that is not registered.
         ConfigError: something else was made.
     """
-    made = make_one(factory, kwargs)
+    made = build(factory, kwargs)
     if isinstance(made, gym.Env) and not is_tensordict_env(made):
         return GymEnv(made)
     if not is_tensordict_env(made):

@@ -20,7 +20,7 @@ from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
 from gleanrl.core.layout import Group
 from gleanrl.core.options import check_int
 from gleanrl.core.window import Array
-from gleanrl.envs.base import EnvBase
+from gleanrl.envs.base import EnvBase, close_all
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded
 from gleanrl.envs.stock import is_stock, stock
@@ -261,8 +261,7 @@ class PettingZooEnv(EnvBase):
             game.seed, game.fresh = seed if static else seed + index, False
 
     def _close(self) -> None:
-        for game in self._games:
-            game.env.close()
+        close_all(self.members)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {len(agents)}" for name, agents in self.group_map.items())

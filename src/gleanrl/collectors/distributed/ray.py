@@ -8,7 +8,7 @@ from typing import Any, Unpack, cast
 from gleanrl.collectors.arguments import Arguments, RayArguments, read, shows
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.distributed.generic import plan_nodes
-from gleanrl.collectors.workers import deal, env_functions_of, launch_workers
+from gleanrl.collectors.launch import deal, env_functions_of, launch_workers
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.transport.network import NetworkBackend
