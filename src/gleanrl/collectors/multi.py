@@ -17,6 +17,7 @@ from gleanrl.collectors.weights import EachBatch
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.engine.engine import MakeBackend
+from gleanrl.engine.interruptor import stop_byte
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 
@@ -176,7 +177,7 @@ def _make_backend(name: str | None, num_sub_threads: int) -> MakeBackend:
         threads = check_int("num_sub_threads", num_sub_threads, least=1)
         return lambda windows: ProcessBackend(threads)
     if name in ("inline", "direct"):
-        return lambda windows: InlineBackend(windows, apart=True)
+        return lambda windows: InlineBackend(windows, stop_byte(None), apart=True)
     if name in ("distributed", "submitit", "rpc", "ray"):
         raise ConfigError(
             f"backend={name!r} is no matter of processes here: use DistributedCollector, "

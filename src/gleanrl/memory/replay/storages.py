@@ -109,11 +109,14 @@ class Storage:
         envs = self.envs
         return slots if envs == 1 else (slots.unsqueeze(1) * envs + torch.arange(envs)).flatten()
 
+    def slots_of(self, index: torch.Tensor) -> torch.Tensor:
+        """Return the slots of flat places."""
+        envs = self.envs
+        return index if envs == 1 else index.div(envs, rounding_mode="floor")
+
     def sequence_of(self, index: torch.Tensor) -> torch.Tensor:
         """Return the sequence numbers of the slots of flat places."""
-        envs = self.envs
-        slots = index if envs == 1 else index.div(envs, rounding_mode="floor")
-        return self.ring.sequence_tensor.index_select(0, slots)
+        return self.ring.sequence_tensor.index_select(0, self.slots_of(index))
 
     def share(self) -> None:
         """Move to memory that other processes map.
