@@ -152,12 +152,14 @@ def test_marks_stand_on_the_right_side_of_what_they_announce(monkeypatch) -> Non
         SharedWeightReceiver(memory),
     )
     boards.bind("policy", board.ref)
-    words = np.frombuffer(memory.map(), np.int64, 16, board.ref.offset)
-    first = np.frombuffer(memory.map(), np.float32, 4, board.ref.offset + 128 + board.ref.nbytes)
+    count = np.frombuffer(memory.map(), np.int64, 1, board.ref.offset)
+    buffer = board.ref.offset + 64 + board.ref.nbytes
+    mark = np.frombuffer(memory.map(), np.int64, 1, buffer + 16)
+    first = np.frombuffer(memory.map(), np.float32, 4, buffer + 64)
     seen: list[tuple[int, int, bool]] = []
     monkeypatch.setattr(
         "gleanrl.weights.shared.fence",
-        lambda: seen.append((int(words[0]), int(words[2]), bool(first.any()))),
+        lambda: seen.append((int(count[0]), int(mark[0]), bool(first.any()))),
     )
     board.publish([torch.ones(4)], 1, 1)
     assert seen == [(0, 1, False), (0, 1, True), (0, 2, True)]

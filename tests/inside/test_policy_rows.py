@@ -187,7 +187,7 @@ def test_what_was_recorded_is_done_again_with_other_values(name):
     assert ops.complete == complete
     for _ in range(3 * complete):
         x.normal_()
-        for call in ops.calls:
+        for call in ops.calls():
             call()
         assert torch.equal(result, function(x.clone()))
 

@@ -44,16 +44,15 @@ def test_a_trajectory_that_its_environment_left_is_dropped_and_counted():
     assembler.push(make_batch([[0, 0, 0], [1, 1, 1]], [[False] * 3, [False] * 3]))
     # A worker was lost: its environment, number 1, goes on with a trajectory far away.
     assembler.push(make_batch([[0, 0, 2], [1001, 1001, 1003]], [[False, True, False]] * 2))
-    pending = assembler.pending
-    assert (pending.complete, pending.partial, pending.frames) == (2, 2, 9)
     assert assembler.frames_discarded == 3
+    assert assembler.flush() == 2  # of trajectories that run
+    assert assembler.reset() == 7  # of those that have ended
 
 
 def test_trajectories_come_whole_in_the_order_in_which_they_ended():
     assembler = WholeTrajectories(2)
     assembler.push(make_batch([[0, 0, 2], [1, 1, 1]], [[False, True, False], [False] * 3]))
     assert assembler.pop() is None
-    assert assembler.pending.complete == 1
     assembler.push(
         make_batch([[2, 2, 4], [1, 3, 3]], [[False, True, False], [True, False, True]], 7)
     )
@@ -64,8 +63,7 @@ def test_trajectories_come_whole_in_the_order_in_which_they_ended():
     out = assembler.pop()
     assert out["pixels"].tolist() == [[3, 7, 8], [11, 12, 0]]
     assert assembler.pop() is None
-    pending = assembler.pending
-    assert (pending.complete, pending.partial, pending.frames) == (0, 1, 1)
+    assert (assembler.flush(), assembler.reset()) == (1, 0)
 
 
 def test_ends_at_the_same_time_are_ordered_by_id():
@@ -127,7 +125,6 @@ def test_memory_follows_what_is_pending_and_not_what_went_through():
         assembler.push(make_batch(ids, ended))
         assert assembler.pop().shape == (50, 1)
     stored = sum(chunk.shape[0] for chunk in assembler._chunks.values())
-    assert assembler.pending.frames == 200 * 50
     assert stored <= 2 * 200 * 50 + 100
     assert len(assembler._chunks) <= 65
     ended[0, -1] = True
@@ -177,13 +174,11 @@ def test_flush_drops_what_runs_and_reset_drops_everything():
     assembler = WholeTrajectories(2)
     assembler.push(make_batch([0, 0, 1, 1, 1], [False, True, False, False, False]))
     assert assembler.flush() == 3
-    pending = assembler.pending
-    assert (pending.complete, pending.partial, pending.frames) == (1, 0, 2)
     assembler.push(make_batch([1, 1], [False, True], 9))
     assert assembler.pop()["pixels"].tolist() == [[1, 2], [9, 10]]
     assembler.push(make_batch([5, 6], [True, False]))
     assert assembler.reset() == 2
-    assert assembler.pending.frames == 0
+    assert assembler.reset() == 0
     assert assembler.frames_discarded == 5
 
 

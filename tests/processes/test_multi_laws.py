@@ -492,9 +492,10 @@ def test_preempted_rollouts_keep_what_is_valid(cat):
         assert collector.stats()["frames"] == frames
 
 
-def test_an_interruptor_ends_rollouts():
+@pytest.mark.parametrize("backend", ["process", "inline"])
+def test_an_interruptor_ends_rollouts(backend):
     interruptor = Interruptor()
-    with open_two("sync", interruptor=interruptor, frames=50) as collector:
+    with open_two("sync", interruptor=interruptor, frames=50, backend=backend) as collector:
         assert collector.next()["collector", "mask"].all()
         interruptor.stop_collection()
         batch = collector.next()

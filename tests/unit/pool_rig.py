@@ -46,7 +46,7 @@ class Uniform:
         pass
 
     def finish(self, steps):
-        pass
+        return {}
 
     def forget(self):
         pass

@@ -1,5 +1,6 @@
 """Settings of a policy that change between batches: every batch is what plain calls give."""
 
+import sys
 from contextlib import nullcontext
 from functools import partial
 from types import MethodType
@@ -363,3 +364,66 @@ def test_a_module_that_holds_more_than_is_compared_is_called_as_it_is(where):
     policy[0].get_submodule(where).history = list(range(5000))
     policy.history = list(range(5000))
     check(policy, put("0.module.0.bias", nn.Parameter(torch.ones(8))))
+
+
+# -- settings of torch: what plain calls give is what the fast path gives --------------------------
+
+SETTINGS = {
+    "autocast": (partial(torch.set_autocast_enabled, "cpu"), True, False),
+    "default dtype": (torch.set_default_dtype, torch.float64, torch.float32),
+    "default device": (torch.set_default_device, "cpu", None),
+    "deterministic": (torch.use_deterministic_algorithms, True, False),
+    "anomaly": (torch.autograd.set_detect_anomaly, True, False),
+    "gradients": (torch.set_grad_enabled, False, True),
+    "precision": (torch.set_float32_matmul_precision, "medium", "highest"),
+    # TorchRL turned it off when it was imported.
+    "validation": (D.Distribution.set_default_validate_args, True, False),
+}
+
+
+def recurrent():
+    torch.manual_seed(0)
+    return Seq(
+        Mod(nn.GRUCell(4, 6), ["observation", "h"], [("next", "h")]),
+        Mod(nn.Linear(6, 3), [("next", "h")], ["action"]),
+    )
+
+
+def written(batch):
+    return {key: batch.get(key) for key in sorted(batch.keys(True, True), key=str)}
+
+
+@pytest.mark.parametrize("make", [normal, recurrent])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_of_torch_changes_between_batches(name, make):
+    turn, on, off = SETTINGS[name]
+    found = []
+    for fast in (True, False):
+        with Collector(Noise, make(), num_envs=2, frames_per_batch=8, fast=fast) as collector:
+            collector.set_seed(0)
+            found.append([])
+            for setting, batch in zip((on, off, off), collector, strict=False):
+                found[-1].append(written(batch.clone()))
+                turn(setting)
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert value.dtype == other[key].dtype
+            assert torch.equal(value, other[key])
+
+
+def test_recording_a_draw_leaves_what_other_threads_use_as_it_is():
+    seen = set()
+
+    def look(frame, event, argument):
+        seen.add((torch.initial_seed(), D.Distribution._validate_args))
+
+    with Collector(Noise, normal(rl.TanhNormal), frames_per_batch=4) as collector:
+        batches = iter(collector)
+        sys.setprofile(look)
+        try:
+            next(batches)
+        finally:
+            sys.setprofile(None)
+        assert "ProbabilisticTensorDictModule: tensor calls" in collector.explain()
+    assert len(seen) == 1

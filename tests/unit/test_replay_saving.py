@@ -1,6 +1,7 @@
 """What is saved comes back: in memory and on disk, without pickle."""
 
 import contextlib
+import copy
 import json
 import os
 import pickle
@@ -17,10 +18,12 @@ from gleanrl import (
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
+    RandomSampler,
     ReplayBuffer,
     ReplayError,
     SamplerWithoutReplacement,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
 
@@ -104,6 +107,80 @@ def test_an_epoch_goes_on(tmp_path, way):
     first = source.sample(6)["number"].tolist()
     way(source, target, tmp_path)
     assert sorted(first + target.sample(6)["number"].tolist()) == list(range(10))
+
+
+EPISODES = {
+    "random": RandomSampler,
+    "each once": lambda: SamplerWithoutReplacement(drop_last=True),
+    "slices": lambda: SliceSampler(slice_len=2),
+    "slices once": lambda: SliceSamplerWithoutReplacement(slice_len=2),
+    "short slices once": lambda: SliceSamplerWithoutReplacement(slice_len=4, strict_length=False),
+    "priorities": lambda: PrioritizedSampler(24, 0.7, 0.5),
+}
+STORAGES = {
+    "tensors": LazyTensorStorage,
+    "compact": lambda size: LazyTensorStorage(size, compact=["number"]),
+    "memmap": LazyMemmapStorage,
+    "env, time": lambda size: LazyTensorStorage(size, ndim=2),
+    "list": ListStorage,
+}
+
+
+def episodes(storage, first, count):
+    number = torch.arange(first, first + count)
+    inner = {"next": {"number": number + 1}, "collector": {"traj_ids": number // 5}}
+    data = TensorDict({"number": number, **inner}, [count])
+    return data.reshape(2, -1) if storage.ndim == 2 else data
+
+
+def through_a_copy(source, target, _):
+    vars(target).update(vars(copy.deepcopy(source)))
+
+
+CASES = [
+    (through_memory, sampler, storage)
+    for sampler in EPISODES
+    for storage in STORAGES
+    if storage != "list" or "slice" not in sampler
+]
+CASES += [(through_a_copy, sampler, "tensors") for sampler in EPISODES]
+CASES += [(through_files, "slices once", "tensors")]
+
+
+@pytest.mark.parametrize(("way", "sampler", "storage"), CASES)
+def test_what_was_saved_continues_as_the_original(tmp_path, way, sampler, storage):
+    def make(seed, prefetch):
+        return ReplayBuffer(
+            storage=STORAGES[storage](24),
+            sampler=EPISODES[sampler](),
+            batch_size=4,
+            prefetch=prefetch,
+            generator=None if seed is None else torch.Generator().manual_seed(seed),
+        )
+
+    def numbers(rb):
+        return rb.sample()["number"].tolist()
+
+    for seed, prefetch, drawn in [(None, None, 0), (None, None, 3), (7, None, 3), (7, 2, 2)]:
+        torch.manual_seed(0)
+        source = make(seed, prefetch)
+        source.extend(episodes(source.storage, 0, 20))
+        for number in range(drawn):
+            source.sample()
+            if number == 1 and not prefetch:  # what is made ahead may or may not see these
+                source.extend(episodes(source.storage, 20, 12))
+        target = make(None if seed is None else 99, None)
+        target.extend(episodes(target.storage, 100, 10))
+        way(source, target, tmp_path / f"{seed}-{drawn}")
+        known = torch.get_rng_state()
+        expected = [numbers(source) for _ in range(7)]
+        torch.set_rng_state(known)
+        assert [numbers(target) for _ in range(7)] == expected
+
+
+def test_a_list_storage_says_that_it_stays_in_its_process():
+    with pytest.raises(ReplayError, match="ListStorage stays in its process"):
+        pickle.dumps(ReplayBuffer())
 
 
 def test_lists_come_back_in_memory_only(tmp_path):
@@ -201,6 +278,14 @@ def test_a_state_that_contradicts_itself_changes_nothing(tmp_path, poison, share
         (SamplerWithoutReplacement(), {"priorities": torch.zeros(5)}),
         (SamplerWithoutReplacement(), {"order": torch.tensor([0, 5])}),
         (SamplerWithoutReplacement(), {"order": torch.tensor([0, 0])}),
+        (
+            SliceSamplerWithoutReplacement(slice_len=1, traj_key="number"),
+            {"order": torch.arange(3)},
+        ),
+        (
+            SliceSamplerWithoutReplacement(slice_len=1, traj_key="number"),
+            {"order": torch.tensor([[0, 1], [3, 3]])},
+        ),
         (PrioritizedSampler(5, 1.0, 1.0), {"order": torch.arange(3)}),
         (PrioritizedSampler(5, 1.0, 1.0), {"priorities": torch.zeros(4).double()}),
         (

@@ -1,5 +1,8 @@
 """Policies that do what nobody expects are called as they are: what they write is what happens."""
 
+from functools import partial
+
+import gymnasium as gym
 import pytest
 import torch
 from tensordict.nn import TensorDictModule as Mod
@@ -266,3 +269,72 @@ def test_indices_for_a_one_hot_environment_are_converted_with_one_warning(fast, 
         assert torch.equal(hot.argmax(-1), (batch["observation"][..., 0] > 0).long())
         assert torch.equal(hot.sum(-1), torch.ones_like(hot[..., 0]))
     assert len(told) == 1
+
+
+# -- what a policy writes later, and did not write in its first call -------------------------------
+
+
+class Later(TensorDictModuleBase):
+    """Names what it writes, and does something else too from its ninth call on."""
+
+    in_keys, out_keys = ("observation",), ("action",)
+
+    def __init__(self, surprise):
+        super().__init__()
+        self.surprise, self.calls = surprise, 0
+
+    def forward(self, tensordict):
+        self.calls += 1
+        tensordict["action"] = tensordict["observation"][..., :1] / 2
+        if self.calls > 8:
+            self.surprise(tensordict)
+        return tensordict
+
+
+SURPRISES = {
+    "an entry": lambda td: td.set("late", td["action"].clone()),
+    "a nested entry": lambda td: td.set(("late", "one"), td["action"].clone()),
+    "an entry under next": lambda td: td.set(("next", "late"), td["action"].clone()),
+    "an object": lambda td: td.set_non_tensor("late", "text"),
+    "another dtype": lambda td: td.set("action", td["action"].double()),
+    "the observation": lambda td: td.set("observation", td["observation"] * 2),
+    "the observation in place": lambda td: td["observation"].mul_(2),
+}
+
+
+def steps_of(batch):
+    return [{k: step.get(k) for k in step.keys(True, True)} for step in batch.unbind(-1)]
+
+
+@pytest.mark.parametrize("vectorised", [False, True])
+@pytest.mark.parametrize("name", SURPRISES)
+def test_what_a_policy_writes_later_is_delivered(name, vectorised):
+    env, options = "Pendulum-v1", {"num_envs": 2}
+    if vectorised:
+        mode = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+        env, options = partial(gym.make_vec, env, 2, vectorization_mode="sync"), {}
+        env.keywords["vector_kwargs"] = mode
+    found = []
+    for kind, given, fast in (("Pendulum-v1", {"num_envs": 2}, False), (env, options, True)):
+        policy = Later(SURPRISES[name])
+        with Collector(kind, policy, frames_per_batch=12, fast=fast, **given) as collector:
+            collector.set_seed(0)
+            batches = [batch for _, batch in zip(range(3), collector, strict=False)]
+            found.append([step for batch in batches for step in steps_of(batch)])
+    for plain, ours in zip(*found, strict=True):
+        assert plain.keys() == ours.keys()
+        for key, value in plain.items():
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == ours[key].dtype
+                torch.testing.assert_close(ours[key], value, rtol=0, atol=0)
+            else:
+                assert value == ours[key]
+
+
+def test_environments_that_reset_in_their_next_step_name_what_does_not_fit():
+    env = gym.make_vec("Pendulum-v1", 2, vectorization_mode="sync")
+    with (
+        Collector(env, Later(SURPRISES["an entry"]), frames_per_batch=24) as collector,
+        pytest.raises(PolicyError, match=r"wrote 'late' at step 8 .* num_envs="),
+    ):
+        next(iter(collector))

@@ -3,8 +3,7 @@
 An argument is a key of one of the dictionaries below: its type, its default and what it means. A
 constructor takes ``**kwargs: Unpack[...]`` of its dictionary. Signatures, ``help()``, defaults and
 the check of names all come from here; which collector takes an argument is said by the dictionary
-that holds it. `read` completes what was given, `check` finds contradictions, and `Options` are the
-groups that the rest of the program reads.
+that holds it. `read` completes what was given and checks types, `check` finds contradictions.
 """
 
 import difflib
@@ -16,7 +15,6 @@ import textwrap
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import (
     Annotated,
     Any,
@@ -36,26 +34,17 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
-from gleanrl.collectors.compat import read_updater
 from gleanrl.collectors.handle import PostHook, PreHook
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 from gleanrl.core.options import (
-    EnvOptions,
     InfoKeys,
-    PolicyOptions,
-    RolloutOptions,
-    TrajectoryOptions,
-    limit,
     read_device,
     seconds,
     users_stacklevel,
 )
 from gleanrl.engine.interruptor import Interruptor
-from gleanrl.engine.pipeline import Pipeline
-from gleanrl.engine.sink import Sink, make_sink
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.policies.policy import parse_exploration_mode
-from gleanrl.rollout.build import SourceBuilder
 from gleanrl.transport.launchers import Launcher
 from gleanrl.watch.loggers import LogFunction
 from gleanrl.weights.scheme import WeightSyncScheme
@@ -247,15 +236,18 @@ class _Remote(TypedDict, total=False):
         collector_kwargs: Further arguments of the workers' collectors; or a list, one per worker.
         num_workers_per_collector: Workers of a worker's ``"sync"`` or ``"async"`` collector.
         on_failure: What to do when a worker is lost: ``"raise"``; ``"continue"``: warn and continue
-            with the others, which collect what it had not delivered; or, for a
-            `DistributedCollector`, ``"relaunch"``: do that, and have the launcher start another in
-            its place, which takes part as soon as it is up. The last two are for ``sync=False``;
-            ``"torchrun"`` and ``"submitit_delayed"`` cannot start nodes again.
+            with the others, which collect what it had not delivered; or ``"relaunch"``: do that,
+            and have another started in its place, which takes part as soon as it is up. The last
+            two are for ``sync=False``; an `RPCCollector` and the launchers ``"torchrun"`` and
+            ``"submitit_delayed"`` cannot start nodes again.
+        max_relaunches: Replacements of each worker, those that fail included; after as many,
+            collection continues without that worker.
     """
 
     collector_kwargs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
     num_workers_per_collector: Annotated[int, 1]
     on_failure: Annotated[str, "raise"]
+    max_relaunches: Annotated[int, 3]
 
 
 class _WeightIntervals(TypedDict, total=False):
@@ -291,8 +283,6 @@ class _OverNetwork(TypedDict, total=False):
             ``TCP_PORT``, or 10003, or the next one that is free.
         heartbeat: Seconds without a sign of life after which a node, or for a node its learner,
             counts as dead.
-        max_relaunches: Replacements of each node, those that fail included; after as many,
-            collection continues without that node.
         host: Address of this machine to listen on, which nodes can reach; the launcher's choice by
             default (the loopback interface for ``"mp"``).
     """
@@ -302,7 +292,6 @@ class _OverNetwork(TypedDict, total=False):
     launcher: Annotated[str | Launcher, "submitit"]
     tcp_port: Annotated[int | str | None, None]
     heartbeat: Annotated[float, 60.0]
-    max_relaunches: Annotated[int, 3]
     host: Annotated[str | None, None]
 
 
@@ -634,6 +623,8 @@ def check(arguments: Arguments) -> None:
     if arguments["timeout"] is not None:
         seconds("timeout", arguments["timeout"])
     check_schemes(arguments["weight_sync_schemes"])
+    if arguments["replay_buffer"] is not None:
+        _check_buffer(arguments)
 
 
 def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
@@ -643,6 +634,11 @@ def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
     yield (
         apart and not arguments["track_traj_ids"],
         "split_trajs and trajs_per_batch need track_traj_ids=True",
+    )
+    chunk, extend = arguments["replay_buffer_chunk"], arguments["extend_buffer"]
+    yield (
+        chunk not in (None, extend),  # its retired spelling
+        f"replay_buffer_chunk ({chunk}) contradicts extend_buffer ({extend})",
     )
     yield (
         arguments["set_truncated"] and whole,
@@ -693,7 +689,7 @@ def check_schemes(schemes: Mapping[str, Any] | None) -> None:
             )
 
 
-def _check_buffer(arguments: Arguments, extend: bool) -> None:
+def _check_buffer(arguments: Arguments) -> None:
     """A replay buffer takes the place of delivered batches."""
     buffer = arguments["replay_buffer"]
     if arguments["compact_obs"] and isinstance(buffer, ReplayBuffer) and buffer.storage.compact:
@@ -708,150 +704,21 @@ def _check_buffer(arguments: Arguments, extend: bool) -> None:
             "return_same_td=True and replay_buffer exclude each other: nothing is returned"
         )
     whole = arguments["split_trajs"] or arguments["trajs_per_batch"] is not None
-    if not extend and (whole or arguments["postproc"] is not None):
+    if not arguments["extend_buffer"] and (whole or arguments["postproc"] is not None):
         raise ArgumentTypeError(
             "extend_buffer=False stores steps as they were made; it excludes split_trajs, "
             "trajs_per_batch and postproc, which work on whole batches"
         )
 
 
-# -- option groups ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The arguments of a collector in the groups that other parts read, each checked."""
-
-    exploration: InteractionType
-    trajectories: TrajectoryOptions
-    extend: bool
-    """Whether a replay buffer gets whole batches."""
-    updater: Any
-    version: PolicyVersion | None
-    """The version counter to show."""
-
-    @classmethod
-    def of(cls, arguments: Arguments) -> "Options":
-        """Check and read the arguments that all collectors share.
-
-        Raises:
-            ConfigError: wrong values, or some that contradict each other.
-            TypeError: arguments that exclude each other.
-        """
-        check(arguments)
-        extend, chunk = arguments["extend_buffer"], arguments["replay_buffer_chunk"]
-        if chunk not in (None, extend):  # its retired spelling
-            raise ConfigError(f"replay_buffer_chunk ({chunk}) contradicts extend_buffer ({extend})")
-        if arguments["replay_buffer"] is not None:
-            _check_buffer(arguments, extend)
-        return cls(
-            exploration=_read_exploration(
-                arguments["exploration_type"], arguments["exploration_mode"]
-            ),
-            trajectories=TrajectoryOptions.from_arguments(
-                arguments["split_trajs"],
-                arguments["trajs_per_batch"],
-                arguments["traj_format"],
-                arguments["trajs_per_write"],
-                arguments["replay_buffer"],
-                arguments["traj_quota"],
-            ),
-            extend=extend,
-            updater=read_updater(arguments["weight_updater"]),
-            version=_read_version(arguments["track_policy_version"]),
-        )
-
-    def pipeline(
-        self, arguments: Arguments, storing: torch.device | None, stacked: bool = False
-    ) -> tuple[Sink | None, Pipeline]:
-        """Return what takes batches in place of the user, and what they go through until then.
-
-        Args:
-            arguments: All arguments.
-            storing: Where batches are delivered.
-            stacked: Whether the first dimension of batches is that of workers.
-        """
-        sink = make_sink(arguments["replay_buffer"], self.extend, stacked)
-        stages = Pipeline(
-            self.trajectories,
-            arguments["postproc"],
-            sink,
-            storing,
-            episodes_end=arguments["reset_at_each_iter"],
-        )
-        return sink, stages
-
-
-def source(
-    arguments: Arguments,
-    env: Any,
-    env_kwargs: Mapping[str, Any],
-    policy: Any,
-    policy_factory: Callable[[], Any] | None,
-    *,
-    env_device: torch.device | None,
-    policy_device: torch.device | None,
-    mask: bool,
-    stream: int | None = None,
-) -> SourceBuilder:
-    """Return what builds the source of one worker.
-
-    Args:
-        arguments: All arguments of the worker.
-        env: What it collects from.
-        env_kwargs: Arguments for that.
-        policy: What acts, if there is no factory.
-        policy_factory: Returns what acts.
-        env_device: Where the environment runs.
-        policy_device: Where the policy runs.
-        mask: Whether rollouts may be stopped early.
-        stream: What the worker's random streams are made from.
-    """
-    return SourceBuilder(
-        env=EnvOptions(
-            create_env_fn=env,
-            create_env_kwargs=env_kwargs,
-            num_envs=arguments["num_envs"],
-            device=env_device,
-            categorical=arguments["categorical_action_encoding"],
-            observation_dtype=arguments["observation_dtype"],
-            info_keys=arguments["info_keys"],
-        ),
-        policy=PolicyOptions(
-            policy=policy,
-            policy_factory=policy_factory,
-            device=policy_device,
-            trust_policy=arguments["trust_policy"],
-            compile_policy=arguments["compile_policy"],
-            cudagraph_policy=arguments["cudagraph_policy"],
-            fast=arguments["fast"],
-            provide_inputs=arguments["auto_register_policy_transforms"] is not False,
-        ),
-        rollout=RolloutOptions(
-            max_frames_per_traj=limit(arguments["max_frames_per_traj"]),
-            reset_at_each_iter=arguments["reset_at_each_iter"],
-            track_traj_ids=arguments["track_traj_ids"],
-            set_truncated=arguments["set_truncated"],
-            exploration=_read_exploration(
-                arguments["exploration_type"], arguments["exploration_mode"]
-            ),
-            track_policy_version=bool(arguments["track_policy_version"]),
-            check_finite=arguments["check_finite"],
-            mask=mask,
-            compact=arguments["compact_obs"],
-            stream=stream,
-        ),
-    )
-
-
-def _read_version(track: bool | PolicyVersion) -> PolicyVersion | None:
+def read_version(track: bool | PolicyVersion) -> PolicyVersion | None:
     """Return the version counter to show, or ``None``."""
     if isinstance(track, PolicyVersion):
         return track
     return PolicyVersion() if track else None
 
 
-def _read_exploration(kind: InteractionType | None, mode: str | None) -> InteractionType:
+def read_exploration(kind: InteractionType | None, mode: str | None) -> InteractionType:
     """Return the interaction type; ``None`` is RANDOM."""
     if mode is None:
         return InteractionType.RANDOM if kind is None else kind

@@ -39,6 +39,7 @@ from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import limit, users_stacklevel
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts
+from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.models import WeightSync
 from gleanrl.engine.replacing import Replacements
 from gleanrl.transport.inline import InlineBackend
@@ -110,8 +111,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
     _reports: Rollouts = {}
     """What workers said of the newest batch."""
     _models: Any
-    _threads: Callable[[], object] = staticmethod(lambda: None)
-    """Restores the number of torch threads, which is lower while workers run."""
     _replacements: Replacements | None = None
 
     def __init__(self, arguments: Arguments) -> None:
@@ -130,8 +129,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
             make: Builds the backend that starts and reaches the workers.
         """
         self._arguments, self._launch, self._plan = arguments, launch, launch.plan
-        options, plan = launch.options, launch.plan
-        self._version, self._timeout = options.version, arguments["timeout"]
+        plan = launch.plan
+        self._version, self._timeout = launch.version, arguments["timeout"]
         self._worker_idx = arguments["worker_idx"]
         self._sink, self._pipeline = launch.sink, launch.pipeline
         self._ready: deque[Any] = deque()
@@ -139,15 +138,14 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self.replay_buffer = arguments["replay_buffer"]
         self.storing_device = launch.batches.device
         self.policy_device, self.env_device = launch.policy_device, launch.env_device
-        self.exploration_type = options.exploration
+        self.exploration_type = launch.exploration
         self.interruptor = plan.interruptor
         self.num_workers = len(launch.factories)
         self._updates.register(arguments["weight_recv_schemes"] or {})
         self._watching = Watching(type(self).__name__, arguments["progress"], arguments["logger"])
         with ExitStack() as undo:
-            if not self._here:
-                threads = Threads(plan.num_threads, self.num_workers)
-                self._threads = undo.callback(weakref.finalize(self, threads.restore))
+            threads = Threads(plan.num_threads, self.num_workers)
+            self._threads = undo.callback(weakref.finalize(self, threads.restore))
             with self._watching.starting():
                 self._engine = engine = Engine(
                     make, launch.factories, start_timeout=arguments["start_timeout"]
@@ -164,7 +162,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """Set up memory, weights and counters, now that the workers are up."""
         engine, launch, plan = self._engine, self._launch, self._plan
         stopped: Callable[[], bool] = bool
-        if plan.interruptor is not None and not self._here:
+        if isinstance(plan.interruptor, Interruptor):
             plan.interruptor.attach(engine.backend.stop_byte)
             stopped = plan.interruptor.collection_stopped
         engine.dispatcher.tolerant = plan.tolerant
@@ -177,7 +175,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
             backend = cast("NetworkBackend", engine.backend)
             self._replacements = Replacements(engine, backend, self._models, plan.relaunches)
         self._background = BackgroundFilling(engine, self._budget, self._timeout)
-        self._updates.use(launch.options.updater, self)
+        self._updates.use(launch.updater, self)
         if self._sink is not None:
             self._sink.attach(self, self._env_to_record, engine.num_envs)
 
@@ -476,10 +474,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
         if self._plan.sending is not None:
             self._plan.sending.sent(self._models.chosen(worker_ids))
 
-    def _check_workers(self, worker_ids: Any) -> None:
-        """Refuse workers that do not exist."""
-        self._models.chosen(worker_ids)
-
     def deliver_weights(self, weights: Any, worker_ids: Any = None) -> None:
         """Publish weights of the policy, past the weight updater: what updaters call.
 
@@ -712,14 +706,14 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """
         engine = self._engine
         entries = entries_of(state_dict, self.num_workers, strict)
-        policies: dict[int, tuple[Mapping[str, Any], int]] = {
-            worker: (entry.get("policy_state_dict") or {}, int(entry["worker"]["policy_version"]))
-            for worker, entry in enumerate(entries)
-        }
-        states = {
-            worker: restoring(engine, worker, entry, self._launch.stream, strict)
-            for worker, entry in enumerate(entries)
-        }
+        policies: dict[int, tuple[Mapping[str, Any], int]] = {}
+        states: dict[int, m.Command] = {}
+        for worker, entry in enumerate(entries):
+            version = self._models.number
+            if "worker" in entry:
+                states[worker] = restoring(engine, worker, entry, self._launch.stream, strict)
+                version = int(entry["worker"]["policy_version"])
+            policies[worker] = entry.get("policy_state_dict") or {}, version
         with engine.turn(None):
             frames = int(state_dict.get("frames", self._budget.delivered))
             batches = int(state_dict.get("iter", self._batches))
@@ -916,14 +910,9 @@ class BaseCollector(Handle, IterableDataset[Any]):
     # -- questions, hooks, profiles --------------------------------------------------------------
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        if self._here:
-            with self._engine.turn(None):  # nothing is collected meanwhile
-                return super().cascade_execute(attr_path, *args, **kwargs)
         return self.map_fn(attr_path, [args] * self.num_workers, [kwargs] * self.num_workers)
 
     def get_distant_attr(self, attr: str) -> Any:
-        if self._here:
-            return super().get_distant_attr(attr)
         if self._is_of_buffer(attr):
             with self._engine.turn(None):
                 return [paths.resolve(self, attr)] * self.num_workers
@@ -946,9 +935,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
-        if self._here:
-            with self._engine.turn(None):
-                return super().map_fn(method_name, list_of_args, list_of_kwargs)
         count = self.num_workers
         args = [()] * count if list_of_args is None else list(list_of_args)
         kwargs: list[Any] = [{}] * count if list_of_kwargs is None else list(list_of_kwargs)
@@ -976,20 +962,15 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _tell(self, method: str, *args: Any) -> None:
         """Call a method of every worker's collector, and of those that will replace lost ones."""
-        if not (self._here or self._engine.closed):
+        if not self._engine.closed:
             self._engine.standing[method] = m.Call(method, args)
             self._engine.request_all(self._engine.standing[method])
 
     def _begin_profile(self, config: Mapping[str, Any]) -> None:
-        if self._here:
-            super()._begin_profile(config)
-        else:
-            self._engine.request_all(m.Call("enable_profile", (), config))
+        self._engine.request_all(m.Call("enable_profile", (), config))
 
     def _end_profile(self) -> None:
-        if self._here:
-            super()._end_profile()
-        elif not self._engine.closed:
+        if not self._engine.closed:
             self._engine.request_all(m.Call("disable_profile"))
 
     # -- the end ---------------------------------------------------------------------------------

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from gleanrl.collectors import dispatch
+from gleanrl.collectors import selectors
 from gleanrl.collectors.arguments import (
     Arguments,
     CollectorArguments,
-    Options,
     read,
     read_index,
     shown,
     shows,
-    source,
 )
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.plan import Launch, WorkerPlan
+from gleanrl.collectors.handle import Handle
+from gleanrl.collectors.launch import launch_workers
+from gleanrl.collectors.plan import WorkerPlan
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ArgumentTypeError, for_users
-from gleanrl.core.options import DevicePlan, FrameBudget
-from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.interruptor import stop_byte
 from gleanrl.engine.models import Models
 from gleanrl.transport.inline import InlineBackend
@@ -73,53 +71,23 @@ class Collector(BaseCollector):
         """
         arguments = read(CollectorArguments, type(self).__name__, kwargs)
         super().__init__(arguments)
-        own = cast("CollectorArguments", arguments)  # which hold for one worker
-        same_td, interruptor = arguments["return_same_td"], arguments["interruptor"]
-        options = Options.of(arguments)
-        devices = DevicePlan.from_arguments(
-            own["device"],
-            own["storing_device"],
-            own["policy_device"],
-            own["env_device"],
-        )
-        builder = source(
-            arguments,
-            create_env_fn,
-            dict(own["create_env_kwargs"] or {}),
-            policy,
-            own["policy_factory"],
-            env_device=devices.env,
-            policy_device=devices.policy,
-            mask=interruptor is not None,
-        )
-        limits = FrameBudget.from_arguments(
-            own["frames_per_batch"],
-            arguments["total_frames"],
-            arguments["init_random_frames"],
-        )
-        sink, pipeline = options.pipeline(arguments, devices.storing)
-        launch = Launch(
-            plan=WorkerPlan(
-                create_env_fn=create_env_fn,
-                functions=[create_env_fn],
-                policy=policy,
-                interruptor=interruptor,
-            ),
-            options=options,
-            factories=[builder],
-            limits=limits,
-            asked=[limits.frames_per_batch],
-            batches=BatchOptions(device=devices.storing, same_memory=same_td),
-            pipeline=pipeline,
-            sink=sink,
-            policy_device=devices.policy,
-            env_device=devices.env,
+        interruptor = arguments["interruptor"]
+        plan = WorkerPlan(
+            create_env_fn=create_env_fn,
+            functions=[create_env_fn],
+            policy=policy,
+            here=True,
+            interruptor=interruptor,
+            num_threads=torch.get_num_threads(),  # as they are: there is no other process
         )
         self._start(
-            arguments, launch, lambda windows: InlineBackend(windows, stop_byte(interruptor))
+            arguments,
+            launch_workers(arguments, plan),
+            lambda windows: InlineBackend(windows, stop_byte(interruptor)),
         )
+        self.policy_device, self.env_device = self.policy_device[0], self.env_device[0]
 
-    @dispatch.like(__init__)
+    @selectors.like(__init__)
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a collector over worker processes if the selectors ask for one.
 
@@ -131,9 +99,9 @@ class Collector(BaseCollector):
             NotImplementedError: a backend this version does not have.
         """
         if cls is not Collector:
-            dispatch.check_subclass(cls, kwargs)
+            selectors.check_subclass(cls, kwargs)
             return super().__new__(cls)
-        other = dispatch.elsewhere(args, kwargs)
+        other = selectors.elsewhere(args, kwargs)
         return super().__new__(cls) if other is None else other
 
     def _make_models(self, arguments: Arguments) -> Models:
@@ -147,6 +115,26 @@ class Collector(BaseCollector):
         if isinstance(self._plan.policy, nn.Module) and self.policy is self._plan.policy:
             self._engine.request(0, m.Call("own_policy"))
 
+    # -- what is asked, which is all in this process ---------------------------------------------
+
+    get_distant_attr = Handle.get_distant_attr
+    set_pre_collect_hook = Handle.set_pre_collect_hook
+    set_post_collect_hook = Handle.set_post_collect_hook
+    _begin_profile, _end_profile = Handle._begin_profile, Handle._end_profile
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        with self._engine.turn(None):  # nothing is collected meanwhile
+            return Handle.cascade_execute(self, attr_path, *args, **kwargs)
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        with self._engine.turn(None):
+            return Handle.map_fn(self, method_name, list_of_args, list_of_kwargs)
+
     # -- weights and state -----------------------------------------------------------------------
 
     def _update_weights(
@@ -157,15 +145,6 @@ class Collector(BaseCollector):
                 "worker_ids needs a collector with several workers; this one has none"
             )
         super()._update_weights(models, worker_ids, kwargs)
-
-    def _publish(
-        self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
-    ) -> None:
-        with self._engine.turn(None):
-            self._models.update(models, version)
-
-    def _check_workers(self, worker_ids: Any) -> None:
-        """Accept any: what an updater does with them is its own business."""
 
     @for_users
     def reset(  # type: ignore[override]  # environments are chosen, not workers
@@ -198,13 +177,5 @@ class Collector(BaseCollector):
             raise KeyError(
                 f"state_dict lacks {missing}; load with strict=False to keep what is there"
             )
-        policy = state_dict.get("policy_state_dict") or {}
-        self._models.check_policy_state(policy)
-        if "worker" in state_dict:
-            worker = {**state_dict["worker"], "env": state_dict.get("env_state_dict", {})}
-            self._restart({0: m.SetState(worker, strict)})
-            self._models.continue_from(int(worker["policy_version"]))
-        if policy:
-            self._models.load_policy_state(policy)
-        self._budget.delivered = int(state_dict.get("frames", self._budget.delivered))
-        self._batches = int(state_dict.get("iter", self._batches))
+        counts = {name: state_dict[name] for name in ("frames", "iter") if name in state_dict}
+        super().load_state_dict({"worker0": state_dict, **counts}, strict)

@@ -9,13 +9,15 @@ from torch import nn
 
 from gleanrl.collectors.arguments import MultiArguments, read, shows
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.dispatch import like
+from gleanrl.collectors.collector import Collector
+from gleanrl.collectors.launch import env_functions, launch_workers, read_threshold
 from gleanrl.collectors.plan import WorkerPlan
+from gleanrl.collectors.selectors import like
 from gleanrl.collectors.weights import EachBatch
-from gleanrl.collectors.workers import env_functions, launch_workers, read_threshold
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.engine.engine import MakeBackend
+from gleanrl.engine.interruptor import stop_byte
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 
@@ -58,12 +60,14 @@ class MultiCollector(BaseCollector):
         arguments = read(MultiArguments, type(self).__name__, kwargs)
         super().__init__(arguments)
         functions = env_functions(create_env_fn, arguments["num_workers"])
+        kind = Collector if arguments["collector_class"] is None else arguments["collector_class"]
         plan = WorkerPlan(
             create_env_fn=create_env_fn,
             functions=functions,
             policy=policy,
             sync=self._sync,
-            collector_class=arguments["collector_class"],
+            collector_class=kind,
+            whole=kind is not Collector,
             sending=EachBatch(self._sync) if arguments["update_at_each_batch"] else None,
             enough=read_threshold(arguments["preemptive_threshold"], len(functions), self._sync),
             interruptor=arguments["interruptor"],
@@ -173,7 +177,7 @@ def _make_backend(name: str | None, num_sub_threads: int) -> MakeBackend:
         threads = check_int("num_sub_threads", num_sub_threads, least=1)
         return lambda windows: ProcessBackend(threads)
     if name in ("inline", "direct"):
-        return lambda windows: InlineBackend(windows, apart=True)
+        return lambda windows: InlineBackend(windows, stop_byte(None), apart=True)
     if name in ("distributed", "submitit", "rpc", "ray"):
         raise ConfigError(
             f"backend={name!r} is no matter of processes here: use DistributedCollector, "

@@ -17,7 +17,7 @@ from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.plan import Launch
 from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
-from gleanrl.core.keys import MASK, TRAJ_IDS, as_key, format_key
+from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, returning
 from gleanrl.core.protocols import SourceFactory, Stop
@@ -139,7 +139,7 @@ class NestedSource:
     """Serves a collector: one of its batches is one rollout.
 
     Batches of a fixed shape are copied into the learner's memory. Others travel as payloads, and so
-    do those of collectors that are not ours.
+    do those that differ from what was announced, and those of collectors that are not ours.
     """
 
     def __init__(self, collector: Any, streams: Streams | None = None) -> None:
@@ -182,18 +182,17 @@ class NestedSource:
         frames, version = self._counted(batch)
         if batch is None:  # the collector has put it into a buffer of its own
             return Report(steps, frames, version, 0, None, ended, *times)
-        if self._layout is None or not window.keys():
-            # It may be a view of memory that is used again: it is copied before it travels.
-            batch = copied(batch)
-            ids = batch.get(TRAJ_IDS, None)
-            if ids is not None:
-                batch.set(TRAJ_IDS, self._numbered(ids))
-            return Report(steps, frames, version, 0, batch, ended, *times)
-        taken = _write_batch(batch, self._layout, window)
-        if TRAJ_IDS in window.keys():
-            ids = window.tensor(TRAJ_IDS)
-            ids.copy_(self._numbered(ids))
-        return Report(taken, frames, version, 0, None, ended, *times)
+        if self._layout is not None and window.keys() and _fits(batch, self._layout, window):
+            _write(batch, self._layout, window)
+            if TRAJ_IDS in window.keys():
+                ids = window.tensor(TRAJ_IDS)
+                ids.copy_(self._numbered(ids))
+            return Report(int(batch.shape[-1]), frames, version, 0, None, ended, *times)
+        # It may be a view of memory that is used again: it is copied before it travels.
+        batch = copied(batch)
+        if (ids := batch.get(TRAJ_IDS, None)) is not None:
+            batch.set(TRAJ_IDS, self._numbered(ids))
+        return Report(steps, frames, version, 0, batch, ended, *times)
 
     def _episodes(self) -> Callable[[], Array]:
         """Return what `Report.ended` is of the workers of the collector."""
@@ -318,49 +317,27 @@ def _takes_versions(collector: BaseCollector) -> bool:
     return type(collector).receive_models is BaseCollector.receive_models
 
 
-def _write_batch(batch: TensorDictBase, layout: Layout, window: Window) -> int:
-    """Copy ``batch`` into ``window``; return its steps, beyond which the window holds nothing.
-
-    Args:
-        batch: ``[*layout.batch_shape, t]``, with the fields of ``layout``.
-        layout: What was said of it.
-        window: Of at least ``t`` steps.
-    """
-    taken = int(batch.shape[-1])
-    if tuple(batch.shape[:-1]) != layout.batch_shape or taken > window.steps:
-        raise _misfit("it", tuple(batch.shape), (*layout.batch_shape, window.steps))
-    leaves = {
-        as_key(key): value
+def _fits(batch: TensorDictBase, layout: Layout, window: Window) -> bool:
+    """Tell whether ``batch``, of no more steps than ``window``, is like what was announced."""
+    found = {
+        as_key(key): (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
         for key, value in batch.items(True, leaves_only=True, is_leaf=is_leaf_nontensor)
     }
+    shape = (*layout.batch_shape, batch.shape[-1])
+    fields = {field.key: ((*shape, *field.shape), field.dtype) for field in layout.fields}
+    return batch.shape == shape and batch.shape[-1] <= window.steps and found == fields
+
+
+def _write(batch: TensorDictBase, layout: Layout, window: Window) -> None:
+    """Copy ``batch`` into ``window``, which holds nothing beyond its steps then."""
+    taken = int(batch.shape[-1])
     for field in layout.fields:
-        value = leaves.pop(field.key, None)
-        shape = (*layout.batch_shape, taken, *field.shape)
-        if not isinstance(value, torch.Tensor):
-            raise _misfit(format_key(field.key), type(value).__name__, f"{field.dtype} {shape}")
-        if tuple(value.shape) != shape or value.dtype != field.dtype:
-            raise _misfit(
-                format_key(field.key),
-                f"{value.dtype} {tuple(value.shape)}",
-                f"{field.dtype} {shape}",
-            )
-        rows = value.reshape(window.envs, taken, *field.shape)
+        rows = batch.get(field.key).reshape(window.envs, taken, *field.shape)
         window.tensor(field.key)[:, :taken].copy_(rows)
-    if leaves:
-        raise _misfit(format_key(next(iter(leaves))), "there", "not there")
     if taken < window.steps:
         window.zero_from(taken)
         if TRAJ_IDS in window.keys():
             window.tensor(TRAJ_IDS)[:, taken:] = -1
-    return taken
-
-
-def _misfit(what: str, now: Any, before: Any) -> ConfigError:
-    return ConfigError(
-        f"a batch of the collector in this worker is not like those it announced: {what} is {now}, "
-        f"not {before}; what changes batches has to be there when the collector is built (postproc="
-        " or post_collect_hook=)"
-    )
 
 
 def _valid_frames(batch: TensorDictBase) -> int:

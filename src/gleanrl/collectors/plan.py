@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tensordict.nn import InteractionType
 
-from gleanrl.collectors.arguments import Options
+from gleanrl.collectors.compat import WeightUpdaterBase
 from gleanrl.collectors.weights import Sending
 from gleanrl.core.options import FrameBudget, check_int
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import Sink
+from gleanrl.weights.snapshot import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,11 @@ class WorkerPlan:
     sync: bool = True
     """Whether a batch holds a rollout of every worker."""
     collector_class: Any = None
-    """What runs in each worker; ``None`` for what our own collectors run there."""
+    """What runs in each worker."""
+    whole: bool = False
+    """Whether each worker runs a whole collector of its class, and not what serves ours alone."""
+    here: bool = False
+    """Whether the only worker is this very process: it has the user's own objects and streams."""
     remote: bool = False
     """Whether workers share no memory with this process."""
     kwargs: Sequence[Mapping[str, Any]] = ()
@@ -59,7 +65,10 @@ class Launch:
     """A plan, and what was made of it and the arguments before anything is started."""
 
     plan: WorkerPlan
-    options: Options
+    exploration: InteractionType
+    version: PolicyVersion | None
+    """The version counter to show."""
+    updater: WeightUpdaterBase | None
     factories: Sequence[SourceFactory]
     """Build the source of each worker, there."""
     limits: FrameBudget

@@ -124,7 +124,7 @@ class WeightUpdates:
             if self._pushing is not None:  # the updater itself asks for it
                 self.deliver(collector, models[_POLICY], worker_ids)
             else:
-                collector._check_workers(worker_ids)
+                collector._models.chosen(worker_ids)  # refuses those that do not exist
                 self._run_updater(self._updater, collector, models[_POLICY], worker_ids, kwargs)
 
     def _run_updater(

@@ -93,40 +93,36 @@ class FrameBudget:
                 "use -1 for endless collection"
             )
         total = None if total_frames is None else check_int("total_frames", total_frames)
-        first = (
-            0 if init_random_frames is None else check_int("init_random_frames", init_random_frames)
-        )
         return cls(
             frames_per_batch=check_int("frames_per_batch", frames_per_batch, least=1),
             total_frames=None if total is None or total < 0 else total,
-            init_random_frames=max(0, first),
+            init_random_frames=limit(init_random_frames, "init_random_frames") or 0,
         )
 
     def rounded(self, frames_per_batch: int, num_envs: int) -> FrameBudget:
         """Return the budget of batches that hold ``frames_per_batch`` frames, with a warning."""
-        rounded = replace(self, frames_per_batch=frames_per_batch)
-        rounded._warn_if_rounded(self.frames_per_batch, num_envs)
-        return rounded
-
-    def _warn_if_rounded(self, asked: int, num_envs: int) -> None:
-        notes = []
-        if asked != self.frames_per_batch:
-            is_not = (
+        asked, total, notes = self.frames_per_batch, self.total_frames, []
+        if asked != frames_per_batch:
+            uneven = (
                 "is not a multiple of" if asked % num_envs else "cannot be shared out evenly by"
             )
             notes.append(
-                f"frames_per_batch ({asked}) {is_not} the {num_envs} environments: batches hold "
-                f"{self.frames_per_batch} frames"
+                f"frames_per_batch ({asked}) {uneven} the {num_envs} environments: batches hold "
+                f"{frames_per_batch} frames"
             )
-        total = self.total_frames
-        if total is not None and total % self.frames_per_batch:
-            extra = -total % self.frames_per_batch
+        if total is not None and total % frames_per_batch:
             notes.append(
-                f"total_frames ({total}) is not a multiple of the batch ({self.frames_per_batch}): "
-                f"{extra} additional frames will be collected"
+                f"total_frames ({total}) is not a multiple of the batch ({frames_per_batch}): "
+                f"{-total % frames_per_batch} additional frames will be collected"
             )
         if notes and os.environ.get("RL_WARNINGS", "1") != "0":
-            warnings.warn("; ".join(notes), UserWarning, stacklevel=users_stacklevel())
+            warn("; ".join(notes))
+        return replace(self, frames_per_batch=frames_per_batch)
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of ``text`` where the user's code called this library."""
+    warnings.warn(text, category, stacklevel=users_stacklevel())
 
 
 def users_stacklevel() -> int:
@@ -261,16 +257,15 @@ class TrajectoryOptions:
                 "traj_quota is for batches that are handed over; into a replay_buffer trajectories "
                 "go as they are completed"
             )
-        if trajs_per_write is None and (replay_buffer is None or trajs_per_batch is None):
-            return given
-        if replay_buffer is None or trajs_per_batch is None:
+        written = replay_buffer is not None and trajs_per_batch is not None
+        if trajs_per_write is None:
+            return replace(given, trajs_per_batch=1, traj_format="cat") if written else given
+        if not written:
             raise ConfigError(
                 "trajs_per_write says how many whole trajectories are written at once: it needs "
                 "replay_buffer and trajs_per_batch"
             )
-        count = (
-            1 if trajs_per_write is None else check_int("trajs_per_write", trajs_per_write, least=1)
-        )
+        count = check_int("trajs_per_write", trajs_per_write, least=1)
         return replace(given, trajs_per_batch=count, traj_format="cat")
 
     def __post_init__(self) -> None:

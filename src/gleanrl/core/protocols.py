@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
+from tensordict import TensorDictBase
 
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import EnvLayout, Field, Layout
@@ -137,8 +138,13 @@ class Policy(Protocol):
     def reset(self, t: int, ended: Sequence[int]) -> None:
         """Forget the state of the environments that ended at step ``t``."""
 
-    def finish(self, steps: int) -> None:
-        """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""
+    def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
+        """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`.
+
+        Returns:
+            By step, all that the policy saw and wrote where that does not fit the window, and the
+            key of an entry that does not.
+        """
 
     def explain(self) -> list[str]:
         """Say what each part is run as; one line a part."""
@@ -184,11 +190,8 @@ class Source(Protocol):
         """Release everything. Idempotent."""
 
 
-class SourceFactory(Protocol):
-    """Builds a `Source` where it will run."""
-
-    def __call__(self, worker: int) -> Source:
-        """Build the source of worker ``worker``."""
+SourceFactory: TypeAlias = Callable[[int], Source]
+"""Builds the source of the worker of that number, where it will run."""
 
 
 class SharedMemory(Protocol):

@@ -21,18 +21,14 @@ def preserved() -> Iterator[None]:
 
     CUDA devices are included if they were in use before.
     """
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = np.random.get_state()
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
-    cuda_states = torch.cuda.get_rng_state_all() if in_use else []
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        if in_use:
-            torch.cuda.set_rng_state_all(cuda_states)
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if in_use else ()):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 # -- a worker's own, so that collecting leaves the learner's alone ---------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, GleanError, WorkerDied
-from gleanrl.core.options import users_stacklevel
+from gleanrl.core.options import warn
 from gleanrl.core.protocols import Backend
 
 if TYPE_CHECKING:
@@ -33,6 +32,8 @@ class Ticket:
     number: int
     command: m.Command
     posted: float
+    watched: bool = False
+    """Whether no caller will ask for the reply: an error is raised in the next wait."""
     reply: m.Reply | None = None
     arrived: int = 0
     """The reply's place among all replies."""
@@ -56,7 +57,6 @@ class Dispatcher:
         """Tickets of what brings replacements up to date."""
         self.workers = workers
         self._open: dict[int, Ticket] = {}
-        self._watched: set[int] = set()
         self._occupied: dict[int, int] = {}
         """Per worker that is known to be at a command other than `Collect`: its ticket."""
         self._number = 0
@@ -102,10 +102,8 @@ class Dispatcher:
         if worker in self._lost:
             raise self._lost[worker]
         self._number += 1
-        ticket = Ticket(worker, self._number, command, time.monotonic())
+        ticket = Ticket(worker, self._number, command, time.monotonic(), watch)
         self._open[ticket.number] = ticket
-        if watch:
-            self._watched.add(ticket.number)
         try:
             self._backend.send(worker, ticket.number, command)
         except WorkerDied as err:
@@ -143,9 +141,7 @@ class Dispatcher:
         if ticket is not None:
             self._arrivals += 1
             ticket.reply, ticket.arrived = reply, self._arrivals
-        if reply.ticket in self._watched:
-            self._watched.discard(reply.ticket)
-            if isinstance(reply, m.Failed):
+            if ticket.watched and isinstance(reply, m.Failed):
                 raise reply.error
         return ticket
 
@@ -180,11 +176,7 @@ class Dispatcher:
         except BaseException:  # an interrupt: half brought up to date it is of no use
             self._lose(worker, _failed(worker, "it was interrupted"))
             raise
-        warnings.warn(
-            f"worker {worker} was replaced and takes part again",
-            UserWarning,
-            stacklevel=users_stacklevel(),
-        )
+        warn(f"worker {worker} was replaced and takes part again")
         return None
 
     def take_in(self) -> None:
@@ -314,11 +306,9 @@ class Dispatcher:
         silent = self._silent(now)
         if silent:
             self._warned.update(dict.fromkeys(silent, now))
-            warnings.warn(
+            warn(
                 f"still waiting for workers {silent}, which live but have not replied for "
-                f"{_NOTICE:.0f} s; timeout= bounds how long a rollout may take",
-                UserWarning,
-                stacklevel=users_stacklevel(),
+                f"{_NOTICE:.0f} s; timeout= bounds how long a rollout may take"
             )
 
     def _silent(self, now: float) -> list[int]:
@@ -335,7 +325,6 @@ class Dispatcher:
     def forget(self, ticket: Ticket) -> None:
         """Ignore the ticket's reply when it comes."""
         self._open.pop(ticket.number, None)
-        self._watched.discard(ticket.number)
         self._setting_up.discard(ticket.number)
 
     def ended(self, worker: int | None) -> None:
@@ -367,11 +356,7 @@ class Dispatcher:
             more = self.replacing.replace(worker) if new and self.replacing is not None else ""
             if new and self.intact:
                 _let_frames_go(error)
-                warnings.warn(
-                    f"collection continues without it{more}: {error}",
-                    UserWarning,
-                    stacklevel=users_stacklevel(),
-                )
+                warn(f"collection continues without it{more}: {error}")
         return error
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn
 
 from gleanrl.core.errors import ConfigError
@@ -22,18 +21,14 @@ class Interruptor:
     def __init__(self) -> None:
         """Start with collection allowed."""
         self._byte = bytearray(1)
-        self._attached: list[Callable[[], Stop | None]] = []
-        """References to the bytes of collectors, which keep none of these alive."""
+        self._attached: list[weakref.ref[Stop]] = []
+        """The bytes of collectors."""
 
     def attach(self, byte: Stop) -> None:
         """Have ``byte``, which workers look at, follow the flag for as long as it exists."""
         byte[0] = self._byte[0]
-        try:
-            reference: Callable[[], Stop | None] = weakref.ref(byte)
-        except TypeError:  # a plain bytearray, which keeps nothing else alive
-            reference = partial(_itself, byte)
         alive = [attached for attached in self._attached if attached() is not None]
-        self._attached = [*alive, reference]
+        self._attached = [*alive, weakref.ref(byte)]
 
     def start_collection(self) -> None:
         """Let rollouts run to their full length."""
@@ -61,15 +56,11 @@ class Interruptor:
         )
 
 
-def _itself(byte: Stop) -> Stop:
-    return byte
-
-
 class _Byte(bytearray):
     """A stop byte of a collector's own, which can be referred to weakly."""
 
 
-class PolledStop(bytearray):
+class _PolledStop(bytearray):
     """The stop byte of an object that has only ``collection_stopped()``."""
 
     def __init__(self, interruptor: Any) -> None:
@@ -89,10 +80,6 @@ class PolledStop(bytearray):
 
 def stop_byte(interruptor: Any) -> Stop:
     """Return the byte the hot loop looks at."""
-    if interruptor is None:
-        return bytearray(1)
-    if isinstance(interruptor, Interruptor):
-        byte = _Byte(1)  # one of the collector's own: it raises it when it shuts down
-        interruptor.attach(byte)
-        return byte
-    return PolledStop(interruptor)
+    if interruptor is None or isinstance(interruptor, Interruptor):  # which is attached to it
+        return _Byte(1)
+    return _PolledStop(interruptor)

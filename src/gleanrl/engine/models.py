@@ -21,8 +21,7 @@ from gleanrl.weights.snapshot import (
     Shapes,
     TrackedModule,
     Weights,
-    check_shapes,
-    check_values,
+    check_tensors,
     check_weights,
     cloned,
     load_weights,
@@ -83,7 +82,7 @@ class Models:
             raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
 
     def shapes(self, model_id: str) -> Shapes:
-        """Return shape and kind (``True``: parameter) of a model's weights by dotted name.
+        """Return what a model's weights look like, by dotted name.
 
         Raises:
             UnknownModelError: there is no model of that id.
@@ -91,12 +90,19 @@ class Models:
         shapes: Shapes = self._engine.ask(m.Call("describe_weights", (model_id,)))
         return shapes
 
-    def update(self, sources: Mapping[str, Any], version: int | None = None) -> None:
+    def chosen(self, worker_ids: Any) -> list[int]:
+        """Return the only worker there is, whatever a weight updater calls it."""
+        return [0]
+
+    def update(
+        self, sources: Mapping[str, Any], version: int | None = None, worker_ids: Any = None
+    ) -> None:
         """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
 
         Args:
             sources: Per model id a module, a `TensorDict`, a state dict or ``None``.
             version: The version they get, which is not counted then; the next one by default.
+            worker_ids: See `chosen`.
 
         Raises:
             UnknownModelError: no model of that id.
@@ -125,17 +131,19 @@ class Models:
         policy = self.running(_POLICY)
         return cloned(policy.state_dict()) if isinstance(policy, nn.Module) else {}
 
-    def check_policy_state(self, state: Mapping[str, Any]) -> None:
-        """Raise `WeightsError` if ``state`` does not fit the running policy."""
+    def check_restore(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Raise `WeightsError` unless all policy states fit; empty ones do."""
         policy = self.running(_POLICY)
-        if state and isinstance(policy, nn.Module):
-            check_weights(policy, weights_of(state))
+        for state in states:
+            if state and isinstance(policy, nn.Module):
+                check_weights(policy, weights_of(state))
 
-    def load_policy_state(self, state: Mapping[str, Any]) -> None:
-        """Load a state dict into the running policy (and the learner's, which it may be)."""
-        for policy in (self.policy, self.running(_POLICY)):
-            if isinstance(policy, nn.Module):
-                load_weights(policy, weights_of(state))
+    def restore(self, states: Mapping[int, tuple[Mapping[str, Any], int]]) -> None:
+        """Load a policy state into the running policy (and the learner's, which it may be)."""
+        for state, _ in states.values():
+            for policy in (self.policy, self.running(_POLICY)):
+                if state and isinstance(policy, nn.Module):
+                    load_weights(policy, weights_of(state))
 
 
 class WeightSync(Models):
@@ -176,13 +184,11 @@ class WeightSync(Models):
         self._kept = dict.fromkeys(range(engine.workers), m.Snapshot(0, {})) if keep else {}
         """Per worker, the weights that were last sent to it by message, if they are kept."""
         self._shapes: dict[str, Shapes] = {}
-        self._dtypes: dict[str, dict[str, torch.dtype]] = {}
         self._publishers: dict[str, WeightPublisher] = {}
         self._fitting: list[torch.Tensor] | None = None
         self._tracked = TrackedModule(policy) if isinstance(policy, nn.Module) else None
         if self._tracked is not None:
             weights = dict(zip(self._tracked.names, self._tracked.tensors(), strict=True))
-            self._dtypes[_POLICY] = {name: tensor.dtype for name, tensor in weights.items()}
             if not made_by_factory:  # as the workers got it: the learner's may change its shape
                 self._shapes[_POLICY] = shapes_of(policy)
             self._bind(_POLICY, weights)
@@ -200,7 +206,7 @@ class WeightSync(Models):
         raise UnknownModelError(f"no model {model_id!r} on the learner's side")
 
     def shapes(self, model_id: str) -> Shapes:
-        """Return shape and kind of a model's weights, which workers are asked for once."""
+        """Return what a model's weights look like; workers are asked for it once."""
         if model_id not in self._shapes:
             self._shapes[model_id] = super().shapes(model_id)
         return self._shapes[model_id]
@@ -319,14 +325,11 @@ class WeightSync(Models):
         if [tensor.dtype for tensor in tensors] == [entry[2] for entry in entries]:
             self._fitting = tensors
         else:  # rare, and costs a look at the values each time
-            expected = {entry[0]: entry[2] for entry in entries}
-            weights = dict(zip(tracked.names, tensors, strict=True))
-            check_values(repr(_POLICY), weights, expected)
+            self._check(_POLICY, dict(zip(tracked.names, tensors, strict=True)))
         return True
 
     def _check(self, name: str, weights: Weights) -> None:
-        check_values(repr(name), weights, self._dtypes.get(name, {}))
-        check_shapes(repr(name), self.shapes(name), weights)
+        check_tensors(repr(name), self.shapes(name), weights)
 
     def _weights_for(
         self, worker: int, sources: Mapping[str, Any], copies: dict[str, Weights]

@@ -72,23 +72,17 @@ class Exchange:
             for view in slab.views[0]
         }
         """Every field, ``[N, ...]``; workers write it while they are at work."""
-        self._batch = tuple(self.views[TODO].shape)
-        self._groups = groups
         self._commands = [
             m.Collect(slab.reference(0, worker, base, 0)) for worker in range(len(layouts))
         ]
         self._dispatcher = engine.dispatcher
         self._todo: Todo | None = None
         self._underway: list[Ticket] = []
-        special = (TODO, RESET)
-        after = self._group({k[1:]: v for k, v in self.views.items() if k[0] == NEXT})
-        root = {k: v for k, v in self.views.items() if k[0] != NEXT and k not in special}
-        root = {k: v for k, v in root.items() if (NEXT, *k) in self.views}
-        self.results = after, self._group(root)
+        batch = tuple(self.views[TODO].shape)
+        after = {key[1:]: view for key, view in self.views.items() if key[0] == NEXT}
+        root = {key: view for key, view in self.views.items() if (NEXT, *key) in self.views}
+        self.results = grouped(after, batch, groups), grouped(root, batch, groups)
         """What a step led to, and what the next one begins with."""
-
-    def _group(self, views: Mapping[Key, torch.Tensor]) -> TensorDictBase:
-        return grouped(views, self._batch, self._groups)
 
     def write(self, data: TensorDictBase, keys: Iterable[Key]) -> bool:
         """Copy entries of ``data`` into the row; ``False`` if one is missing or does not fit."""
@@ -337,40 +331,44 @@ class ParallelEnv(EnvBase):
         self, data: TensorDictBase, todo: Todo
     ) -> tuple[TensorDictBase, Callable[[], TensorDictBase]]:
         """Return what is under ``"next"`` after a step, and what gives the root after that."""
-        with self._workers() as engine:
-            exchange = self._exchange
-            if exchange is None or not self._writes(exchange, data):
-                reset = todo is Todo.STEP_AND_RESET
-                calls = {
-                    worker: m.Call("advance", (copied(data[part].detach()), reset))
-                    for worker, part in enumerate(self._parts)
-                }
-                found = engine.request_each(dict(calls), self._timeout)
-            else:
-                found = exchange.carry_out(todo, range(self.num_workers), self._timeout)
+        # What a policy wrote under "next" is for the environment to use, unless it is Gymnasium's.
+        fits = self._masked or data.get("next", None) is None
+        found = self._carry_out(todo, data, self._inputs, fits=fits)
         return self._whole(found, 0), lambda: self._whole(found, 1)
 
-    def _writes(self, exchange: Exchange, data: TensorDictBase) -> bool:
-        """Write what a step needs; ``False`` if there is more to it than the window takes."""
-        # What a policy wrote under "next" is for the environment to use, unless it is Gymnasium's.
-        more = not self._masked and data.get("next", None) is not None
-        return not more and exchange.write(data, self._inputs)
+    def _carry_out(
+        self,
+        todo: Todo,
+        data: TensorDictBase | None = None,
+        keys: Sequence[Key] = (),
+        options: Mapping[str, Any] | None = None,
+        *,
+        fits: bool = True,
+        workers: Sequence[int] | None = None,
+    ) -> dict[int, Any]:
+        """Have workers do something; return by worker what is not in shared memory.
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
-        keys = [] if tensordict is None else self._given_masks(tensordict)
-        if tensordict is not None and keys:
-            return self._reset_some(tensordict, keys, options)
+        ``keys`` of ``data`` go through shared memory if that is all there is to it (``fits``).
+        """
+        workers = range(self.num_workers) if workers is None else workers
         with self._workers() as engine:
             exchange = self._exchange
-            if exchange is None or options:
-                call = m.Call("restart", (None, options))
-                found = dict(enumerate(engine.request_all(call, self._timeout)))
-            else:
-                found = exchange.carry_out(Todo.RESET, range(self.num_workers), self._timeout)
-        return self._whole(found, 1)
+            fits = fits and not options
+            if exchange and fits and (data is None or exchange.write(data, keys)):
+                return exchange.carry_out(todo, workers, self._timeout)
+            calls: dict[int, m.Command] = {}
+            for worker in workers:
+                part = None if data is None else copied(data[self._parts[worker]].detach())
+                calls[worker] = m.Call("carry_out", (todo, part, options or {}))
+            return engine.request_each(calls, self._timeout)
 
-    def _given_masks(self, data: TensorDictBase) -> list[Key]:
-        return [key for key in self._env_specs.ends.reset_keys if data.get(key, None) is not None]
+    def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
+        if tensordict is not None:
+            masks = self._env_specs.ends.reset_keys
+            keys = [key for key in masks if tensordict.get(key, None) is not None]
+            if keys:
+                return self._reset_some(tensordict, keys, options)
+        return self._whole(self._carry_out(Todo.RESET, options=options), 1)
 
     def _reset_some(
         self, data: TensorDictBase, keys: Sequence[Key], options: Mapping[str, Any]
@@ -380,21 +378,16 @@ class ParallelEnv(EnvBase):
         chosen = torch.stack(flat).any(0).cpu()
         workers = [w for w, part in enumerate(self._parts) if bool(chosen[part].any())]
         kept = data.exclude(*keys)
-        with self._workers() as engine:
-            exchange = self._exchange
-            if exchange is None or options or not self._masked or not exchange.write(data, [RESET]):
-                calls = {
-                    w: m.Call("restart", (copied(data[self._parts[w]].detach()), options))
-                    for w in workers
-                }
-                found = engine.request_each(dict(calls), self._timeout)
-                roots = list(kept.unbind(0))
-                for worker, (_, part) in found.items():
-                    for env, root in enumerate(part.unbind(0), self._parts[worker].start):
-                        roots[env] = root.exclude(*keys) if chosen[env] else roots[env]
-                return self._stack(roots)
-            exchange.carry_out(Todo.RESET_MASKED, workers, self._timeout)
-        kept, fresh = kept.copy(), self._copy(exchange.results[1])
+        found = self._carry_out(
+            Todo.RESET_MASKED, data, [RESET], options, fits=self._masked, workers=workers
+        )
+        if found or self._exchange is None:
+            roots = list(kept.unbind(0))
+            for worker, (_, part) in found.items():
+                for env, root in enumerate(part.unbind(0), self._parts[worker].start):
+                    roots[env] = root.exclude(*keys) if chosen[env] else roots[env]
+            return self._stack(roots)
+        kept, fresh = kept.copy(), self._whole(found, 1)
         for key, value in fresh.items(True, True):
             old = kept.get(key, None)
             if old is not None:
@@ -475,8 +468,8 @@ class ParallelEnv(EnvBase):
         with self._workers() as engine:
             states = {}
             for worker, part in enumerate(self._parts):
-                names = [(f"worker{env}", f"worker{env - part.start}") for env in _range(part)]
-                own = {here: state_dict[name] for name, here in names if name in state_dict}
+                envs = enumerate(f"worker{env}" for env in range(part.start, part.stop))
+                own = {f"worker{i}": state_dict[env] for i, env in envs if env in state_dict}
                 states[worker] = m.SetState(own, strict)
             engine.request_each(dict(states), _CONTROL_S)
 
@@ -485,10 +478,6 @@ class ParallelEnv(EnvBase):
 
 
 _STEPPING = Methods(ParallelEnv, ("step", "_step", "reset", "_reset", "step_mdp", "maybe_reset"))
-
-
-def _range(part: slice) -> range:
-    return range(part.start, part.stop)
 
 
 def _check_alike(first: EnvWorkerInfo, other: EnvWorkerInfo, env: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -14,7 +13,7 @@ from torch import nn
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import as_key, is_private
-from gleanrl.core.options import TrajectoryOptions, users_stacklevel
+from gleanrl.core.options import TrajectoryOptions, warn
 from gleanrl.engine.sink import Sink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
 
@@ -77,11 +76,9 @@ class Pipeline:
         asked = self._whole.num_trajectories
         self._whole.share_out(num_envs)
         if asked != self._whole.num_trajectories and os.environ.get("RL_WARNINGS", "1") != "0":
-            warnings.warn(
+            warn(
                 f"trajs_per_batch ({asked}) is not a multiple of the {num_envs} environments: "
-                f"with equal quotas batches hold {self._whole.num_trajectories} trajectories",
-                UserWarning,
-                stacklevel=users_stacklevel(),
+                f"with equal quotas batches hold {self._whole.num_trajectories} trajectories"
             )
 
     def __call__(self, batch: TensorDictBase, hook: Hook | None) -> deque[TensorDictBase | None]:
@@ -97,12 +94,10 @@ class Pipeline:
             self._whole.flush()
             self._fruitless = 0 if ready else self._fruitless + 1
             if self._fruitless == _MOST_FRUITLESS:
-                warnings.warn(
+                warn(
                     f"{_MOST_FRUITLESS} batches in a row held no whole trajectory: with "
                     "reset_at_each_iter=True an episode has to fit into one batch; raise "
-                    "frames_per_batch or set max_frames_per_traj",
-                    UserWarning,
-                    stacklevel=users_stacklevel(),
+                    "frames_per_batch or set max_frames_per_traj"
                 )
         return ready
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -126,9 +125,7 @@ def split_trajectories(
     lengths = torch.diff(first, append=first.new_full((1,), starts.shape[0]))
     if as_nested:
         return _nested(frames, lengths, as_nested)
-    padding = _Padding(lengths, starts.shape[0])
-    out = padding.batch(frames)
-    out.set(mask_key, padding.mask())
+    out = _in_rows(frames, lengths, mask_key)
     name = rollout_tensordict.names[-1]
     if name is not None:
         out.names = [None, name]
@@ -201,18 +198,6 @@ _Piece: TypeAlias = tuple[int, int, int]
 """Chunk, first frame and one past the last frame within it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """What a `WholeTrajectories` holds at the moment."""
-
-    complete: int
-    """Trajectories that ended and were not popped yet."""
-    partial: int
-    """Trajectories still running."""
-    frames: int
-    """Frames of both."""
-
-
 class WholeTrajectories:
     """Collects batches and gives back whole trajectories, a fixed number at a time.
 
@@ -258,12 +243,6 @@ class WholeTrajectories:
         share = -(-self.num_trajectories // num_envs)
         self.num_trajectories = share * num_envs
         self._ready = [deque() for _ in range(num_envs)]
-
-    @property
-    def pending(self) -> Pending:
-        """Return how much is held."""
-        complete = sum(map(len, self._ready))
-        return Pending(complete, len(self._running), sum(self._live.values()))
 
     def push(self, td: TensorDictBase) -> None:
         """Take in one batch ``[..., T]``; what is kept of it is copied.
@@ -357,9 +336,7 @@ class WholeTrajectories:
             frames.names = [TIME]
             return frames
         lengths = torch.tensor([_length(pieces) for pieces in chosen], device=frames.device)
-        padding = _Padding(lengths, frames.shape[0])
-        out = padding.batch(_dense(frames))
-        out.set(MASK, padding.mask())
+        out = _in_rows(_dense(frames), lengths, MASK)
         out.names = [None, TIME]
         return out
 
@@ -428,48 +405,33 @@ def _length(pieces: Iterable[_Piece]) -> int:
     return sum(stop - start for _, start, stop in pieces)
 
 
-class _Padding:
-    """Where the frames of ``N`` trajectories, laid end to end, stand in ``[N, longest]``."""
+def _in_rows(frames: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> TensorDictBase:
+    """Put trajectories of ``lengths``, end to end in ``frames`` ``[K]``, into rows with a mask.
 
-    def __init__(self, lengths: torch.Tensor, frames: int) -> None:
-        """Place trajectories of ``lengths`` ``[N]`` (int64, all positive), ``frames`` in total."""
-        self.lengths = lengths
-        self.rows = lengths.shape[0]
-        self.longest = int(lengths.max()) if self.rows else 0
-        self._even = self.rows * self.longest == frames
-        if not self._even:
-            rows = torch.arange(self.rows, device=lengths.device)
-            self._first = lengths.cumsum(0) - lengths
-            shift = (rows * self.longest - self._first).repeat_interleave(
-                lengths, output_size=frames
-            )
-            self._place = torch.arange(frames, device=lengths.device) + shift
+    Tensors are zero beyond a trajectory's end, views if there is nothing to pad; entries that are
+    no tensors repeat the trajectory's last value.
+    """
+    rows, longest = lengths.shape[0], int(lengths.max()) if lengths.numel() else 0
+    steps = torch.arange(longest, device=lengths.device)
+    mask = steps < lengths.unsqueeze(-1)
+    if rows * longest == frames.shape[0]:
+        out = frames.reshape(rows, longest)
+    else:
+        place = mask.reshape(-1).nonzero().squeeze(-1)
+        ends = lengths.cumsum(0).unsqueeze(-1)
+        repeated = torch.minimum(ends - lengths.unsqueeze(-1) + steps, ends - 1).reshape(-1)
 
-    def mask(self) -> torch.Tensor:
-        """Return ``[N, longest]`` bool, True on frames."""
-        return torch.arange(self.longest, device=self.lengths.device) < self.lengths.unsqueeze(-1)
+        def pad(leaf: torch.Tensor) -> torch.Tensor:
+            padded = leaf.new_zeros((rows * longest, *leaf.shape[1:]))
+            padded.index_copy_(0, place.to(leaf.device), leaf)
+            return padded.view(rows, longest, *leaf.shape[1:])
 
-    def tensor(self, frames: torch.Tensor) -> torch.Tensor:
-        """Pad one leaf ``[K, ...]`` with zeros; a view if there is nothing to pad."""
-        shape = (self.rows, self.longest, *frames.shape[1:])
-        if self._even:
-            return frames.reshape(shape)
-        padded = frames.new_zeros((self.rows * self.longest, *frames.shape[1:]))
-        return padded.index_copy_(0, self._place.to(frames.device), frames).view(shape)
+        def repeat(objects: Any) -> Any:
+            return objects[repeated].reshape(rows, longest)
 
-    def objects(self, frames: Any) -> Any:
-        """Pad an entry that holds no tensor by repeating each trajectory's last value."""
-        if self._even:
-            return frames.reshape(self.rows, self.longest)
-        steps = torch.arange(self.longest, device=self.lengths.device)
-        last = (self.lengths - 1).unsqueeze(-1)
-        index = self._first.unsqueeze(-1) + torch.minimum(steps, last)
-        # Indexing with a matrix would give both dimensions the name of the one they replace.
-        return frames[index.reshape(-1)].reshape(self.rows, self.longest)
-
-    def batch(self, frames: TensorDictBase) -> TensorDict:
-        """Pad every entry of ``frames`` ``[K]``."""
-        return _restack(frames, (self.rows, self.longest), self.tensor, self.objects)
+        out = _restack(frames, (rows, longest), pad, repeat)
+    out.set(mask_key, mask)
+    return out
 
 
 def _restack(

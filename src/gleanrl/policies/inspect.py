@@ -2,8 +2,8 @@
 
 All knowledge of how ``nn.Module`` and TensorDict's containers work inside is here. A unit of a
 policy becomes recorded tensor calls only where these are proven equal to calling it: its classes
-are the library's own, untouched since they were imported (`is_genuine`), nothing is overridden on
-class or instance, there are no hooks, and all it reads is watched.
+and their methods are a library's own (`is_genuine`), nothing is overridden on class or instance,
+there are no hooks, and all it reads is watched.
 
 What a unit reads:
 
@@ -32,8 +32,6 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
-import tensordict.nn
-import tensordict.nn.distributions.discrete
 import torch
 import torch.nn.functional
 from tensordict.nn import (
@@ -44,11 +42,8 @@ from tensordict.nn import (
     skip_existing,
 )
 from tensordict.nn.probabilistic import DETERMINISTIC_REGISTER
-from torch import distributions as D
 from torch import nn
 from torch.utils._device import DeviceContext
-
-from gleanrl.policies import normals
 
 # nn.Module offers no public way to ask for hooks; calling a module whose hooks are all empty is
 # calling its ``forward`` and nothing else.
@@ -76,23 +71,6 @@ _MAX_LENGTH = 1024
 # -- classes ---------------------------------------------------------------------------------------
 
 
-def _classes(*spaces: Any) -> Iterator[type]:
-    for space in spaces:
-        for value in vars(space).values():
-            if isinstance(value, type):
-                yield from value.__mro__[:-1]
-
-
-_SPACES = (
-    nn,
-    D,
-    D.transforms,
-    D.constraints,
-    normals,
-    tensordict.nn,
-    tensordict.nn.distributions.discrete,
-)
-_AT_IMPORT: dict[type, dict[str, Any]] = {kind: dict(vars(kind)) for kind in _classes(*_SPACES)}
 _MODULE_FUNCTIONS = operator.attrgetter(
     *("linear", "dropout", "layer_norm", "rms_norm", "softmax", "log_softmax", "gelu"),
     *("softplus", "softsign", "relu", "relu6", "hardtanh", "elu", "celu", "selu", "silu"),
@@ -104,10 +82,8 @@ _HARMLESS = {"__init__", "__module__", "__doc__", "__qualname__", "__annotations
 _HARMLESS |= {"__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"}
 _HARMLESS |= {"__abstractmethods__", "_abc_impl", "__weakref__", "__dict__", "__str__"}
 _HARMLESS |= {"extra_repr", "train", "eval", "reset_parameters", "__getstate__", "__setstate__"}
-# Changed by torch itself, or set by public functions and read where they matter.
-_SETTINGS = _HARMLESS | {"_validate_args"}
+_LIBRARIES = ("torch", "tensordict", "torchrl", "gleanrl", "typing_extensions", "warnings")
 _BUILT_IN = ("builtins", "typing", "abc")
-_LIBRARIES = ("tensordict", "torchrl")
 
 
 def _functions() -> tuple[Any, ...]:
@@ -123,22 +99,11 @@ def functions_are_genuine() -> bool:
 
 
 def is_genuine(kind: type) -> bool:
-    """Tell whether ``kind`` is a library's class as its library wrote it.
-
-    Classes of torch and tensordict are compared to what they were when this module was imported;
-    what TorchRL, which this package does not import, made or changed must come from its files.
-    """
-    then, now = _AT_IMPORT.get(kind), vars(kind)
-    if then is None:
-        library = kind.__module__.partition(".")[0]
-        return library in _BUILT_IN or (
-            library in _LIBRARIES and all(map(_is_librarys, now.values()))
-        )
-    if len(then) == len(now) and all(map(operator.is_, now.values(), then.values())):
-        return True
-    changed = {name for name in then if name not in now or now[name] is not then[name]}
-    changed |= {name for name in now.keys() - then.keys() if _overrides(kind.__mro__, name)}
-    return all(name in now and _is_librarys(now[name]) for name in changed - _SETTINGS)
+    """Tell whether ``kind`` is a library's class whose methods all come from files of libraries."""
+    library = kind.__module__.partition(".")[0]
+    return library in _BUILT_IN or (
+        library in _LIBRARIES and all(map(_is_librarys, vars(kind).values()))
+    )
 
 
 def _is_librarys(value: Any) -> bool:
@@ -150,8 +115,7 @@ def _is_librarys(value: Any) -> bool:
         return isinstance(value, type) or not callable(value)
     # Not ``__module__``, which wrappers copy.
     home, inner = value.__globals__.get("__name__", ""), getattr(value, "__wrapped__", None)
-    known = home.partition(".")[0] in _LIBRARIES or (inner and home == "torch.utils._contextlib")
-    return bool(known) and (inner is None or _is_librarys(inner))
+    return home.partition(".")[0] in _LIBRARIES and (inner is None or _is_librarys(inner))
 
 
 def _overrides(mro: tuple[type, ...], name: str) -> bool:
@@ -176,7 +140,7 @@ def is_plain(module: nn.Module) -> bool:
     for index, cls in enumerate(kind.__mro__[:-1]):
         if is_genuine(cls):
             continue
-        if cls in _AT_IMPORT or cls.__module__.partition(".")[0] in _LIBRARIES:
+        if cls.__module__.partition(".")[0] in _LIBRARIES:
             return False  # Patched.
         own = vars(cls).keys() - _HARMLESS
         if own & registered or any(_overrides(kind.__mro__[index:], name) for name in own):
@@ -369,7 +333,7 @@ class Watch:
             if id(cls) not in self._seen:
                 self._seen[id(cls)] = cls
                 self._part(vars(cls).values())
-                if cls not in _AT_IMPORT and not is_genuine(cls):
+                if not is_genuine(cls):
                     for value in vars(cls).values():
                         self._hold(value)
 

@@ -6,9 +6,8 @@ exception on the way means: call it as it is.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias, cast
@@ -40,7 +39,7 @@ from gleanrl.policies.inspect import (
     uses,
 )
 from gleanrl.policies.normals import IndependentNormal, TanhNormal
-from gleanrl.policies.op_recorder import Check, OpRecorder, Slot, require
+from gleanrl.policies.op_recorder import Check, OpRecorder, OwnStream, Slot, require
 from gleanrl.policies.probe import PolicyTrace, Unit, equal
 
 Tensor: TypeAlias = torch.Tensor
@@ -104,7 +103,7 @@ class Lowering:
         self.batch_shape = batch_shape
         self.for_rows = for_rows
         self._trace = trace
-        self._device = next((v.device for v in trace.inputs.values()), torch.device("cpu"))
+        self.device = next((v.device for v in trace.inputs.values()), torch.device("cpu"))
         self._known: dict[tuple[InteractionType | None, bool], Parts] = {}
 
     def current(self, lower: bool) -> Parts:
@@ -132,7 +131,7 @@ class Lowering:
             units = self._units(watch)
             if not lower or kind is None or not functions_are_genuine():
                 return Parts([*units], watch)
-            with _no_trace(kind, self._device):
+            with _no_trace(kind):
                 return Parts(self._parts(units, watch), watch)
         except Exception:  # whatever cannot be understood is called as it is
             return Parts([self._trace.whole], Watch())
@@ -173,7 +172,7 @@ class _Segment:
         self._cells: Written = dict(self._roots)
         self._used: Written = {}
         self._written: Written = {}
-        self._ops = OpRecorder()
+        self._ops = OpRecorder(policy.device)
         self._ops.changing(self._roots.values())
         self._units: list[Unit] = []
 
@@ -187,7 +186,7 @@ class _Segment:
             return [*self._units]
         inputs = {key: Slot.of(value, dims) for key, value in used.items()}
         values = {key: Slot.of(value, dims) for key, value in self._cells.items()}
-        return [Program(inputs, used, values, self._written, ops.calls, ops.checks, self._units)]
+        return [Program(inputs, used, values, self._written, ops.calls(), ops.checks, self._units)]
 
     def lower(self, unit: Unit) -> bool:
         """Record ``unit`` as tensor calls if all of it is understood."""
@@ -216,14 +215,18 @@ class _Segment:
             return self._tensors(unit, module.module, module.in_keys, module.out_keys, names)
         reads = as_keys(module.in_keys)
         require(set(reads) <= set(unit.visible))
-        mark = len(self._ops.calls)
+        mark = self._ops.mark()
         if isinstance(module, ProbabilisticTensorDictModule):
-            written = self._draw(unit, reads)
+            _require_plain_draw(module, qualified(type(module)) == _SAFE_MODULE)
+            written = self._record(unit, module, reads)
+            params = dict(zip(map(_last, module.dist_keys), map(self._read, reads), strict=True))
+            _check_parameters(self._ops, module, params, ", ".join(map(format_key, reads)))
         else:
             require(qualified(type(module)) == _Q_VALUES and is_plain(module))
             require(vars(module).get("action_mask_key") is None)
             written = self._record(unit, module, reads)
-        self._prove_equal(module, reads, written, self._ops.calls[mark:])
+        self._ops.prune(mark, written.values())
+        self._prove_equal(module, reads, written, self._ops.calls(mark))
         return written
 
     def _tensors(
@@ -250,7 +253,9 @@ class _Segment:
                 out = fn(*args) if names is None else fn(**dict(zip(names, args, strict=True)))
             if ops.complete and not ops.reads_counts:
                 pairs = dict(zip(keys, _as_tuple(out, keys), strict=True))
-                return self._checked(unit, {key: pairs[key] for key in kept})
+                written = self._checked(unit, {key: pairs[key] for key in kept})
+                ops.prune(mark, written.values())
+                return written
             ops.cut(mark)
         require(self._policy.for_rows)  # or it may change what others read
         cells = {
@@ -259,25 +264,14 @@ class _Segment:
         }
         self._ops.changing(cells.values())
         targets = [cells.get(key) for key in keys]
-        self._ops.calls.append(_tensor_call(fn, args, names, targets, keys))
+        self._ops.add(_tensor_call(fn, args, names, targets, keys))
         return cells
-
-    def _draw(self, unit: Unit, reads: Sequence[Key]) -> Written:
-        """Record a draw from a distribution."""
-        module: Any = unit.module
-        _require_plain_draw(module, qualified(type(module)) == _SAFE_MODULE)
-        params = dict(zip(map(_last, module.dist_keys), map(self._read, reads), strict=True))
-        with _unchecked(module) as twin:
-            written = self._record(unit, twin, reads)
-        _check_parameters(self._ops, module, params, ", ".join(map(format_key, reads)))
-        return written
 
     def _record(self, unit: Unit, module: Any, reads: Sequence[Key]) -> Written:
         """Record what ``module`` does to a TensorDict."""
         td = TensorDict({}, batch_size=self._policy.batch_shape)
         for key in reads:
             td.set(key, self._read(key))
-        self._ops.mark()
         with self._ops:
             td = module(td)
         # Where distributions look at whole numbers, they check their range.
@@ -304,20 +298,22 @@ class _Segment:
         Only the distribution runs here, on parameters that the policy gave; the policy does not.
         """
         self._watch.add(module)
-        device = self._cells[reads[0]].device
+        own = OwnStream(self._policy.device)
         for trial in range(_TRIALS):
             td = TensorDict({}, batch_size=self._policy.batch_shape)
             for key in reads:
                 td.set(key, self._cells[key].clone())
             if trial == 0 and isinstance(module, ProbabilisticTensorDictModule):
                 _watch_distribution(self._watch, module.get_dist(td))
-            _seed(device, trial)
-            td = module(td)
-            state = _random_state(device)
-            _seed(device, trial)
-            for call in calls:
-                call()
-            require(torch.equal(state, _random_state(device)))
+            own.stream.manual_seed(trial)
+            with own:
+                td = module(td)
+            state = own.stream.get_state()
+            own.stream.manual_seed(trial)
+            with own:
+                for call in calls:
+                    call()
+            require(torch.equal(state, own.stream.get_state()))
             require(all(equal(td.get(key), value) for key, value in written.items()))
 
     def _read(self, key: Key) -> Tensor:
@@ -360,26 +356,10 @@ def _last(key: Any) -> str:
     return key if isinstance(key, str) else str(key[-1])
 
 
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    # Not torch.manual_seed: it would also seed devices that are not in use yet, for good.
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-
-
 @contextmanager
-def _no_trace(kind: InteractionType, device: torch.device) -> Iterator[None]:
-    """Run the body without a trace in random streams, gradients or inference tensors."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(set_interaction_type(kind))
+def _no_trace(kind: InteractionType) -> Iterator[None]:
+    """Run the body without gradients or inference tensors."""
+    with torch.inference_mode(False), torch.no_grad(), set_interaction_type(kind):
         yield
 
 
@@ -500,18 +480,21 @@ def _as_tuple(out: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
 
 def _copy(key: Key, cell: Tensor, value: Any) -> None:
     if not isinstance(value, Tensor) or (value.shape, value.dtype) != (cell.shape, cell.dtype):
-        raise output_changed(key, value, cell.shape, cell.dtype)
+        cure = "; pass fast=False, with single environments (num_envs=), to have that delivered"
+        raise output_changed(key, value, cell.shape, cell.dtype, cure)
     cell.copy_(value)
 
 
-def output_changed(key: Key, value: Any, shape: Sequence[int], dtype: torch.dtype) -> PolicyError:
+def output_changed(
+    key: Key, value: Any, shape: Sequence[int], dtype: torch.dtype, cure: str = ""
+) -> PolicyError:
     """Return the error that an entry is not what the policy wrote before."""
     name = format_key(key)
     if not isinstance(value, Tensor):
-        return PolicyError(f"the policy wrote {name} before, and now {value!r:.100}")
+        return PolicyError(f"the policy wrote {name} before, and now {value!r:.100}{cure}")
     return PolicyError(
         f"the policy wrote {name} as {value.dtype} of shape {tuple(value.shape)}; before, it was "
-        f"{dtype} of shape {tuple(shape)}, and what is collected cannot change; pass fast=False"
+        f"{dtype} of shape {tuple(shape)}{cure}"
     )
 
 
@@ -559,20 +542,6 @@ def _watch_distribution(watch: Watch, distribution: Any) -> None:
             todo.extend(vars(item).values())
 
 
-@contextmanager
-def _unchecked(module: Any) -> Iterator[Any]:
-    """Give ``module``, which draws, as one whose distribution does not check its parameters."""
-    twin, options = copy.copy(module), module.distribution_kwargs
-    if "validate_args" in options:
-        twin.distribution_kwargs = {**options, "validate_args": False}
-    validates = D.Distribution._validate_args
-    D.Distribution.set_default_validate_args(False)
-    try:
-        yield twin
-    finally:
-        D.Distribution.set_default_validate_args(validates)
-
-
 def _check_parameters(
     ops: OpRecorder, module: Any, params: Mapping[str, torch.Tensor], name: str
 ) -> None:
@@ -594,9 +563,9 @@ def _check_parameters(
     for what, value in params.items():
         if what == "logits":
             # NaN, +inf and rows of -inf all show in the normaliser; single -inf are legal masks.
-            ops.check_finite(ops.latest["logsumexp"], not_finite)
+            ops.check_finite(ops.first["logsumexp"], not_finite)
         elif what == "probs":
-            ops.check_finite(ops.latest["sum"], not_finite)
+            ops.check_finite(ops.first["sum"], not_finite)
             tiny = torch.finfo(value.dtype).tiny
             ops.check_above(value, -tiny, f"the policy gave negative probabilities in {name}")
         elif what == "loc" and validated:

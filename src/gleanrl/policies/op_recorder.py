@@ -7,7 +7,7 @@ kernel and nothing else: no allocation, no lookup, no Python frame.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -93,12 +93,46 @@ _RESHAPING = {"squeeze_", "t_", "transpose_", "unsqueeze_"}
 _FILLING = {"copy_", "exponential_", "fill_", "normal_", "uniform_", "zero_"}
 
 
-class OpRecorder(TorchDispatchMode):
+class OwnStream(TorchDispatchMode):
+    """Has what runs draw from a generator of its own: other threads may use torch's meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.stream = torch.Generator(device)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``func``.
+
+        Raises:
+            Unknown: it draws, and takes no generator.
+        """
+        return func(*args, **self._drawing(func, kwargs or {}))
+
+    def _drawing(self, func: Any, kwargs: Any) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator"):
+            return kwargs
+        require(any(argument.name == "generator" for argument in func._schema.arguments))
+        return {**kwargs, "generator": self.stream}
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One recorded call, and the places that it reads and writes."""
+
+    call: Callable[[], Any]
+    reads: Collection[int]
+    writes: Collection[int] | None
+    """``None``: it is needed even if nothing reads what it writes."""
+
+
+class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
     """Records operations while they are made."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.calls: list[Callable[[], Any]] = []
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(device or torch.device("cpu"))
+        self._steps: list[_Step] = []
         self.checks: list[Check] = []
         self.complete = True
         """Whether a replay does all that ran under this recorder."""
@@ -110,17 +144,42 @@ class OpRecorder(TorchDispatchMode):
         """Where tensors lie that recorded calls read."""
         self._made: dict[int, torch.Tensor] = {}
         """What was made under this recorder, by place."""
-        self.latest: dict[str, torch.Tensor] = {}
-        """What each operation gave when it was recorded last, by its name."""
+        self.first: dict[str, torch.Tensor] = {}
+        """What each operation gave when it was recorded first, by its name."""
+
+    def calls(self, mark: tuple[int, int] = (0, 0)) -> list[Callable[[], Any]]:
+        """Return what a replay calls, since ``mark``."""
+        return [step.call for step in self._steps[mark[0] :]]
 
     def mark(self) -> tuple[int, int]:
         """Return a place to `cut` at; what follows is `complete` so far."""
-        self.complete, self.reads_counts, self.latest = True, False, {}
-        return len(self.calls), len(self.checks)
+        self.complete, self.reads_counts, self.first = True, False, {}
+        return len(self._steps), len(self.checks)
 
     def cut(self, mark: tuple[int, int]) -> None:
         """Forget what was recorded since ``mark``; nothing else was changed by recording it."""
-        del self.calls[mark[0] :], self.checks[mark[1] :]
+        del self._steps[mark[0] :], self.checks[mark[1] :]
+
+    def prune(self, mark: tuple[int, int], wanted: Iterable[torch.Tensor]) -> None:
+        """Forget what was recorded since ``mark`` for nothing that is ``wanted``, checked or drawn.
+
+        Distributions validate their arguments, for example.
+        """
+        needed, kept = set(map(_place, wanted)), []
+        for step in reversed(self._steps[mark[0] :]):
+            if step.writes is None or not needed.isdisjoint(step.writes):
+                needed.update(step.reads)
+                kept.append(step)
+        self._steps[mark[0] :] = reversed(kept)
+
+    def add(
+        self,
+        call: Callable[[], Any],
+        reads: Collection[int] = (),
+        writes: Collection[int] | None = None,
+    ) -> None:
+        """Record ``call``, which reads and writes tensors at these places."""
+        self._steps.append(_Step(call, reads, writes))
 
     def changing(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say that the values of ``tensors`` may differ from step to step."""
@@ -137,14 +196,14 @@ class OpRecorder(TorchDispatchMode):
         """
         kwargs = kwargs or {}
         given = {_place(one) for one in _tensors((args, kwargs))}
-        varies = not given.isdisjoint(self._changing)
-        varies = varies or torch.Tag.nondeterministic_seeded in func.tags
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        varies = draws or not given.isdisjoint(self._changing)
         writes = func._schema.is_mutable
         if writes:
-            self._write(func, args, kwargs, varies)
+            self._write(func, args, kwargs, given if varies else None)
         if varies:
             self._read |= given
-        result = func(*args, **kwargs)
+        result = func(*args, **self._drawing(func, kwargs))
         if writes:
             return result
         results = _tensors(result)
@@ -152,15 +211,22 @@ class OpRecorder(TorchDispatchMode):
         if results and not fresh:
             return result  # a view
         self._made.update(fresh)
-        if varies:
-            call = self._again(func, args, kwargs, result)
+        # Whether all is valid is looked at once per rollout, where it has to be.
+        if varies and _name(func) != "_is_all_true":
+            call = self._again(func, args, kwargs, result, given)
             self.complete = self.complete and call is not None and 0 not in fresh
             self._changing.update(fresh)
-            self.calls += [] if call is None else [call]
+            if call is not None:
+                self.add(call, given, fresh)
         return result
 
-    def _write(self, func: Any, args: tuple[Any, ...], kwargs: Any, varies: bool) -> None:
-        """Record a call that writes to its first argument."""
+    def _write(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, given: Collection[int] | None
+    ) -> None:
+        """Record a call that writes to its first argument; ``given``: what it reads, if it varies.
+
+        A call that draws is never pruned: the numbers that follow depend on it.
+        """
         name, target = _name(func), args[0]
         if name in _RESHAPING:
             return
@@ -168,18 +234,23 @@ class OpRecorder(TorchDispatchMode):
         require(name.endswith("_") and place in self._made)
         require(place in self._changing or place not in self._read)
         whole = self._made[place]
-        if not varies:
+        if given is None:
             return
         filled = name in _FILLING and target.numel() == whole.numel()
         if place not in self._changing and not filled:
-            self.calls.append(partial(whole.copy_, whole.clone()))
+            self.add(partial(whole.copy_, whole.clone()), (), {place})
         self._changing.add(place)
-        self.calls.append(partial(getattr(target, name), *_detached(args[1:]), **kwargs))
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        call = partial(getattr(target, name), *_detached(args[1:]), **kwargs)
+        self.add(call, given, None if draws else {place})
 
     def _again(
-        self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, given: set[int]
     ) -> Callable[[], Any] | None:
-        """Return what computes ``result`` again, ``None`` if that is not known."""
+        """Return what computes ``result`` again, ``None`` if that is not known.
+
+        What it reads beside ``args`` is added to ``given``.
+        """
         # Views: what runs here may change the shape of its tensors afterwards.
         name, args, result = _name(func), _detached(args), _detached(result)
         if name == "_local_scalar_dense":
@@ -188,19 +259,21 @@ class OpRecorder(TorchDispatchMode):
         if name == "multinomial" and args[1] == 1 and not kwargs.get("generator"):
             # What torch does for one draw, without its checks and copies.
             noise = torch.empty_like(args[0])
-            self.calls += [noise.exponential_, partial(torch.div, args[0], noise, out=noise)]
+            self.add(noise.exponential_)
+            self.add(partial(torch.div, args[0], noise, out=noise), {_place(args[0])})
             return partial(torch.argmax, noise, -1, True, out=result)
         if not _UNKNOWN.isdisjoint(func.tags):
             return None
         if name == "native_layer_norm":  # has no ``out``; layers use the first of its results
             return partial(_normalise, args, result[0])
-        self.latest[name] = result
+        self.first.setdefault(name, result)
         if name == "logsumexp" and args[1:] == ([-1], True):
             # The same without what torch allocates on the way.
             with self:
                 top = torch.amax(args[0], -1, True)
                 total = (args[0] - top).exp().sum(-1, True).log()
             name, args = "add", (total, top)
+            given.update(map(_place, args))
         if name in ("clone", "_to_copy"):
             return partial(result.copy_, args[0])
         call = _elementwise(name, args, kwargs, result) or _into(name, args, kwargs, result)
@@ -232,9 +305,9 @@ class OpRecorder(TorchDispatchMode):
         total = torch.full(tensor.shape, start, dtype=tensor.dtype, device=tensor.device)
         values, totals = array_of(tensor), array_of(total)
         if values is None or totals is None:
-            self.calls.append(partial(tensor_fold, total, tensor, out=total))
+            self.add(partial(tensor_fold, total, tensor, out=total), {_place(tensor)})
         else:
-            self.calls.append(partial(fold, totals, values, out=totals))
+            self.add(partial(fold, totals, values, out=totals), {_place(tensor)})
         self.checks.append(Check(total, start, valid, message))
 
 

@@ -209,7 +209,7 @@ class PolicySignature:
     """All root entries that the policy's ``("next", ...)`` outputs replace."""
     needs_is_init: bool
     rewrites: tuple[Key, ...]
-    """Entries of the environment that the policy replaced or changed in place."""
+    """Entries of the environment that the policy replaced, changed in place or removed."""
     after: TensorDictBase
     """The root entries that the environment would have been given."""
 
@@ -289,6 +289,7 @@ def learn(
     actions = _actions(env, outputs, policy, as_written)
     taken = {*owned, *(field.key for field in actions)}
     extras = (_field(env, key, value) for key, value in outputs.items() if key not in taken)
+    removed = (f.key for f in env.observations if f.key in given and after.get(f.key, None) is None)
     return adapted, PolicySignature(
         trace=trace,
         outputs=(*actions, *extras),
@@ -299,7 +300,7 @@ def learn(
             if key[0] == NEXT and key not in owned and _reads(adapted, key[1:])
         ),
         needs_is_init=asks_init,
-        rewrites=tuple(key for key in outputs if key in given and key not in states),
+        rewrites=(*(key for key in outputs if key in given and key not in states), *removed),
         after=after,
     )
 

@@ -8,7 +8,7 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, format_key, is_private, next_key
+from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import batch_rows
+from gleanrl.memory.trees import nest
 from gleanrl.policies.inspect import may_lower, selects
 from gleanrl.policies.lowering import Lowering, Parts, Program, output_changed
 from gleanrl.policies.op_recorder import Check, Slot
@@ -93,9 +93,13 @@ class ProgramPolicy:
             self._replayed.begin(program, window, next_root)
         self.act, self.reset = self._rows.act, self._rows.reset
 
-    def finish(self, steps: int) -> None:
-        """Move what stayed on the device; raise if any step was not a number."""
-        self._rows.finish(steps)
+    def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
+        """Move what stayed on the device; return what does not fit the window.
+
+        Raises:
+            PolicyError: some step was not a number.
+        """
+        return self._rows.finish(steps)
 
     def forget(self) -> None:
         """Drop what the policy wrote at earlier steps; all environments begin anew."""
@@ -174,11 +178,12 @@ class _ProgramOverRows:
         for rows in self._state_rows:
             rows[t][index] = 0
 
-    def finish(self, steps: int) -> None:
+    def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
         for check in self._program.checks:
             check.finish()
         for move in self._moves:
             move(steps)
+        return {}
 
     def _store(self, window: Window, key: Key, slot: Slot) -> None:
         if self._remote and key not in self._prompt:
@@ -356,7 +361,10 @@ _CURE = "pass fast=False, with single environments (num_envs=), to have that del
 
 
 class _TensorDictOverRows:
-    """Calls a policy on a TensorDict, for environments whose data lie in rows of a window."""
+    """Calls a policy on a TensorDict, for environments whose data lie in rows of a window.
+
+    A step at which the policy wrote something else than in its first call does not fit these rows.
+    """
 
     def __init__(
         self,
@@ -368,24 +376,26 @@ class _TensorDictOverRows:
         self._policy, self._signature, self._env = policy, signature, env
         self._device = device
         self._root: TensorDictBase | None = None
-        self._shown = [*(field.key for field in env.observations), *signature.states]
-        if signature.needs_is_init:
-            self._shown.append(IS_INIT)
-        known = map(as_key, signature.after.keys(True, True))
         outputs = signature.trace.outputs
-        self._known = {
-            key[0]
-            for key in (*outputs, *known, *signature.policy_written_state)
-            if not is_private(key)
-        }
-        self._loads: list[tuple[Any, Sequence[torch.Tensor]]] = []
+        self._shown = {field.key: field.dtype for field in env.observations}
+        self._shown |= {key: outputs[next_key(key)].dtype for key in signature.states}
+        if signature.needs_is_init:
+            self._shown[IS_INIT] = torch.bool
+        self._acted = {field.key for field in env.actions}
+        known = {*outputs, *map(as_key, signature.after.keys(True, True))}
+        known |= {*signature.policy_written_state}
+        self._known = nest({key: {} for key in sorted(known) if not is_private(key)})
+        self._loads: list[tuple[Any, Key, Sequence[torch.Tensor]]] = []
         self._stores: list[tuple[Any, Sequence[torch.Tensor], torch.Size, torch.dtype]] = []
-        self._states: list[tuple[Any, Sequence[torch.Tensor]]] = []
+        self._states: list[tuple[Key, Any, Sequence[torch.Tensor]]] = []
+        self._unfit: dict[int, tuple[Key, TensorDictBase]] = {}
 
     def begin(self, window: Window, next_root: Window) -> None:
         self._policy.begin()
+        self._root = self._first() if self._root is None else self._root
+        self._unfit = {}
         signature, batch = self._signature, self._env.batch_shape
-        self._loads = [(_name(key), batch_rows(window, key, batch)) for key in self._shown]
+        self._loads = [(_name(key), key, batch_rows(window, key, batch)) for key in self._shown]
         self._stores = [
             (
                 _name(field.key),
@@ -397,6 +407,7 @@ class _TensorDictOverRows:
         ]
         self._states = [
             (
+                key,
                 _name(next_key(key)),
                 (*batch_rows(window, key, batch)[1:], *batch_rows(next_root, key, batch)),
             )
@@ -405,24 +416,29 @@ class _TensorDictOverRows:
 
     def act(self, t: int) -> None:
         root = self._root
-        if root is None:
-            root = self._root = self._first()
+        assert root is not None
         shown = []
-        for key, rows in self._loads:
-            value = rows[t].to(self._device, copy=True)
-            root.set(key, value)
-            shown.append((key, value, writes_so_far(value)))
+        for name, key, rows in self._loads:
+            value = rows[t].to(self._device, self._shown[key], copy=True)
+            root.set(name, value)
+            shown.append((name, value, writes_so_far(value)))
         out = self._policy(root)
         if out is not root:
             root.update(out)
-        self._check(root, shown)
-        for key, rows, shape, dtype in self._stores:
-            value = root.get(key, None)
-            if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (shape, dtype):
-                raise output_changed(as_key(key), value, shape, dtype)
+        odd = _unknown(root, self._known) or _changed(root, shown)
+        for name, rows, shape, dtype in self._stores:
+            value = root.get(name, None)
+            if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (shape, dtype):
+                rows[t].copy_(value)
+            else:
+                odd = as_key(name)
+                self._store_odd(odd, value, rows[t], dtype)
+        for key, name, rows in self._states:
+            value = root.get(name)
+            self._shown[key] = value.dtype
             rows[t].copy_(value)
-        for key, rows in self._states:
-            rows[t].copy_(root.get(key))
+        if odd is not None:
+            self._unfit[t] = odd, root.apply(_on_cpu, filter_empty=False)
         after = root.pop(NEXT, None)
         if after is not None:
             for state in self._signature.policy_written_state:
@@ -430,12 +446,31 @@ class _TensorDictOverRows:
                 if value is not None:
                     root.set(_name(state), value)
 
-    def finish(self, steps: int) -> None:
+    def _store_odd(self, key: Key, value: Any, row: torch.Tensor, dtype: torch.dtype) -> None:
+        """Store an entry of another dtype if environment or policy read it in its row.
+
+        Raises:
+            PolicyError: the row does not hold it.
+        """
+        state = key[1:] if key[0] == NEXT else None
+        if key not in self._acted and state not in self._signature.states:
+            return
+        alike = isinstance(value, torch.Tensor) and value.shape == row.shape
+        alike = alike and value.is_floating_point() == row.is_floating_point()
+        if alike:
+            row.copy_(value)
+            alike = row.is_floating_point() if key in self._acted else False
+            alike = alike or torch.equal(row.to(value), value)
+        if not alike:
+            raise output_changed(key, value, row.shape, dtype)
+
+    def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
         self._policy.finish()
+        return self._unfit
 
     def reset(self, t: int, ended: Sequence[int]) -> None:
         index, envs = list(ended), self._env.num_envs
-        for _, rows in self._states:
+        for _, _, rows in self._states:
             rows[t].view((envs, *rows[t].shape[len(self._env.batch_shape) :]))[index] = 0
 
     def forget(self) -> None:
@@ -449,18 +484,30 @@ class _TensorDictOverRows:
                 root.set(_name(key), flags.to(self._device))
         return root
 
-    def _check(self, root: TensorDictBase, shown: Sequence[tuple[Any, torch.Tensor, int]]) -> None:
-        """Refuse what rows of known entries cannot hold."""
-        unknown = [name for name in root.keys() if name not in self._known and name[0] != "_"]
-        if unknown:
-            raise PolicyError(
-                f"the policy wrote {unknown[0]!r}, which it did not write in its first call; "
-                f"{_CURE}"
-            )
-        for key, value, version in shown:
-            now = root.get(key)
-            if not same_memory(now, value) or writes_so_far(value) != version:
-                raise PolicyError(
-                    f"the policy changed {format_key(as_key(key))}, which it did not do in its "
-                    f"first call; {_CURE}"
-                )
+
+def _unknown(data: TensorDictBase, names: Mapping[str, Any], at: Key = ()) -> Key | None:
+    """Return an entry of ``data`` that is not among the nested ``names``."""
+    for name in data.keys():
+        inner = names.get(name)
+        if inner is None:
+            if name[0] != "_":
+                return (*at, name)
+        elif inner:
+            value = data.get(name)
+            nested = isinstance(value, TensorDictBase)
+            found = _unknown(value, inner, (*at, name)) if nested else (*at, name)
+            if found is not None:
+                return found
+    return None
+
+
+def _changed(root: TensorDictBase, shown: Sequence[tuple[Any, torch.Tensor, int]]) -> Key | None:
+    """Return an entry that is not what was ``shown`` to the policy: written or replaced by it."""
+    for name, value, version in shown:
+        if not same_memory(root.get(name), value) or writes_so_far(value) != version:
+            return as_key(name)
+    return None
+
+
+def _on_cpu(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().to("cpu", copy=True)

@@ -94,8 +94,9 @@ class RandomActions:
     def reset(self, t: int, ended: Sequence[int]) -> None:
         """Do nothing: there is no state."""
 
-    def finish(self, steps: int) -> None:
-        """Do nothing: everything was written."""
+    def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
+        """Return that everything was written."""
+        return {}
 
     def forget(self) -> None:
         """Do nothing: nothing is remembered."""

@@ -107,13 +107,17 @@ class DenseRollout(BaseSource):
             taken = dense(act, step, policy, self.tracker, steps, stop)
             times = self._clock.end()
             self._env.finish(taken)
-            policy.finish(taken)
+            unfit = policy.finish(taken)
             if taken < window.steps:
                 for field in self._plan.root_fields:
                     last = window.tensor(field.key)[:, taken : taken + 1]
                     self._next_root.tensor(field.key).copy_(last)
             self._plan.finish(window, self.tracker, taken, self.policy_version)
-        return self._report(taken, times)
+            payload = None
+            if unfit:
+                own = {field.key for field in (*self._plan.root_fields, *policy.outputs)}
+                payload = self._plan.as_tensordicts(window, taken, unfit, own)
+        return self._report(taken, times, payload=payload)
 
     def explain(self) -> str:
         """Say which path every part takes, and why."""

@@ -25,8 +25,8 @@ from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, Stop
 from gleanrl.core.window import Window
 from gleanrl.envs.factory import EnvFactory, closed_on_error, without_call_checks
-from gleanrl.envs.gym_env import GymEnv, make_tensordict_env
 from gleanrl.envs.gymnasium import FLAGS
+from gleanrl.envs.libs.gym import GymEnv, make_tensordict_env
 from gleanrl.envs.serial import SerialEnv, Signature, gym_source, signature
 from gleanrl.envs.specs import Composite
 from gleanrl.envs.tensordict import (
@@ -162,20 +162,16 @@ class EnvWorker:
             left = row.reset(masked=todo == Todo.RESET_MASKED)
         return Report(steps, window.envs, 0, payload=left)
 
-    def advance(
-        self, data: TensorDictBase, reset: bool
-    ) -> tuple[TensorDictBase, TensorDictBase | None]:
-        """Step with data that do not lie in a window; return ``"next"`` and the following root."""
-        if not reset:
+    def carry_out(
+        self, todo: Todo, data: TensorDictBase | None, options: Mapping[str, Any]
+    ) -> Left:
+        """Do the same with data that do not lie in the window, or reset with ``options``."""
+        if todo not in (Todo.STEP, Todo.STEP_AND_RESET):
+            return None, copied(self._env.reset(data, **options))
+        if todo == Todo.STEP:
             return copied(self._env.step(data).get(NEXT)), None
         finished, root = self._env.step_and_maybe_reset(data)
         return copied(finished.get(NEXT)), copied(root)
-
-    def restart(
-        self, data: TensorDictBase | None, options: Mapping[str, Any]
-    ) -> tuple[None, TensorDictBase]:
-        """Reset with data that do not lie in a window; return the root."""
-        return None, copied(self._env.reset(data, **options))
 
     # -- what every source has -------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.core.errors import note
+from gleanrl.core.errors import PolicyError, note
 from gleanrl.core.keys import (
     DONE,
     MASK,
@@ -22,6 +22,7 @@ from gleanrl.core.keys import (
     TRAJ_IDS,
     TRUNCATED,
     Key,
+    format_key,
     next_key,
 )
 from gleanrl.core.layout import EnvLayout, Field, Layout
@@ -172,7 +173,7 @@ class NextStepRollout(DenseRollout):
             taken, ready = self._fill(policy, log, steps, stop)
             times = self._clock.end()
             self._pool.finish(taken)
-            policy.finish(taken)
+            _check_fits(policy.finish(taken))
             self._resets.finish(taken)
             log.append(taken, self.policy_version)
             self._deliver(window, log, ready)
@@ -230,6 +231,15 @@ class NextStepRollout(DenseRollout):
         self._resets.restart(which)
         if self._log is not None:
             self._discarded += self._log.reset(which)
+
+
+def _check_fits(unfit: Mapping[int, tuple[Key, Any]]) -> None:
+    for t, (key, _) in unfit.items():
+        raise PolicyError(
+            f"the policy wrote {format_key(key)} at step {t} of the rollout otherwise than in its "
+            "first call; to have that delivered, vectorise single environments with num_envs=: "
+            "this one resets in its next step"
+        )
 
 
 def _logged(

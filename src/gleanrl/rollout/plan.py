@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import (
@@ -27,6 +28,9 @@ from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout, nump
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Policy
 from gleanrl.core.window import Array, Window
+from gleanrl.memory.arena import batch_rows
+from gleanrl.memory.trees import stacked, tensordict_over, time_named
+from gleanrl.policies.probe import leaves
 from gleanrl.rollout.tracker import Tracker
 
 
@@ -201,6 +205,40 @@ class RolloutPlan:
                 _truncate_last(window, group, steps - 1)
         if options.check_finite:
             self._check_finite(window, steps)
+
+    def as_tensordicts(
+        self,
+        window: Window,
+        taken: int,
+        unfit: Mapping[int, tuple[Key, TensorDictBase]],
+        own: Container[Key],
+    ) -> TensorDictBase:
+        """Return the steps of a finished ``window`` as TensorDicts, stacked.
+
+        Args:
+            window: What fits it.
+            taken: Steps taken; beyond them all is zero.
+            unfit: By step, what stands in place of rows that do not hold it.
+            own: The keys of these rows.
+        """
+        batch, groups = self.layout.batch_shape, self.layout.groups
+        names: list[str | None] = [None] * len(batch)
+        rows = {f.key: batch_rows(window, f.key, batch) for f in self.layout.fields}
+        others = {key: row for key, row in rows.items() if key not in own}
+        steps: list[TensorDictBase] = []
+        for t in range(window.steps):
+            last = min(t, taken - 1)
+            shown = others if last in unfit else rows
+            row = tensordict_over({k: r[t].clone() for k, r in shown.items()}, batch, names, groups)
+            step = unfit[last][1] if last in unfit else row
+            steps.append((step if t == last else step.apply(torch.zeros_like)).update(row))
+        stack = stacked(steps, len(batch))
+        drop = [
+            key
+            for key in leaves(stack)
+            if is_private(key) or (key[0] == NEXT and key not in rows and key[1:] in own)
+        ]
+        return time_named(stack.exclude(*drop) if drop else stack, len(batch))
 
     def _check_finite(self, window: Window, steps: int) -> None:
         for field in self._finite:

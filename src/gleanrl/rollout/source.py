@@ -69,7 +69,7 @@ class BaseSource:
         self.policy_version = snapshot.version
 
     def describe_weights(self, model_id: str) -> Shapes:
-        """Return the shape of every parameter (``True``) and buffer (``False``) of a model.
+        """Return what the weights of a model look like, by dotted name.
 
         Raises:
             UnknownModelError: there is none of that id.

@@ -48,7 +48,7 @@ from gleanrl.transport.pickling import pickled
 from gleanrl.transport.process_group import ProcessGroups
 from gleanrl.transport.waiting import interruptible
 from gleanrl.transport.worker import Boot, OpenWindow
-from gleanrl.weights.shared import FlatBuffer, check_fit, plan_flat
+from gleanrl.weights.shared import FlatBuffer, check_fit, planned
 
 _GRACE = 1.0
 """Seconds within which a node that was told to end has to be gone."""
@@ -491,7 +491,7 @@ class NetworkBackend(RemoteBackend[Node]):
 
     def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> FlatWeightPublisher:
         """Prepare to send weights like these to all nodes that are told of it by `Bind`."""
-        self._publisher = FlatWeightPublisher(plan_flat(weights))
+        self._publisher = FlatWeightPublisher(planned(weights))
         return self._publisher
 
     # -- messages --------------------------------------------------------------------------------

@@ -45,8 +45,7 @@ from gleanrl.memory.shared import SharedMemory
 from gleanrl.weights.shared import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
 from gleanrl.weights.snapshot import (
     Weights,
-    check_shapes,
-    check_values,
+    check_tensors,
     cloned,
     load_weights,
     shapes_of,
@@ -554,8 +553,7 @@ class _Worker:
         if isinstance(source, nn.Module) and map_fn is None:
             self._shapes = shapes_of(source)
         else:
-            self._shapes = {name: (tuple(t.shape), True) for name, t in tensors.items()}
-        self._dtypes = {name: t.dtype for name, t in tensors.items()}
+            self._shapes = {n: (tuple(t.shape), t.dtype, True) for n, t in tensors.items()}
         acks, replies = ctx.Pipe(duplex=False)
         ref = reserve_shared(memory, tensors)
         self._publisher = SharedWeightPublisher(memory, ref)
@@ -575,10 +573,9 @@ class _Worker:
     def ready(self, source: Any) -> Weights:
         """Return the weights in ``source`` as the worker needs them."""
         weights = self.weights(source)
-        check_shapes("the worker's model", self._shapes, weights)
-        check_values("the worker's model", weights, self._dtypes)
+        check_tensors("the worker's model", self._shapes, weights)
         whole = {name: weights.get(name, value) for name, value in self._first.items()}
-        return {n: torch.as_tensor(v) if n in self._dtypes else v for n, v in whole.items()}
+        return {n: torch.as_tensor(v) if n in self._shapes else v for n, v in whole.items()}
 
     def post(self, weights: Weights, number: int) -> None:
         """Send them without waiting."""

@@ -1,19 +1,17 @@
 """Weights in one piece of memory, to be sent, or shared with any number of readers.
 
-A flat buffer, which is sent to workers that share no memory with the learner:
+A buffer, which is sent as it is to workers that share no memory with the learner:
 
-    [version, serial: int64][padding to 64 bytes][tensors, each aligned to 64 bytes]
+    [version, serial, mark: int64][padding to 64 bytes][tensors, each aligned to 64 bytes]
 
-In shared memory nobody waits for anybody. There are three buffers. Each publication goes into the
-next one and ends with a counter; a reader copies the newest buffer and looks afterwards whether it
-was being written meanwhile. With three buffers that takes three publications during one copy, so a
-retry is rare.
+In shared memory nobody waits for anybody. A counter of publications stands before three buffers.
+Publication n goes into the buffer after that of publication n - 1. The buffer is marked with 2n - 1
+before and with 2n afterwards; then the publication is counted. A reader copies the newest buffer
+and looks afterwards whether its mark has changed meanwhile. With three buffers that takes three
+publications during one copy, so a retry is rare.
 
-    word 0: publications so far     words 1-3: per buffer, 2n once publication n is in it
-    words 4-6: version in each      words 7-9: serial in each
-
-The words are 64-bit and aligned. Where the processor reorders stores or loads, `fence` keeps the
-words apart from what they announce.
+The words are 64-bit and aligned. Where the processor reorders stores or loads, `fence` keeps them
+apart from what they announce.
 """
 
 from __future__ import annotations
@@ -31,32 +29,22 @@ from gleanrl.core.window import Array
 from gleanrl.memory.shared import fence
 
 _ALIGN = 64
+"""Bytes; also those of a header, before the tensors of a buffer and before the three buffers."""
+_VERSION, _SERIAL, _MARK = 0, 1, 2
 _BUFFERS = 3
-_HEADER = 128
-_STATE, _VERSION, _SERIAL = 1, 4, 7
 _MOST_TRIES = 10_000
 _SMALL = 1 << 20
 """Up to how many bytes it is the calls that cost, not the copying: a tensor's takes 1/3 of torch's
 time as plain bytes, and far less where nothing of torch's is in the caches."""
 
 
-def planned(weights: Mapping[str, torch.Tensor], start: int = 0) -> WeightsRef:
-    """Return where tensors like ``weights`` lie in a buffer, from byte ``start`` on."""
-    entries, size = [], start
+def planned(weights: Mapping[str, torch.Tensor]) -> WeightsRef:
+    """Return where tensors like ``weights`` lie in a buffer."""
+    entries, size = [], _ALIGN
     for name, tensor in weights.items():
         entries.append((name, tuple(tensor.shape), tensor.dtype, size))
         size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-    return WeightsRef(0, max(size, _ALIGN), tuple(entries))
-
-
-def views_of(buffer: torch.Tensor, ref: WeightsRef) -> dict[str, torch.Tensor]:
-    """Return the tensors in ``buffer``, which is uint8, by name."""
-    return {
-        name: buffer[offset : offset + torch.Size(shape).numel() * dtype.itemsize]
-        .view(dtype)
-        .view(shape)
-        for name, shape, dtype, offset in ref.entries
-    }
+    return WeightsRef(0, size, tuple(entries))
 
 
 def check_fit(ref: WeightsRef, tensors: Sequence[torch.Tensor]) -> None:
@@ -72,40 +60,57 @@ def check_fit(ref: WeightsRef, tensors: Sequence[torch.Tensor]) -> None:
             raise WeightsError(f"{name!r} has shape {tuple(tensor.shape)}, the workers' is {shape}")
 
 
-_FLAT_HEADER = 64
-"""Bytes of a buffer before its tensors."""
-
-
-def plan_flat(weights: Mapping[str, torch.Tensor]) -> WeightsRef:
-    """Return where tensors like ``weights`` lie in a buffer, which begins at 0."""
-    return planned(weights, _FLAT_HEADER)
-
-
 class FlatBuffer:
-    """One buffer in ordinary memory, and its tensors as views."""
+    """A buffer, and its tensors as views."""
 
-    def __init__(self, ref: WeightsRef) -> None:
-        self.bytes = torch.zeros(ref.nbytes, dtype=torch.uint8)
-        """uint8 ``[ref.nbytes]``."""
-        self._words = self.bytes[:16].view(torch.int64)
-        self._views = views_of(self.bytes, ref)
+    def __init__(self, ref: WeightsRef, memory: Array | None = None) -> None:
+        """Lay the buffer over ``memory``, uint8 ``[ref.nbytes]``; its own if none."""
+        self.array = np.zeros(ref.nbytes, np.uint8) if memory is None else memory
+        self.bytes = torch.from_numpy(self.array)
+        """The same as a tensor."""
+        self.words = self.array[:_ALIGN].view(np.int64).data  # numpy scalars cost twice as much
+        self._views = {
+            name: self.bytes[offset : offset + torch.Size(shape).numel() * dtype.itemsize]
+            .view(dtype)
+            .view(shape)
+            for name, shape, dtype, offset in ref.entries
+        }
+        self._parts = [_bytes_of(view) for view in self._views.values()]
 
-    def fill(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
-        """Copy ``tensors``, in the order of the plan."""
-        self._words[0], self._words[1] = version, serial
-        with torch.no_grad():
-            torch._foreach_copy_(list(self._views.values()), list(tensors))
+    def fill(
+        self,
+        tensors: Sequence[torch.Tensor],
+        version: int,
+        serial: int,
+        values: Sequence[memoryview] | None = None,
+    ) -> None:
+        """Copy ``tensors``, in the order of the plan; or their ``values``, where that is known."""
+        self.words[_VERSION], self.words[_SERIAL] = version, serial
+        if values is None:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._views.values()), list(tensors))
+        else:
+            for target, source in zip(self._parts, values, strict=True):
+                target[:] = source
 
     def snapshot(self, model_id: str) -> Snapshot:
         """Return what is in it as weights of ``model_id``, over the same memory."""
-        version, serial = int(self._words[0]), int(self._words[1])
-        return Snapshot(version, {model_id: self._views}, serial)
+        return Snapshot(self.words[_VERSION], {model_id: self._views}, self.words[_SERIAL])
 
 
 def reserve_shared(memory: SharedMemory, weights: Mapping[str, torch.Tensor]) -> WeightsRef:
     """Reserve what a `SharedWeightPublisher` of tensors like ``weights`` needs."""
     ref = planned(weights)
-    return replace(ref, offset=memory.reserve(_HEADER + _BUFFERS * ref.nbytes))
+    return replace(ref, offset=memory.reserve(_ALIGN + _BUFFERS * ref.nbytes))
+
+
+def _mapped(memory: SharedMemory, ref: WeightsRef) -> tuple[memoryview, list[FlatBuffer]]:
+    """Return the counter and the buffers at ``ref``."""
+    whole = np.frombuffer(memory.map(), np.uint8)
+    first = ref.offset + _ALIGN
+    starts = range(first, first + _BUFFERS * ref.nbytes, ref.nbytes)
+    buffers = [FlatBuffer(ref, whole[start : start + ref.nbytes]) for start in starts]
+    return whole[ref.offset : first].view(np.int64).data, buffers
 
 
 class SharedWeightPublisher:
@@ -113,14 +118,10 @@ class SharedWeightPublisher:
 
     def __init__(self, memory: SharedMemory, ref: WeightsRef) -> None:
         """Map what `reserve_shared` has reserved; nothing is published yet."""
-        whole = np.frombuffer(memory.map(), np.uint8)
         self.ref = ref
-        self._words = _words(whole, ref).data  # numpy scalars cost twice as much
-        buffers = [torch.from_numpy(_buffer(whole, ref, number)) for number in range(_BUFFERS)]
-        self._views = [list(views_of(buffer, ref).values()) for buffer in buffers]
-        self._bytes = [[_bytes_of(view) for view in views] for views in self._views]
+        self._count, self._buffers = _mapped(memory, ref)
         self._known: Sequence[torch.Tensor] = ()
-        self._sources: list[memoryview] | None = None
+        self._values: list[memoryview] | None = None
 
     def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
         """Copy ``tensors``, in the order of the plan, and make them the newest.
@@ -133,22 +134,15 @@ class SharedWeightPublisher:
         """
         if tensors is not self._known:
             self._look_at(tensors)
-        words = self._words
-        number = words[0] + 1
-        buffer = number % _BUFFERS
-        words[_STATE + buffer] = 2 * number - 1
+        number = self._count[0] + 1
+        buffer = self._buffers[number % _BUFFERS]
+        buffer.words[_MARK] = 2 * number - 1
         fence()  # nothing is written into a buffer that is not marked
-        words[_VERSION + buffer], words[_SERIAL + buffer] = version, serial
-        if self._sources is None:
-            with torch.no_grad():
-                torch._foreach_copy_(self._views[buffer], list(tensors))
-        else:
-            for target, source in zip(self._bytes[buffer], self._sources, strict=True):
-                target[:] = source
+        buffer.fill(tensors, version, serial, self._values)
         fence()  # all of it is there before it is announced
-        words[_STATE + buffer] = 2 * number
+        buffer.words[_MARK] = 2 * number
         fence()
-        words[0] = number
+        self._count[0] = number
 
     def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
         check_fit(self.ref, tensors)
@@ -157,7 +151,7 @@ class SharedWeightPublisher:
             for tensor, (_, _, dtype, _) in zip(tensors, self.ref.entries, strict=True)
         )
         self._known = tensors
-        self._sources = [_bytes_of(tensor) for tensor in tensors] if plain else None
+        self._values = [_bytes_of(tensor) for tensor in tensors] if plain else None
 
 
 class SharedWeightReceiver:
@@ -167,55 +161,36 @@ class SharedWeightReceiver:
         """Read what is published in ``memory``; nothing before `bind`."""
         self._memory = memory
         self._seen = 0
-        self._words: Array | None = None
+        self._count: Sequence[int] = (0,)
 
     def bind(self, model_id: str, ref: WeightsRef) -> None:
         """Take what is published at ``ref`` for weights of ``model_id`` from now on."""
-        whole = np.frombuffer(self._memory.map(), np.uint8)
         self._model_id, self._seen = model_id, 0
-        self._words = _words(whole, ref)
-        self._buffers = [_buffer(whole, ref, number) for number in range(_BUFFERS)]
-        self._own = np.zeros(ref.nbytes, np.uint8)
-        self._tensors = views_of(torch.from_numpy(self._own), ref)
+        self._count, self._buffers = _mapped(self._memory, ref)
+        self._own = FlatBuffer(ref)
 
     def newest(self) -> Snapshot | None:
         """Return a snapshot that was not returned before, ``None`` if there is none.
 
         Its tensors are this reader's own and valid until the next call.
         """
-        words = self._words
-        if words is None or words[0] == self._seen:
+        if self._count[0] == self._seen:
             return None
-        version, serial = self._read(words)
-        return Snapshot(version, {self._model_id: self._tensors}, serial)
-
-    def _read(self, words: Array) -> tuple[int, int]:
-        """Copy the newest publication; return its version and serial."""
         for _ in range(_MOST_TRIES):
-            number = int(words[0])
-            buffer = number % _BUFFERS
+            number = self._count[0]
+            buffer = self._buffers[number % _BUFFERS]
             fence()
-            if words[_STATE + buffer] != 2 * number:
+            if buffer.words[_MARK] != 2 * number:
                 continue
             fence()  # nothing is read before its mark was, nor the mark again before all is
-            np.copyto(self._own, self._buffers[buffer])
-            version, serial = int(words[_VERSION + buffer]), int(words[_SERIAL + buffer])
+            np.copyto(self._own.array, buffer.array)
             fence()
-            if words[_STATE + buffer] == 2 * number:
+            if buffer.words[_MARK] == 2 * number:
                 self._seen = number
-                return version, serial
+                return self._own.snapshot(self._model_id)
         raise GleanError(
             f"weights were published faster than they could be read {_MOST_TRIES} times in a row"
         )
-
-
-def _words(whole: Array, ref: WeightsRef) -> Array:
-    return whole[ref.offset : ref.offset + _HEADER].view(np.int64)
-
-
-def _buffer(whole: Array, ref: WeightsRef, number: int) -> Array:
-    start = ref.offset + _HEADER + number * ref.nbytes
-    return whole[start : start + ref.nbytes]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -14,8 +14,8 @@ from torch import nn
 
 from gleanrl.core.errors import ConfigError, WeightsError
 
-Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], bool]]
-"""Dotted name to shape, and whether it is a parameter (else a buffer)."""
+Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype, bool]]
+"""Dotted name to shape, dtype, and whether weights must have it (parameters), else may."""
 _VALUES = operator.methodcaller("values")
 Weights: TypeAlias = dict[str, Any]
 """Dotted name to tensor; extra state under its ``state_dict`` name."""
@@ -49,7 +49,7 @@ def module_weights(module: nn.Module) -> Weights:
     weights: Weights = {name: p.detach() for name, p in module.named_parameters()}
     weights.update({name: b.detach() for name, b in module.named_buffers()})
     for name, value in module.state_dict().items():
-        if name.rpartition(".")[2] == "_extra_state":
+        if _is_extra(name):
             weights[name] = value
     return weights
 
@@ -68,49 +68,79 @@ def load_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
     Buffers may be missing (a `TensorDict` of parameters has none), parameters may not.
 
     Raises:
-        WeightsError: names or shapes that do not fit; the module is unchanged.
+        WeightsError: names, shapes or values that do not fit; the module is unchanged.
     """
     check_weights(module, weights)
-    tensors, extra = _sort(weights)
     targets = _targets(module)
     with torch.no_grad():
-        for name, value in tensors.items():
-            if value is not targets[name]:
-                targets[name].copy_(value)
-    for name, value in extra.items():
-        module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+        for name in sorted(weights, key=_is_extra):  # tensors first
+            value = weights[name]
+            if _is_extra(name):
+                module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+            elif value is not targets[name]:
+                targets[name].copy_(torch.as_tensor(value))
 
 
 def check_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
     """Raise `WeightsError` unless ``weights`` can be loaded into ``module``."""
-    check_shapes(type(module).__name__, shapes_of(module), weights)
+    check_tensors(type(module).__name__, shapes_of(module), weights)
 
 
 def shapes_of(module: nn.Module) -> Shapes:
-    """Return shape and kind (``True``: parameter, ``False``: may be missing) by name.
+    """Return what weights of ``module`` have to look like.
 
     Buffers may be missing, and so may the further names of a tensor that has several.
     """
-    shapes: Shapes = {name: (tuple(p.shape), False) for name, p in _targets(module).items()}
-    shapes.update({name: (tuple(p.shape), True) for name, p in module.named_parameters()})
-    return shapes
+    needed = {name for name, _ in module.named_parameters()}
+    return {
+        name: (tuple(tensor.shape), tensor.dtype, name in needed)
+        for name, tensor in _targets(module).items()
+    }
 
 
-def check_shapes(kind: str, shapes: Shapes, weights: Mapping[str, Any]) -> None:
-    """Raise `WeightsError` unless ``weights`` fit a model of class ``kind`` with ``shapes``."""
-    tensors, _ = _sort(weights)
-    needed = {name for name, (_, parameter) in shapes.items() if parameter}
+def check_tensors(kind: str, shapes: Shapes, weights: Mapping[str, Any]) -> None:
+    """Raise `WeightsError` unless ``weights`` fit a model with ``shapes``, without harm to values.
+
+    Args:
+        kind: What the message calls the model.
+        shapes: Of its tensors.
+        weights: By dotted name; extra state may be anything.
+    """
+    tensors = {name: value for name, value in weights.items() if not _is_extra(name)}
+    needed = {name for name, (_, _, parameter) in shapes.items() if parameter}
     unknown, missing = sorted(set(tensors) - set(shapes)), sorted(needed - set(tensors))
     if unknown or missing:
         raise WeightsError(
             f"weights do not fit {kind}: missing {missing[:5]}, unexpected {unknown[:5]}"
         )
     for name, value in tensors.items():
-        if tuple(value.shape) != shapes[name][0]:
-            raise WeightsError(
-                f"weights do not fit {kind}: {name!r} has shape {tuple(value.shape)}, the model's "
-                f"is {shapes[name][0]}"
-            )
+        shape, dtype, _ = shapes[name]
+        wrong = _wrong(value, shape, dtype)
+        if wrong is not None:
+            raise WeightsError(f"weights do not fit {kind}: {name!r} {wrong}")
+
+
+def _wrong(value: Any, shape: tuple[int, ...], wanted: torch.dtype) -> str | None:
+    try:
+        value = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return f"is a {type(value).__name__}, not a tensor"
+    if value.is_meta:
+        return "is on the meta device: it has no values"
+    if tuple(value.shape) != shape:
+        return f"has shape {tuple(value.shape)}, the model's is {shape}"
+    if value.is_complex() and not wanted.is_complex:
+        return f"is {value.dtype}, the model's is {wanted}"
+    if value.dtype != wanted and value.is_floating_point() and wanted.is_floating_point:
+        finite = value.detach().isfinite()
+        if bool((finite & ~value.detach().to(wanted).isfinite()).any()):
+            return f"has values that {wanted} cannot hold"
+    return None
+
+
+def _is_extra(name: str) -> bool:
+    """Tell whether ``name`` is that of extra state, which may be anything."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _targets(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -121,58 +151,15 @@ def _targets(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _sort(weights: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], Weights]:
-    """Split into tensors and extra state."""
-    extra = {k: v for k, v in weights.items() if k.rpartition(".")[2] == "_extra_state"}
-    return {k: torch.as_tensor(v) for k, v in weights.items() if k not in extra}, extra
-
-
 def _flatten(tree: Mapping[Any, Any], prefix: str) -> Weights:
     flat: Weights = {}
     for name, value in tree.items():
         path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and not path.endswith("_extra_state"):
+        if isinstance(value, Mapping) and not _is_extra(path):
             flat.update(_flatten(value, f"{path}."))
-        elif isinstance(value, torch.Tensor):
-            flat[path] = value.detach()
         else:
-            flat[path] = value
+            flat[path] = value.detach() if isinstance(value, torch.Tensor) else value
     return flat
-
-
-def check_values(kind: str, weights: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raise `WeightsError` for values that could not be copied, or not without harm.
-
-    Args:
-        kind: What the message calls the model.
-        weights: By dotted name; extra state may be anything.
-        dtypes: What the model holds, where that is known.
-    """
-    for name, value in weights.items():
-        if name.rpartition(".")[2] == "_extra_state":
-            continue
-        wrong = _wrong(value, dtypes.get(name))
-        if wrong is not None:
-            raise WeightsError(f"weights do not fit {kind}: {name!r} {wrong}")
-
-
-def _wrong(value: Any, wanted: torch.dtype | None) -> str | None:
-    if not isinstance(value, torch.Tensor):
-        try:
-            value = torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError):
-            return f"is a {type(value).__name__}, not a tensor"
-    if value.is_meta:
-        return "is on the meta device: it has no values"
-    if wanted is None or value.dtype == wanted:
-        return None
-    if value.is_complex() and not wanted.is_complex:
-        return f"is {value.dtype}, the model's is {wanted}"
-    if value.is_floating_point() and wanted.is_floating_point:
-        finite = value.detach().isfinite()
-        if bool((finite & ~value.detach().to(wanted).isfinite()).any()):
-            return f"has values that {wanted} cannot hold"
-    return None
 
 
 class TrackedModule:

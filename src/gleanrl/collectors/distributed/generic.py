@@ -28,10 +28,10 @@ from gleanrl.collectors.distributed.default_configs import (
     TCP_PORT,
 )
 from gleanrl.collectors.episodes import EpisodesPlan
+from gleanrl.collectors.launch import deal, env_functions, launch_workers
 from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from gleanrl.collectors.plan import WorkerPlan
 from gleanrl.collectors.weights import WeightSchedule
-from gleanrl.collectors.workers import deal, env_functions, launch_workers
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds
 from gleanrl.transport.data_plane import DataPlane
@@ -250,6 +250,7 @@ def plan_nodes(
         policy=policy,
         sync=sync,
         collector_class=kind,
+        whole=kind is not Collector,
         remote=True,
         kwargs=kwargs,
         workers_each=workers_each,
@@ -271,8 +272,8 @@ def _check_failure(owner: str, arguments: Arguments, replaces: bool) -> None:
         )
     if what == "relaunch" and not replaces:
         raise ConfigError(
-            f"on_failure='relaunch' is for DistributedCollector: {owner} cannot let single nodes "
-            "in later; use 'continue'"
+            f"on_failure='relaunch' is for DistributedCollector and RayCollector: {owner} cannot "
+            "let single nodes in later; use 'continue'"
         )
     if what != "raise" and quota is not None:
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any, Unpack, cast
 from gleanrl.collectors.arguments import Arguments, RayArguments, read, shows
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.distributed.generic import plan_nodes
-from gleanrl.collectors.workers import deal, env_functions_of, launch_workers
+from gleanrl.collectors.launch import deal, env_functions_of, launch_workers
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.transport.network import NetworkBackend
@@ -72,7 +72,8 @@ class RayCollector(BaseCollector):
         """Check the arguments and create the actors."""
         configs = deal("remote_configs", arguments["remote_configs"] or {}, len(functions))
         options = [check_options(config) for config in configs]
-        plan = plan_nodes(type(self).__name__, functions, policy, arguments, functions)
+        owner = type(self).__name__
+        plan = plan_nodes(owner, functions, policy, arguments, functions, replaces=True)
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         self._actors = actors = RayActors(arguments["ray_init_config"], options)
         start_timeout = arguments["start_timeout"]
@@ -81,7 +82,12 @@ class RayCollector(BaseCollector):
                 arguments,
                 launch_workers(arguments, plan),
                 lambda windows: NetworkBackend(
-                    windows, actors, actors, threads=threads, start_timeout=start_timeout
+                    windows,
+                    actors,
+                    actors,
+                    replaces=plan.relaunches is not None,
+                    threads=threads,
+                    start_timeout=start_timeout,
                 ),
             )
         except BaseException:

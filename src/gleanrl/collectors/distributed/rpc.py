@@ -13,7 +13,7 @@ from gleanrl.collectors.arguments import (
 )
 from gleanrl.collectors.compat import RPCWeightUpdater
 from gleanrl.collectors.distributed.generic import DistributedCollector
-from gleanrl.collectors.workers import deal
+from gleanrl.collectors.launch import deal
 from gleanrl.core.errors import ConfigError
 from gleanrl.transport.data_plane import DataPlane
 from gleanrl.transport.launchers import Launcher

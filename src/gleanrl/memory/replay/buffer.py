@@ -9,7 +9,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -120,11 +119,7 @@ class ReplayBuffer:
 
     def _reset_local(self) -> None:
         guarded(self)
-        self._prefetcher = (
-            Prefetcher(self._make, self._sampler, self._lock, self._prefetch)
-            if self._prefetch
-            else None
-        )
+        self._prefetcher = Prefetcher(self, self._prefetch) if self._prefetch else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplayBuffer:
         """Return a buffer with copies of all rows and of the sampler; it is shared if this one is.
@@ -135,9 +130,9 @@ class ReplayBuffer:
         memo[id(self)] = twin
         with self._lock:
             copy.deepcopy(self._storage, memo)  # first: samplers know its ring
-            if self._generator is not None:
-                memo[id(self._generator)] = self._generator.clone_state()
             with self._rewound():
+                if self._generator is not None:
+                    memo[id(self._generator)] = self._generator.clone_state()
                 for name, value in vars(self).items():
                     if name not in _LOCAL:
                         vars(twin)[name] = copy.deepcopy(value, memo)
@@ -303,28 +298,38 @@ class ReplayBuffer:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of all rows, counters, and the sampler's state."""
+        """Return copies of all rows and counters, and the states of sampler and generator."""
         with self._lock:
-            return {
-                "storage": self._storage.state_dict(),
-                "sampler": self._sampler_state(),
-                "batch_size": self.batch_size,
-            }
+            rows = self._storage.state_dict()
+            return {"storage": rows, **self._sampling_state(), "batch_size": self.batch_size}
 
-    def _sampler_state(self) -> dict[str, Any]:
+    def _sampling_state(self) -> dict[str, Any]:
         with self._rewound():
-            return self._sampler.state_dict()
+            return {"sampler": self._sampler.state_dict(self._storage), "generator": self._random()}
+
+    def _random(self) -> torch.Tensor | None:
+        return None if self._generator is None else self._generator.get_state()
+
+    def _position(self) -> Any:
+        """Return where sampler and generator are; under the lock."""
+        return self._sampler.position(), self._random()
+
+    def _seek(self, position: Any) -> None:
+        """Go back there: what was drawn since then was not delivered."""
+        self._sampler.seek(position[0])
+        if self._generator is not None:
+            self._generator.set_state(position[1])
 
     @contextlib.contextmanager
     def _rewound(self) -> Iterator[None]:
-        """Have the sampler where it was before the samples that were made ahead."""
-        position = self._sampler.position()
+        """Have sampler and generator where they were before the samples that were made ahead."""
+        position = self._position()
         if self._prefetcher is not None:
-            self._sampler.seek(self._prefetcher.position())
+            self._seek(self._prefetcher.position())
         try:
             yield
         finally:
-            self._sampler.seek(position)
+            self._seek(position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put a state back, replacing what is stored.
@@ -339,13 +344,13 @@ class ReplayBuffer:
                 f"this is no state of a replay buffer: missing {sorted(missing) or 'nothing'}, "
                 f"batch_size {size!r}"
             )
-        self._load(state["storage"], state["sampler"])
+        self._load(state["storage"], state["sampler"], state.get("generator"))
         self.batch_size = size
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write everything to the directory ``path``: raw tensors and JSON, no pickle."""
         with self._lock:
-            saving.write(path, self._storage, self._sampler_state())
+            saving.write(path, self._storage, self._sampling_state)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Replace what is stored by what `dumps` wrote.
@@ -353,13 +358,18 @@ class ReplayBuffer:
         Raises:
             ConfigError: ``path`` holds nothing such, or other rows.
         """
-        self._load(*saving.read(path))
+        state = saving.read(path)
+        self._load(state["storage"], state["sampler"], state["generator"])
 
-    def _load(self, storage: dict[str, Any], sampler: dict[str, Any]) -> None:
-        """Replace rows and the sampler's state, or change nothing."""
+    def _load(
+        self, storage: dict[str, Any], sampler: dict[str, Any], random: torch.Tensor | None
+    ) -> None:
+        """Replace rows and the states of sampler and generator, or change nothing."""
         with self._lock:
             try:
                 self._storage.check_state_dict(storage)
+                if random is not None:
+                    torch.Generator().set_state(random)
             except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as err:
                 if isinstance(err, ConfigError):
                     raise
@@ -370,6 +380,8 @@ class ReplayBuffer:
                 self._sampler.check_state_dict(sampler, frames)
             self._storage.load_state_dict(storage)
             self._forget()
+            if self._generator is not None and random is not None:
+                self._generator.set_state(random)
             if self.limiter is not None:
                 self.limiter.restart(self._storage)
             if sampler and frames:
@@ -386,7 +398,7 @@ class ReplayBuffer:
             if ticket is not None:
                 if ticket.dropped:
                     raise CancelledError
-                ticket.position, ticket.drawn = self._sampler.position(), True
+                ticket.position = self._position()
             draw, data = self._draw(size)
         return draw, self._finish(draw, data)
 
@@ -594,30 +606,22 @@ Sample: TypeAlias = tuple[Draw, Any]
 class Ticket:
     """One sample that is to be made; changed under the buffer's lock only."""
 
-    __slots__ = ("drawn", "dropped", "future", "position")
+    __slots__ = ("dropped", "future", "position")
 
     def __init__(self) -> None:
         self.future: Future[Sample]
-        self.drawn = False
         self.dropped = False
         self.position: Any = None
-        """Where the sampler's epoch was before this sample was drawn."""
+        """Where the buffer was before this sample was drawn; ``None`` before that."""
 
 
 class Prefetcher:
     """Keeps some samples in the making; they come out in the order they were begun in."""
 
-    def __init__(
-        self,
-        make: Callable[[int, Ticket], Sample],
-        sampler: Sampler,
-        lock: AbstractContextManager[Any],
-        number: int,
-    ) -> None:
-        """Keep ``number`` samples ahead; ``make`` draws them under ``lock``, the buffer's."""
-        self._make = make
-        self._sampler = sampler
-        self._lock = lock
+    def __init__(self, buffer: ReplayBuffer, number: int) -> None:
+        """Keep ``number`` samples of ``buffer`` ahead."""
+        self._buffer = buffer
+        self._lock = buffer._lock
         self._number = number
         self._queue: deque[Ticket] = deque()
         self._size = 0
@@ -653,18 +657,18 @@ class Prefetcher:
             ahead = bool(self._queue)
             while len(self._queue) <= self._number:
                 ticket = Ticket()
-                ticket.future = self._pool.submit(self._make, size, ticket)
+                ticket.future = self._pool.submit(self._buffer._make, size, ticket)
                 self._queue.append(ticket)
             return ahead, self._queue.popleft()
 
     def position(self) -> Any:
-        """Return the sampler's position before the samples not delivered yet; under the lock."""
-        drawn = (ticket.position for ticket in self._queue if ticket.drawn)
-        return next(drawn, self._sampler.position())
+        """Return the buffer's position before the samples not delivered yet; under the lock."""
+        drawn = (ticket.position for ticket in self._queue if ticket.position is not None)
+        return next(drawn, None) or self._buffer._position()
 
     def forget(self) -> None:
         """Drop what was made ahead, as if it had never been drawn; under the lock."""
-        self._sampler.seek(self.position())
+        self._buffer._seek(self.position())
         for ticket in self._queue:
             ticket.dropped = True
         self._queue.clear()

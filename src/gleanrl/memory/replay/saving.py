@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,19 @@ _LOCK_TIMEOUT_S = 600.0
 _POLL_INTERVAL_S = 0.01
 
 
-def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any]) -> None:
+def write(
+    path: str | os.PathLike[str], storage: Storage, sampling: Callable[[], dict[str, Any]]
+) -> None:
     """Write a buffer to the directory ``path``, one process at a time.
 
     A dump is a folder of files, and a description that names the folder. What an earlier call wrote
     stays valid until this one is complete and on the disk. Folders that no description names were
     left by processes that ended.
+
+    Args:
+        path: The directory; made if it is not there.
+        storage: The rows.
+        sampling: Returns what is saved beside them; called after they were written.
 
     Raises:
         ConfigError: the storage is a list of objects.
@@ -62,7 +69,7 @@ def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any
         folder = root / f"data-{uuid.uuid4().hex}"
         folder.mkdir()
         try:
-            text = _write_state(folder, storage, sampler)
+            text = _write_state(folder, storage, sampling)
             tensor_files.write_new(folder / META, text.encode())
             tensor_files.sync_directory(folder)
             tensor_files.publish(folder / META, root / META)
@@ -75,7 +82,9 @@ def write(path: str | os.PathLike[str], storage: Storage, sampler: dict[str, Any
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def _write_state(folder: Path, storage: LazyTensorStorage, sampler: dict[str, Any]) -> str:
+def _write_state(
+    folder: Path, storage: LazyTensorStorage, sampling: Callable[[], dict[str, Any]]
+) -> str:
     """Write all tensors; return the description, which has the entry of a file for each."""
     state, count = storage.state_dict(copied=False), itertools.count()
 
@@ -87,7 +96,7 @@ def _write_state(folder: Path, storage: LazyTensorStorage, sampler: dict[str, An
         state["tensors"] = [save(tensor) for tensor in state["tensors"]]
         storage.drop_overwritten(state)
     meta = {"format": _FORMAT, "version": _VERSION, "folder": folder.name}
-    return json.dumps({**meta, "storage": state, "sampler": sampler}, indent=1, default=save)
+    return json.dumps({**meta, "storage": state, **sampling()}, indent=1, default=save)
 
 
 def _current_folder(root: Path) -> str | None:
@@ -131,8 +140,8 @@ def _alone_in(directory: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the states of storage and sampler; the tensors are mapped files.
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the states of storage, sampler and generator; the tensors are mapped files.
 
     Nothing is unpickled, and no file outside ``path`` is opened.
 
@@ -149,7 +158,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
                 raise
 
 
-def _read(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(root: Path) -> dict[str, Any]:
     try:
         meta = tensor_files.read_description(root / META)
         if meta["format"] != _FORMAT or meta["version"] != _VERSION:
@@ -157,7 +166,9 @@ def _read(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if not FOLDER.fullmatch(meta["folder"]) or (root / meta["folder"]).is_symlink():
             raise ConfigError(f"{root} names {meta['folder']!r} as its data")
         folder = root / meta["folder"]
-        return _loaded(dict(meta["storage"]), folder), _loaded(dict(meta["sampler"]), folder)
+        parts: dict[str, Any] = {name: dict(meta[name]) for name in ("storage", "sampler")}
+        parts["generator"] = meta.get("generator")
+        return {name: _loaded(part, folder) for name, part in parts.items()}
     except (OSError, KeyError, TypeError, AttributeError, IndexError, ValueError) as err:
         if isinstance(err, ConfigError):
             raise

@@ -79,6 +79,13 @@ class Storage:
         memo[id(self)], memo[id(self.ring)] = twin, twin.ring
         return twin
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise ReplayError(
+            f"{type(self).__name__} stays in its process, since it holds any objects: send "
+            "buffer.state_dict(), or use a LazyTensorStorage, which ReplayBuffer(..., shared=True) "
+            "shares between processes"
+        )
+
     def _moved_to(self, attributes: Mapping[str, Any]) -> Self:
         """Return a storage with these attributes that holds what this one does."""
         twin = type(self).__new__(type(self))
@@ -102,11 +109,14 @@ class Storage:
         envs = self.envs
         return slots if envs == 1 else (slots.unsqueeze(1) * envs + torch.arange(envs)).flatten()
 
+    def slots_of(self, index: torch.Tensor) -> torch.Tensor:
+        """Return the slots of flat places."""
+        envs = self.envs
+        return index if envs == 1 else index.div(envs, rounding_mode="floor")
+
     def sequence_of(self, index: torch.Tensor) -> torch.Tensor:
         """Return the sequence numbers of the slots of flat places."""
-        envs = self.envs
-        slots = index if envs == 1 else index.div(envs, rounding_mode="floor")
-        return self.ring.sequence_tensor.index_select(0, slots)
+        return self.ring.sequence_tensor.index_select(0, self.slots_of(index))
 
     def share(self) -> None:
         """Move to memory that other processes map.

@@ -94,8 +94,8 @@ def check_subclass(kind: type, kwargs: Mapping[str, Any]) -> None:
 def _several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     # Imported here: these classes are built from parts of `Collector` themselves.
     from gleanrl.collectors import distributed
+    from gleanrl.collectors.launch import env_functions_of
     from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
-    from gleanrl.collectors.workers import env_functions_of
 
     sync = kwargs.get("sync")
     kind: Any = MultiSyncCollector if sync else MultiAsyncCollector

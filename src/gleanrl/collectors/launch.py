@@ -11,16 +11,35 @@ from typing import Any, cast
 import gymnasium as gym
 import torch
 
-from gleanrl.collectors.arguments import Arguments, Options, check_callables, source
-from gleanrl.collectors.collector import Collector
+from gleanrl.collectors.arguments import (
+    Arguments,
+    check,
+    check_callables,
+    read_exploration,
+    read_version,
+)
+from gleanrl.collectors.compat import read_updater
 from gleanrl.collectors.episodes import EpisodesPlan
 from gleanrl.collectors.nested import nested_factory
 from gleanrl.collectors.plan import Launch, WorkerPlan
 from gleanrl.collectors.worker import WorkerRole, serve_filling, serve_worker
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
-from gleanrl.core.options import DevicePlan, FrameBudget, check_int, seconds, users_stacklevel
+from gleanrl.core.options import (
+    DevicePlan,
+    EnvOptions,
+    FrameBudget,
+    PolicyOptions,
+    RolloutOptions,
+    TrajectoryOptions,
+    check_int,
+    limit,
+    seconds,
+    users_stacklevel,
+)
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.batches import BatchOptions
+from gleanrl.engine.pipeline import Pipeline
+from gleanrl.engine.sink import make_sink
 from gleanrl.rollout.build import Initialised, SourceBuilder
 
 _OF_A_WORKER = frozenset(
@@ -50,8 +69,8 @@ _OF_A_WORKER = frozenset(
 def launch_workers(arguments: Arguments, plan: WorkerPlan) -> Launch:
     """Return what is started for these arguments."""
     count = len(plan.functions)
-    _check(arguments, plan)
-    options = Options.of(arguments)
+    check(arguments)
+    _check_workers(arguments, plan)
     names = ("device", "storing_device", "policy_device", "env_device")
     columns = [deal(name, cast("Any", arguments)[name], count) for name in names]
     devices = [DevicePlan.from_arguments(*column) for column in zip(*columns, strict=True)]
@@ -62,11 +81,13 @@ def launch_workers(arguments: Arguments, plan: WorkerPlan) -> Launch:
     if isinstance(frames, Sequence):
         frames = sum(asked) if plan.sync else max(asked)
     cat = read_cat(arguments["cat_results"], plan.sync)
-    stacked = plan.sync and cat is None
-    sink, pipeline = options.pipeline(arguments, storing, stacked)
+    stacked = plan.sync and cat is None and not plan.here
+    sink = make_sink(arguments["replay_buffer"], arguments["extend_buffer"], stacked)
     launch = Launch(
         plan=plan,
-        options=options,
+        exploration=read_exploration(arguments["exploration_type"], arguments["exploration_mode"]),
+        version=read_version(arguments["track_policy_version"]),
+        updater=read_updater(arguments["weight_updater"]),
         factories=[],
         limits=FrameBudget.from_arguments(
             frames, arguments["total_frames"], arguments["init_random_frames"]
@@ -76,21 +97,35 @@ def launch_workers(arguments: Arguments, plan: WorkerPlan) -> Launch:
             stacked=stacked,
             cat=-1 if cat is None else cat,
             device=storing,
-            trim=plan.sync and plan.stops,
+            same_memory=arguments["return_same_td"],
+            trim=plan.sync and plan.stops and not plan.here,
             single=not plan.sync,
         ),
-        pipeline=pipeline,
+        pipeline=Pipeline(
+            TrajectoryOptions.from_arguments(
+                arguments["split_trajs"],
+                arguments["trajs_per_batch"],
+                arguments["traj_format"],
+                arguments["trajs_per_write"],
+                arguments["replay_buffer"],
+                arguments["traj_quota"],
+            ),
+            arguments["postproc"],
+            sink,
+            storing,
+            episodes_end=arguments["reset_at_each_iter"],
+        ),
         sink=sink,
-        fills=sink is not None and sink.by_workers(plan.remote),
+        fills=sink is not None and not plan.here and sink.by_workers(plan.remote),
         policy_device=[device.policy for device in devices],
         env_device=[device.env for device in devices],
         # Drawn from torch's generator: a seeded script has seeded workers.
-        stream=int(torch.randint(1 << 62, ())),
+        stream=0 if plan.here else int(torch.randint(1 << 62, ())),
     )
     return replace(launch, factories=_factories(arguments, launch))
 
 
-def _check(arguments: Arguments, plan: WorkerPlan) -> None:
+def _check_workers(arguments: Arguments, plan: WorkerPlan) -> None:
     """Find contradictions that only collectors with workers can have."""
     factories = arguments["policy_factory"]
     both = plan.policy is not None and factories is not None
@@ -117,16 +152,38 @@ def _factories(arguments: Arguments, launch: Launch) -> list[SourceFactory]:
         own = plan.kwargs[worker] if plan.kwargs else {}
         merged = cast("Arguments", {**arguments, **own})
         more = env_kwargs(own.get("create_env_kwargs"), 1)[0]
-        builder = source(
-            merged,
-            plan.functions[worker],
-            {**kwargs[worker], **more},
-            plan.policy if makers[worker] is None else None,
-            makers[worker],
-            env_device=launch.env_device[worker],
-            policy_device=launch.policy_device[worker],
-            mask=plan.stops,
-            stream=launch.stream + worker,
+        builder = SourceBuilder(
+            env=EnvOptions(
+                create_env_fn=plan.functions[worker],
+                create_env_kwargs={**kwargs[worker], **more},
+                num_envs=merged["num_envs"],
+                device=launch.env_device[worker],
+                categorical=merged["categorical_action_encoding"],
+                observation_dtype=merged["observation_dtype"],
+                info_keys=merged["info_keys"],
+            ),
+            policy=PolicyOptions(
+                policy=plan.policy if makers[worker] is None or plan.here else None,
+                policy_factory=makers[worker],
+                device=launch.policy_device[worker],
+                trust_policy=merged["trust_policy"],
+                compile_policy=merged["compile_policy"],
+                cudagraph_policy=merged["cudagraph_policy"],
+                fast=merged["fast"],
+                provide_inputs=merged["auto_register_policy_transforms"] is not False,
+            ),
+            rollout=RolloutOptions(
+                max_frames_per_traj=limit(merged["max_frames_per_traj"]),
+                reset_at_each_iter=merged["reset_at_each_iter"],
+                track_traj_ids=merged["track_traj_ids"],
+                set_truncated=merged["set_truncated"],
+                exploration=launch.exploration,
+                track_policy_version=launch.version is not None,
+                check_finite=merged["check_finite"],
+                mask=plan.stops,
+                compact=merged["compact_obs"],
+                stream=None if plan.here else launch.stream + worker,
+            ),
         )
         factories.append(_factory(merged, launch, worker, builder))
     return factories
@@ -137,9 +194,11 @@ def _factory(
 ) -> SourceFactory:
     """Return what builds the source of one worker, which has ``arguments`` for itself."""
     plan, init_fn = launch.plan, arguments["init_fn"]
+    if plan.here:
+        return builder
     own = plan.kwargs[worker] if plan.kwargs else {}
     more = {name: own[name] for name in own if name not in _OF_A_WORKER}
-    kind = Collector if plan.collector_class is None else plan.collector_class
+    kind = plan.collector_class
     buffer = arguments["replay_buffer"]
     role = WorkerRole(
         frames_per_batch=launch.asked[worker],
@@ -151,7 +210,7 @@ def _factory(
     factory: SourceFactory
     if isinstance(kind, EpisodesPlan):
         factory = kind.factory(builder, role)
-    elif kind is Collector and not more:
+    elif not (plan.whole or more):
         factory = partial(serve_worker, builder, role)
     else:
         if plan.remote and init_fn is not None:  # it runs where the environments are
