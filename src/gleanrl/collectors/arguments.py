@@ -13,7 +13,6 @@ import operator
 import re
 import textwrap
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import (
     Annotated,
@@ -40,7 +39,7 @@ from gleanrl.core.options import (
     InfoKeys,
     read_device,
     seconds,
-    users_stacklevel,
+    warn,
 )
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.memory.replay.buffer import ReplayBuffer
@@ -566,10 +565,9 @@ def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
     check_types(kind, arguments)
     for name, newer in _RETIRED.items():
         if arguments.get(name) is not None:
-            warnings.warn(
+            warn(
                 f"{name}= is retired; use {newer}",
                 DeprecationWarning,
-                stacklevel=users_stacklevel(),
             )
     everywhere = {n: d for other in _COLLECTORS.values() for n, d in defaults(other).items()}
     return cast("Arguments", {**everywhere, **defaults(kind), **arguments})
