@@ -20,7 +20,7 @@ from gleanrl.collectors.arguments import (
 )
 from gleanrl.collectors.compat import read_updater
 from gleanrl.collectors.episodes import EpisodesPlan
-from gleanrl.collectors.nested import nested_factory
+from gleanrl.collectors.nested import OF_A_WORKER, nested_factory
 from gleanrl.collectors.plan import Launch, WorkerPlan
 from gleanrl.collectors.worker import WorkerRole, serve_filling, serve_worker
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
@@ -41,29 +41,6 @@ from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import make_sink
 from gleanrl.rollout.build import Initialised, SourceBuilder
-
-_OF_A_WORKER = frozenset(
-    {
-        "auto_register_policy_transforms",
-        "categorical_action_encoding",
-        "check_finite",
-        "compact_obs",
-        "compile_policy",
-        "create_env_kwargs",
-        "cudagraph_policy",
-        "fast",
-        "init_fn",
-        "info_keys",
-        "max_frames_per_traj",
-        "num_envs",
-        "observation_dtype",
-        "reset_at_each_iter",
-        "set_truncated",
-        "track_traj_ids",
-        "trust_policy",
-    }
-)
-"""Arguments that a worker can have for itself without serving a whole collector."""
 
 
 def launch_workers(arguments: Arguments, plan: WorkerPlan) -> Launch:
@@ -197,7 +174,7 @@ def _factory(
     if plan.here:
         return builder
     own = plan.kwargs[worker] if plan.kwargs else {}
-    more = {name: own[name] for name in own if name not in _OF_A_WORKER}
+    more = {name: own[name] for name in own if name not in OF_A_WORKER}
     kind = plan.collector_class
     buffer = arguments["replay_buffer"]
     role = WorkerRole(
