@@ -31,7 +31,6 @@ NAMESPACES = [
     *sorted((SOURCE / "envs" / "libs").rglob("*.py")),
     SOURCE / "envs" / "utils.py",
     SOURCE / "collectors" / "utils.py",
-    SOURCE / "collectors" / "weight_update.py",
 ]
 FILES = sorted(SOURCE.rglob("*.py"))
 

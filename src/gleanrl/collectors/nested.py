@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from tensordict import TensorDictBase, is_leaf_nontensor
 
 from gleanrl.collectors.arguments import MultiArguments, defaults
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.plan import Launch
 from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
@@ -27,6 +26,9 @@ from gleanrl.memory.trees import batch_over, copied
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.rollout.step_clock import Times
 from gleanrl.weights.snapshot import Shapes, shapes_of
+
+if TYPE_CHECKING:
+    from gleanrl.collectors.launch import Launch
 
 
 def _serve_nested(
