@@ -8,7 +8,6 @@ workers, until the mean return of the last 100 episodes reaches the target.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import runpy
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import summary
-from benchmarks.machine import machine, versions
+from benchmarks.machine import origin
 from benchmarks.processes import in_fresh_process
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ppo.py"
@@ -100,9 +99,7 @@ def main() -> None:
             print(system, json.dumps(runs[system][-1]), flush=True)
     pairs = zip(runs[THEIRS], runs[OURS], strict=True)
     doc = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": versions(),
+        **origin(),
         "target": given.target,
         "runs": runs,
         "seconds": {system: summary([r["seconds"] for r in rs]) for system, rs in runs.items()},

@@ -30,6 +30,12 @@ def gleanrl(where: str, kind: str, policy: Any, workers: int = WORKERS) -> ours.
     return ours.over(where, kind, seeds(workers), policy, frames(kind, workers), **options)
 
 
+def still(where: str, kind: str, size: int, steps: int) -> ours.Bytes:
+    """Return ours over workers with one `envs.Still` of ``size`` bytes each; it counts bytes."""
+    frames = steps * (WORKERS if kind == "sync" else 1)
+    return ours.Bytes(ours.over(where, kind, envs.still(WORKERS, size), None, frames), size)
+
+
 def torchrl(where: str, kind: str, policy: Any, argument_checks: bool = False) -> ours.Batches:
     """Return TorchRL's, with a ``SerialEnv`` in each worker.
 

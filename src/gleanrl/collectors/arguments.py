@@ -13,7 +13,6 @@ import operator
 import re
 import textwrap
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import (
     Annotated,
@@ -40,7 +39,7 @@ from gleanrl.core.options import (
     InfoKeys,
     read_device,
     seconds,
-    users_stacklevel,
+    warn,
 )
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.memory.replay.buffer import ReplayBuffer
@@ -236,15 +235,18 @@ class _Remote(TypedDict, total=False):
         collector_kwargs: Further arguments of the workers' collectors; or a list, one per worker.
         num_workers_per_collector: Workers of a worker's ``"sync"`` or ``"async"`` collector.
         on_failure: What to do when a worker is lost: ``"raise"``; ``"continue"``: warn and continue
-            with the others, which collect what it had not delivered; or, for a
-            `DistributedCollector`, ``"relaunch"``: do that, and have the launcher start another in
-            its place, which takes part as soon as it is up. The last two are for ``sync=False``;
-            ``"torchrun"`` and ``"submitit_delayed"`` cannot start nodes again.
+            with the others, which collect what it had not delivered; or ``"relaunch"``: do that,
+            and have another started in its place, which takes part as soon as it is up. The last
+            two are for ``sync=False``; an `RPCCollector` and the launchers ``"torchrun"`` and
+            ``"submitit_delayed"`` cannot start nodes again.
+        max_relaunches: Replacements of each worker, those that fail included; after as many,
+            collection continues without that worker.
     """
 
     collector_kwargs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
     num_workers_per_collector: Annotated[int, 1]
     on_failure: Annotated[str, "raise"]
+    max_relaunches: Annotated[int, 3]
 
 
 class _WeightIntervals(TypedDict, total=False):
@@ -280,8 +282,6 @@ class _OverNetwork(TypedDict, total=False):
             ``TCP_PORT``, or 10003, or the next one that is free.
         heartbeat: Seconds without a sign of life after which a node, or for a node its learner,
             counts as dead.
-        max_relaunches: Replacements of each node, those that fail included; after as many,
-            collection continues without that node.
         host: Address of this machine to listen on, which nodes can reach; the launcher's choice by
             default (the loopback interface for ``"mp"``).
     """
@@ -291,7 +291,6 @@ class _OverNetwork(TypedDict, total=False):
     launcher: Annotated[str | Launcher, "submitit"]
     tcp_port: Annotated[int | str | None, None]
     heartbeat: Annotated[float, 60.0]
-    max_relaunches: Annotated[int, 3]
     host: Annotated[str | None, None]
 
 
@@ -566,10 +565,9 @@ def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
     check_types(kind, arguments)
     for name, newer in _RETIRED.items():
         if arguments.get(name) is not None:
-            warnings.warn(
+            warn(
                 f"{name}= is retired; use {newer}",
                 DeprecationWarning,
-                stacklevel=users_stacklevel(),
             )
     everywhere = {n: d for other in _COLLECTORS.values() for n, d in defaults(other).items()}
     return cast("Arguments", {**everywhere, **defaults(kind), **arguments})

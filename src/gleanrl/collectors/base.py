@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError, WorkerError, for_users, hide_frames
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
-from gleanrl.core.options import check_int, limit, users_stacklevel
+from gleanrl.core.options import check_int, limit, warn
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.interruptor import Interruptor
@@ -265,11 +264,9 @@ class BaseCollector(Handle, IterableDataset[Any]):
         newest = self._reader
         if newest is not None and newest.thread == reader.thread and not self._warned_of_readers:
             self._warned_of_readers = True
-            warnings.warn(
+            warn(
                 "two iterators take turns over one collector: each batch goes to only one of them; "
-                "iterate once and hand the batches on",
-                UserWarning,
-                stacklevel=users_stacklevel(),
+                "iterate once and hand the batches on"
             )
 
     def iterator(self) -> Iterator[Any]:

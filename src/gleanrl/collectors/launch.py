@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +34,7 @@ from gleanrl.core.options import (
     check_int,
     limit,
     seconds,
-    users_stacklevel,
+    warn,
 )
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.batches import BatchOptions
@@ -279,11 +278,9 @@ def env_functions(
         if not create_env_fn:
             raise ConfigError("create_env_fn is empty: give one environment per worker")
         if num_workers is not None and num_workers != len(create_env_fn):
-            warnings.warn(
+            warn(
                 f"num_workers ({num_workers!r}) is ignored: create_env_fn has an entry for each of "
-                f"{len(create_env_fn)} workers",
-                UserWarning,
-                stacklevel=users_stacklevel(),
+                f"{len(create_env_fn)} workers"
             )
         _warn_of_copies(list(create_env_fn))
         return list(create_env_fn)
@@ -302,11 +299,9 @@ def _warn_of_copies(functions: Sequence[Any]) -> None:
     """Warn where one Gymnasium environment that exists already is meant for several workers."""
     built = [env for env in functions if isinstance(env, gym.Env)]
     if len({id(env) for env in built}) < len(built):
-        warnings.warn(
+        warn(
             f"create_env_fn is one {built[0]} for several workers: each gets a copy in its present "
-            "state, random numbers included; pass an id or a callable that makes one",
-            UserWarning,
-            stacklevel=users_stacklevel(),
+            "state, random numbers included; pass an id or a callable that makes one"
         )
 
 
@@ -366,11 +361,9 @@ def read_threshold(threshold: float | None, workers: int, sync: bool) -> int | N
     if not 0 <= threshold <= 1:
         raise ConfigError(f"preemptive_threshold ({threshold}) must lie in [0, 1]")
     if threshold < 1 and not sync:
-        warnings.warn(
+        warn(
             "preemptive_threshold has no effect on an asynchronous collector, where no worker "
-            "waits for another",
-            UserWarning,
-            stacklevel=users_stacklevel(),
+            "waits for another"
         )
     return int(workers * threshold) if threshold < 1 and sync else None
 

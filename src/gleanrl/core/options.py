@@ -122,15 +122,10 @@ class FrameBudget:
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn of ``text`` where the user's code called this library."""
-    warnings.warn(text, category, stacklevel=users_stacklevel())
-
-
-def users_stacklevel() -> int:
-    """Return the ``stacklevel`` with which the calling function warns the user's code."""
-    frame, level = sys._getframe(1), 1
+    frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gleanrl."):
         frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(text, category, stacklevel=level)
 
 
 def check_int(name: str, value: Any, least: int | None = None) -> int:

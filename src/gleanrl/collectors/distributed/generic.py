@@ -271,8 +271,8 @@ def _check_failure(owner: str, arguments: Arguments, replaces: bool) -> None:
         )
     if what == "relaunch" and not replaces:
         raise ConfigError(
-            f"on_failure='relaunch' is for DistributedCollector: {owner} cannot let single nodes "
-            "in later; use 'continue'"
+            f"on_failure='relaunch' is for DistributedCollector and RayCollector: {owner} cannot "
+            "let single nodes in later; use 'continue'"
         )
     if what != "raise" and quota is not None:
         raise ConfigError(
