@@ -109,6 +109,15 @@ ALONE = {
         remote_configs={"num_cpus": 0},
         **PATIENT,
     ),
+    "is replaced": lambda: RayCollector(
+        [rig.counting(0)],
+        encoded(),
+        frames_per_batch=8,
+        on_failure="relaunch",
+        max_relaunches=1,
+        remote_configs={"num_cpus": 0},
+        **PATIENT,
+    ),
     "large": lambda: RayCollector(
         [rig.Wide], frames_per_batch=100, sync=True, remote_configs={"num_cpus": 0}, **PATIENT
     ),
@@ -389,6 +398,23 @@ def test_an_actor_that_hangs_is_named_when_time_is_up_and_killed(alone):
             collector.next()
         collector.shutdown(1.0, raise_on_error=False)
         rig.await_end(pids)
+
+
+def test_a_lost_actor_is_replaced_by_one_with_the_newest_weights(alone):
+    collector = alone["is replaced"].result()
+    collect(collector, 2)
+    collector.policy.module.set(5)
+    collector.update_policy_weights_()
+    ray.kill(*collector.remote_collectors)
+    with (
+        pytest.warns(UserWarning, match="until replacement 1 of 1 has joined"),
+        pytest.warns(UserWarning, match="worker 0 was replaced and takes part again"),
+    ):
+        next(batch for batch in iter(collector.next, None) if batch["seen"].eq(5).all())
+    assert collector.stats()["workers_alive"] == 1
+    ray.kill(*collector.remote_collectors)
+    with rig.in_time(10.0), pytest.raises(WorkerDied, match=r"worker 0 .*ray\.kill"):
+        collect(collector, 1000)
 
 
 def test_what_cannot_be_sent_is_named(make):

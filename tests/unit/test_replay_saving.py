@@ -284,7 +284,7 @@ def test_a_state_that_contradicts_itself_changes_nothing(tmp_path, poison, share
         ),
         (
             SliceSamplerWithoutReplacement(slice_len=1, traj_key="number"),
-            {"first": torch.arange(3), "length": torch.full((3,), 3)},
+            {"order": torch.tensor([[0, 1], [3, 3]])},
         ),
         (PrioritizedSampler(5, 1.0, 1.0), {"order": torch.arange(3)}),
         (PrioritizedSampler(5, 1.0, 1.0), {"priorities": torch.zeros(4).double()}),

@@ -13,7 +13,6 @@ import operator
 import re
 import textwrap
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import (
     Annotated,
@@ -40,7 +39,7 @@ from gleanrl.core.options import (
     InfoKeys,
     read_device,
     seconds,
-    users_stacklevel,
+    warn,
 )
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.memory.replay.buffer import ReplayBuffer
@@ -236,15 +235,18 @@ class _Remote(TypedDict, total=False):
         collector_kwargs: Further arguments of the workers' collectors; or a list, one per worker.
         num_workers_per_collector: Workers of a worker's ``"sync"`` or ``"async"`` collector.
         on_failure: What to do when a worker is lost: ``"raise"``; ``"continue"``: warn and continue
-            with the others, which collect what it had not delivered; or, for a
-            `DistributedCollector`, ``"relaunch"``: do that, and have the launcher start another in
-            its place, which takes part as soon as it is up. The last two are for ``sync=False``;
-            ``"torchrun"`` and ``"submitit_delayed"`` cannot start nodes again.
+            with the others, which collect what it had not delivered; or ``"relaunch"``: do that,
+            and have another started in its place, which takes part as soon as it is up. The last
+            two are for ``sync=False``; an `RPCCollector` and the launchers ``"torchrun"`` and
+            ``"submitit_delayed"`` cannot start nodes again.
+        max_relaunches: Replacements of each worker, those that fail included; after as many,
+            collection continues without that worker.
     """
 
     collector_kwargs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
     num_workers_per_collector: Annotated[int, 1]
     on_failure: Annotated[str, "raise"]
+    max_relaunches: Annotated[int, 3]
 
 
 class _WeightIntervals(TypedDict, total=False):
@@ -280,8 +282,6 @@ class _OverNetwork(TypedDict, total=False):
             ``TCP_PORT``, or 10003, or the next one that is free.
         heartbeat: Seconds without a sign of life after which a node, or for a node its learner,
             counts as dead.
-        max_relaunches: Replacements of each node, those that fail included; after as many,
-            collection continues without that node.
         host: Address of this machine to listen on, which nodes can reach; the launcher's choice by
             default (the loopback interface for ``"mp"``).
     """
@@ -291,7 +291,6 @@ class _OverNetwork(TypedDict, total=False):
     launcher: Annotated[str | Launcher, "submitit"]
     tcp_port: Annotated[int | str | None, None]
     heartbeat: Annotated[float, 60.0]
-    max_relaunches: Annotated[int, 3]
     host: Annotated[str | None, None]
 
 
@@ -566,10 +565,9 @@ def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
     check_types(kind, arguments)
     for name, newer in _RETIRED.items():
         if arguments.get(name) is not None:
-            warnings.warn(
+            warn(
                 f"{name}= is retired; use {newer}",
                 DeprecationWarning,
-                stacklevel=users_stacklevel(),
             )
     everywhere = {n: d for other in _COLLECTORS.values() for n, d in defaults(other).items()}
     return cast("Arguments", {**everywhere, **defaults(kind), **arguments})
@@ -615,16 +613,12 @@ def check_types(kind: Any, arguments: Mapping[str, Any]) -> None:
 
 def check(arguments: Arguments) -> None:
     """Find contradictions between arguments, before anything is built."""
-    if arguments["weight_updater"] is not None and arguments["weight_sync_schemes"] is not None:
-        raise ArgumentTypeError("give weight_sync_schemes or weight_updater, not both")
     for wrong, message in _contradictions(arguments):
         if wrong:
-            raise ConfigError(message)
+            raise ArgumentTypeError(message)
     if arguments["timeout"] is not None:
         seconds("timeout", arguments["timeout"])
     check_schemes(arguments["weight_sync_schemes"])
-    if arguments["replay_buffer"] is not None:
-        _check_buffer(arguments)
 
 
 def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
@@ -639,6 +633,10 @@ def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
     yield (
         chunk not in (None, extend),  # its retired spelling
         f"replay_buffer_chunk ({chunk}) contradicts extend_buffer ({extend})",
+    )
+    yield (
+        arguments["weight_updater"] is not None and arguments["weight_sync_schemes"] is not None,
+        "give weight_sync_schemes or weight_updater, not both",
     )
     yield (
         arguments["set_truncated"] and whole,
@@ -660,6 +658,26 @@ def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
         "reset_when_done=False is not supported: environments that end are always reset; use "
         "split_trajs=True or trajs_per_batch= to get whole trajectories, or the rollout("
         "break_when_any_done=True) of an environment",
+    )
+    buffer = arguments["replay_buffer"]
+    stores = buffer is not None  # in place of delivered batches
+    yield (
+        arguments["compact_obs"] and isinstance(buffer, ReplayBuffer) and buffer.storage.compact,
+        "compact_obs=True leaves out what the compact replay_buffer needs where an episode or a "
+        "rollout ends: drop it, the buffer stores each observation once by itself",
+    )
+    yield (
+        stores and arguments["use_buffers"],
+        "use_buffers=True and replay_buffer exclude each other",
+    )
+    yield (
+        stores and arguments["return_same_td"],
+        "return_same_td=True and replay_buffer exclude each other: nothing is returned",
+    )
+    yield (
+        stores and not extend and (apart or arguments["postproc"] is not None),
+        "extend_buffer=False stores steps as they were made; it excludes split_trajs, "
+        "trajs_per_batch and postproc, which work on whole batches",
     )
 
 
@@ -687,28 +705,6 @@ def check_schemes(schemes: Mapping[str, Any] | None) -> None:
                 f"the weight sync scheme of {name!r} was initialised by hand; a collector needs a "
                 "fresh one and sends by itself: give first weights to update_policy_weights_"
             )
-
-
-def _check_buffer(arguments: Arguments) -> None:
-    """A replay buffer takes the place of delivered batches."""
-    buffer = arguments["replay_buffer"]
-    if arguments["compact_obs"] and isinstance(buffer, ReplayBuffer) and buffer.storage.compact:
-        raise ConfigError(
-            "compact_obs=True leaves out what the compact replay_buffer needs where an episode or "
-            "a rollout ends: drop it, the buffer stores each observation once by itself"
-        )
-    if arguments["use_buffers"]:
-        raise ArgumentTypeError("use_buffers=True and replay_buffer exclude each other")
-    if arguments["return_same_td"]:
-        raise ArgumentTypeError(
-            "return_same_td=True and replay_buffer exclude each other: nothing is returned"
-        )
-    whole = arguments["split_trajs"] or arguments["trajs_per_batch"] is not None
-    if not arguments["extend_buffer"] and (whole or arguments["postproc"] is not None):
-        raise ArgumentTypeError(
-            "extend_buffer=False stores steps as they were made; it excludes split_trajs, "
-            "trajs_per_batch and postproc, which work on whole batches"
-        )
 
 
 def read_version(track: bool | PolicyVersion) -> PolicyVersion | None:

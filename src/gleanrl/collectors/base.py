@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -28,7 +27,6 @@ from gleanrl.collectors.arguments import (
 )
 from gleanrl.collectors.background import BackgroundFilling
 from gleanrl.collectors.handle import Handle, PostHook, PreHook, one_of
-from gleanrl.collectors.plan import Launch, Threads
 from gleanrl.collectors.states import entries_of, number_lives, restoring, states_of
 from gleanrl.collectors.weights import WeightUpdates
 from gleanrl.core import messages as m
@@ -36,9 +34,10 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError, WorkerError, for_users, hide_frames
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
-from gleanrl.core.options import limit, users_stacklevel
+from gleanrl.core.options import check_int, limit, warn
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts
+from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.models import WeightSync
 from gleanrl.engine.replacing import Replacements
 from gleanrl.transport.inline import InlineBackend
@@ -46,6 +45,9 @@ from gleanrl.transport.network import NetworkBackend
 from gleanrl.watch.watching import Watcher, Watching
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import Shapes
+
+if TYPE_CHECKING:
+    from gleanrl.collectors.launch import Launch
 
 CLOSE_TIMEOUT_S = 2.0
 """Seconds environments get to close after a failure, and where nobody called `shutdown`."""
@@ -110,8 +112,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
     _reports: Rollouts = {}
     """What workers said of the newest batch."""
     _models: Any
-    _threads: Callable[[], object] = staticmethod(lambda: None)
-    """Restores the number of torch threads, which is lower while workers run."""
     _replacements: Replacements | None = None
 
     def __init__(self, arguments: Arguments) -> None:
@@ -145,9 +145,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self._updates.register(arguments["weight_recv_schemes"] or {})
         self._watching = Watching(type(self).__name__, arguments["progress"], arguments["logger"])
         with ExitStack() as undo:
-            if not self._here:
-                threads = Threads(plan.num_threads, self.num_workers)
-                self._threads = undo.callback(weakref.finalize(self, threads.restore))
+            threads = _Threads(plan.num_threads, self.num_workers)
+            self._threads = undo.callback(weakref.finalize(self, threads.restore))
             with self._watching.starting():
                 self._engine = engine = Engine(
                     make, launch.factories, start_timeout=arguments["start_timeout"]
@@ -164,7 +163,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """Set up memory, weights and counters, now that the workers are up."""
         engine, launch, plan = self._engine, self._launch, self._plan
         stopped: Callable[[], bool] = bool
-        if plan.interruptor is not None and not self._here:
+        if isinstance(plan.interruptor, Interruptor):
             plan.interruptor.attach(engine.backend.stop_byte)
             stopped = plan.interruptor.collection_stopped
         engine.dispatcher.tolerant = plan.tolerant
@@ -265,11 +264,9 @@ class BaseCollector(Handle, IterableDataset[Any]):
         newest = self._reader
         if newest is not None and newest.thread == reader.thread and not self._warned_of_readers:
             self._warned_of_readers = True
-            warnings.warn(
+            warn(
                 "two iterators take turns over one collector: each batch goes to only one of them; "
-                "iterate once and hand the batches on",
-                UserWarning,
-                stacklevel=users_stacklevel(),
+                "iterate once and hand the batches on"
             )
 
     def iterator(self) -> Iterator[Any]:
@@ -912,14 +909,9 @@ class BaseCollector(Handle, IterableDataset[Any]):
     # -- questions, hooks, profiles --------------------------------------------------------------
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        if self._here:
-            with self._engine.turn(None):  # nothing is collected meanwhile
-                return super().cascade_execute(attr_path, *args, **kwargs)
         return self.map_fn(attr_path, [args] * self.num_workers, [kwargs] * self.num_workers)
 
     def get_distant_attr(self, attr: str) -> Any:
-        if self._here:
-            return super().get_distant_attr(attr)
         if self._is_of_buffer(attr):
             with self._engine.turn(None):
                 return [paths.resolve(self, attr)] * self.num_workers
@@ -942,9 +934,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
-        if self._here:
-            with self._engine.turn(None):
-                return super().map_fn(method_name, list_of_args, list_of_kwargs)
         count = self.num_workers
         args = [()] * count if list_of_args is None else list(list_of_args)
         kwargs: list[Any] = [{}] * count if list_of_kwargs is None else list(list_of_kwargs)
@@ -972,20 +961,15 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _tell(self, method: str, *args: Any) -> None:
         """Call a method of every worker's collector, and of those that will replace lost ones."""
-        if not (self._here or self._engine.closed):
+        if not self._engine.closed:
             self._engine.standing[method] = m.Call(method, args)
             self._engine.request_all(self._engine.standing[method])
 
     def _begin_profile(self, config: Mapping[str, Any]) -> None:
-        if self._here:
-            super()._begin_profile(config)
-        else:
-            self._engine.request_all(m.Call("enable_profile", (), config))
+        self._engine.request_all(m.Call("enable_profile", (), config))
 
     def _end_profile(self) -> None:
-        if self._here:
-            super()._end_profile()
-        elif not self._engine.closed:
+        if not self._engine.closed:
             self._engine.request_all(m.Call("disable_profile"))
 
     # -- the end ---------------------------------------------------------------------------------
@@ -1035,3 +1019,20 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self._closing.detach()
         if failure is not None and raise_on_error:
             raise failure
+
+
+class _Threads:
+    """The learner's torch threads: fewer while workers run, as before afterwards."""
+
+    def __init__(self, wanted: int | None, workers: int) -> None:
+        """Leave the cores of ``workers`` workers alone, unless a number is ``wanted``."""
+        self._before = torch.get_num_threads()
+        default = max(1, self._before - workers)
+        self._set = default if wanted is None else check_int("num_threads", wanted, least=1)
+        torch.set_num_threads(self._set)
+
+    def restore(self) -> None:
+        """Put the number back, unless somebody has changed it since. Idempotent."""
+        if torch.get_num_threads() == self._set:
+            torch.set_num_threads(self._before)
+        self._set = self._before

@@ -18,8 +18,8 @@ from gleanrl.collectors.arguments import (
     shows,
 )
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.launch import launch_workers
-from gleanrl.collectors.plan import WorkerPlan
+from gleanrl.collectors.handle import Handle
+from gleanrl.collectors.launch import WorkerPlan, launch_workers
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ArgumentTypeError, for_users
 from gleanrl.engine.interruptor import stop_byte
@@ -77,6 +77,7 @@ class Collector(BaseCollector):
             policy=policy,
             here=True,
             interruptor=interruptor,
+            num_threads=torch.get_num_threads(),  # as they are: there is no other process
         )
         self._start(
             arguments,
@@ -112,6 +113,26 @@ class Collector(BaseCollector):
     def _prepare_background(self) -> None:
         if isinstance(self._plan.policy, nn.Module) and self.policy is self._plan.policy:
             self._engine.request(0, m.Call("own_policy"))
+
+    # -- what is asked, which is all in this process ---------------------------------------------
+
+    get_distant_attr = Handle.get_distant_attr
+    set_pre_collect_hook = Handle.set_pre_collect_hook
+    set_post_collect_hook = Handle.set_post_collect_hook
+    _begin_profile, _end_profile = Handle._begin_profile, Handle._end_profile
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        with self._engine.turn(None):  # nothing is collected meanwhile
+            return Handle.cascade_execute(self, attr_path, *args, **kwargs)
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        with self._engine.turn(None):
+            return Handle.map_fn(self, method_name, list_of_args, list_of_kwargs)
 
     # -- weights and state -----------------------------------------------------------------------
 

@@ -10,13 +10,13 @@ from torch import nn
 from gleanrl.collectors.arguments import MultiArguments, read, shows
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.collector import Collector
-from gleanrl.collectors.launch import env_functions, launch_workers, read_threshold
-from gleanrl.collectors.plan import WorkerPlan
+from gleanrl.collectors.launch import WorkerPlan, env_functions, launch_workers, read_threshold
 from gleanrl.collectors.selectors import like
 from gleanrl.collectors.weights import EachBatch
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.engine.engine import MakeBackend
+from gleanrl.engine.interruptor import stop_byte
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 
@@ -176,7 +176,7 @@ def _make_backend(name: str | None, num_sub_threads: int) -> MakeBackend:
         threads = check_int("num_sub_threads", num_sub_threads, least=1)
         return lambda windows: ProcessBackend(threads)
     if name in ("inline", "direct"):
-        return lambda windows: InlineBackend(windows, apart=True)
+        return lambda windows: InlineBackend(windows, stop_byte(None), apart=True)
     if name in ("distributed", "submitit", "rpc", "ray"):
         raise ConfigError(
             f"backend={name!r} is no matter of processes here: use DistributedCollector, "

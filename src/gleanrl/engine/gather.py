@@ -99,7 +99,9 @@ class _Round:
     """Whether its rollouts act at random."""
     deadline: float | None = None
     tickets: list[Ticket] = field(default_factory=list)
+    """Of the workers that can still reply."""
     errors: list[BaseException] = field(default_factory=list)
+    """What workers were lost to."""
     asked: int = 0
     """Workers that were asked, or could not be."""
     interrupted: bool = False
@@ -110,9 +112,19 @@ class _Round:
         self.deadline = None if self.timeout is None else time.monotonic() + self.timeout
 
     @property
+    def late(self) -> list[int]:
+        """Workers that have not replied."""
+        return [ticket.worker for ticket in self.tickets if ticket.reply is None]
+
+    @property
     def finished(self) -> int:
-        """Workers that have replied."""
-        return sum(ticket.reply is not None for ticket in self.tickets)
+        """How many workers have replied."""
+        return len(self.tickets) - len(self.late)
+
+    @property
+    def failures(self) -> list[BaseException]:
+        """What went wrong."""
+        return self.errors or [t.reply.error for t in self.tickets if isinstance(t.reply, m.Failed)]
 
 
 class SyncGather(Gather):
@@ -168,7 +180,7 @@ class SyncGather(Gather):
             raise  # else: a worker may still write into this slot, which is not used again
         except BaseException:  # an interrupt: workers go on, and the next call takes over
             begun.interrupted = True
-            self._let_run(finished=0)
+            self._let_run()
             self._hurry(False)
             raise
         self._begun = None
@@ -176,23 +188,21 @@ class SyncGather(Gather):
         return slots.hand_over(begun.slot, reports), dict(enumerate(reports))
 
     def _begin(self, budget: Budget, timeout: float | None) -> _Round:
-        """Ask every worker for its part of a slot."""
-        self._let_run(finished=0)
-        begun = _Round(self._slots[0].acquire(), timeout, budget.random)
+        """Take a slot for the rollouts of all workers."""
+        self._let_run()
+        self._begun = begun = _Round(self._slots[0].acquire(), timeout, budget.random)
         begun.renew()
-        self._begun = begun
         budget.dispatch(sum(self._frames))
-        self._ask(begun)
         return begun
 
     def _ask(self, begun: _Round) -> None:
-        """Ask the workers that were not asked yet."""
-        windows = self._slots[0].windows(begun.slot)
-        for worker in range(begun.asked, len(windows)):
-            self._ask_for(begun, worker, windows[worker])
+        """Ask each worker that was not asked yet for its part of the slot."""
+        for worker in range(begun.asked, len(self._frames)):
+            self._ask_for(begun, worker)
             begun.asked = worker + 1
 
-    def _ask_for(self, begun: _Round, worker: int, window: m.WindowRef) -> None:
+    def _ask_for(self, begun: _Round, worker: int) -> None:
+        window = self._slots[0].windows(begun.slot)[worker]
         try:
             begun.tickets.append(self._dispatcher.post(worker, m.Collect(window, begun.random)))
         except (WorkerDied, CollectorTimeout) as err:
@@ -204,40 +214,41 @@ class SyncGather(Gather):
         After a failure the rollouts of the others are stopped and waited for: a worker that still
         writes would write into memory that is used again.
         """
-        tickets, errors, deadline = begun.tickets, begun.errors, begun.deadline
-        hurried = False
-        if not (errors or self._dispatcher.intact):  # noticed by a call in between
-            errors.append(self._dispatcher.lost[0])
-            tickets = [t for t in tickets if self._dispatcher.has(t.worker)]
-        while waiting := [ticket for ticket in tickets if ticket.reply is None]:
-            failures = errors or _failures(tickets)
-            if failures and not hurried:
-                errors = list(failures)  # what went wrong first is what is raised
-                hurried, deadline = True, time.monotonic() + _GRACE
+        hurried, dispatcher = False, self._dispatcher
+        if not (begun.errors or dispatcher.intact):  # noticed by a call in between
+            self._lose(begun, dispatcher.lost[0])
+        while late := begun.late:
+            if not hurried and (failures := begun.failures):
+                begun.errors = failures  # what went wrong first is what is raised
+                begun.deadline = time.monotonic() + _GRACE
+                hurried = True
                 self._hurry(True)
             try:
-                left = None if deadline is None else deadline - time.monotonic()
-                if not self._dispatcher.wait(left) and left is not None:
-                    raise self._give_up([ticket.worker for ticket in waiting], timeout)
+                left = None if begun.deadline is None else begun.deadline - time.monotonic()
+                if not dispatcher.wait(left) and left is not None:
+                    raise self._give_up(late, timeout)
             except (WorkerDied, CollectorTimeout) as err:
-                errors.append(err)
-                tickets = [t for t in tickets if self._dispatcher.has(t.worker)]
+                self._lose(begun, err)
             if not hurried:
-                self._let_run(sum(ticket.reply is not None for ticket in tickets))
-        self._let_run(finished=0)
+                self._let_run(begun)
+        self._let_run()
         if hurried:
             self._hurry(False)
-        errors = errors or _failures(tickets)
-        if errors:
-            raise errors[0]
-        return [t.reply.report for t in tickets if isinstance(t.reply, m.Rolled)]
+        for error in begun.failures:
+            raise error
+        return [t.reply.report for t in begun.tickets if isinstance(t.reply, m.Rolled)]
+
+    def _lose(self, begun: _Round, error: BaseException) -> None:
+        begun.errors.append(error)
+        begun.tickets = [t for t in begun.tickets if self._dispatcher.has(t.worker)]
 
     def _hurry(self, stop: bool) -> None:
         self._stop[0] = stop or self._stopped()
 
-    def _let_run(self, finished: int) -> None:
+    def _let_run(self, begun: _Round | None = None) -> None:
+        """Have rollouts run to their end, unless enough workers have finished theirs."""
         if self._enough is not None:
-            self._hurry(finished >= self._enough)
+            self._hurry((0 if begun is None else begun.finished) >= self._enough)
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
         """Tell whether all rollouts have arrived, or something that `batch` will raise."""
@@ -247,13 +258,13 @@ class SyncGather(Gather):
             self._begin(budget, timeout)
         begun = self._begun
         assert begun is not None
+        self._ask(begun)
         self._dispatcher.check()
         if timeout is None:
             self._dispatcher.warn_silent()
-        finished = begun.finished
-        self._let_run(finished)
-        late = begun.deadline is not None and time.monotonic() > begun.deadline
-        return bool(late or begun.errors or finished == len(begun.tickets))
+        self._let_run(begun)
+        expired = begun.deadline is not None and time.monotonic() > begun.deadline
+        return bool(expired or begun.errors or not begun.late)
 
     @property
     def idle(self) -> bool:
@@ -279,18 +290,13 @@ class SyncGather(Gather):
         if not stale:
             return 0
         begun.tickets = [ticket for ticket in begun.tickets if ticket not in stale]
-        self._let_run(begun.finished)
+        self._let_run(begun)
         begun.renew()
-        windows = self._slots[0].windows(begun.slot)
         for ticket in stale:
-            self._ask_for(begun, ticket.worker, windows[ticket.worker])
+            self._ask_for(begun, ticket.worker)
         begun.tickets.sort(key=lambda ticket: ticket.worker)
         replies = (ticket.reply for ticket in stale)
         return sum(reply.report.frames for reply in replies if isinstance(reply, m.Rolled))
-
-
-def _failures(tickets: Sequence[Ticket]) -> list[BaseException]:
-    return [t.reply.error for t in tickets if isinstance(t.reply, m.Failed)]
 
 
 _Asked: TypeAlias = tuple[Ticket, Slots, int]

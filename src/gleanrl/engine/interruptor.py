@@ -80,10 +80,6 @@ class _PolledStop(bytearray):
 
 def stop_byte(interruptor: Any) -> Stop:
     """Return the byte the hot loop looks at."""
-    if interruptor is None:
-        return bytearray(1)
-    if isinstance(interruptor, Interruptor):
-        byte = _Byte(1)  # one of the collector's own: it raises it when it shuts down
-        interruptor.attach(byte)
-        return byte
+    if interruptor is None or isinstance(interruptor, Interruptor):  # which is attached to it
+        return _Byte(1)
     return _PolledStop(interruptor)

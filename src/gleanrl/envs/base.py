@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -51,14 +52,27 @@ def _keys(group: str, doc: str) -> Any:
     return property(read, doc=doc)
 
 
+def _key(group: str) -> Any:
+    """Return a property: the only key of one group."""
+
+    def read(env: EnvBase) -> NestedKey:
+        keys = _spelled(getattr(env._env_specs, group).leaves())
+        if len(keys) != 1:
+            raise ConfigError(f"this environment has the {group} keys {keys}, not one")
+        return keys[0]
+
+    return property(read, doc=f"The key of the only {group}, `ConfigError` if there is not one.")
+
+
 def _spelled(keys: Iterable[Key]) -> list[NestedKey]:
     return [key[0] if len(key) == 1 else key for key in keys]
 
 
-def _only(what: str, keys: list[NestedKey]) -> NestedKey:
-    if len(keys) != 1:
-        raise ConfigError(f"this environment has the {what} keys {keys}, not one")
-    return keys[0]
+def close_all(envs: Iterable[Any]) -> None:
+    """Close every environment, then raise what one of them raised."""
+    with contextlib.ExitStack() as stack:
+        for env in envs:
+            stack.callback(env.close)
 
 
 class EnvBase(nn.Module, abc.ABC):
@@ -230,6 +244,8 @@ class EnvBase(nn.Module, abc.ABC):
     action_keys = _keys("action", "Keys of all actions.")
     reward_keys = _keys("reward", 'Keys of all rewards, without ``"next"``.')
     done_keys = _keys("done", 'Keys of all end flags, without ``"next"``.')
+    action_key = _key("action")
+    reward_key = _key("reward")
 
     @property
     def input_spec(self) -> Composite:
@@ -244,24 +260,6 @@ class EnvBase(nn.Module, abc.ABC):
     def _grouped(self, *groups: str) -> Composite:
         specs = {f"full_{group}_spec": getattr(self._env_specs, group) for group in groups}
         return Composite(specs, shape=self.batch_size)
-
-    @property
-    def action_key(self) -> NestedKey:
-        """The key of the only action.
-
-        Raises:
-            ConfigError: there is not exactly one.
-        """
-        return _only("action", self.action_keys)
-
-    @property
-    def reward_key(self) -> NestedKey:
-        """The key of the only reward.
-
-        Raises:
-            ConfigError: there is not exactly one.
-        """
-        return _only("reward", self.reward_keys)
 
     @property
     def reset_keys(self) -> list[NestedKey]:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownEnvError
-from gleanrl.envs.pettingzoo import PettingZooEnv, is_pettingzoo_env
+from gleanrl.envs.libs.pettingzoo import PettingZooEnv, is_pettingzoo_env
 from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import is_tensordict_env
 from gleanrl.envs.vector import is_vector_env
@@ -24,49 +24,39 @@ _PLUGINS = {"ALE": "ale_py", "MiniGrid": "minigrid", "HighwayEnv": "highway_env"
 
 
 def is_built(given: Any) -> bool:
-    """Tell whether ``given`` is an environment already; PettingZoo's are not looked for."""
-    return isinstance(given, gym.Env) or is_vector_env(given) or is_tensordict_env(given)
+    """Tell whether ``given`` is an environment already."""
+    known = isinstance(given, gym.Env) or is_vector_env(given) or is_tensordict_env(given)
+    return known or is_pettingzoo_env(given)
 
 
 def build(given: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return ``given`` if it is built, else what it makes with ``kwargs``, of any kind.
 
+    A callable may also return an id. An environment of PettingZoo's gets TensorDict methods.
+
     Raises:
         UnknownEnvError: an id that is not registered.
-        ConfigError: nothing that makes an environment, or arguments for one that is built.
+        ConfigError: nothing that makes an environment, arguments for one that is built, or a
+            registered environment that cannot be made.
     """
-    given = with_tensordicts(given)
-    if not is_built(given):
-        if is_id(given) or callable(given):
-            return make_one(given, kwargs)
+    if is_built(given):
+        if kwargs:
+            raise ConfigError(
+                f"arguments {sorted(kwargs)} are for making an environment; a "
+                f"{type(given).__name__} was given, which is built already"
+            )
+        made = given
+    elif is_id(given):
+        made = make_gym(given, **kwargs)
+    elif callable(given):
+        made = given(**kwargs)
+        made = make_gym(made) if isinstance(made, str) else made
+    else:
         raise ConfigError(
             f"{given!r:.100} is neither an environment id, an environment nor a callable that "
             "returns one"
         )
-    if kwargs:
-        raise ConfigError(
-            f"arguments {sorted(kwargs)} are for making an environment; a "
-            f"{type(given).__name__} was given, which is built already"
-        )
-    return given
-
-
-def make_one(factory: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return what an `EnvFactory` makes, of any kind; a callable may also return an id.
-
-    Raises:
-        UnknownEnvError: an id that is not registered.
-        ConfigError: a registered environment that cannot be made.
-    """
-    if is_id(factory):
-        return make_gym(factory, **kwargs)
-    made = factory(**kwargs)
-    return make_gym(made) if isinstance(made, str) else with_tensordicts(made)
-
-
-def with_tensordicts(env: Any) -> Any:
-    """Return ``env``; one of PettingZoo's as an environment with TensorDict methods."""
-    return PettingZooEnv(env) if is_pettingzoo_env(env) else env
+    return PettingZooEnv(made) if is_pettingzoo_env(made) else made
 
 
 def is_id(given: Any) -> bool:

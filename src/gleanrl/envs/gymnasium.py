@@ -18,6 +18,7 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
+from gleanrl.envs.base import close_all
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded
 from gleanrl.envs.stock import is_stock
@@ -325,17 +326,10 @@ class GymnasiumEnv(WindowEnv):
         return seed if static else seed + len(self._envs) - 1
 
     def close(self) -> None:
-        """Close every environment; the first error is raised after all were closed."""
-        errors: list[Exception] = []
+        """Close every environment; an error is raised after all were closed."""
         envs, self._steps = list(self._envs), []
         self._envs.clear()
-        for env in envs:
-            try:
-                env.close()
-            except Exception as err:
-                errors.append(err)
-        if errors:
-            raise errors[0]
+        close_all(envs)
 
 
 def check_same_spaces(envs: Sequence[gym.Env[Any, Any]]) -> None:

@@ -13,14 +13,13 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import NEXT, Key
 from gleanrl.core.options import check_int
-from gleanrl.envs.base import EnvBase
+from gleanrl.envs.base import EnvBase, close_all
 from gleanrl.envs.factory import EnvFactory, check_ignored, closed_on_error, per_env
-from gleanrl.envs.gym_env import GymEnv, make_tensordict_env
 from gleanrl.envs.gymnasium import GymSource
+from gleanrl.envs.libs.gym import GymEnv, make_tensordict_env
 from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import (
     EndFlags,
-    is_tensordict_env,
     load_env_state,
     spec_leaves,
     spec_trees,
@@ -89,12 +88,6 @@ class SerialEnv(EnvBase):
 
     def _join(self, envs: list[Any], device: torch.device | str | None) -> None:
         self._envs = envs
-        for env in envs:
-            if not is_tensordict_env(env):
-                raise ConfigError(
-                    f"create_env_fn must make environments with TensorDict methods, it made a "
-                    f"{type(env).__name__}; wrap a gymnasium.Env with GymEnv"
-                )
         _check_alike(envs)
         first = envs[0]
         self._inner = tuple(first.batch_size)
@@ -185,8 +178,7 @@ class SerialEnv(EnvBase):
                 load_env_state(env, state_dict[f"worker{i}"], strict)
 
     def _close(self) -> None:
-        for env in self._envs:
-            env.close()
+        close_all(self._envs)
 
     def __repr__(self) -> str:
         return f"SerialEnv({len(self._envs)} x {self._envs[0]!r})"

@@ -351,15 +351,7 @@ class EnvMetaData:
 
 def describe(env: Any) -> EnvMetaData:
     """Return what ``env``, which has TensorDict methods, is like."""
-    return EnvMetaData(
-        tensordict=env.fake_tensordict(),
-        batch_size=env.batch_size,
-        device=env.device,
-        observation_spec=env.full_observation_spec,
-        action_spec=env.full_action_spec,
-        reward_spec=env.full_reward_spec,
-        done_spec=env.full_done_spec,
-    )
+    return EnvMetaData(env.fake_tensordict(), env.batch_size, env.device, *spec_trees(env))
 
 
 # -- stepping --------------------------------------------------------------------------------------

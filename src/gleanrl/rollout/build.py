@@ -17,8 +17,8 @@ from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
 from gleanrl.core.protocols import Env, Pool, Source, SourceFactory
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
-from gleanrl.envs.gym_env import GymEnv
 from gleanrl.envs.gymnasium import GymnasiumEnv
+from gleanrl.envs.libs.gym import GymEnv
 from gleanrl.envs.make import Made, make_env
 from gleanrl.envs.specs import OneHot
 from gleanrl.envs.tensordict import (

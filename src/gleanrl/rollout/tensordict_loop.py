@@ -105,7 +105,8 @@ class TensorDictRollout(BaseSource):
         self._bulk = RolloutPlan(
             self._batch, (), (), options, dones=self._groups, finite=(), rewards=()
         )
-        shown = (*observed, *handle.ends.keys)
+        known = () if expected is None else expected.shown
+        shown = dict.fromkeys((*observed, *handle.ends.keys, *known))
         self._recorder = StepRecorder(shown, expected)
         self._begin_episodes(list(range(envs)))
 

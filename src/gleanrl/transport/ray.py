@@ -10,10 +10,7 @@ import contextlib
 import ctypes
 import importlib
 import os
-import queue
 import threading
-import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import users_stacklevel
+from gleanrl.core.errors import ConfigError, WorkerDied
+from gleanrl.core.options import warn
 from gleanrl.core.window import Array
 from gleanrl.transport.data_plane import Connect, Connection, DataPlane, Pair, Transfer
 from gleanrl.transport.joining import Invitation
-from gleanrl.transport.node import run_node
+from gleanrl.transport.ray_actor import GROUPS, ActorPair, RayNode
 
 _OURS = ("concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries")
 """Options of an actor that a worker depends on."""
@@ -66,11 +63,9 @@ class Session:
                 ray.init(**(config or {}))
                 self._node = ray.get_runtime_context().get_node_id()
             elif config:
-                warnings.warn(
+                warn(
                     f"ray_init_config ({dict(config)}) has no effect: this process is connected "
-                    "to Ray already",
-                    UserWarning,
-                    stacklevel=users_stacklevel(),
+                    "to Ray already"
                 )
             if self._node is not None:
                 self._users.add(id(user))
@@ -126,22 +121,20 @@ def check_room(options: Sequence[Mapping[str, Any]]) -> None:
     for option, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
         asked = sum(float(own.get(option) or 0) for own in options)
         if asked > there.get(resource, 0.0):
-            warnings.warn(
+            warn(
                 f"{len(options)} actors ask for {asked:g} {resource}, the Ray cluster has "
                 f"{there.get(resource, 0.0):g}: those that do not fit wait for more; lower "
-                f"{option} in remote_configs (0 is allowed)",
-                UserWarning,
-                stacklevel=users_stacklevel(),
+                f"{option} in remote_configs (0 is allowed)"
             )
 
 
-_LENT_FROM = 1 << 18
+_LARGE = 1 << 18
 """Bytes of a rollout from which on copying costs more than making its tensors when it is there."""
 _SHARE = 4
 """One part in so many of Ray's store may be in the hands of the user."""
 
 
-class StoreView:
+class LentBlock:
     """A block in Ray's store, as memory that may be written.
 
     Ray marks what it returns read-only because others might have it, too. A rollout is nobody
@@ -152,7 +145,7 @@ class StoreView:
         self._block = block
         self.nbytes = block.nbytes
         """Of the store."""
-        _VIEWS.add(self)
+        _LENT.add(self)
         plain = block.__array_interface__
         self.start: int = plain["data"][0]
         """Its address."""
@@ -163,21 +156,21 @@ class StoreView:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._block))
 
 
-_VIEWS: weakref.WeakSet[StoreView] = weakref.WeakSet()
+_LENT: weakref.WeakSet[LentBlock] = weakref.WeakSet()
 """All of this process: they share one store."""
 
 
 def _after_fork() -> None:
     # A child that let go of a block would tell the store so through its parent's connection, and
     # the store would give away what the parent still holds. Even the child's end must not do it.
-    for loan in _VIEWS:
+    for loan in _LENT:
         loan.keep()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class ZeroCopyPolicy:
+class StoreLender:
     """Says which rollouts are handed out where they lie in Ray's store."""
 
     def __init__(self, capacity: Callable[[], int]) -> None:
@@ -191,151 +184,38 @@ class ZeroCopyPolicy:
 
     def lend(self, block: Array) -> Array | None:
         """Return ``block``, writable; ``None`` if it has to be copied."""
-        if block.nbytes < _LENT_FROM:
+        if block.nbytes < _LARGE:
             return None
         if not self._limit:
             self._limit = self._capacity() // _SHARE
-        if sum(loan.nbytes for loan in list(_VIEWS)) + block.nbytes > self._limit:
+        if sum(loan.nbytes for loan in list(_LENT)) + block.nbytes > self._limit:
             return None
-        loan = StoreView(block)
+        loan = LentBlock(block)
         if loan.start % 64 or not self._may_be_written(loan):
             return None
         return np.asarray(loan)
 
-    def _may_be_written(self, loan: StoreView) -> bool:
+    def _may_be_written(self, loan: LentBlock) -> bool:
         """Ask the kernel: a Ray that maps its store read-only would end who writes into it."""
         first, last = loan.start, loan.start + loan.nbytes - 1
-        for known in self._writable:
-            if first in known and last in known:
-                return True
-        self._writable = writable_memory()
+        if not any(first in known and last in known for known in self._writable):
+            self._writable = writable_memory()
         return any(first in known and last in known for known in self._writable)
 
 
 def writable_memory() -> list[range]:
     """Return the addresses that this process may write."""
-    found = []
+    found: list[range] = []
     try:
         lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
     except OSError:  # where there is no such file everything is copied
-        return []
+        return found
     for line in lines:
         place, mode, _ = line.split(maxsplit=2)
         if mode.startswith("rw"):
             first, end = place.split("-")
             found.append(range(int(first, 16), int(end, 16)))
     return found
-
-
-# -- in an actor -----------------------------------------------------------------------------------
-
-GROUPS: Mapping[str, str] = {"serve": "work", "take": "out", "give": "in"}
-"""Per method of an actor its concurrency group: one thread each."""
-
-
-class RayNode:
-    """A node as the methods of an actor with a few threads."""
-
-    def serve(self, invitation: Invitation) -> str:
-        """Be a node until the learner says so or goes away; return what else ended it."""
-        try:
-            run_node(invitation)
-        except BaseException as err:  # `SystemExit` of a user's, which Ray would not explain
-            traceback.print_exc()
-            return f"its code ended it with {err!r}"
-        return ""
-
-    def take(self) -> tuple[int, Array]:
-        """Wait for the next tensor that the node sends; return its number and it."""
-        return _actor.number(), _actor.out.get().lend()
-
-    def give(self, number: int, refs: Sequence[Any]) -> None:
-        """Take in where tensor ``number`` lies that the learner has sent."""
-        with _actor.came:
-            _actor.given[number] = refs[0]
-            _actor.came.notify_all()
-
-
-class _Actor:
-    """What the threads of an actor hand to each other."""
-
-    def __init__(self) -> None:
-        self.out: queue.SimpleQueue[_Leaving] = queue.SimpleQueue()
-        self.taken = 0
-        self.given: dict[int, Any] = {}
-        self.came = threading.Condition()
-
-    def number(self) -> int:
-        self.taken += 1
-        return self.taken - 1
-
-
-_actor = _Actor()
-"""That of this process, if it is one."""
-
-
-class _Leaving:
-    """A `Transfer` out of an actor.
-
-    Ray serialises what a method returns after it has returned: the transfer is over when the array
-    that was returned is gone.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._array: Array = tensor.numpy()
-        self._gone = threading.Event()
-
-    def lend(self) -> Array:
-        array = self._array[:]
-        weakref.finalize(array, self._gone.set).atexit = False
-        return array
-
-    @property
-    def over(self) -> bool:
-        return self._gone.is_set()
-
-    def finish(self) -> None:
-        self._gone.wait()
-
-
-class _Given:
-    """A `Transfer` into an actor."""
-
-    def __init__(self, number: int, tensor: torch.Tensor) -> None:
-        self._number, self._tensor = number, tensor
-
-    @property
-    def over(self) -> bool:
-        return self._number in _actor.given
-
-    def finish(self) -> None:
-        with _actor.came:
-            _actor.came.wait_for(lambda: self.over)
-            reference = _actor.given.pop(self._number)
-        # Copied, because Ray's are read-only and occupy its store while they are held.
-        np.copyto(self._tensor.numpy(), require_ray().get(reference))
-
-
-class _ActorPair:
-    """An actor's side of what carries data."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._received = 0
-
-    def send(self, tensor: torch.Tensor, tag: int) -> Transfer:
-        leaving = _Leaving(tensor)
-        _actor.out.put(leaving)
-        return leaving
-
-    def receive(self, tensor: torch.Tensor, tag: int, whole: bool = False) -> Transfer:
-        self._received += 1
-        return _Given(self._received - 1, tensor)
-
-    def close(self) -> None:
-        """Do nothing: the learner ends the actor."""
-
-
-# -- in the learner --------------------------------------------------------------------------------
 
 
 class RayActors(DataPlane):
@@ -356,7 +236,7 @@ class RayActors(DataPlane):
         self.ray, self._options, self._owner = require_ray(), options, os.getpid()
         self._actors: dict[int, tuple[Any, Any]] = {}
         """By node, its actor and what `RayNode.serve` will return."""
-        self.lender = ZeroCopyPolicy(store_capacity)
+        self.lender = StoreLender(store_capacity)
         self._newest: tuple[bytes, Any] = b"", None
         self.ends_ray = True
         """Whether `stop` ends Ray if it was started for collectors and no other uses it."""
@@ -371,12 +251,18 @@ class RayActors(DataPlane):
         return str(self.ray.util.get_node_ip_address())
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
-        check_room(self._options)
+        if not self._actors:
+            check_room(self._options)
         for name, group in GROUPS.items():
             self.ray.method(concurrency_group=group)(getattr(RayNode, name))
         groups = dict.fromkeys(GROUPS.values(), 1)
         actor_class = self.ray.remote(concurrency_groups=groups)(RayNode)
         for invitation in invitations:
+            if not self.ray.is_initialized():  # creating an actor would start another Ray
+                raise WorkerDied("Ray was shut down")
+            lost, _ = self._actors.get(invitation.node, (None, None))
+            if lost is not None:
+                self.ray.kill(lost)
             chosen = self._options[invitation.node] if self._options else {}
             actor = actor_class.options(**chosen).remote()
             self._actors[invitation.node] = actor, actor.serve.remote(invitation)
@@ -409,7 +295,7 @@ class RayActors(DataPlane):
     # -- data ------------------------------------------------------------------------------------
 
     def connect(self, node: int) -> Connect:
-        return _ActorPair
+        return ActorPair
 
     def pair(self, connection: Connection) -> Pair:
         return RayPair(self, self._actors[connection.index][0])
@@ -445,7 +331,7 @@ class RayPair:
         self._asked += 1
         return _Coming(self, self._asked - 1, tensor, self._actors.lender if whole else None)
 
-    def has(self, number: int, timeout: float | None = 0.0) -> bool:
+    def is_here(self, number: int, timeout: float | None = 0.0) -> bool:
         """Tell whether `take` would not have to wait; wait for that for ``timeout`` seconds."""
         ray = self._actors.ray
         while not self._problem and number not in self._taken:
@@ -467,7 +353,7 @@ class RayPair:
         Raises:
             RuntimeError: the actor is gone.
         """
-        self.has(number, None)
+        self.is_here(number, None)
         if number not in self._taken:
             raise RuntimeError(self._problem)
         return self._taken.pop(number)
@@ -489,13 +375,13 @@ class _Coming:
     """A `Transfer` from an actor."""
 
     def __init__(
-        self, pair: RayPair, number: int, tensor: torch.Tensor, lender: ZeroCopyPolicy | None
+        self, pair: RayPair, number: int, tensor: torch.Tensor, lender: StoreLender | None
     ) -> None:
         self._pair, self._number, self._tensor, self._lender = pair, number, tensor, lender
 
     @property
     def over(self) -> bool:
-        return self._pair.has(self._number)
+        return self._pair.is_here(self._number)
 
     def finish(self) -> Array | None:
         block = self._pair.take(self._number)

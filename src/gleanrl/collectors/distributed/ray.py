@@ -72,7 +72,8 @@ class RayCollector(BaseCollector):
         """Check the arguments and create the actors."""
         configs = deal("remote_configs", arguments["remote_configs"] or {}, len(functions))
         options = [check_options(config) for config in configs]
-        plan = plan_nodes(type(self).__name__, functions, policy, arguments, functions)
+        owner = type(self).__name__
+        plan = plan_nodes(owner, functions, policy, arguments, functions, replaces=True)
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         self._actors = actors = RayActors(arguments["ray_init_config"], options)
         start_timeout = arguments["start_timeout"]
@@ -81,7 +82,12 @@ class RayCollector(BaseCollector):
                 arguments,
                 launch_workers(arguments, plan),
                 lambda windows: NetworkBackend(
-                    windows, actors, actors, threads=threads, start_timeout=start_timeout
+                    windows,
+                    actors,
+                    actors,
+                    replaces=plan.relaunches is not None,
+                    threads=threads,
+                    start_timeout=start_timeout,
                 ),
             )
         except BaseException:

@@ -216,8 +216,8 @@ class RingIndex:
         if before_end < count:
             yield 0, count - before_end, before_end
 
-    def changes(self, since: tuple[int, int]) -> list[tuple[int, int]] | None:
-        """Return ``(first, count)`` of the positions that changed since a `version`.
+    def changes(self, since: tuple[int, int], beyond: int = 0) -> Words | None:
+        """Return the slots that changed since a `version`, and so many behind each stretch.
 
         Returns:
             ``None`` if everything has to be looked at.
@@ -227,8 +227,10 @@ class RingIndex:
             if epoch != since[1] or now - since[0] > _LOG:
                 return None
             places = np.arange(since[0], now) % _LOG
-            recent = self._log[places].tolist()
-        return list(dict.fromkeys((first, count) for first, count in recent))
+            recent = dict.fromkeys(map(tuple, self._log[places].tolist()))
+        stretches = [np.arange(first, first + count + beyond) for first, count in recent]
+        slots: Words = np.concatenate(stretches or [np.empty(0, np.int64)]) % self.slots
+        return slots
 
     def snapshot(self) -> dict[str, Any]:
         """Return cursor, counters and sequence numbers; incomplete rows count as nothing."""
@@ -251,7 +253,7 @@ class RingIndex:
         self.empty()
         fence()
 
-    def restore(self, state: Mapping[str, Any], then: Callable[[], None] = lambda: None) -> None:
+    def restore(self, state: Mapping[str, Any], then: Callable[[], None] | None = None) -> None:
         """Show the rows of a checked `snapshot`, which were copied; after `clear_for`.
 
         Their positions are moved behind all that were ever given out, so that no reader takes them
@@ -271,7 +273,8 @@ class RingIndex:
         h[_CURSOR], h[_COUNT] = after, state["count"]
         h[_LIVE] = int(np.count_nonzero(numbers > 0))
         h[_EPOCH] += 1
-        then()
+        if then is not None:
+            then()
         h[_OP] = 0
 
     def _next_lap(self) -> int:

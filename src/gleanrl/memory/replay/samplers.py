@@ -116,6 +116,9 @@ class SamplerWithoutReplacement(Sampler):
         shuffle: In random order; in the order of their places otherwise.
     """
 
+    _UNITS = "rows"
+    _SHAPE: tuple[int, ...] = (0,)
+
     def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
         self.drop_last = drop_last
         self.shuffle = shuffle
@@ -123,7 +126,10 @@ class SamplerWithoutReplacement(Sampler):
 
     def restart(self) -> None:
         """Begin a new epoch with the next draw."""
-        self._order = self._numbers = torch.empty(0, dtype=torch.int64)
+        self._order = torch.empty(self._SHAPE, dtype=torch.int64)
+        """What the epoch holds, along the last dimension."""
+        self._numbers = torch.empty(0, dtype=torch.int64)
+        """Sequence numbers of all slots when it began."""
         self._next = 0
 
     def position(self) -> Any:
@@ -135,53 +141,61 @@ class SamplerWithoutReplacement(Sampler):
         self._order, self._numbers, self._next = position
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
-        """Take the next ``count`` rows of the epoch, or what is left of it."""
-        first = self._next == 0
-        chosen, seen = self._take(storage, count)
-        if not len(chosen) or (self.drop_last and len(chosen) < count):
-            # Nothing was begun, or the rest of the epoch was overwritten.
-            first = True
-            self._begin(storage, generator)
-            chosen, seen = self._take(storage, count)
-            if self.drop_last and len(chosen) < count:
-                raise ReplayError(
-                    f"an epoch over {len(self._order)} rows has no whole batch of {count}; lower "
-                    "the batch size, or drop_last=False"
-                )
-            if not len(chosen):
-                raise empty_error(storage)
-        left = len(self._order) - self._next
-        last = left == 0 or (self.drop_last and left < count)
-        if last:
+        """Take the next ``count`` frames of the epoch, or what is left of it."""
+        units, length = self._sizes(count)
+        first, chosen = self._next == 0, self._take(storage, units, length)
+        if chosen is None:  # nothing was begun, or the rest of the epoch was overwritten
+            order, self._numbers = self._begin(storage, length)
+            if self.shuffle:
+                order = order[..., torch.randperm(order.shape[-1], generator=generator)]
+            first, self._order, self._next = True, order, 0
+            chosen = self._take(storage, units, length)
+        total = self._order.shape[-1]
+        if chosen is None:
+            raise ReplayError(
+                f"an epoch over {total} {self._UNITS} has no whole batch of {units}; lower the "
+                "batch size, or drop_last=False"
+            )
+        draw = self._draw_of(storage, chosen, length, generator)
+        left = total - self._next
+        draw.first, draw.last = first, left == 0 or (self.drop_last and left < units)
+        if draw.last:
             self.restart()
-        return Draw(chosen, seen, first=first, last=last)
+        return draw
 
-    def _begin(self, storage: Storage, generator: torch.Generator | None) -> None:
+    def _take(self, storage: Storage, units: int, length: int) -> torch.Tensor | None:
+        """Take what comes next; ``None`` if nothing is left, or too little for a batch."""
+        parts, have = [], 0
+        while have < units and self._next < self._order.shape[-1]:
+            part = self._order[..., self._next : self._next + units - have]
+            self._next += part.shape[-1]
+            parts.append(self._intact(storage, part, length))
+            have += parts[-1].shape[-1]
+        if not have or (self.drop_last and have < units):
+            return None
+        return torch.cat(parts, -1)
+
+    def _sizes(self, count: int) -> tuple[int, int]:
+        """Return how many units ``count`` frames are, and how many frames each has."""
+        return count, 1
+
+    def _begin(self, storage: Storage, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the units of a new epoch, and the sequence numbers of all slots."""
         slots, numbers = _complete(storage)
-        order = storage.frames_of(slots)
-        if self.shuffle:
-            order = order[torch.randperm(len(order), generator=generator)]
-        self._order, self._next = order, 0
-        envs = storage.envs
-        self._numbers = numbers[order.div(envs, rounding_mode="floor") if envs > 1 else order]
+        return storage.frames_of(slots), numbers
 
-    def _take(self, storage: Storage, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take rows that are still those with which the epoch began."""
-        parts, numbers = [self._order[:0]], [self._order[:0]]
-        while count > 0 and self._next < len(self._order):
-            taken = slice(self._next, self._next + count)
-            part, seen = self._order[taken], self._numbers[taken]
-            self._next += len(part)
-            same = storage.sequence_of(part) == seen
-            parts.append(part[same])
-            numbers.append(seen[same])
-            count -= len(parts[-1])
-        return torch.cat(parts), torch.cat(numbers)
+    def _intact(self, storage: Storage, order: torch.Tensor, length: int) -> torch.Tensor:
+        """Return what of some units has not been overwritten since the epoch began."""
+        return order[storage.sequence_of(order) == self._numbers[storage.slots_of(order)]]
+
+    def _draw_of(
+        self, storage: Storage, chosen: torch.Tensor, length: int, generator: torch.Generator | None
+    ) -> Draw:
+        return Draw(chosen, self._numbers[storage.slots_of(chosen)])
 
     def state_dict(self, storage: Storage) -> dict[str, Any]:
         """Return what is left of the epoch, without rows that were overwritten."""
-        order, numbers = self._order[self._next :], self._numbers[self._next :]
-        return {"order": order[storage.sequence_of(order) == numbers]}
+        return {"order": self._intact(storage, self._order[..., self._next :], 1)}
 
     def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
         """Refuse what names no places, or one twice."""
@@ -192,16 +206,17 @@ class SamplerWithoutReplacement(Sampler):
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
         """Continue the epoch."""
-        order = state["order"]
-        numbers = storage.sequence_of(order)
-        complete = numbers > 0
-        self._order, self._numbers, self._next = order[complete], numbers[complete], 0
+        numbers = storage.ring.sequence_tensor[: storage.ring.slots]
+        # No row ever has the number 1: those that are not complete are none of the epoch's.
+        self._order, self._numbers, self._next = state["order"], numbers.where(numbers > 0, 1), 0
 
 
-def saved_tensor(state: dict[str, Any], name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return a one-dimensional tensor of a sampler's state."""
+def saved_tensor(
+    state: dict[str, Any], name: str, dtype: torch.dtype, ndim: int = 1
+) -> torch.Tensor:
+    """Return a tensor of a sampler's state."""
     tensor = state.get(name)
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.ndim != 1:
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.ndim != ndim:
         raise ConfigError(f"this sampler's state has {name!r} ({dtype}); given: {sorted(state)}")
     return tensor
 
@@ -353,12 +368,9 @@ class PrioritizedSampler(Sampler):
             )
         recent = ring.changes(self._version) if ring is self._ring else None
         if recent is None:
-            numbers = ring.sequence
-            self._fresh(storage, np.flatnonzero(numbers != self._known[: len(numbers)]))
-        else:
-            for first, count in recent:
-                for start, stop, _ in ring.pieces(first, count):
-                    self._fresh(storage, np.arange(start, stop))
+            recent = np.flatnonzero(ring.sequence != self._known[: len(ring.sequence)])
+        if len(recent):
+            self._fresh(storage, recent)
         self._ring, self._version = ring, version
 
     def _fresh(self, storage: Storage, slots: Any) -> None:

@@ -166,7 +166,7 @@ def _read(root: Path) -> dict[str, Any]:
         if not FOLDER.fullmatch(meta["folder"]) or (root / meta["folder"]).is_symlink():
             raise ConfigError(f"{root} names {meta['folder']!r} as its data")
         folder = root / meta["folder"]
-        parts = {"storage": dict(meta["storage"]), "sampler": dict(meta["sampler"])}
+        parts: dict[str, Any] = {name: dict(meta[name]) for name in ("storage", "sampler")}
         parts["generator"] = meta.get("generator")
         return {name: _loaded(part, folder) for name, part in parts.items()}
     except (OSError, KeyError, TypeError, AttributeError, IndexError, ValueError) as err:

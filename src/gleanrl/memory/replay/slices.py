@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,7 +11,12 @@ import torch
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import TRAJ_IDS, Key, NestedKey, as_key, format_key
 from gleanrl.memory.replay.ring import STEP, RingIndex
-from gleanrl.memory.replay.samplers import Draw, Sampler, saved_tensor
+from gleanrl.memory.replay.samplers import (
+    Draw,
+    Sampler,
+    SamplerWithoutReplacement,
+    saved_tensor,
+)
 from gleanrl.memory.replay.storages import Storage
 from gleanrl.memory.shared import fence
 
@@ -21,8 +25,6 @@ Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 Places: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Same: TypeAlias = Callable[[Storage, Places, Places], Bools]
 """Tells whether rows continue the trajectory of the rows before them, ``[n, envs]``."""
-_PIECEMEAL = 64
-"""From so many changed stretches on, looking at all rows is cheaper."""
 
 
 class SliceSampler(Sampler):
@@ -73,17 +75,17 @@ class SliceSampler(Sampler):
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
         """Choose slices of ``count`` frames together (fewer if some are short)."""
         slices, length = self._sizes(count)
-        segments = self._index.segments(storage)
+        segments, numbers = self._index.segments(storage)
         eligible = self._eligible(segments, length)
         chosen = eligible[torch.randint(len(eligible), (slices,), generator=generator)]
-        return _slices(storage, segments.select(chosen), length, generator)
+        return _slices(storage, segments[:, chosen], numbers, length, generator)
 
-    def _eligible(self, segments: TrajectorySegments, length: int) -> torch.Tensor:
+    def _eligible(self, segments: torch.Tensor, length: int) -> torch.Tensor:
         """Return which segments are long enough for slices of ``length``."""
         least = length if self.strict_length else 1
-        eligible = (segments.length >= least).nonzero().squeeze(1)
+        eligible = (segments[1] >= least).nonzero().squeeze(1)
         if not len(eligible):
-            longest = int(segments.length.max()) if len(segments.length) else 0
+            longest = int(segments[1].max()) if segments.numel() else 0
             raise ReplayError(
                 f"no trajectory has {length} steps in a row (the longest: {longest}); "
                 "shorten slices, or strict_length=False"
@@ -112,7 +114,7 @@ class SliceSampler(Sampler):
         return same
 
 
-class SliceSamplerWithoutReplacement(SliceSampler):
+class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
     """Slices of which every trajectory gives one per epoch.
 
     An epoch is over the trajectories that there were when it began. Of those of which rows were
@@ -123,100 +125,40 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         drop_last: Leave out the last batch of an epoch if it has fewer slices.
     """
 
+    _UNITS = "trajectories"
+    _SHAPE = (2, 0)
+    draw = SamplerWithoutReplacement.draw
+
     def __init__(self, *, shuffle: bool = True, drop_last: bool = False, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.shuffle = shuffle
-        self.drop_last = drop_last
-        self.restart()
+        SliceSampler.__init__(self, **arguments)
+        SamplerWithoutReplacement.__init__(self, drop_last, shuffle)
 
-    def restart(self) -> None:
-        """Begin a new epoch with the next draw."""
-        self._epoch: TrajectorySegments | None = None
-        self._next = 0
+    def _begin(self, storage: Storage, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        segments, numbers = self._index.segments(storage)
+        return segments[:, self._eligible(segments, length)], numbers.clone()
 
-    def position(self) -> Any:
-        """Return the segments of the epoch and how far it is."""
-        return self._epoch, self._next
+    def _intact(self, storage: Storage, order: torch.Tensor, length: int) -> torch.Tensor:
+        """Return the part of each segment behind its last row that was overwritten."""
+        frames, segment, step, _ = _frames_of(storage, order)
+        gone = storage.sequence_of(frames) != self._numbers[storage.slots_of(frames)]
+        lost = torch.zeros_like(order[1])
+        lost.scatter_reduce_(0, segment[gone], step[gone] + 1, "amax")
+        first = (order[0] + lost * storage.envs) % max(storage.ring.slots * storage.envs, 1)
+        left = torch.stack([first, order[1] - lost])
+        return left[:, left[1] >= (length if self.strict_length else 1)]
 
-    def seek(self, position: Any) -> None:
-        """Deliver again what was drawn since ``position``."""
-        self._epoch, self._next = position
-
-    def state_dict(self, storage: Storage) -> dict[str, Any]:
-        """Return what is left of the epoch: first places and lengths of its segments."""
-        if self._epoch is None:
-            return {}
-        rest = self._epoch.select(torch.arange(self._next, len(self._epoch.length)))
-        rest = rest.remaining(storage.ring.sequence_tensor)
-        return {"first": rest.slot * storage.envs + rest.env, "length": rest.length}
+    def _draw_of(
+        self, storage: Storage, chosen: torch.Tensor, length: int, generator: torch.Generator | None
+    ) -> Draw:
+        return _slices(storage, chosen, self._numbers, length, generator)
 
     def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
         """Refuse segments that lie outside the ring."""
-        first, length = (saved_tensor(state, name, torch.int64) for name in ("first", "length"))
-        inside = ((first >= 0) & (first < frames) & (length >= 0) & (length <= frames)).all()
-        if len(first) != len(length) or not inside or int(length.sum()) > frames:
-            raise ConfigError(f"slices of other rows than those of {frames} frames: {first}")
-
-    def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
-        """Continue the epoch."""
-        first, numbers = state["first"], storage.ring.sequence_tensor[: storage.ring.slots].clone()
-        slot = first.div(storage.envs, rounding_mode="floor")
-        epoch = TrajectorySegments(slot, first % storage.envs, state["length"], numbers)
-        # Rows that are not complete are none of the epoch's.
-        self._epoch, self._next = epoch.remaining(numbers.where(numbers > 0, -1)), 0
-
-    def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
-        """Choose slices of the next trajectories of the epoch."""
-        slices, length = self._sizes(count)
-        first, epoch = self._next == 0, self._epoch
-        segments = None if epoch is None else self._take(storage, epoch, slices, length)
-        if epoch is None or segments is None:
-            first, epoch = True, self._begin(storage, length, generator)
-            segments = self._take(storage, epoch, slices, length)
-            if segments is None:
-                raise ReplayError(
-                    f"an epoch over {len(epoch.length)} trajectories has no whole batch of "
-                    f"{slices} slices; lower the batch size, or drop_last=False"
-                )
-        left = len(epoch.length) - self._next
-        draw = _slices(storage, segments, length, generator)
-        draw.first, draw.last = first, left == 0 or (self.drop_last and left < slices)
-        if draw.last:
-            self.restart()
-        return draw
-
-    def _begin(
-        self, storage: Storage, length: int, generator: torch.Generator | None
-    ) -> TrajectorySegments:
-        segments = self._index.segments(storage)
-        eligible = self._eligible(segments, length)
-        if self.shuffle:
-            eligible = eligible[torch.randperm(len(eligible), generator=generator)]
-        self._next, self._epoch = (
-            0,
-            replace(segments.select(eligible), numbers=segments.numbers.clone()),
-        )
-        return self._epoch
-
-    def _take(
-        self, storage: Storage, epoch: TrajectorySegments, slices: int, length: int
-    ) -> TrajectorySegments | None:
-        """Take the next segments; ``None`` if none are left, or too few for a batch."""
-        parts, have = [], 0
-        while have < slices and self._next < len(epoch.length):
-            some = torch.arange(len(epoch.length))[self._next :][: slices - have]
-            left = epoch.select(some).remaining(storage.ring.sequence_tensor)
-            parts.append(left.select(left.length >= (length if self.strict_length else 1)))
-            self._next += len(some)
-            have += len(parts[-1].length)
-        if not have or (self.drop_last and have < slices):
-            return None
-        return TrajectorySegments(
-            torch.cat([part.slot for part in parts]),
-            torch.cat([part.env for part in parts]),
-            torch.cat([part.length for part in parts]),
-            epoch.numbers,
-        )
+        order = saved_tensor(state, "order", torch.int64, 2)
+        first, length = order if len(order) == 2 else order.new_full((2, 1), -1)
+        inside = bool(((first >= 0) & (first < frames) & (length >= 0) & (length <= frames)).all())
+        if not inside or int(length.sum()) > frames:
+            raise ConfigError(f"an epoch over other rows than those of {frames} frames: {order}")
 
 
 def _column(storage: Storage, key: Key) -> Any:
@@ -232,50 +174,31 @@ def _column(storage: Storage, key: Key) -> Any:
 
 
 def _slices(
-    storage: Storage, segments: TrajectorySegments, length: int, generator: torch.Generator | None
+    storage: Storage,
+    segments: torch.Tensor,
+    numbers: torch.Tensor,
+    length: int,
+    generator: torch.Generator | None,
 ) -> Draw:
     """Draw where a slice of each segment begins."""
-    room = (segments.length - length).clamp_min_(0) + 1
+    first, have = segments
+    room = (have - length).clamp_min_(0) + 1
     share = torch.rand(len(room), dtype=torch.float64, generator=generator)
-    start = segments.slot + torch.minimum((share * room).long(), room - 1)
-    segment, step, ends = _steps_of(segments.length.clamp_max(length))
-    slots = (start[segment] + step) % len(segments.numbers)
-    marks = torch.zeros(len(slots), dtype=torch.bool)
+    start = first + torch.minimum((share * room).long(), room - 1) * storage.envs
+    frames, _, _, ends = _frames_of(storage, (start, have.clamp_max(length)))
+    marks = torch.zeros(len(frames), dtype=torch.bool)
     marks[ends - 1] = True
-    return Draw(slots * storage.envs + segments.env[segment], segments.numbers[slots], ends=marks)
+    return Draw(frames, numbers[storage.slots_of(frames)], ends=marks)
 
 
-@dataclass(frozen=True, slots=True)
-class TrajectorySegments:
-    """Stretches of consecutive steps, each of one environment."""
-
-    slot: torch.Tensor
-    env: torch.Tensor
-    length: torch.Tensor
-    numbers: torch.Tensor
-    """Sequence numbers of all slots when these were found."""
-
-    def select(self, which: torch.Tensor) -> TrajectorySegments:
-        """Return some of the segments."""
-        return replace(self, slot=self.slot[which], env=self.env[which], length=self.length[which])
-
-    def remaining(self, numbers: torch.Tensor) -> TrajectorySegments:
-        """Return the part of each segment behind its last row that was overwritten."""
-        segment, step, _ = _steps_of(self.length)
-        slots = (self.slot[segment] + step) % len(self.numbers)
-        gone = numbers[slots] != self.numbers[slots]
-        lost = torch.zeros_like(self.length)
-        lost.scatter_reduce_(0, segment[gone], step[gone] + 1, "amax")
-        slot = (self.slot + lost) % max(len(self.numbers), 1)
-        return replace(self, slot=slot, length=self.length - lost)
-
-
-def _steps_of(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return of every step of stretches of these lengths its stretch and number, and their ends."""
+def _frames_of(storage: Storage, segments: Any) -> tuple[torch.Tensor, ...]:
+    """Return of every frame of segments its flat place, its segment, its step; and their ends."""
+    first, length = segments
     ends = length.cumsum(0)
     segment = torch.arange(len(length)).repeat_interleave(length)
     step = torch.arange(len(segment)) - (ends - length)[segment]
-    return segment, step, ends
+    places = (first[segment] + step * storage.envs) % max(storage.ring.slots * storage.envs, 1)
+    return places, segment, step, ends
 
 
 class SegmentIndex:
@@ -286,32 +209,36 @@ class SegmentIndex:
         self._same = same
         self._ring: RingIndex | None = None
         self._version = (0, -1)
-        self._segments: TrajectorySegments | None = None
+        self._numbers: Places = np.empty(0, np.int64)
+        self._tensor = self._segments = torch.empty(0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ring": None}  # a copy looks at all rows anew
 
-    def segments(self, storage: Storage) -> TrajectorySegments:
-        """Return the segments of all complete rows."""
+    def segments(self, storage: Storage) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the segments of all complete rows, and the sequence numbers of all slots.
+
+        A segment is a stretch of consecutive steps of one environment: the flat place of its first
+        frame and its length, ``[2, segments]``.
+        """
         ring = storage.ring
         # Taken first: what changes while we look is looked at again the next time.
         version = ring.version
-        if self._segments is not None and self._ring is ring and version == self._version:
-            return self._segments
-        recent = ring.changes(self._version) if self._ring is ring else None
-        if recent is None or len(recent) > _PIECEMEAL:
+        if self._ring is ring and version == self._version:
+            return self._segments, self._tensor
+        # The row behind the last one of a stretch may not follow it any more.
+        recent = ring.changes(self._version, beyond=1) if self._ring is ring else None
+        if recent is None:
+            recent = np.arange(ring.slots)
             self._numbers = np.zeros(ring.slots, np.int64)
+            self._tensor = torch.from_numpy(self._numbers)
             self._breaks = np.ones((storage.envs, ring.slots), bool)
-            if ring.slots:
-                self._update(storage, np.arange(ring.slots))
-        else:
-            for first, count in recent:
-                # The row behind the last one may not follow it any more.
-                self._update(storage, np.arange(first, first + count + 1) % ring.slots)
+        if len(recent):
+            self._update(storage, recent)
+        self._segments = self._find(ring.top, storage.envs)
         # Without slots it is a ring whose memory is yet to come: nothing of it can be kept.
         self._ring, self._version = ring if ring.slots else None, version
-        self._segments = self._find(ring.top, storage.envs)
-        return self._segments
+        return self._segments, self._tensor
 
     def _update(self, storage: Storage, rows: Places) -> None:
         numbers = storage.ring.sequence
@@ -326,7 +253,7 @@ class SegmentIndex:
         same &= ((new > 0) & (new - old == STEP) & (old == numbers[before]))[:, None]
         self._breaks[:, rows] = ~same.T
 
-    def _find(self, top: int, envs: int) -> TrajectorySegments:
+    def _find(self, top: int, envs: int) -> torch.Tensor:
         breaks = self._breaks[:, :top]
         around = ~self._breaks[:, :1]
         # Environment by environment: segments never go from one to the next.
@@ -341,9 +268,4 @@ class SegmentIndex:
             first, last = np.searchsorted(starts, [env * top, (env + 1) * top - 1], "right") - 1
             lengths[last] += lengths[first]
             keep[first] = False
-        return TrajectorySegments(
-            torch.from_numpy(slots[keep]),
-            torch.from_numpy(owners[keep]),
-            torch.from_numpy(lengths[keep]),
-            torch.from_numpy(self._numbers),
-        )
+        return torch.from_numpy(np.stack([slots * envs + owners, lengths])[:, keep])

@@ -1,0 +1,134 @@
+"""What runs in a Ray actor: a node whose data go through Ray's object store.
+
+An actor unpickles its class first, so this imports nothing large: `RayNode` then imports what nodes
+need in the way that is quickest.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+import weakref
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gleanrl.transport.zygote import preload
+
+if TYPE_CHECKING:
+    import torch
+
+    from gleanrl.core.window import Array
+    from gleanrl.transport.data_plane import Connection, Transfer
+    from gleanrl.transport.joining import Invitation
+
+GROUPS: Mapping[str, str] = {"serve": "work", "take": "out", "give": "in"}
+"""Per method of an actor its concurrency group: one thread each."""
+
+
+class RayNode:
+    """A node as the methods of an actor with a few threads."""
+
+    def __init__(self) -> None:
+        preload()
+
+    def serve(self, invitation: Invitation) -> str:
+        """Be a node until the learner says so or goes away; return what else ended it."""
+        from gleanrl.transport.node import run_node
+
+        try:
+            run_node(invitation)
+        except BaseException as err:  # `SystemExit` of a user's, which Ray would not explain
+            traceback.print_exc()
+            return f"its code ended it with {err!r}"
+        return ""
+
+    def take(self) -> tuple[int, Array]:
+        """Wait for the next tensor that the node sends; return its number and it."""
+        return _actor.number(), _actor.out.get().lend()
+
+    def give(self, number: int, refs: Sequence[Any]) -> None:
+        """Take in where tensor ``number`` lies that the learner has sent."""
+        with _actor.came:
+            _actor.given[number] = refs[0]
+            _actor.came.notify_all()
+
+
+class _Actor:
+    """What the threads of an actor hand to each other."""
+
+    def __init__(self) -> None:
+        self.out: queue.SimpleQueue[_Leaving] = queue.SimpleQueue()
+        self.taken = 0
+        self.given: dict[int, Any] = {}
+        self.came = threading.Condition()
+
+    def number(self) -> int:
+        self.taken += 1
+        return self.taken - 1
+
+
+_actor = _Actor()
+"""That of this process, if it is one."""
+
+
+class _Leaving:
+    """A `Transfer` out of an actor.
+
+    Ray serialises what a method returns after it has returned: the transfer is over when the array
+    that was returned is gone.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._array: Array = tensor.numpy()
+        self._gone = threading.Event()
+
+    def lend(self) -> Array:
+        array = self._array[:]
+        weakref.finalize(array, self._gone.set).atexit = False
+        return array
+
+    @property
+    def over(self) -> bool:
+        return self._gone.is_set()
+
+    def finish(self) -> None:
+        self._gone.wait()
+
+
+class _Given:
+    """A `Transfer` into an actor."""
+
+    def __init__(self, number: int, tensor: torch.Tensor) -> None:
+        self._number, self._tensor = number, tensor
+
+    @property
+    def over(self) -> bool:
+        return self._number in _actor.given
+
+    def finish(self) -> None:
+        with _actor.came:
+            _actor.came.wait_for(lambda: self.over)
+            reference = _actor.given.pop(self._number)
+        # Copied, because Ray's are read-only and occupy its store while they are held.
+        self._tensor.numpy()[:] = import_module("ray").get(reference)
+
+
+class ActorPair:
+    """An actor's side of what carries data."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._received = 0
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Transfer:
+        leaving = _Leaving(tensor)
+        _actor.out.put(leaving)
+        return leaving
+
+    def receive(self, tensor: torch.Tensor, tag: int, whole: bool = False) -> Transfer:
+        self._received += 1
+        return _Given(self._received - 1, tensor)
+
+    def close(self) -> None:
+        """Do nothing: the learner ends the actor."""
