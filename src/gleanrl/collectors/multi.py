@@ -176,7 +176,7 @@ def _make_backend(name: str | None, num_sub_threads: int) -> MakeBackend:
         threads = check_int("num_sub_threads", num_sub_threads, least=1)
         return lambda windows: ProcessBackend(threads)
     if name in ("inline", "direct"):
-        return lambda windows: InlineBackend(windows, stop_byte(None), apart=True)
+        return lambda windows: InlineBackend(windows, stop_byte(), apart=True)
     if name in ("distributed", "submitit", "rpc", "ray"):
         raise ConfigError(
             f"backend={name!r} is no matter of processes here: use DistributedCollector, "
