@@ -10,8 +10,7 @@ from torch import nn
 from gleanrl.collectors.arguments import MultiArguments, read, shows
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.collector import Collector
-from gleanrl.collectors.launch import env_functions, launch_workers, read_threshold
-from gleanrl.collectors.plan import WorkerPlan
+from gleanrl.collectors.launch import WorkerPlan, env_functions, launch_workers, read_threshold
 from gleanrl.collectors.selectors import like
 from gleanrl.collectors.weights import EachBatch
 from gleanrl.core.errors import ArgumentTypeError, ConfigError

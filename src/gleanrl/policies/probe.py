@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from torch import nn
 from gleanrl.core.errors import PolicyError, PolicyTypeError, note
 from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, as_keys, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.options import users_stacklevel
+from gleanrl.core.options import warn
 from gleanrl.policies.adapt import Adapted
 from gleanrl.policies.diagnosis import diagnose
 from gleanrl.policies.inspect import children_of, modules_of, selects, units_of
@@ -277,11 +276,9 @@ def learn(
     wanted = [field for field in env.actions if field.key in one_hot]
     indices = [format_key(f.key) for f in wanted if _is_index(env, f, outputs.get(f.key))]
     if indices:
-        warnings.warn(
+        warn(
             f"the policy gives indices as {', '.join(indices)}; the environment was made with "
-            "categorical_action_encoding=False and wants one-hot vectors; they are converted",
-            UserWarning,
-            stacklevel=users_stacklevel(),
+            "categorical_action_encoding=False and wants one-hot vectors; they are converted"
         )
         converted = replace(adapted, call=IndexToOneHot(adapted, wanted))
         return learn(policy, converted, env, root, exploration, as_written=as_written)

@@ -78,20 +78,6 @@ class EpisodeStats:
         done["frames"] = np.cumsum(done["length"])
         self._done = [done]
 
-    def recent(self, number: int) -> tuple[float, float] | None:
-        """Return mean return and mean length of the last ``number`` episodes, if there are any."""
-        parts: list[Array] = []
-        missing = min(number, self.episodes)
-        for part in reversed(self._done):  # without joining all of them
-            if missing <= 0:
-                break
-            parts.append(part[-missing:])
-            missing -= len(parts[-1])
-        if not parts:
-            return None
-        latest = np.concatenate(parts)
-        return float(latest["return"].mean()), float(latest["length"].mean())
-
     def update(self, batch: TensorDictBase) -> None:
         """Take in a batch ``[T]`` or ``[..., T]`` as collectors deliver it.
 

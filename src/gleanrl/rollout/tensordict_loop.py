@@ -131,7 +131,8 @@ class TensorDictRollout(BaseSource):
         hidden = map(next_key, observed) if expected is None else expected.ignored
         self._hidden = tuple(hidden) if options.compact else ()
         self._plan = None if expected is None else expected.plan
-        shown = (*observed, *handle.ends.keys)
+        known = () if expected is None else expected.shown
+        shown = dict.fromkeys((*observed, *handle.ends.keys, *known))
         self._recorder = _Recorder(shown, expected)
         self._begin_episodes(list(range(envs)))
 
@@ -411,8 +412,8 @@ class ExpectedSteps:
     stored: tuple[Field, ...]
     """The part of it that steps hold; the rest is written in bulk."""
     shown: tuple[Key, ...]
-    """Root entries that the environment shows: stored before it steps, because it may use their
-    memory again."""
+    """Root entries that the environment shows, and what is their memory: stored before it steps,
+    because it may use that again."""
     optional: frozenset[Key]
     """Entries that some steps lack; they are stored as zeros then."""
     ignored: tuple[Key, ...]
@@ -477,10 +478,15 @@ def expect(
         if field.key not in plan.bulk and field.key[field.key[0] == NEXT :] not in unset
     )
     observed = [field.key for field in layout.observations]
+    # A policy may return an observation as it is: the step overwrites what is the same memory.
+    places = {key: leaves[key].untyped_storage().data_ptr() for key in roots if key in leaves}
+    memory = {places[key] for key in observed if key in places}
+    acted = {field.key for field in layout.actions}
+    same = [key for key, place in places.items() if place in memory and key not in acted]
     return ExpectedSteps(
         plan,
         stored=stored,
-        shown=tuple(key for key in (*observed, *flags) if key in found),
+        shown=tuple(key for key in dict.fromkeys((*observed, *same, *flags)) if key in found),
         # Random frames lack states that the policy makes itself, also under "next".
         optional=frozenset((*late, *map(next_key, late), *flags)),
         ignored=tuple(next_key(key) for key in observed if key not in after),
