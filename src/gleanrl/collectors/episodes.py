@@ -68,8 +68,7 @@ class Episodes:
         """Wait for ``plan.count`` episodes of ``num_envs`` environments."""
         self._plan = plan
         self._whole = WholeTrajectories(plan.count)
-        self._whole.belong_to(num_envs)
-        self._whole.share_out(num_envs)
+        self._whole.belong_to(num_envs, equally=True)
         share = self._whole.num_trajectories // num_envs
         short = self._whole.num_trajectories - plan.count  # fewer than there are environments
         last = [env * share + share - 1 for env in range(num_envs - short, num_envs)]

@@ -42,7 +42,7 @@ from gleanrl.core.errors import (
 )
 from gleanrl.core.messages import WeightsRef
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.weights.shared import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
+from gleanrl.weights.buffers import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
 from gleanrl.weights.snapshot import (
     Weights,
     check_tensors,
