@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,41 +27,27 @@ _PACKAGES = (
 )
 
 
-def versions() -> dict[str, str | None]:
-    """Return the versions of everything involved; ``None`` for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    if found["gleanrl"] is None:
-        found["gleanrl"] = "source tree"
-    return found
-
-
-def machine() -> dict[str, object]:
-    """Return processor, cores, threads and load."""
+def origin() -> dict[str, Any]:
+    """Return the time, the versions of everything involved and the machine with its load."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "usable_cores": _usable_cores(),
-        "torch_threads": torch.get_num_threads(),
-        "system": platform.platform(terse=True),
-        "load_average": list(os.getloadavg()),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **dict(map(_version, _PACKAGES))},
+        "machine": {
+            "cpu": models[0] if models else platform.machine(),
+            "cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)),
+            "torch_threads": torch.get_num_threads(),
+            "system": platform.platform(terse=True),
+            "load_average": list(os.getloadavg()),
+        },
     }
 
 
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int | None:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
+def _version(name: str) -> tuple[str, str | None]:
+    """Return a package and its version, ``None`` if it is not installed."""
+    try:
+        return name, metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return name, "source tree" if name == "gleanrl" else None

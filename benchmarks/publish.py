@@ -71,7 +71,7 @@ def _rows(entry: dict[str, Any]) -> Iterator[str]:
         title = ""
 
 
-def _systems(entry: dict[str, Any]) -> Iterator[str]:
+def systems(entry: dict[str, Any]) -> Iterator[str]:
     """Yield a row per system, with its rate."""
     title = entry["title"]
     for system, rate_of in entry["frames_per_second"].items():
@@ -85,8 +85,8 @@ def _systems(entry: dict[str, Any]) -> Iterator[str]:
 
 
 _AGAINST = "| work | against | ratio (quartiles) | asked for |", "|---|---|---|---|"
-_RATES = "| work | loop | frames/s (quartiles) | GleanRL over it |", "|---|---|---|---|"
-_TABLES = {"training_rates": (_RATES, _systems)}
+RATES = "| work | loop | frames/s (quartiles) | GleanRL over it |", "|---|---|---|---|"
+_TABLES = {"training_rates": (RATES, systems)}
 """Head and rows of suites whose rates are shown, not only ratios."""
 
 
@@ -100,7 +100,7 @@ def _scripts(document: dict[str, Any], _: str) -> Iterator[str]:
         )
         if ours is not None and ours.ran:
             yield f"| `{entry['script']}` | {rate(ours)} | {rate(theirs)} |"
-    yield from ("", *_origin([{"created": document["date"], **document}]))
+    yield from ("", *_origin([document]))
 
 
 def _training(document: dict[str, Any], _: str) -> Iterator[str]:
@@ -114,7 +114,7 @@ def _training(document: dict[str, Any], _: str) -> Iterator[str]:
         yield f"| {name} | {seconds} | {more.get(name, '')} |"
     runs = len(next(iter(document["runs"].values())))
     yield from ("", f"Until a return of {document['target']:g}, {runs} seeds.")
-    yield from _origin([{"created": document["date"], **document}])
+    yield from _origin([document])
 
 
 def _watching(document: dict[str, Any], _: str) -> Iterator[str]:
@@ -130,7 +130,7 @@ def _watching(document: dict[str, Any], _: str) -> Iterator[str]:
         spread = f"{percent['median']:.2f} % ({percent['q1']:.2f} to {percent['q3']:.2f})"
         micro = f"{found['microseconds']['median']:,.0f}"
         yield f"| {case} | {micro} | {own} | {spread} | {turns['median']:.1f} % |"
-    yield from ("", *_origin([{"created": document["date"], **document}]))
+    yield from ("", *_origin([document]))
 
 
 def _scaling(document: dict[str, Any], only: str) -> list[str]:

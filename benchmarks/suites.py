@@ -10,21 +10,17 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from benchmarks import picture
+from benchmarks import picture, publish
 from benchmarks.harness import OURS, WRONG, Case, run_case
-from benchmarks.machine import machine, versions
+from benchmarks.machine import origin
 from benchmarks.processes import session
 
 SUITES = {
@@ -38,7 +34,6 @@ SUITES = {
 """Modules of `benchmarks.cases`, with windows per system and seconds of a window."""
 MINUTES = 15
 """Longest that one case may take."""
-_VERDICT = {True: "[green]met[/green]", False: "[red]missed[/red]", None: ""}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,18 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with it end the processes of a case
     doc = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "machine": machine(),
+        **origin(),
         "settings": {"rounds": options.rounds, "seconds": options.seconds},
         "cases": {name: _elsewhere(name, options) for name in names},
     }
-    console = Console() if sys.stdout.isatty() else Console(width=130)
-    lines = missed(doc)
-    show(doc, console)
-    console.print(f"wrote {save(doc, options.out or Path('benchmarks/results', options.suite))}")
-    for line in lines:
-        console.print(f"[red]missed[/red] {line}", highlight=False)
+    show(doc)
+    print(f"wrote {save(doc, options.out or Path('benchmarks/results', options.suite))}")
+    for line in (lines := missed(doc)):
+        print(f"missed {line}")
     return int(bool(lines) and options.strict)
 
 
@@ -135,7 +126,7 @@ def _elsewhere(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 why = f"{WRONG} took longer than {MINUTES} minutes"
         if part.exists():
             return dict(json.loads(part.read_text()))
-    nothing = {"frames_per_second": {}, "ratios": {}, "agreement": []}
+    nothing: dict[str, Any] = {"frames_per_second": {}, "ratios": {}, "agreement": []}
     return {"title": name, **nothing, "skipped": {OURS: why}}
 
 
@@ -153,27 +144,15 @@ def missed(doc: dict[str, Any]) -> list[str]:
     return lines
 
 
-def show(doc: dict[str, Any], console: Console) -> None:
-    """Print one row per case and reference."""
-    table = Table("case", "against", "ours /s", "theirs /s", "ratio", "IQR", "target", "")
+def show(doc: dict[str, Any]) -> None:
+    """Print a row per case and system, and what there is to say."""
+    print("\n".join(publish.RATES))
+    for entry in doc["cases"].values():
+        print("\n".join(publish.systems(entry)))
     for name, entry in doc["cases"].items():
-        rates = entry["frames_per_second"]
-        for other, ratio in entry["ratios"].items():
-            target = "-" if ratio["target"] is None else f"{ratio['target']:g}"
-            spread = f"{ratio['q1']:.2f}-{ratio['q3']:.2f}"
-            cells = (f"{ratio['median']:.3f}", spread, target, _VERDICT[ratio["met"]])
-            table.add_row(name, other, f"{rates[OURS]:,}", f"{rates[other]:,}", *cells)
-    console.print(table)
-    for line in _remarks(doc):
-        console.print(line, highlight=False, soft_wrap=True)
-
-
-def _remarks(doc: dict[str, Any]) -> Iterator[str]:
-    for name, entry in doc["cases"].items():
-        for line in entry["agreement"]:
-            yield f"[dim]{name}: {escape(line)}[/dim]"
-        for other, why in entry["skipped"].items():
-            yield f"[yellow]{name}: {other} skipped: {escape(why)}[/yellow]"
+        skipped = (f"{other} skipped: {why}" for other, why in entry["skipped"].items())
+        for remark in (*entry["agreement"], *skipped):
+            print(f"{name}: {remark}")
 
 
 def save(doc: dict[str, Any], folder: Path) -> Path:

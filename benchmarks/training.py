@@ -8,16 +8,16 @@ workers, until the mean return of the last 100 episodes reaches the target.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import runpy
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import summary
-from benchmarks.machine import machine, versions
+from benchmarks.machine import origin
 from benchmarks.processes import in_fresh_process
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ppo.py"
@@ -37,7 +37,8 @@ class TorchRLCollector:
         from benchmarks import envs
         from benchmarks.systems import ours, peers
 
-        workers = [peers.serial([lambda: envs.unchecked(name)] * num_envs)] * num_workers
+        factories = [partial(envs.unchecked, name)] * num_envs
+        workers = [partial(peers.torchrl_serial, factories)] * num_workers
         options = {"num_threads": 1, "cat_results": "stack", "init_fn": ours.quiet_worker}
         self._collector = MultiSyncCollector(
             workers, policy, **frames, **options, **peers.TORCHRL_SHORTCUTS
@@ -100,9 +101,7 @@ def main() -> None:
             print(system, json.dumps(runs[system][-1]), flush=True)
     pairs = zip(runs[THEIRS], runs[OURS], strict=True)
     doc = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": versions(),
+        **origin(),
         "target": given.target,
         "runs": runs,
         "seconds": {system: summary([r["seconds"] for r in rs]) for system, rs in runs.items()},

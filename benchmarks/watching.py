@@ -9,7 +9,6 @@ machine the difference is about the same, on a busy one it is noise.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -27,7 +26,7 @@ import torch
 
 from benchmarks import envs, policies
 from benchmarks.harness import summary
-from benchmarks.machine import machine, versions
+from benchmarks.machine import origin
 from benchmarks.processes import in_fresh_process
 from benchmarks.systems.ours import inline
 
@@ -178,9 +177,7 @@ def main() -> None:
             print(case, json.dumps(rounds[-1]), flush=True)
     numbers = ("microseconds", "percent", "turns")
     doc = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": versions(),
+        **origin(),
         "load_average": list(os.getloadavg()),
         "limit": LIMIT,
         "cases": {

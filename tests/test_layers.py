@@ -28,10 +28,8 @@ ENVS = SOURCE / "envs" / "__init__.py"
 NAMESPACES = [
     *(path for name in sorted(RE_EXPORTS) for path in sorted((SOURCE / name).rglob("*.py"))),
     ENVS,
-    *sorted((SOURCE / "envs" / "libs").rglob("*.py")),
     SOURCE / "envs" / "utils.py",
     SOURCE / "collectors" / "utils.py",
-    SOURCE / "collectors" / "weight_update.py",
 ]
 FILES = sorted(SOURCE.rglob("*.py"))
 

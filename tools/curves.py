@@ -9,7 +9,6 @@ there after each seed is complete, so a run may be cut short.
 from __future__ import annotations
 
 import argparse
-import datetime
 import inspect
 import json
 import math
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine, versions
+from benchmarks.machine import origin
 
 ROOT = Path(__file__).parent.parent
 CURVES, PAGE = ROOT / "docs" / "curves", ROOT / "docs" / "examples.md"
@@ -55,9 +54,10 @@ def main() -> None:
 
 def _describe(name: str) -> dict[str, Any]:
     CURVES.mkdir(exist_ok=True)
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    found = {package: version for package, version in versions().items() if version is not None}
-    return {"example": name, "date": date, "machine": machine(), "versions": found, "runs": []}
+    here = origin()
+    found = {package: version for package, version in here["versions"].items() if version}
+    day, machine = here["created"][:10], here["machine"]
+    return {"example": name, "date": day, "machine": machine, "versions": found, "runs": []}
 
 
 def _run(name: str, frames: int | None, seed: int) -> None:

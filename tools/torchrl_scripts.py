@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import importlib.util
 import json
 import os
@@ -22,7 +21,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.machine import machine, versions
+from benchmarks.machine import origin
 from benchmarks.processes import session
 
 from tools import meter
@@ -228,13 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
         worse += _worse(results)
         rows.append({"script": script.path, **{name: asdict(r) for name, r in results.items()}})
     if given.json:
-        found = {
-            "date": datetime.date.today().isoformat(),
-            "machine": machine(),
-            "versions": versions(),
-            "scripts": rows,
-        }
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+        given.json.write_text(json.dumps({**origin(), "scripts": rows}, indent=1) + "\n")
     return int(worse > 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from benchmarks import envs
@@ -30,6 +31,12 @@ def gleanrl(where: str, kind: str, policy: Any, workers: int = WORKERS) -> ours.
     return ours.over(where, kind, seeds(workers), policy, frames(kind, workers), **options)
 
 
+def still(where: str, kind: str, size: int, steps: int) -> ours.Bytes:
+    """Return ours over workers with one `envs.Still` of ``size`` bytes each; it counts bytes."""
+    frames = steps * (WORKERS if kind == "sync" else 1)
+    return ours.Bytes(ours.over(where, kind, envs.still(WORKERS, size), None, frames), size)
+
+
 def torchrl(where: str, kind: str, policy: Any, argument_checks: bool = False) -> ours.Batches:
     """Return TorchRL's, with a ``SerialEnv`` in each worker.
 
@@ -40,10 +47,8 @@ def torchrl(where: str, kind: str, policy: Any, argument_checks: bool = False) -
 
     some = envs.seeded(envs.cartpole, WORKERS * ENVS)
     parts = [some[first : first + ENVS] for first in range(0, len(some), ENVS)]
-    make = peers.quiet_serial  # nodes have no init_fn
     options: dict[str, Any] = {"frames_per_batch": frames(kind)}
     if where == "process":
-        make = peers.serial
         kinds = {"sync": collectors.MultiSyncCollector, "async": collectors.MultiAsyncCollector}
         collector: Any = kinds[kind]
         options |= {"total_frames": -1, "num_threads": 1, **peers.TORCHRL_SHORTCUTS}
@@ -60,4 +65,6 @@ def torchrl(where: str, kind: str, policy: Any, argument_checks: bool = False) -
         else:
             collector = distributed.DistributedCollector
             options |= {"launcher": "mp", "backend": "gloo"}
-    return ours.Batches(collector([make(part) for part in parts], policy, **options))
+    quiet = where != "process"  # nodes have no init_fn
+    makers = [partial(peers.torchrl_serial, part, quiet) for part in parts]
+    return ours.Batches(collector(makers, policy, **options))

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks import checks, envs, policies
-from benchmarks.cases.cartpole import ENVS, STEPS, WORKERS, gleanrl, torchrl
-from benchmarks.harness import Build, Case, Reference
+from benchmarks.cases.cartpole import ENVS, STEPS, WORKERS, gleanrl, still, torchrl
+from benchmarks.harness import Case, Reference
 from benchmarks.systems import bare, ours
 
 SIZES = {"1MB": (2**15, 16), "64MB": (2**20, 32)}
@@ -24,19 +24,14 @@ def all_cases() -> list[Case]:
     ]
 
 
-def _still(kind: str, size: int, frames: int) -> Build:
-    made = envs.still(WORKERS, size)
-    return lambda: ours.Bytes(ours.over("nodes", kind, made, None, frames), size)
-
-
 def delivered(kind: str, name: str) -> Case:
     """Bytes per second that arrive over torch.distributed."""
     size, steps = SIZES[name]
     return Case(
         f"bytes-{name}-{kind}",
         f"no-op environment, {name} per rollout, 2 nodes, {kind}; bytes per second",
-        _still(kind, size, steps * (WORKERS if kind == "sync" else 1)),
-        [Reference("bare send and recv", lambda: bare.Sends(2 * size * steps), 0.8)],
+        partial(still, "nodes", kind, size, steps),
+        [Reference("bare send and recv", lambda: bare.sends(2 * size * steps), 0.8)],
         check=checks.real_bytes,
         stopped=True,
     )
@@ -48,8 +43,8 @@ def collected(name: str) -> Case:
     return Case(
         f"collected-{name}-async",
         f"no-op environment, {name} per rollout, 2 nodes, async; bytes per second",
-        _still("async", size, steps),
-        [Reference("in-process collectors and bare send", lambda: bare.Collected(size, steps))],
+        partial(still, "nodes", "async", size, steps),
+        [Reference("in-process collectors and bare send", lambda: bare.collected(size, steps))],
         stopped=True,
     )
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import checks, envs, policies
-from benchmarks.cases.cartpole import ENVS, STEPS, WORKERS, frames, gleanrl, torchrl
+from benchmarks.cases.cartpole import ENVS, STEPS, WORKERS, frames, gleanrl, still, torchrl
 from benchmarks.harness import Build, Case, Reference
 from benchmarks.systems import bare, ours, peers
 
@@ -91,24 +91,11 @@ def delivered(kind: str, name: str) -> Case:
     """Bytes per second, of observations and successors; rollouts have 64 MB at most."""
     size = SIZES[name]
     steps = min(256, max(4, 2**24 // size))
-    frames = steps * (WORKERS if kind == "sync" else 1)
-
-    def ours_of_two() -> ours.Bytes:
-        made = envs.still(WORKERS, size)
-        return ours.Bytes(ours.over("process", kind, made, None, frames), size)
-
     return Case(
         f"bytes-{name}-{kind}",
         f"no-op environment, {name} observations, 2 workers, {kind}; bytes per second",
-        ours_of_two,
-        [
-            Reference("memcpy", lambda: bare.Copies(size, steps), 0.8),
-            Reference("memcpy in 2 processes", lambda: bare.copies_in_two(size, steps), 0.8),
-            Reference(
-                "env.step and memcpy in 2 processes",
-                lambda: bare.copies_in_two(size, steps, stepping=True),
-            ),
-        ],
+        partial(still, "process", kind, size, steps),
+        [Reference("memcpy", lambda: bare.Copies(size, steps), 0.8)],
         check=checks.real_bytes,
         stopped=True,
     )

@@ -1,7 +1,4 @@
-"""Replay buffers: sampling against `torch.index_select`, against TorchRL, and filled by workers.
-
-The rows of "Pong" are real: ALE Pong, grey, 84x84, four frames stacked, a random policy.
-"""
+"""Replay buffers: sampling against `torch.index_select`, against TorchRL, and filled by workers."""
 
 from __future__ import annotations
 
@@ -17,22 +14,19 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from benchmarks import envs, policies
-from benchmarks.harness import Build, Case, Reference, Skip, System
+from benchmarks import policies
+from benchmarks.harness import Case, Reference, Skip, System
 from benchmarks.systems.ours import Batches
-from gleanrl import Collector, MultiAsyncCollector
-from gleanrl.data import (
-    LazyTensorStorage,
-    ReplayBuffer,
-    SliceSampler,
-    TensorDictPrioritizedReplayBuffer,
-)
+from gleanrl import MultiAsyncCollector
+from gleanrl.data import LazyTensorStorage, ReplayBuffer, TensorDictPrioritizedReplayBuffer
 
-BATCH, ROWS, IMAGES, PONG = 256, 1_000_000, 20_000, 4096
+BATCH, ROWS, IMAGES = 256, 1_000_000, 20_000
 ENVS, STEPS = 16, 64
 SLICE_S = 0.05
 """Seconds of background collection that count as one batch."""
 Make = Callable[[int], TensorDict]
+Prepare = Callable[[], Callable[[], Any]]
+"""Fills a buffer and returns what is timed."""
 
 
 def all_cases() -> list[Case]:
@@ -41,11 +35,6 @@ def all_cases() -> list[Case]:
         sampling("1 M CartPole rows", cartpole, ROWS),
         sampling("20 k image rows", images, IMAGES),
         prioritized(),
-        slices(writing=False),
-        slices(writing=True),
-        compact(storing=False),
-        compact(storing=True),
-        extending(),
         background("idle", "no sampling", None),
         background("modest", "100 samples/s", 0.01),
         background("busy", "sampling in a loop", 0.0),
@@ -55,7 +44,7 @@ def all_cases() -> list[Case]:
 class Calls(System):
     """Calls a function; one counts as one."""
 
-    def __init__(self, prepare: Callable[[], Callable[[], Any]]) -> None:
+    def __init__(self, prepare: Prepare) -> None:
         self._call = prepare()
 
     def collect_batch(self) -> int:
@@ -63,19 +52,27 @@ class Calls(System):
         return 1
 
 
+def calls(name: str, title: str, ours: Prepare, **others: Prepare) -> Case:
+    """Return a case of calls; ``others`` are the references by name."""
+    references = [
+        Reference(other.replace("_", " "), partial(Calls, prepare))
+        for other, prepare in others.items()
+    ]
+    return Case(name, title, partial(Calls, ours), references)
+
+
 # -- rows ------------------------------------------------------------------------------------------
 
 
 def cartpole(rows: int) -> TensorDict:
-    def part(**more: torch.Tensor) -> dict[str, torch.Tensor]:
+    def part(**more: Any) -> dict[str, Any]:
         names = ("done", "terminated", "truncated")
         flags = {name: torch.zeros(rows, 1, dtype=torch.bool) for name in names}
         return {"observation": torch.randn(rows, 4), **flags, **more}
 
-    action, reward = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, 1)
-    ids = {"traj_ids": torch.arange(rows) // 200}
-    data = part(action=action) | {"collector": ids, "next": part(reward=reward)}
-    return TensorDict(data, [rows])
+    ids, action = {"traj_ids": torch.arange(rows) // 200}, torch.zeros(rows, dtype=torch.int64)
+    after = part(reward=torch.ones(rows, 1))
+    return TensorDict(part(action=action, collector=ids, next=after), [rows])
 
 
 def images(rows: int) -> TensorDict:
@@ -85,23 +82,16 @@ def images(rows: int) -> TensorDict:
     return data
 
 
-def pong() -> list[TensorDict]:
-    """Return batches as a collector stores them."""
-    with Collector([envs.pong] * 4, frames_per_batch=BATCH, total_frames=PONG) as collector:
-        collector.set_seed(0)
-        return [batch.reshape(-1).clone() for batch in collector]
-
-
 def ours(make: Make, rows: int, **options: Any) -> ReplayBuffer:
     return filled(ReplayBuffer(storage=LazyTensorStorage(rows), **options), make, rows)
 
 
-def theirs(make: Make, rows: int, **options: Any) -> Any:
+def theirs(make: Make, rows: int) -> Any:
     """Return TorchRL's."""
     import torchrl.data as data
 
     logging.getLogger("torchrl").setLevel(logging.ERROR)
-    return filled(data.ReplayBuffer(storage=data.LazyTensorStorage(rows), **options), make, rows)
+    return filled(data.ReplayBuffer(storage=data.LazyTensorStorage(rows)), make, rows)
 
 
 def filled(rb: Any, make: Make, rows: int) -> Any:
@@ -116,9 +106,6 @@ def filled(rb: Any, make: Make, rows: int) -> Any:
 
 
 def sampling(title: str, make: Make, rows: int) -> Case:
-    def one(build: Callable[..., Any], **options: Any) -> Build:
-        return lambda: Calls(lambda: partial(build(make, rows, **options).sample, BATCH))
-
     def selecting() -> Callable[[], Any]:
         """The floor: `torch.index_select` of every stored tensor, with indices drawn beforehand."""
         tensors = ours(make, rows).storage.rows.tensors
@@ -130,103 +117,35 @@ def sampling(title: str, make: Make, rows: int) -> Case:
 
         return call
 
-    return Case(
+    return calls(
         f"sample(256), {title}",
         "sampling",
-        one(ours),
-        [
-            Reference("index_select", lambda: Calls(selecting)),
-            Reference("gleanrl shared", one(ours, shared=True)),
-            Reference("torchrl", one(theirs)),
-        ],
-    )
-
-
-def extending() -> Case:
-    def one(build: Callable[..., Any], **options: Any) -> Build:
-        return lambda: Calls(
-            lambda: partial(build(cartpole, ROWS, **options).extend, cartpole(BATCH))
-        )
-
-    return Case(
-        "extend(256), CartPole rows",
-        "storing",
-        one(ours),
-        [Reference("gleanrl shared", one(ours, shared=True)), Reference("torchrl", one(theirs))],
+        lambda: partial(ours(make, rows).sample, BATCH),
+        index_select=selecting,
+        gleanrl_shared=lambda: partial(ours(make, rows, shared=True).sample, BATCH),
+        torchrl=lambda: partial(theirs(make, rows).sample, BATCH),
     )
 
 
 def prioritized() -> Case:
-    def one(make: Callable[[], Any]) -> Build:
-        def prepared() -> Callable[[], Any]:
-            rb = filled(make(), cartpole, ROWS)
-            return lambda: rb.update_priority(rb.sample(BATCH)["index"], torch.rand(BATCH))
+    def updating(buffer: Any, storage: Any) -> Callable[[], Any]:
+        rb = filled(buffer(alpha=0.7, beta=0.5, storage=storage(ROWS)), cartpole, ROWS)
+        return lambda: rb.update_priority(rb.sample(BATCH)["index"], torch.rand(BATCH))
 
-        return lambda: Calls(prepared)
-
-    def mine() -> Any:
-        storage = LazyTensorStorage(ROWS)
-        return TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=storage)
-
-    def peer() -> Any:
+    def peer() -> Callable[[], Any]:
         import torchrl.data as data
 
-        storage = data.LazyTensorStorage(ROWS)
         try:
-            return data.TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=storage)
+            return updating(data.TensorDictPrioritizedReplayBuffer, data.LazyTensorStorage)
         except RuntimeError as err:  # it was built without its trees
             raise Skip(f"torchrl: {err}") from err
 
-    title = "prioritized sample + update, 1 M rows"
-    return Case(title, "priorities", one(mine), [Reference("torchrl", one(peer))])
-
-
-def slices(writing: bool) -> Case:
-    fresh = cartpole(64)
-
-    def one(build: Callable[..., Any], sampler: Callable[[], Any]) -> Build:
-        def prepared() -> Callable[[], Any]:
-            rb = build(cartpole, ROWS, sampler=sampler())
-
-            def call() -> None:
-                if writing:
-                    rb.extend(fresh)
-                rb.sample(BATCH)
-
-            return call
-
-        return lambda: Calls(prepared)
-
-    def peer() -> Any:
-        from torchrl.data.replay_buffers.samplers import SliceSampler as Theirs
-
-        key = ("collector", "traj_ids")
-        return Theirs(slice_len=32, traj_key=key, cache_values=not writing)
-
-    return Case(
-        "extend(64) + slices of 32, 1 M rows" if writing else "slices of 32, 1 M rows, no writes",
-        "slices",
-        one(ours, lambda: SliceSampler(slice_len=32)),
-        [Reference("torchrl", one(theirs, peer))],
+    return calls(
+        "prioritized sample + update, 1 M rows",
+        "priorities",
+        lambda: updating(TensorDictPrioritizedReplayBuffer, LazyTensorStorage),
+        torchrl=peer,
     )
-
-
-def compact(storing: bool) -> Case:
-    """Every observation stored once, against twice."""
-
-    def one(once: bool) -> Build:
-        def prepared() -> Callable[[], Any]:
-            data = pong()
-            rb, parts = ReplayBuffer(storage=LazyTensorStorage(PONG, compact=once)), [*data, *data]
-            for part in parts:  # twice round: overflow rows are used again
-                rb.extend(part)
-            again = itertools.cycle(data)
-            return (lambda: rb.extend(next(again))) if storing else (lambda: rb.sample(BATCH))
-
-        return lambda: Calls(prepared)
-
-    title = "extend(256), Pong rows, compact" if storing else "sample(256), 4 k Pong rows, compact"
-    return Case(title, "compact", one(True), [Reference("not compact", one(False))])
 
 
 # -- filled in the background ----------------------------------------------------------------------

@@ -5,7 +5,6 @@ Everything here delivers as many bytes as a collector does, and nothing else.
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import socket
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from benchmarks.envs import Still, still
+from benchmarks.envs import still
 from benchmarks.harness import System
 
 # -- processes of our own --------------------------------------------------------------------------
@@ -104,9 +103,8 @@ BUFFERS = 3
 class Copies(System):
     """Fills the memory of one rollout after the other with ``numpy.copyto``, row by row."""
 
-    def __init__(self, size: int, steps: int, stepping: bool = False) -> None:
-        """Copy ``steps`` arrays of ``size`` bytes; ``stepping`` asks an environment for each."""
-        self._step = Still(0, size).step if stepping else None
+    def __init__(self, size: int, steps: int) -> None:
+        """Copy ``steps`` arrays of ``size`` bytes."""
         self._seen = np.ones(size, np.uint8)
         memory = np.ones((BUFFERS, 2, steps, size), np.uint8)
         self._rollouts = [[list(rows) for rows in rollout] for rollout in memory]
@@ -115,44 +113,41 @@ class Copies(System):
 
     def collect_batch(self) -> int:
         """Return the number of bytes."""
-        copy, seen, step = np.copyto, self._seen, self._step
+        copy, seen = np.copyto, self._seen
         roots, nexts = self._rollouts[self._turn]
         self._turn = (self._turn + 1) % BUFFERS
         for root, successor in zip(roots, nexts, strict=True):
             copy(root, seen)
-            if step is not None:
-                seen = step(0)[0]
             copy(successor, seen)
         return self._bytes
-
-
-def copies_in_two(size: int, steps: int, stepping: bool = False) -> Forked:
-    """Return `Copies` in each of two processes; a message per rollout says that it is done."""
-    return Forked([lambda: Copies(size, steps, stepping).collect_batch] * 2, 2 * steps * size)
 
 
 # -- torch.distributed -----------------------------------------------------------------------------
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+class Received(System):
+    """Two processes send tensors over a gloo group again and again; this one takes turns."""
 
-
-class _World:
-    """A gloo group of this process and two others, which run ``work(group rank, size)``."""
-
-    def __init__(self, work: Any, size: int) -> None:
-        """Start them and wait for them."""
-        port = _free_port()
+    def __init__(self, work: Callable[[int], None], *buffers: torch.Tensor) -> None:
+        """Start the processes, which run ``work(rank)``; one turn fills all ``buffers``."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = int(probe.getsockname()[1])
         context = multiprocessing.get_context("fork")
         self._processes: list[Any] = [
-            context.Process(target=_world_member, args=(rank, port, work, size), daemon=True)
-            for rank in (1, 2)
+            context.Process(target=_member, args=(rank, port, work), daemon=True) for rank in (1, 2)
         ]
         for process in self._processes:
             process.start()
         _join(0, port)
+        self._buffers, self._bytes = buffers, sum(buffer.nbytes for buffer in buffers)
+        self._turn = 0
+
+    def collect_batch(self) -> int:
+        """Return the number of bytes."""
+        self._turn = 1 - self._turn
+        for buffer in self._buffers:
+            dist.recv(buffer, 1 + self._turn)
+        return self._bytes
 
     def close(self) -> None:
         _end(self._processes)
@@ -170,61 +165,32 @@ def _join(rank: int, port: int) -> None:
     )
 
 
-def _world_member(rank: int, port: int, work: Any, size: int) -> None:
+def _member(rank: int, port: int, work: Callable[[int], None]) -> None:
     torch.set_num_threads(1)
     _join(rank, port)
-    work(rank, size)
+    work(rank)
 
 
-class Sends(System):
-    """Two processes send the same bytes again and again; this one receives them in turn."""
+def sends(size: int) -> Received:
+    """Return a system whose processes send the same ``size`` bytes again and again."""
 
-    def __init__(self, size: int) -> None:
-        """Receive tensors of ``size`` bytes."""
-        self._group = _World(_send, size)
-        self._buffer = torch.zeros(size, dtype=torch.uint8)
-        self._turn = 0
+    def work(rank: int) -> None:
+        buffer = torch.ones(size, dtype=torch.uint8)
+        while True:
+            dist.send(buffer, 0)
 
-    def collect_batch(self) -> int:
-        """Return the number of bytes."""
-        self._turn = 1 - self._turn
-        dist.recv(self._buffer, 1 + self._turn)
-        return self._buffer.numel()
-
-    def close(self) -> None:
-        self._group.close()
+    return Received(work, torch.zeros(size, dtype=torch.uint8))
 
 
-def _send(rank: int, size: int) -> None:
-    buffer = torch.ones(size, dtype=torch.uint8)
-    while True:
-        dist.send(buffer, 0)
+def collected(size: int, steps: int) -> Received:
+    """Return a system whose processes collect what they send: the least that nodes have to do."""
 
+    def work(rank: int) -> None:
+        from gleanrl.collectors import Collector
 
-class Collected(System):
-    """Like `Sends`, but each process collects what it sends: the least that nodes have to do."""
+        env = still(rank, size)[rank - 1]
+        for batch in Collector(env, None, frames_per_batch=steps, total_frames=-1):
+            dist.send(batch["observation"], 0)
+            dist.send(batch["next", "observation"], 0)
 
-    def __init__(self, size: int, steps: int) -> None:
-        """Receive rollouts of ``steps`` steps with observations of ``size`` bytes."""
-        self._group = _World(functools.partial(_collect, steps=steps), size)
-        self._buffers = [torch.zeros(steps, size, dtype=torch.uint8) for _ in range(2)]
-        self._turn = 0
-
-    def collect_batch(self) -> int:
-        """Return the number of bytes."""
-        self._turn = 1 - self._turn
-        for buffer in self._buffers:
-            dist.recv(buffer, 1 + self._turn)
-        return sum(buffer.numel() for buffer in self._buffers)
-
-    def close(self) -> None:
-        self._group.close()
-
-
-def _collect(rank: int, size: int, steps: int) -> None:
-    from gleanrl.collectors import Collector
-
-    env = still(rank, size)[rank - 1]
-    for batch in Collector(env, None, frames_per_batch=steps, total_frames=-1):
-        dist.send(batch["observation"], 0)
-        dist.send(batch["next", "observation"], 0)
+    return Received(work, *torch.zeros(2, steps, size, dtype=torch.uint8))

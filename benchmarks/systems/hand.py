@@ -8,19 +8,18 @@ moves them out of it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributions import Normal
+from torch.distributions.transforms import TanhTransform
 
 from benchmarks.envs import EnvFactory
 from benchmarks.harness import Fields, System
 
-_HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
-_LOG_2 = math.log(2)
 _FLAGS = ("done", "terminated", "truncated")
 
 
@@ -163,12 +162,9 @@ class NormalActor(Actor):
         locs, scales = zip(*self._seen, strict=True)
         torch.stack(locs, out=self._loc)
         torch.stack(scales, out=self._scale)
-        standard = (self._raw - self._loc) / self._scale
-        scores = standard.square().mul_(-0.5).sub_(self._scale.log()).sub_(_HALF_LOG_TAU)
+        scores = Normal(self._loc, self._scale).log_prob(self._raw)
         if self._squash:
-            # log(1 - tanh(x)^2) in the form that does not lose small values.
-            raw = self._raw
-            scores -= 2 * (_LOG_2 - raw - nn.functional.softplus(-2 * raw))
+            scores -= TanhTransform().log_abs_det_jacobian(self._raw, self._action)
         torch.sum(scores, -1, out=self._log_prob)
 
 
@@ -201,34 +197,50 @@ class RawSteps(System):
             env.close()
 
 
-class HandLoop(System):
-    """The tightest loop we can write that delivers the fields of a dense batch.
+class _Loop(System):
+    """Memory of a loop, ``[T, P, ...]``, which is used again for every batch.
 
-    Memory is ``[T, P, ...]`` (rows in one piece) and reused. Observations are written once per step
-    into ``T + 1`` rows; ``next.observation`` is those rows shifted by one, copied in bulk, with the
-    few final observations put back.
+    Observations are written once per step into ``T + 1`` rows; ``next.observation`` is those rows
+    shifted by one, copied in bulk.
     """
+
+    def __init__(self, first: Any, steps: int, actor: Actor) -> None:
+        """Begin with the observations ``first``, ``[P, ...]``."""
+        self._steps, self._actor, count = steps, actor, len(first)
+        self._rows = np.zeros((steps + 1, *first.shape), first.dtype)
+        self._rows[steps] = first
+        self._single = list(self._rows)
+        self._tensor_rows = torch.from_numpy(self._rows).unbind()
+        self._next = np.zeros_like(self._rows[1:])
+        self._reward = np.zeros((steps, count), np.float32)
+        self._flags = np.zeros((3, steps, count), bool)
+        self._traj = np.zeros((steps, count), np.int64)
+
+    def fields(self) -> Fields:
+        flat = {
+            **{name: value.numpy() for name, value in self._actor.outputs.items()},
+            "observation": self._rows[:-1],
+            "next.observation": self._next,
+            "next.reward": self._reward,
+            **{f"next.{name}": flag for name, flag in zip(_FLAGS, self._flags, strict=True)},
+            **dict.fromkeys(_FLAGS, np.zeros(self._reward.shape, bool)),
+            "collector.traj_ids": self._traj,
+        }
+        return {name: value.swapaxes(0, 1).copy() for name, value in flat.items()}
+
+
+class HandLoop(_Loop):
+    """The tightest loop we can write that delivers the fields of a dense batch."""
 
     def __init__(self, factories: Sequence[EnvFactory], steps: int, actor: Actor) -> None:
         self._envs = [factory() for factory in factories]
         self._moves = [env.step for env in self._envs]
-        self._actor = actor
-        self._steps, count = steps, len(self._envs)
-        self._frames = steps * count
         first = np.stack([env.reset()[0] for env in self._envs])
-        kind = np.dtype(np.float32) if first.dtype == np.float64 else first.dtype
-        rows = np.zeros((steps + 1, *first.shape), kind)
-        rows[steps] = first
-        self._rows = rows
-        self._single = list(rows)
+        first = first.astype(np.float32) if first.dtype == np.float64 else first
+        super().__init__(first, steps, actor)
         # Rows with environment and first observation dimension merged, as `concatenate` wants them.
-        self._flat = list(rows.reshape(steps + 1, -1, *first.shape[2:]))
-        self._tensor_rows = torch.from_numpy(rows).unbind()
-        self._next = np.zeros((steps, *first.shape), kind)
-        self._reward = np.zeros((steps, count), np.float32)
-        self._flags = np.zeros((3, steps, count), bool)
-        self._traj = np.zeros((steps, count), np.int64)
-        self._ids = np.arange(count)
+        self._flat = list(self._rows.reshape(steps + 1, -1, *first.shape[2:]))
+        self._ids = np.arange(len(first))
         self._finals: list[tuple[int, int, Any]] = []
 
     def collect_batch(self) -> int:
@@ -252,7 +264,7 @@ class HandLoop(System):
         self._next[...] = self._rows[1:]
         for t, env, final in self._finals:
             self._next[t, env] = final
-        return self._frames
+        return self._reward.size
 
     def _end(self, t: int, terminated: Sequence[bool], truncated: Sequence[bool]) -> None:
         row = self._single[t + 1]
@@ -265,15 +277,12 @@ class HandLoop(System):
             self._ids[env] += len(self._envs)
             self._traj[t + 1 :, env] = self._ids[env]
 
-    def fields(self) -> Fields:
-        return _dense(self, self._flags, {})
-
     def close(self) -> None:
         for env in self._envs:
             env.close()
 
 
-class PoolLoop(System):
+class PoolLoop(_Loop):
     """Steps the pool ``T`` times per batch and stores every row it returns.
 
     The step after an end is no transition, only the reset: such rows are marked in ``mask`` and not
@@ -281,24 +290,16 @@ class PoolLoop(System):
     """
 
     def __init__(self, pool: Any, steps: int, actor: Actor) -> None:
-        self._pool, self._actor, self._steps = pool, actor, steps
-        first = pool.reset()[0]
-        count = len(first)
-        self._rows = np.zeros((steps + 1, *first.shape), first.dtype)
-        self._rows[steps] = first
-        self._single = list(self._rows)
-        self._tensor_rows = torch.from_numpy(self._rows).unbind()
-        self._next = np.zeros_like(self._rows[1:])
-        self._reward = np.zeros((steps, count), np.float32)
-        self._terminated, self._truncated, self._done = np.zeros((3, steps, count), bool)
+        self._pool = pool
+        super().__init__(pool.reset()[0], steps, actor)
+        count = self._reward.shape[1]
         self._mask = np.ones((steps + 1, count), bool)
-        self._traj = np.zeros((steps, count), np.int64)
         self._episodes = np.zeros(count, np.int64)
 
     def collect_batch(self) -> int:
         act, step = self._actor, self._pool.step
         rows, rewards = self._single, self._reward
-        terminated, truncated = self._terminated, self._truncated
+        _, terminated, truncated = self._flags
         self._rows[0] = self._rows[self._steps]
         with torch.no_grad():
             act.begin(self._tensor_rows)
@@ -313,9 +314,10 @@ class PoolLoop(System):
 
     def _finish(self) -> int:
         self._next[...] = self._rows[1:]
-        np.logical_or(self._terminated, self._truncated, out=self._done)
+        done, terminated, truncated = self._flags
+        np.logical_or(terminated, truncated, out=done)
         self._mask[0] = self._mask[self._steps]
-        np.logical_not(self._done, out=self._mask[1:])
+        np.logical_not(done, out=self._mask[1:])
         resets = np.cumsum(~self._mask[:-1], 0)
         np.add(resets, self._episodes, out=self._traj)
         self._episodes = self._traj[-1].copy()
@@ -324,23 +326,7 @@ class PoolLoop(System):
         return int(np.count_nonzero(self._mask[:-1]))
 
     def fields(self) -> Fields:
-        flags = (self._done, self._terminated, self._truncated)
-        return _dense(self, flags, {"mask": self._mask[:-1]})
+        return {**super().fields(), "mask": self._mask[:-1].swapaxes(0, 1).copy()}
 
     def close(self) -> None:
         self._pool.close()
-
-
-def _dense(loop: HandLoop | PoolLoop, flags: Any, more: Mapping[str, Any]) -> Fields:
-    """Return the fields of a loop's memory ``[T, P, ...]`` as ``[P, T, ...]``."""
-    flat = {
-        **{name: value.numpy() for name, value in loop._actor.outputs.items()},
-        "observation": loop._rows[:-1],
-        "next.observation": loop._next,
-        "next.reward": loop._reward,
-        **{f"next.{name}": flag for name, flag in zip(_FLAGS, flags, strict=True)},
-        **dict.fromkeys(_FLAGS, np.zeros(loop._reward.shape, bool)),
-        "collector.traj_ids": loop._traj,
-        **more,
-    }
-    return {name: value.swapaxes(0, 1).copy() for name, value in flat.items()}

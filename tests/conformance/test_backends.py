@@ -4,13 +4,11 @@ import functools
 
 import pytest
 import rig
-from backend_rig import ScriptedBackend, StampedSource, check_stamps
+from backend_rig import ScriptedBackend, StampedSource, check_stamps, collect, plan
 
 from gleanrl import ClosedError
 from gleanrl.core import messages as m
-from gleanrl.core.options import FrameBudget
 from gleanrl.engine.batches import BatchOptions
-from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.launchers.local import LocalLauncher
@@ -36,17 +34,6 @@ class Failing(StampedSource):
         if path == "nothing":
             raise AttributeError("there is nothing")
         return super().get(path)
-
-
-def plan(engine, steps, options):
-    frames = [steps * envs for envs in engine.envs]
-    engine.plan(FrameBudget(frames_per_batch=sum(frames), total_frames=None), frames, options)
-
-
-def collect(engine):
-    budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
-    batch, _ = engine.collect(budget, 30.0)
-    return batch
 
 
 class BackendConformance:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import rig
 import warm
-from tensordict.nn import TensorDictModule
 
 from gleanrl import (
     DistributedCollector,
@@ -21,12 +20,6 @@ def nodes(*envs, policy=None, per_node=8, sync=False, **options):
     options = {"tcp_port": 0, "launcher": "mp", **options}
     frames = per_node * len(envs) if sync else per_node
     return DistributedCollector(list(envs), policy, frames_per_batch=frames, sync=sync, **options)
-
-
-def encoded(width=1000):
-    return TensorDictModule(
-        rig.Encoded(width), in_keys=["observation"], out_keys=["action", "seen"]
-    )
 
 
 def run_learner(script, **values):

@@ -11,7 +11,6 @@ import rig
 import torch
 from node_rig import (
     collect_for_ever,
-    encoded,
     ids_in,
     kill,
     nodes,
@@ -38,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("tidy_nodes")
 
 @pytest.mark.filterwarnings("ignore:collection continues without it")
 def test_everything_can_be_asked_of_the_nodes_that_are_left():
-    policy = encoded(10)
+    policy = rig.encoded(10)
     with nodes(rig.counting(0), rig.counting(1), policy=policy, on_failure="continue") as collector:
         collector.next()
         policy.module.set(1.0)
@@ -117,7 +116,7 @@ LOST = "continues without it until replacement 1 of 3 has joined: worker 1 .*kil
 
 
 def test_a_replacement_takes_part_with_the_newest_weights_and_ids_of_its_own():
-    policy = encoded(10)
+    policy = rig.encoded(10)
     seen = []
     with relaunching(
         rig.counting(0),
@@ -216,7 +215,7 @@ def test_streams_of_a_replacement_follow_from_the_seed_and_repeat_nothing(seeded
 
 @pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
 def test_weights_sent_by_message_and_models_with_extra_state_reach_a_replacement():
-    policy = encoded(10)
+    policy = rig.encoded(10)
     with relaunching(rig.counting(0), rig.counting(1), policy=policy) as collector:
         policy.module.set(2.0)
         collector.update_policy_weights_()

@@ -11,7 +11,7 @@ from collections import defaultdict
 import pytest
 import rig
 import torch
-from node_rig import encoded, nodes, run_learner
+from node_rig import nodes, run_learner
 from tensordict import LazyStackedTensorDict
 from tensordict.nn import TensorDictModule
 
@@ -35,18 +35,13 @@ from gleanrl.weight_update import DistributedWeightSyncScheme, WeightSyncScheme
 pytestmark = pytest.mark.usefixtures("tidy_nodes")
 
 
-def rows(batch):
-    """Return (number, steps) of every frame's next observation."""
-    return [tuple(map(int, row)) for row in batch["next", "observation"].flatten(0, -2).tolist()]
-
-
 def until_error(collector):
     """Iterate for good; return what was delivered and the error."""
     delivered = []
     try:
         with rig.in_time():
             for batch in collector:
-                delivered += rows(batch)
+                delivered += rig.rows(batch)
     except Exception as err:
         return delivered, err
     raise AssertionError("nothing was raised")
@@ -110,7 +105,7 @@ def test_asynchronous_nodes_lose_and_repeat_nothing():
     last = defaultdict(int)
     with nodes(rig.counting(0), rig.counting(1), rig.counting(2), total_frames=8 * 30) as collector:
         for batch in collector:
-            for number, step in rows(batch):
+            for number, step in rig.rows(batch):
                 assert step == last[number] + 1
                 last[number] = step
         assert sum(last.values()) == 8 * 30
@@ -118,14 +113,8 @@ def test_asynchronous_nodes_lose_and_repeat_nothing():
         assert collector.stats()["completed"] is True
 
 
-def growing():
-    from torchrl.testing.mocking_classes import EnvWithDynamicSpec
-
-    return EnvWithDynamicSpec(max_count=4)
-
-
 def test_ragged_data_beside_data_with_a_layout():
-    with nodes(growing, lambda: GymEnv("CartPole-v1"), total_frames=160) as collector:
+    with nodes(rig.growing, lambda: GymEnv("CartPole-v1"), total_frames=160) as collector:
         ragged = [isinstance(batch, LazyStackedTensorDict) for batch in collector]
     assert 0 < sum(ragged) < len(ragged) == 20
 
@@ -143,13 +132,13 @@ def test_a_replay_buffer_of_the_learner_is_filled_in_the_background():
 
 
 def test_endless_seeds_and_states():
-    with nodes(rig.counting(0), rig.counting(1), policy=encoded(), sync=True) as collector:
+    with nodes(rig.counting(0), rig.counting(1), policy=rig.encoded(), sync=True) as collector:
         assert collector.total_frames == float("inf")
         assert collector.set_seed(5) == 6
         collector.next()
         state = collector.state_dict()
         assert state["frames"] == 16
-    policy = encoded()
+    policy = rig.encoded()
     policy.module.set(7.0)
     with nodes(rig.counting(0), rig.counting(1), policy=policy, sync=True) as other:
         other.load_state_dict(state)
@@ -164,7 +153,7 @@ def test_endless_seeds_and_states():
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_every_frame_has_the_weights_its_version_says(sync):
-    policy = encoded(100_000)
+    policy = rig.encoded(100_000)
     versions = defaultdict(list)
     with nodes(
         rig.counting(0), rig.counting(1), policy=policy, sync=sync, track_policy_version=True
@@ -186,7 +175,7 @@ def test_every_frame_has_the_weights_its_version_says(sync):
 
 
 def test_weights_of_one_node_and_of_a_scheme():
-    policy = encoded()
+    policy = rig.encoded()
     scheme = WeightSyncScheme.from_backend("distributed")
     assert isinstance(scheme, DistributedWeightSyncScheme)
     with nodes(
@@ -205,7 +194,7 @@ def test_weights_of_one_node_and_of_a_scheme():
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_weights_are_sent_after_each_batch(sync):
-    policy = encoded()
+    policy = rig.encoded()
     with nodes(
         rig.counting(0), rig.counting(1), policy=policy, sync=sync, update_after_each_batch=True
     ) as collector:
@@ -220,7 +209,7 @@ def test_weights_are_sent_after_each_batch(sync):
 
 
 def test_no_node_waits_longer_for_weights_than_the_interval():
-    policy = encoded()
+    policy = rig.encoded()
     with DistributedSyncCollector(
         [rig.counting(0), rig.counting(1)],
         policy,
@@ -241,7 +230,7 @@ def test_no_node_waits_longer_for_weights_than_the_interval():
 
 @pytest.mark.parametrize("inner", ["sync", "async"])
 def test_nodes_with_workers_of_their_own(inner):
-    policy = encoded()
+    policy = rig.encoded()
     with nodes(
         rig.counting(0),
         rig.counting(1),
@@ -375,7 +364,7 @@ def test_collection_goes_on_without_a_lost_node():
     collector = nodes(
         rig.counting(0, pause=0.001),
         rig.counting(1, fault=rig.kill),
-        policy=encoded(),
+        policy=rig.encoded(),
         total_frames=8 * 20,
         on_failure="continue",
     )
@@ -383,7 +372,7 @@ def test_collection_goes_on_without_a_lost_node():
     lost = "continues without it.*killed by signal 9"
     with collector, pytest.warns(UserWarning, match=lost):  # noqa: PT031
         for batch in collector:
-            delivered += rows(batch)
+            delivered += rig.rows(batch)
             collector.update_policy_weights_()
         assert collector.stats()["workers_alive"] == 1
     assert len(delivered) == 8 * 20
@@ -401,7 +390,7 @@ def test_when_the_last_node_is_lost_that_is_raised():
 
 @pytest.mark.parametrize("command", ["update_policy_weights_", "state_dict", "shutdown"])
 def test_commands_after_a_death(command):
-    collector = nodes(rig.counting(0), rig.counting(1), policy=encoded(4), sync=True)
+    collector = nodes(rig.counting(0), rig.counting(1), policy=rig.encoded(4), sync=True)
     collector.next()
     dead = collector.map_fn("env.pid")[1]
     os.kill(dead, signal.SIGKILL)
@@ -500,13 +489,13 @@ def test_tiny_rollouts_do_not_touch_their_neighbours(count, steps):
         for number in range(6):
             batch = collector.next()
             first = number * steps + 1
-            assert rows(batch) == [
+            assert rig.rows(batch) == [
                 (node + 1, step) for node in range(count) for step in range(first, first + steps)
             ]
 
 
 def test_updates_that_nobody_takes_cost_no_memory_and_the_last_one_counts():
-    policy = encoded(1_000_000)
+    policy = rig.encoded(1_000_000)
     with nodes(
         rig.counting(0), rig.counting(1), policy=policy, sync=True, track_policy_version=True
     ) as collector:
@@ -523,7 +512,7 @@ def test_updates_that_nobody_takes_cost_no_memory_and_the_last_one_counts():
 
 
 def test_updates_after_each_batch_go_on_without_a_lost_node():
-    policy = encoded()
+    policy = rig.encoded()
     collector = nodes(
         rig.counting(0),
         rig.counting(1),
@@ -534,14 +523,14 @@ def test_updates_after_each_batch_go_on_without_a_lost_node():
     with collector, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         while (batch := collector.next()) is not None:
-            number = rows(batch)[0][0]
+            number = rig.rows(batch)[0][0]
             break
         dead = collector.map_fn("env.pid")[number]
         os.kill(dead, signal.SIGKILL)
         rig.await_end([dead])
         for _ in range(30):
             last = collector.next()
-        assert rows(last)[0][0] == 1 - number
+        assert rig.rows(last)[0][0] == 1 - number
 
 
 def test_an_argument_that_cannot_be_pickled_costs_no_node():

@@ -56,12 +56,6 @@ def make():
         made.pop().shutdown(raise_on_error=False)
 
 
-def encoded(width=1000):
-    return TensorDictModule(
-        rig.Encoded(width), in_keys=["observation"], out_keys=["action", "seen"]
-    )
-
-
 def two(**options):
     return rig.counting(0, **options), rig.counting(1, **options)
 
@@ -187,7 +181,7 @@ def test_whole_trajectories(make):
 
 
 def test_the_next_batch_is_made_with_the_new_weights(make):
-    policy = encoded()
+    policy = rig.encoded()
     collector = make(*two(), policy=policy, track_policy_version=True)
     for value in range(1, 30):
         policy.module.set(float(value))
@@ -198,7 +192,7 @@ def test_the_next_batch_is_made_with_the_new_weights(make):
 
 
 def test_rollouts_asked_for_after_an_update_use_it(make):
-    policy = encoded()
+    policy = rig.encoded()
     collector = make(*two(), policy=policy, sync=False, track_policy_version=True)
     batches, sent = iter(collector), defaultdict(list)
     for value in range(1, 60):
@@ -214,7 +208,7 @@ def test_rollouts_asked_for_after_an_update_use_it(make):
 
 
 def test_many_updates_at_once_end_with_the_last_one(make):
-    policy = encoded(100_000)
+    policy = rig.encoded(100_000)
     collector = make(*two(), policy=policy, track_policy_version=True)
     for turn in range(1, 4):
         for value in range(20):
@@ -227,7 +221,7 @@ def test_many_updates_at_once_end_with_the_last_one(make):
 
 
 def test_some_nodes_several_forms_and_both_ways_of_travel(make):
-    policy = encoded()
+    policy = rig.encoded()
     collector = make(*two(), policy=policy, track_policy_version=True)
     collector.update_policy_weights_(
         {"module.weight": torch.ones(1000), "module.shadow": torch.ones(3)}, worker_ids=1
@@ -246,7 +240,7 @@ def test_some_nodes_several_forms_and_both_ways_of_travel(make):
     "options", [{"update_after_each_batch": True}, {"max_weight_update_interval": 1}]
 )
 def test_updates_by_themselves(make, options):
-    policy = encoded()
+    policy = rig.encoded()
     collector = make(*two(), policy=policy, track_policy_version=True, **options)
     for value in range(1, 5):
         batch = collector.next()
@@ -256,7 +250,7 @@ def test_updates_by_themselves(make, options):
 
 
 def test_a_cascade_applies_every_update_at_every_leaf(make):
-    policy = encoded()
+    policy = rig.encoded()
     collector = make(
         *two(),
         policy=policy,
@@ -282,7 +276,7 @@ def test_the_scheme_has_its_names():
 
 
 def test_state_and_seeds(make):
-    policy = encoded(10)
+    policy = rig.encoded(10)
     collector = make(*two(), policy=policy, total_frames=64)
     policy.module.set(3.0)
     collector.update_policy_weights_()
@@ -291,7 +285,7 @@ def test_state_and_seeds(make):
     assert state["frames"] == 16
     collector.shutdown()
 
-    other = make(*two(), policy=encoded(10), total_frames=64)
+    other = make(*two(), policy=rig.encoded(10), total_frames=64)
     other.load_state_dict(state)
     batches = [batch.clone() for batch in other]
     assert len(batches) == 3
@@ -385,7 +379,7 @@ def test_collection_goes_on_without_a_lost_node(make):
     collector = make(
         rig.counting(0, pause=0.001),
         rig.counting(1, fault=rig.kill),
-        policy=encoded(4),
+        policy=rig.encoded(4),
         sync=False,
         total_frames=160,
         on_failure="continue",
@@ -403,7 +397,7 @@ def test_collection_goes_on_without_a_lost_node(make):
 
 @pytest.mark.parametrize("command", ["update_policy_weights_", "state_dict", "shutdown"])
 def test_commands_after_a_death(make, command):
-    collector = make(*two(), policy=encoded(4))
+    collector = make(*two(), policy=rig.encoded(4))
     collector.next()
     dead = collector.map_fn("env.pid")[1]
     os.kill(dead, signal.SIGKILL)

@@ -11,7 +11,7 @@ from torch import nn
 
 from gleanrl import MultiAsyncCollector, WeightsError
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.weights.shared import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
+from gleanrl.weights.buffers import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
 from gleanrl.weights.snapshot import TrackedModule
 
 WEIGHTS = {
@@ -158,7 +158,7 @@ def test_marks_stand_on_the_right_side_of_what_they_announce(monkeypatch) -> Non
     first = np.frombuffer(memory.map(), np.float32, 4, buffer + 64)
     seen: list[tuple[int, int, bool]] = []
     monkeypatch.setattr(
-        "gleanrl.weights.shared.fence",
+        "gleanrl.weights.buffers.fence",
         lambda: seen.append((int(count[0]), int(mark[0]), bool(first.any()))),
     )
     board.publish([torch.ones(4)], 1, 1)

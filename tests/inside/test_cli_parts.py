@@ -20,12 +20,12 @@ from gleanrl import Collector, MultiAsyncCollector, MultiSyncCollector
 from gleanrl.cli import topology
 from gleanrl.cli.bench import Result, Results
 from gleanrl.cli.bench import plan as plan_bench
-from gleanrl.cli.collect import describe_progress, plan
+from gleanrl.cli.collect import plan
 from gleanrl.cli.main import parser
 from gleanrl.cli.options import BenchOptions, CollectOptions
 from gleanrl.cli.topology import Topology
 from gleanrl.recording.episodes import EpisodeStats, summary
-from gleanrl.watch.progress import Display, plain
+from gleanrl.watch.progress import Display, describe, plain
 
 # -- episodes --------------------------------------------------------------------------------------
 
@@ -119,15 +119,13 @@ def test_rewards_of_several_agents_add_up():
     stats = EpisodeStats()
     stats.update(batch)
     assert stats.returns.tolist() == [6.0]
-    assert stats.recent(100) == (6.0, 3.0)
+    assert stats.lengths.tolist() == [3]
 
 
-def test_recent_looks_at_the_latest_episodes_only():
+def test_returns_are_summed_up_for_json():
     stats = EpisodeStats()
-    assert stats.recent(2) is None
     for reward in (1, 2, 3, 4):
         stats.add(np.full((1, 1), reward), np.ones((1, 1), bool))
-    assert stats.recent(2) == (3.5, 1.0)
     found = summary(stats.returns)
     assert found == {"mean": 2.5, "std": pytest.approx(1.118, abs=1e-3), "min": 1.0, "max": 4.0}
     assert summary(np.array([np.nan]))["mean"] is None
@@ -166,16 +164,15 @@ def test_a_batch_size_that_was_asked_for_is_kept():
 
 
 def test_lines_come_every_few_seconds_and_say_where_collection_stands(capsys):
-    stats = EpisodeStats()
-    rewards, ended = np.full((1, 1000), 21.56 / 20), np.tile([False] * 19 + [True], 50)[None]
+    facts = {"fps_mean": 2000.4, "episodes": 100, "return_mean": 21.56}
     with Display("CartPole-v1", 10_000, 5.0, clock=iter([0.0, 1.0, 5.0, 6.0, 10.0]).__next__) as d:
         for frames in (1000, 2000, 3000, 4000):
-            stats.add(rewards, ended)
-            d.show(frames, "", f": {describe_progress(stats, 10_000, frames / 2000)}")
-    facts = "episodes, return 21.6, length 20.0"
+            text, line = describe({"frames": frames, **facts}, 10_000, last=True)
+            assert text == "2,000 frames/s  return 21.6"
+            d.show(frames, text, f": {line}")
     assert capsys.readouterr().err.splitlines() == [
-        f"CartPole-v1: 2,000/10,000 frames (20%), 2,000 frames/s, 100 {facts}",
-        f"CartPole-v1: 4,000/10,000 frames (40%), 2,000 frames/s, 200 {facts}",
+        "CartPole-v1: 2,000/10,000 frames (20%), 2,000 frames/s, return 21.6",
+        "CartPole-v1: 4,000/10,000 frames (40%), 2,000 frames/s, return 21.6",
     ]
 
 

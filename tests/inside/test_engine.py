@@ -5,29 +5,15 @@ import functools
 import pytest
 import rig
 import torch
-from backend_rig import Act, Die, Fail, ScriptedBackend, StampedSource, check_stamps
+from backend_rig import Act, Die, Fail, ScriptedBackend, StampedSource, check_stamps, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core import messages as m
 from gleanrl.core.options import FrameBudget
-from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.budget import Budget
-from gleanrl.engine.engine import Engine
 from gleanrl.transport.inline import InlineBackend
-
-
-def plan(engine, steps, options):
-    frames = [steps * envs for envs in engine.envs]
-    engine.plan(FrameBudget(frames_per_batch=sum(frames), total_frames=None), frames, options)
-
-
-def running(make_backend, factories, steps, **options):
-    """Return an engine that makes stacked batches, and a function that collects one."""
-    engine = Engine(make_backend, factories)
-    plan(engine, steps, BatchOptions(stacked=True, **options))
-    return engine
 
 
 def collect(engine, timeout=None):

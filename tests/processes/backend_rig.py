@@ -13,8 +13,12 @@ from tensordict import TensorDictBase
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.layout import Field, Layout
+from gleanrl.core.options import FrameBudget
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.window import Window
+from gleanrl.engine.batches import BatchOptions
+from gleanrl.engine.budget import Budget
+from gleanrl.engine.engine import Engine
 from gleanrl.transport.worker import OpenWindow, Worker
 
 
@@ -194,3 +198,21 @@ def check_stamps(batch: TensorDictBase) -> list[int]:
         assert len(values) == 1, f"a torn rollout holds {sorted(values)}"
         stamps.append(values.pop())
     return stamps
+
+
+def plan(engine, steps, options):
+    frames = [steps * envs for envs in engine.envs]
+    engine.plan(FrameBudget(frames_per_batch=sum(frames), total_frames=None), frames, options)
+
+
+def running(make_backend, factories, steps, **options):
+    """Return an engine that makes stacked batches, and a function that collects one."""
+    engine = Engine(make_backend, factories)
+    plan(engine, steps, BatchOptions(stacked=True, **options))
+    return engine
+
+
+def collect(engine, timeout=30.0):
+    budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
+    batch, _ = engine.collect(budget, timeout)
+    return batch

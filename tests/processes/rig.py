@@ -15,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import warm
+from tensordict.nn import TensorDictModule
 from torch import nn
 
 LIMIT = 5.0
@@ -163,6 +164,21 @@ class Encoded(nn.Module):
         with torch.no_grad():
             self.weight.fill_(value)
             self.shadow.fill_(value)
+
+
+def encoded(width=1000):
+    return TensorDictModule(Encoded(width), in_keys=["observation"], out_keys=["action", "seen"])
+
+
+def growing():
+    from torchrl.testing.mocking_classes import EnvWithDynamicSpec
+
+    return EnvWithDynamicSpec(max_count=4)
+
+
+def rows(batch):
+    """Return (number, steps) of every frame's next observation."""
+    return [tuple(map(int, row)) for row in batch["next", "observation"].flatten(0, -2).tolist()]
 
 
 # -- what must not be left behind ------------------------------------------------------------------

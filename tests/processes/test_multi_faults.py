@@ -55,11 +55,6 @@ def make(request):
         made.pop().shutdown(raise_on_error=False)
 
 
-def rows(batch):
-    """Return (number, steps) of every frame's next observation."""
-    return [tuple(map(int, row)) for row in batch["next", "observation"].flatten(0, -2).tolist()]
-
-
 def until_error(collector):
     """Iterate for good; return what was delivered, as it was then, and the error."""
     kept, then = [], []
@@ -67,9 +62,9 @@ def until_error(collector):
         with rig.in_time():
             for batch in collector:
                 kept.append(batch)
-                then.append(rows(batch))
+                then.append(rig.rows(batch))
     except Exception as err:
-        assert [rows(batch) for batch in kept] == then
+        assert [rig.rows(batch) for batch in kept] == then
         return then, err
     raise AssertionError("nothing was raised")
 
@@ -166,7 +161,7 @@ def test_a_hanging_worker_is_found_by_a_learner_that_always_has_work():
     )
     with rig.in_time(), pytest.raises(CollectorTimeout, match=r"workers \[1\]"):  # noqa: PT012
         for batch in collector:
-            assert rows(batch)[0][0] == 0
+            assert rig.rows(batch)[0][0] == 0
             time.sleep(0.02)  # learning; worker 0 is always ahead of it
     assert collector.closed
 
@@ -183,7 +178,7 @@ def test_an_error_does_not_wait_for_a_worker_that_hangs(make):
 def test_rollouts_that_had_arrived_are_delivered_before_the_death():
     env = rig.counting(7, fault=rig.leave_soon, at=17)
     collector = MultiAsyncCollector([env], frames_per_batch=8)
-    seen = rows(collector.next())
+    seen = rig.rows(collector.next())
     rig.await_end(rig.workers())  # it has made two more rollouts, and died while it was idle
     delivered, error = until_error(collector)
     seen += [row for batch in delivered for row in batch]
@@ -199,11 +194,11 @@ def test_rollouts_of_others_are_delivered_before_the_death():
     )
     dying = collector.map_fn("env.pid")[0]
     iterator = collector.iterator()
-    seen = rows(next(iterator))
+    seen = rig.rows(next(iterator))
     rig.await_end([dying])
     with pytest.raises(WorkerDied, match="worker 0"):  # noqa: PT012
         while True:
-            seen += rows(next(iterator))
+            seen += rig.rows(next(iterator))
     for number in (1, 2):
         steps = [step for worker, step in seen if worker == number]
         assert steps == list(range(1, len(steps) + 1))
@@ -380,7 +375,7 @@ def test_shutdown_twice_and_from_its_own_loop(make):
                 collector.shutdown()
         collector.shutdown()
         collector.async_shutdown()
-    assert rows(kept[0])[:8] in [[(w, s) for s in range(1, 9)] for w in (0, 1)]
+    assert rig.rows(kept[0])[:8] in [[(w, s) for s in range(1, 9)] for w in (0, 1)]
     with pytest.raises(ClosedError):
         collector.state_dict()
 

@@ -84,12 +84,6 @@ def wordy():
     return Wordy(max_steps=4)
 
 
-def growing():
-    from torchrl.testing.mocking_classes import EnvWithDynamicSpec
-
-    return EnvWithDynamicSpec(max_count=4)
-
-
 @pytest.mark.parametrize("cat", [None, -1])
 def test_data_without_a_layout_travel_with_the_reply(cat):
     def act(td):
@@ -107,7 +101,7 @@ def test_data_without_a_layout_travel_with_the_reply(cat):
 
 
 def test_ragged_data_asynchronously_beside_data_with_a_layout():
-    envs = [growing, lambda: GymEnv("CartPole-v1")]
+    envs = [rig.growing, lambda: GymEnv("CartPole-v1")]
     with MultiAsyncCollector(envs, frames_per_batch=6, total_frames=120) as collector:
         ragged = [isinstance(batch, LazyStackedTensorDict) for batch in collector]
     assert 0 < sum(ragged) < len(ragged) == 20

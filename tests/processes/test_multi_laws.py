@@ -43,12 +43,6 @@ def open_two(kind, policy=None, frames=8, envs=None, **options):
     return KINDS[kind](envs, policy, frames_per_batch=total, **options)
 
 
-def encoded(width=1000):
-    return TensorDictModule(
-        rig.Encoded(width), in_keys=["observation"], out_keys=["action", "seen"]
-    )
-
-
 class Ledger:
     """Follows the steps of every environment from batch to batch."""
 
@@ -209,7 +203,7 @@ def test_batch_boundaries_do_not_change_the_stream_of_processes():
 
 @pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
 def test_every_rollout_is_made_with_the_weights_of_its_version(kind, scheme):
-    policy, ledger = encoded(30_000), Ledger()
+    policy, ledger = rig.encoded(30_000), Ledger()
     with open_two(
         kind, policy, track_policy_version=True, weight_sync_schemes={"policy": scheme()}
     ) as collector:
@@ -229,7 +223,7 @@ def test_every_rollout_is_made_with_the_weights_of_its_version(kind, scheme):
 
 def test_a_worker_sees_no_half_update_of_several_models():
     """Two models of one call travel together, whatever else is published around them."""
-    policy, ledger = encoded(2000), Ledger()
+    policy, ledger = rig.encoded(2000), Ledger()
     with open_two("async", policy, track_policy_version=True) as collector:
         for number, batch in enumerate(collector, start=1):
             ledger.take_versions(batch)
@@ -246,7 +240,7 @@ def test_a_worker_sees_no_half_update_of_several_models():
 
 
 def test_chosen_workers_get_weights_the_others_keep_theirs():
-    policy = encoded(4)
+    policy = rig.encoded(4)
     with open_two("sync", policy, track_policy_version=True) as collector:
         policy.module.set(1)
         collector.update_policy_weights_(worker_ids=1)
@@ -269,10 +263,10 @@ def test_chosen_workers_get_weights_the_others_keep_theirs():
 
 def test_policies_made_in_workers():
     def make():
-        return encoded(4)
+        return rig.encoded(4)
 
     def seven():
-        policy = encoded(4)
+        policy = rig.encoded(4)
         policy.module.set(7)
         return policy
 
@@ -410,7 +404,7 @@ def test_what_reset_and_set_seed_discard_is_counted(kind, how):
 
 
 def test_random_frames_are_counted_over_all_workers(kind):
-    policy = encoded(4)
+    policy = rig.encoded(4)
     policy.module.set(1)
     with open_two(kind, policy, init_random_frames=32, total_frames=96) as collector:
         acted = [batch["seen"].ne(0).all(-1).flatten() for batch in collector]
@@ -421,7 +415,7 @@ def test_random_frames_are_counted_over_all_workers(kind):
 
 def test_save_and_load_continue(tmp_path):
     def policy():
-        return encoded(4)
+        return rig.encoded(4)
 
     def run(collector):
         batch = collector.next()

@@ -12,14 +12,12 @@ import gymnasium as gym
 import pytest
 import rig
 import torch
-from backend_rig import StampedSource
+from backend_rig import StampedSource, collect, running
 from torch import nn
 
 from gleanrl import ConfigError, WorkerDied, WorkerError
 from gleanrl.core import messages as m
-from gleanrl.core.options import EnvOptions, FrameBudget, PolicyOptions, RolloutOptions
-from gleanrl.engine.batches import BatchOptions
-from gleanrl.engine.budget import Budget
+from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
 from gleanrl.engine.engine import Engine
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.transport import pickling
@@ -38,24 +36,6 @@ def builder(worker, workers, policy=act):
         policy=PolicyOptions(policy=policy),
         rollout=RolloutOptions(max_frames_per_traj=30),
     )
-
-
-def plan(engine, steps, options):
-    frames = [steps * envs for envs in engine.envs]
-    engine.plan(FrameBudget(frames_per_batch=sum(frames), total_frames=None), frames, options)
-
-
-def running(make_backend, factories, steps, **options):
-    """Return an engine that makes stacked batches, and a function that collects one."""
-    engine = Engine(make_backend, factories)
-    plan(engine, steps, BatchOptions(stacked=True, **options))
-    return engine
-
-
-def collect(engine, timeout=30.0):
-    budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
-    batch, _ = engine.collect(budget, timeout)
-    return batch
 
 
 def seeded(make_backend, factories):
@@ -174,7 +154,7 @@ SCRIPT = """
     from gleanrl.engine.batches import BatchOptions
     from gleanrl.engine.budget import Budget
     from gleanrl.engine.engine import Engine
-    from backend_rig import StampedSource
+    from backend_rig import StampedSource, collect, running
 
     class Stuck(StampedSource):  # lives in __main__, is never importable there
         def collect(self, window, steps, stop, random):

@@ -260,8 +260,7 @@ class Mortal:
 rb.storage.ring._h = Mortal()
 taken = rb.storage.ring.reserve(4)
 values, _ = rb.storage.prepare(rows(7, 0, 4), 0)
-for start, stop, ahead in rb.storage.ring.pieces(taken.first, 4):
-    rb.storage.write(start, values, ahead, stop - start)
+rb.storage.write(taken, values, 0)
 rb.storage.ring.commit(taken)
 """
 

@@ -8,16 +8,13 @@ import subprocess
 
 import pytest
 import torch
+from cli_rig import card_of
 from disk_rig import MB, fill, rows
 from tensordict import NonTensorStack, TensorDict
 
 import gleanrl
 from gleanrl import Collector, ConfigError, GleanError, MultiSyncCollector, Recorder, load_dataset
 from gleanrl.cli.main import main
-
-
-def card_of(path):
-    return json.loads((path / "card.json").read_text())
 
 
 def make_frames(number, start=0, episode=5):

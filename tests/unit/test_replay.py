@@ -302,8 +302,7 @@ def test_rows_are_written_in_place_and_seen_when_committed():
     values, _ = rb.storage.prepare(rows(8, 4), 0)
     pieces = list(rb.storage.ring.pieces(taken.first, taken.rows))
     assert pieces == [(8, 10, 0), (0, 2, 2)]
-    for start, stop, ahead in pieces:
-        rb.storage.write(start, values, ahead, stop - start)
+    rb.storage.write(taken, values, 0)
     assert set(rb.sample(100)["action"].tolist()) == {2, 3, 4, 5, 6, 7}
     assert rb.write_count == 8
     assert rb.storage.ring.commit(taken)

@@ -190,9 +190,7 @@ def test_writers_that_interleave_die_and_go_round_each_other(data, size, count):
                 except ReplayError:  # no gap between rows that are being written is so wide
                     assert not reservations
                     break
-                storage.link(reservation, values, 0, number)
-                for start, stop, ahead in storage.ring.pieces(reservation.first, number):
-                    storage.write(start, values, ahead, stop - start)
+                storage.write(reservation, values, 0)
                 reservations.append(reservation)
             held += [reservations] if reservations else []
         compare(*buffers)

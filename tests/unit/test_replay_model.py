@@ -64,8 +64,7 @@ class Buffers(RuleBasedStateMachine):
             return
         storage = self.both[0].storage
         values, _ = storage.prepare(rows(self.next, held.rows), 0)
-        for start, stop, ahead in storage.ring.pieces(held.first, held.rows):
-            storage.write(start, values, ahead, stop - start)
+        storage.write(held, values, 0)
         if self.both[which].storage.ring.commit(held):
             self.store([(held.first + n) % SIZE for n in range(held.rows)])
 

@@ -291,8 +291,9 @@ def test_a_logger_that_raises_is_left_out_and_no_batch_is_lost():
         with pytest.warns(UserWarning, match="not called any more, it raised OSError"):
             batches = [batch.clone() for batch in collector]
         assert len(batches) == 2
-    with pytest.raises(ValueError, match="logger \\(3\\) must be a callable"):
-        Collector(Counting, frames_per_batch=10, logger=3)
+    for logger in (3, [3]):
+        with pytest.raises(ValueError, match=r"logger \(\[?3\]?\) must be"):
+            Collector(Counting, frames_per_batch=10, logger=logger)
 
 
 def test_a_collector_says_what_it_is_and_what_it_does():

@@ -24,19 +24,35 @@ from gleanrl.recording.dataset import size
 from gleanrl.recording.episodes import EpisodeStats, describe_episodes
 from gleanrl.recording.formats import check_target
 from gleanrl.recording.recorder import Recorder, make_way
-from gleanrl.watch.progress import Display
+from gleanrl.watch.progress import Display, describe
 
-_RECENT = 100
-"""Episodes that the display averages over."""
 _LINE_EVERY_S = 5.0
 
 
 def topology(options: CollectOptions) -> Topology:
-    """Return the environments that were asked for, and the processes they are in."""
+    """Return the environments that were asked for, and the processes they are in.
+
+    Raises:
+        ConfigError: options contradict each other, or ask for more memory than there is.
+    """
+    over_nodes = options.backend != "process"
+    if over_nodes and options.nodes is None:
+        raise ConfigError(f"--backend {options.backend} needs --nodes N")
+    if over_nodes and options.workers is not None:
+        raise ConfigError(
+            "--workers counts processes of this machine: use --nodes for nodes, and --num-envs for "
+            "the environments of each"
+        )
+    if options.nodes is not None and not over_nodes:
+        raise ConfigError("--nodes needs --backend distributed or --backend ray")
     count = options.workers or options.nodes or 0
-    return Topology(
+    if options.asynchronous and not count:
+        raise ConfigError("--async is about worker processes: say how many with --workers N")
+    found = Topology(
         count, options.num_envs, options.asynchronous, options.backend, options.launcher
     )
+    found.check_memory()
+    return found
 
 
 def plan(options: CollectOptions) -> tuple[int, int]:
@@ -70,19 +86,6 @@ class _Drained:
         return all(count >= goal for count, goal in zip(counts, self._goals, strict=True))
 
 
-def describe_progress(stats: EpisodeStats, total: int, seconds: float) -> str:
-    """Say in one line how far ``seconds`` of collecting have come."""
-    percent = 100 * stats.frames // max(total, 1)
-    parts = [
-        f"{stats.frames:,}/{total:,} frames ({percent}%)",
-        f"{_rate(stats, seconds):,.0f} frames/s",
-        plural(stats.episodes, "episode"),
-    ]
-    recent = stats.recent(_RECENT)
-    parts += [] if recent is None else [f"return {recent[0]:,.1f}", f"length {recent[1]:,.1f}"]
-    return ", ".join(parts)
-
-
 def run(options: CollectOptions) -> int:
     """Collect, print the result and return the exit code.
 
@@ -90,7 +93,7 @@ def run(options: CollectOptions) -> int:
         ConfigError: an option is wrong or the environment is not known.
         Exception: what the environment or the policy raises.
     """
-    _check_counts(options)
+    where = topology(options)
     if options.out is not None:
         make_way(options.out)
         check_target(options.format, options.out.resolve())
@@ -99,9 +102,7 @@ def run(options: CollectOptions) -> int:
     policy = load_policy(options.policy)
     frames_per_batch, total = plan(options)
     interruptor = Interruptor()
-    with topology(options).make(
-        options.env, policy, frames_per_batch, total, interruptor
-    ) as collector:
+    with where.make(options.env, policy, frames_per_batch, total, interruptor) as collector:
         if options.explain:
             print(collector.explain())  # noqa: T201  # this is the command's output
             return 0
@@ -112,16 +113,13 @@ def run(options: CollectOptions) -> int:
             stats, seconds = _collect(collector, total, recorder, interruptor, display)
             if recorder is not None and stats.frames < total:
                 recorder.close("interrupted")
-    speed = f"{seconds:,.1f} s ({_rate(stats, seconds):,.0f} per second)"
+    rate = stats.frames / max(seconds, 1e-9)
     lines = [
         ("environment", options.env),
-        ("setting", str(topology(options))),
+        ("setting", str(where)),
         ("policy", options.policy),
         ("seed", str(seed)),
-        (
-            "frames",
-            f"{stats.frames:,} in {speed}",
-        ),
+        ("frames", f"{stats.frames:,} in {seconds:,.1f} s ({rate:,.0f} per second)"),
         *describe_episodes(stats),
     ]
     if stats.frames < total:
@@ -134,20 +132,19 @@ def run(options: CollectOptions) -> int:
 
 
 def _recorder(options: CollectOptions, path: Path, seed: int, total: int) -> Recorder:
-    where = topology(options)
+    workers = options.workers or options.nodes or 0
     facts = {
-        "workers": where.workers,
+        "workers": workers,
         "backend": options.backend,
         "async": options.asynchronous,
         "policy": options.policy,
         "command": options.command,
     }
-    num_envs = where.num_envs * max(1, where.workers)
     return Recorder(
         path,
         options.format,
         env=options.env,
-        num_envs=num_envs,
+        num_envs=options.num_envs * max(1, workers),
         seed=seed,
         total_frames=total,
         facts=facts,
@@ -169,18 +166,16 @@ def _collect(
             recorder.write(batch)
         del batch  # the collector uses its memory again once nobody holds it
         seconds = time.perf_counter() - start
-        rate, recent = _rate(stats, seconds), stats.recent(_RECENT)
         if recorder is not None:
-            recorder.facts |= {"seconds": round(seconds, 3), "frames_per_second": round(rate, 1)}
-        beside = f"{rate:,.0f} frames/s" + (f"  return {recent[0]:,.1f}" if recent else "")
-        display.show(stats.frames, beside, f": {describe_progress(stats, total, seconds)}")
-        if interruptor.collection_stopped() and drained(collector):
+            rate = round(stats.frames / seconds, 1)
+            recorder.facts |= {"seconds": round(seconds, 3), "frames_per_second": rate}
+        stopped = interruptor.collection_stopped()
+        if display.due or stopped or stats.frames >= total:
+            beside, line = describe(collector.stats(), total, last=True)
+            display.show(stats.frames, beside, f": {line}")
+        if stopped and drained(collector):
             break
     return stats, seconds
-
-
-def _rate(stats: EpisodeStats, seconds: float) -> float:
-    return stats.frames / seconds if seconds else 0.0
 
 
 def _draw(stats: EpisodeStats, out: Path | None) -> None:
@@ -193,23 +188,6 @@ def _draw(stats: EpisodeStats, out: Path | None) -> None:
     if out is not None:
         how = shlex.join(["gleanrl", "inspect", str(out)])
     print(f"returns over time: {how}")  # noqa: T201  # this is the command's output
-
-
-def _check_counts(options: CollectOptions) -> None:
-    """Processes are counted by ``--workers``, everything else by ``--nodes``."""
-    over_nodes = options.backend != "process"
-    if over_nodes and options.nodes is None:
-        raise ConfigError(f"--backend {options.backend} needs --nodes N")
-    if over_nodes and options.workers is not None:
-        raise ConfigError(
-            "--workers counts processes of this machine: use --nodes for nodes, and --num-envs for "
-            "the environments of each"
-        )
-    if options.nodes is not None and not over_nodes:
-        raise ConfigError("--nodes needs --backend distributed or --backend ray")
-    if options.asynchronous and not (options.workers or options.nodes):
-        raise ConfigError("--async is about worker processes: say how many with --workers N")
-    topology(options).check_memory()
 
 
 @contextlib.contextmanager

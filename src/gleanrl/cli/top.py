@@ -62,7 +62,12 @@ def run(options: TopOptions) -> int:
     pids = sorted({int(status["pid"]) for status in found})
     if len(pids) > 1 and not options.once:
         rows = [
-            (str(status["pid"]), _name(status), status.get("command", ""), *_frames(status))
+            (
+                str(status["pid"]),
+                _name(status),
+                status.get("command", ""),
+                *(_spell(status.get("stats", {}).get(name)) for name in ("frames", "fps")),
+            )
             for status in found
         ]
         print_table(rows, _LIST_COLUMNS, numbers_from=3)
@@ -150,7 +155,7 @@ def _one(status: Status) -> list[RenderableType]:
         prefix = f"worker_{worker}/"
         own = {k.removeprefix(prefix): v for k, v in stats.items() if k.startswith(prefix)}
         lost = own.get("alive") is False
-        pid = f"{own.get('pid')}{f' on {_safe(host)}' * (host != platform.node())}"
+        pid = f"{own.get('pid')}{f' on {escape(plain(host))}' * (host != platform.node())}"
         table.add_row(*_cells(f"{worker}{' lost' * lost}", pid, own), style="red" * lost)
     table.add_row(*_cells("all", "", stats), style="bold")
     return [*lines, table]
@@ -186,18 +191,9 @@ def _name(status: Status) -> str:
     return str(status.get("collector", "a collector"))
 
 
-def _frames(status: Status) -> tuple[str, str]:
-    stats = status.get("stats", {})
-    return _spell(stats.get("frames")), _spell(stats.get("fps"))
-
-
 def _spell(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def _short(value: float | None) -> str:
     return "-" if value is None else number(value)
-
-
-def _safe(text: str) -> str:
-    return escape(plain(text))

@@ -122,15 +122,10 @@ class FrameBudget:
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn of ``text`` where the user's code called this library."""
-    warnings.warn(text, category, stacklevel=users_stacklevel())
-
-
-def users_stacklevel() -> int:
-    """Return the ``stacklevel`` with which the calling function warns the user's code."""
-    frame, level = sys._getframe(1), 1
+    frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gleanrl."):
         frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(text, category, stacklevel=level)
 
 
 def check_int(name: str, value: Any, least: int | None = None) -> int:
@@ -246,47 +241,44 @@ class TrajectoryOptions:
         Raises:
             ConfigError: values or combinations that make no sense.
         """
-        given = cls(
+        if traj_format not in ("padded", "cat"):
+            raise ConfigError(f"traj_format ({traj_format!r}) must be 'padded' or 'cat'")
+        if traj_quota not in (None, "equal"):
+            raise ConfigError(f"traj_quota ({traj_quota!r}) must be 'equal' or None")
+        whole, stored = trajs_per_batch is not None, replay_buffer is not None
+        for wrong, message in (
+            (
+                traj_quota is not None and not whole,
+                "traj_quota shares out whole trajectories: it needs trajs_per_batch",
+            ),
+            (traj_format == "cat" and not whole, "traj_format='cat' needs trajs_per_batch"),
+            (
+                whole and split_trajs,
+                "trajs_per_batch already delivers whole trajectories; drop split_trajs",
+            ),
+            (
+                traj_quota is not None and stored,
+                "traj_quota is for batches that are handed over; into a replay_buffer trajectories "
+                "go as they are completed",
+            ),
+            (
+                trajs_per_write is not None and not (whole and stored),
+                "trajs_per_write says how many whole trajectories are written at once: it needs "
+                "replay_buffer and trajs_per_batch",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(message)
+        count = check_int("trajs_per_batch", trajs_per_batch, least=1) if whole else None
+        if whole and stored:
+            written = 1 if trajs_per_write is None else trajs_per_write
+            count, traj_format = check_int("trajs_per_write", written, least=1), "cat"
+        return cls(
             split_trajs=bool(split_trajs),
-            trajs_per_batch=trajs_per_batch,
+            trajs_per_batch=count,
             traj_format=traj_format,
             traj_quota=traj_quota,
         )
-        if traj_quota is not None and replay_buffer is not None:
-            raise ConfigError(
-                "traj_quota is for batches that are handed over; into a replay_buffer trajectories "
-                "go as they are completed"
-            )
-        written = replay_buffer is not None and trajs_per_batch is not None
-        if trajs_per_write is None:
-            return replace(given, trajs_per_batch=1, traj_format="cat") if written else given
-        if not written:
-            raise ConfigError(
-                "trajs_per_write says how many whole trajectories are written at once: it needs "
-                "replay_buffer and trajs_per_batch"
-            )
-        count = check_int("trajs_per_write", trajs_per_write, least=1)
-        return replace(given, trajs_per_batch=count, traj_format="cat")
-
-    def __post_init__(self) -> None:
-        """Check the combination."""
-        if self.traj_format not in ("padded", "cat"):
-            raise ConfigError(f"traj_format ({self.traj_format!r}) must be 'padded' or 'cat'")
-        if self.traj_quota not in (None, "equal"):
-            raise ConfigError(f"traj_quota ({self.traj_quota!r}) must be 'equal' or None")
-        if self.traj_quota is not None and self.trajs_per_batch is None:
-            raise ConfigError("traj_quota shares out whole trajectories: it needs trajs_per_batch")
-        if self.trajs_per_batch is None:
-            if self.traj_format == "cat":
-                raise ConfigError("traj_format='cat' needs trajs_per_batch")
-            return
-        # A frozen class sets its own fields this way.
-        count = check_int("trajs_per_batch", self.trajs_per_batch, least=1)
-        object.__setattr__(self, "trajs_per_batch", count)
-        if self.split_trajs:
-            raise ConfigError(
-                "trajs_per_batch already delivers whole trajectories; drop split_trajs"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

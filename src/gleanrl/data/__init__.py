@@ -21,8 +21,10 @@ from gleanrl.memory.replay.storages import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
-    RoundRobinWriter,
     Storage,
+)
+from gleanrl.memory.replay.writers import (
+    RoundRobinWriter,
     TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
     Writer,

@@ -12,7 +12,8 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import MASK
 from gleanrl.core.protocols import Source
 from gleanrl.memory.replay.buffer import ReplayBuffer
-from gleanrl.memory.replay.storages import LazyTensorStorage, RoundRobinWriter
+from gleanrl.memory.replay.storages import LazyTensorStorage
+from gleanrl.memory.replay.writers import RoundRobinWriter
 
 _Add: TypeAlias = Callable[[Any], object]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from gleanrl.core.lazy import lazy_exports
 from gleanrl.envs.base import EnvBase
-from gleanrl.envs.gym_env import GymEnv, GymWrapper, set_gym_backend
-from gleanrl.envs.pettingzoo import MarlGroupMapType, PettingZooEnv, PettingZooWrapper
+from gleanrl.envs.libs.gym import GymEnv, GymWrapper, set_gym_backend
+from gleanrl.envs.libs.pettingzoo import MarlGroupMapType, PettingZooEnv, PettingZooWrapper
 from gleanrl.envs.serial import SerialEnv
 from gleanrl.envs.tensordict import EnvMetaData
 

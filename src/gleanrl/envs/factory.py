@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownEnvError
-from gleanrl.envs.pettingzoo import PettingZooEnv, is_pettingzoo_env
+from gleanrl.envs.libs.pettingzoo import PettingZooEnv, is_pettingzoo_env
 from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import is_tensordict_env
 from gleanrl.envs.vector import is_vector_env

@@ -13,7 +13,7 @@ from gleanrl.core.options import EnvOptions
 from gleanrl.core.protocols import Env
 from gleanrl.envs.factory import build, closed_on_error, is_built, is_id, without_call_checks
 from gleanrl.envs.gymnasium import GymnasiumEnv, GymSource, check_same_spaces
-from gleanrl.envs.pettingzoo import PettingZooEnv
+from gleanrl.envs.libs.pettingzoo import PettingZooEnv
 from gleanrl.envs.serial import SerialEnv, gym_parts, gym_source
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
 from gleanrl.envs.vector import NextStepPool, is_vector_env, make_vector

@@ -15,8 +15,8 @@ from gleanrl.core.keys import NEXT, Key
 from gleanrl.core.options import check_int
 from gleanrl.envs.base import EnvBase, close_all
 from gleanrl.envs.factory import EnvFactory, check_ignored, closed_on_error, per_env
-from gleanrl.envs.gym_env import GymEnv, make_tensordict_env
 from gleanrl.envs.gymnasium import GymSource
+from gleanrl.envs.libs.gym import GymEnv, make_tensordict_env
 from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import (
     EndFlags,

@@ -280,33 +280,27 @@ def rebuild(space: gym.Space[Any], path: Path, values: Mapping[Path, Any]) -> An
 
 def _decoder(space: gym.Space[Any], categorical: bool, batched: bool) -> Callable[[Array], Any]:
     """Return what turns stored actions into one array if ``batched``, else into ``P`` values."""
-    dtype = space.dtype
-    if isinstance(space, spaces.Discrete) and (space.start or not categorical):
-        start = int(space.start)
-        if batched:
-            if categorical:
-                return lambda row: (row + start).astype(dtype)
-            return lambda row: (row.argmax(-1) + start).astype(dtype)
-        if categorical:
-            return lambda row: (row + start).tolist()
-        return lambda row: (row.argmax(-1) + start).tolist()
-    offset = space.start if isinstance(space, spaces.MultiDiscrete) else np.zeros(())
+    discrete, plain = isinstance(space, spaces.Discrete), not np.any(getattr(space, "start", 0))
+    read, dtype = _reader(space, discrete and not categorical), space.dtype
     if batched:
-        if offset.any():
-            return lambda row: row.astype(dtype, order="C") + offset
-        return lambda row: row.astype(dtype, order="C")
-    return _single_decoder(space, offset)
-
-
-def _single_decoder(space: gym.Space[Any], offset: Array) -> Callable[[Array], Sequence[Any]]:
-    dtype = space.dtype
-    if isinstance(space, spaces.Discrete):
-        return lambda row: row.tolist()
-    if offset.any():
-        return lambda row: list(row.astype(dtype) + offset)
+        return read
+    if discrete:
+        return (
+            (lambda row: row.tolist()) if plain and categorical else lambda row: read(row).tolist()
+        )
     if space.shape == ():  # iterating would give numpy scalars, which are no values of a Box
-        return lambda row: _scalars(row.astype(dtype))
-    return lambda row: list(row.astype(dtype))
+        return lambda row: _scalars(read(row))
+    return (lambda row: list(row.astype(dtype))) if plain else lambda row: list(read(row))
+
+
+def _reader(space: gym.Space[Any], one_hot: bool) -> Callable[[Array], Array]:
+    """Return what turns stored actions into an array of the values that ``space`` has."""
+    dtype, start = space.dtype, getattr(space, "start", 0)
+    if one_hot:
+        return lambda row: (row.argmax(-1) + start).astype(dtype)
+    if np.any(start):
+        return lambda row: (row + start).astype(dtype, order="C")
+    return lambda row: row.astype(dtype, order="C")
 
 
 def _scalars(values: Array) -> Sequence[Any]:

@@ -8,7 +8,6 @@ all of its environments.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import torch
 from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import format_key, next_key
 from gleanrl.core.layout import Field
-from gleanrl.core.options import InfoKeys, users_stacklevel
+from gleanrl.core.options import InfoKeys, warn
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.spaces import RESERVED, Leaf
 from gleanrl.envs.validation import NUMBERS
@@ -300,11 +299,9 @@ class InfoWriter(FieldWriter):
         if self._looking:
             self._looking = False
             others = sorted(name for name in self._others if not name.startswith("_"))
-            warnings.warn(
+            warn(
                 f"info_keys: no info of the first rollout has {self._name!r}, so it is delivered "
-                f"as zeros; there were {others}",
-                UserWarning,
-                stacklevel=users_stacklevel(),
+                f"as zeros; there were {others}"
             )
         self._others.clear()
 

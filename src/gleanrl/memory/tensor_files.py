@@ -241,13 +241,6 @@ def _write_all(fd: int, view: memoryview) -> None:
         raise OSError(errno.EIO, f"{size:,} of {len(view):,} bytes written")
 
 
-def prepare(path: Path, text: str) -> Path:
-    """Write what `publish` will put in place of ``path``; return the draft."""
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    write_new(draft, text.encode())
-    return draft
-
-
 def publish(draft: Path, path: Path) -> None:
     """Put ``draft`` in place of ``path``, at once for all readers."""
     with _naming(path):
@@ -257,8 +250,9 @@ def publish(draft: Path, path: Path) -> None:
 
 def replace(path: Path, text: str) -> None:
     """Replace a file at once; the old one stays if that fails."""
-    draft = prepare(path, text)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
+        write_new(draft, text.encode())
         publish(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_te
 from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError
-from gleanrl.recording.dataset import CARD, NESTED, SHARDS, Dataset, Metadata, card, size
+from gleanrl.recording.dataset import CARD, NESTED, SHARDS, Dataset, Metadata, Part, card, size
 
 _COPY_BYTES = 1 << 24
 
@@ -170,7 +170,7 @@ def _nested(frames: TensorDictBase) -> list[tuple[Key, tuple[int, ...]]]:
     return [(key, tuple(shape)) for key, shape in inner if shape]
 
 
-class RawPart:
+class RawPart(Part):
     """Raw files of one directory: a whole dataset, or what one writer wrote."""
 
     def __init__(self, directory: Path) -> None:
@@ -191,10 +191,9 @@ class RawPart:
         else:
             self._found = {file.key: (file, file.locate(directory, self.frames)) for file in files}
 
-    def read(self, key: Key) -> torch.Tensor:
-        """Return an entry as ``[frames, ...]``, mapped from its file, which it cannot change."""
-        file, path = self._found[key]
-        return file.load(path, self.frames)
+    def _values(self, file: TensorFile) -> torch.Tensor:
+        """Map the file of an entry, which the tensor cannot change."""
+        return file.load(self._found[file.key][1], self.frames)
 
 
 def parts(directory: Path, metadata: Metadata) -> list[RawPart]:

@@ -17,8 +17,8 @@ from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
 from gleanrl.core.protocols import Env, Pool, Source, SourceFactory
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
-from gleanrl.envs.gym_env import GymEnv
 from gleanrl.envs.gymnasium import GymnasiumEnv
+from gleanrl.envs.libs.gym import GymEnv
 from gleanrl.envs.make import Made, make_env
 from gleanrl.envs.specs import OneHot
 from gleanrl.envs.tensordict import (
@@ -42,8 +42,9 @@ from gleanrl.policies.policy import (
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.dense import DenseRollout, Policies, check_can_cut
+from gleanrl.rollout.finished_steps import expect
 from gleanrl.rollout.next_step_loop import NextStepRollout
-from gleanrl.rollout.tensordict_loop import TensorDictRollout, expect
+from gleanrl.rollout.tensordict_loop import TensorDictRollout
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, Stop
 from gleanrl.core.window import Window
 from gleanrl.envs.factory import EnvFactory, closed_on_error, without_call_checks
-from gleanrl.envs.gym_env import GymEnv, make_tensordict_env
 from gleanrl.envs.gymnasium import FLAGS
+from gleanrl.envs.libs.gym import GymEnv, make_tensordict_env
 from gleanrl.envs.serial import SerialEnv, Signature, gym_source, signature
 from gleanrl.envs.specs import Composite
 from gleanrl.envs.tensordict import (

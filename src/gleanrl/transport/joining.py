@@ -28,14 +28,13 @@ import struct
 import sys
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from gleanrl.core.errors import ConfigError, GleanError, WorkerDied
-from gleanrl.core.options import users_stacklevel
+from gleanrl.core.options import warn
 
 if TYPE_CHECKING:
     from gleanrl.transport.launchers import Launcher
@@ -271,11 +270,7 @@ def listen(host: str, ports: Sequence[int]) -> socket.socket:
                 "interface, or leave them out"
             ) from err
         if port != ports[0]:
-            warnings.warn(
-                f"port {ports[0]} is taken; nodes connect to {port} instead",
-                UserWarning,
-                stacklevel=users_stacklevel(),
-            )
+            warn(f"port {ports[0]} is taken; nodes connect to {port} instead")
         return listener
     raise ConfigError("no port to listen for nodes on was given")
 

@@ -48,7 +48,7 @@ from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend, RemoteF
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.process_group import ProcessGroups
 from gleanrl.transport.worker import Boot, OpenWindow
-from gleanrl.weights.shared import FlatBuffer, check_fit, planned
+from gleanrl.weights.buffers import FlatBuffer, check_fit, planned
 
 _GRACE = 1.0
 """Seconds within which a node that was told to end has to be gone."""

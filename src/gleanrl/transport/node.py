@@ -35,7 +35,7 @@ from gleanrl.transport.frames import (
 )
 from gleanrl.transport.joining import HandshakeError, Invitation, join, keep_alive
 from gleanrl.transport.worker import Asked, Boot, Inbox, WeightReceiver, serve
-from gleanrl.weights.shared import FlatBuffer
+from gleanrl.weights.buffers import FlatBuffer
 
 _LAST = 5.0
 """Seconds a node that was asked to end may take to do so once the learner is gone."""

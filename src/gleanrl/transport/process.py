@@ -22,7 +22,7 @@ from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.worker import Boot, Surroundings
 from gleanrl.transport.zygote import Zygote, exit_text
-from gleanrl.weights.shared import SharedWeightPublisher, reserve_shared
+from gleanrl.weights.buffers import SharedWeightPublisher, reserve_shared
 
 _FORK_TIMEOUT = 60.0
 _GRACE = 0.5

@@ -11,7 +11,6 @@ import ctypes
 import importlib
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, WorkerDied
-from gleanrl.core.options import users_stacklevel
+from gleanrl.core.options import warn
 from gleanrl.core.window import Array
 from gleanrl.transport.data_plane import Connect, Connection, DataPlane, Pair, Transfer
 from gleanrl.transport.joining import Invitation
@@ -64,11 +63,9 @@ class Session:
                 ray.init(**(config or {}))
                 self._node = ray.get_runtime_context().get_node_id()
             elif config:
-                warnings.warn(
+                warn(
                     f"ray_init_config ({dict(config)}) has no effect: this process is connected "
-                    "to Ray already",
-                    UserWarning,
-                    stacklevel=users_stacklevel(),
+                    "to Ray already"
                 )
             if self._node is not None:
                 self._users.add(id(user))
@@ -124,12 +121,10 @@ def check_room(options: Sequence[Mapping[str, Any]]) -> None:
     for option, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
         asked = sum(float(own.get(option) or 0) for own in options)
         if asked > there.get(resource, 0.0):
-            warnings.warn(
+            warn(
                 f"{len(options)} actors ask for {asked:g} {resource}, the Ray cluster has "
                 f"{there.get(resource, 0.0):g}: those that do not fit wait for more; lower "
-                f"{option} in remote_configs (0 is allowed)",
-                UserWarning,
-                stacklevel=users_stacklevel(),
+                f"{option} in remote_configs (0 is allowed)"
             )
 
 

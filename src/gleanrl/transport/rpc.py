@@ -29,7 +29,7 @@ import torch
 from torch.distributed import autograd, rpc
 
 from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError
-from gleanrl.core.options import users_stacklevel
+from gleanrl.core.options import warn
 from gleanrl.transport.data_plane import (
     Connect,
     Connection,
@@ -205,12 +205,10 @@ def warn_of_strangers(address: str) -> None:
         return
     _warned = True
     interface = os.environ.get(_INTERFACES[0]) or _interface_of(address) or address
-    warnings.warn(
+    warn(
         "RPCCollector: torch.distributed.rpc unpickles what anybody sends who reaches its ports on "
         f"{interface} ({address}), here and on all nodes, and asks for no secret: keep others off "
-        "that network with a firewall, or use DistributedCollector, which authenticates first",
-        UserWarning,
-        stacklevel=users_stacklevel(),
+        "that network with a firewall, or use DistributedCollector, which authenticates first"
     )
 
 

@@ -27,7 +27,7 @@ from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.transport.data_plane import Connect
 from gleanrl.transport.frames import Channel, CommandReader, frame_of
-from gleanrl.weights.shared import SharedWeightReceiver
+from gleanrl.weights.buffers import SharedWeightReceiver
 
 Asked: TypeAlias = m.Command | m.Failed
 """What a worker turns to: a command, or the answer to one that could not be loaded."""

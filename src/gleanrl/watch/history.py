@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gleanrl.watch.page import (
+    SHARES,
     Array,
     Lines,
     Page,
@@ -25,7 +26,6 @@ from gleanrl.watch.progress import clock_time
 _MOST = 1000
 _SPEEDS = 150
 """Points of the curve of the speed."""
-_SHARE_KEYS = ("time_env", "time_policy", "time_transfer", "time_wait")
 Stats = Mapping[str, int | float | bool]
 
 
@@ -125,7 +125,7 @@ def _shares(stats: Stats) -> list[tuple[str, list[float]]]:
     rows = []
     prefixes = [(f"worker {i}", f"worker_{i}/") for i in range(int(stats.get("workers", 0)))]
     for name, prefix in (*prefixes, ("all", "")):
-        parts = [float(stats.get(prefix + key, np.nan)) for key in _SHARE_KEYS]
+        parts = [float(stats.get(prefix + key, np.nan)) for key in SHARES]
         if np.isfinite(parts).all():
             rows.append((name, parts))
     return rows[-1:] if len(rows) == 2 else rows

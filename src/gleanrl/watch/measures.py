@@ -15,6 +15,7 @@ import numpy as np
 from gleanrl.core.messages import NO_EPISODES, Report
 from gleanrl.core.window import Array
 from gleanrl.watch.history import History
+from gleanrl.watch.page import SHARES
 
 _LAST = 100
 """Episodes that means are taken of."""
@@ -23,9 +24,8 @@ _MARKS = 8
 """The current rate is that since the oldest of so many marks, which are so far apart."""
 _MOST_WAITING = 256
 """Batches that wait to be added up until somebody asks."""
-_TIMES = ("env", "policy", "transfer", "wait")
 _Seconds: TypeAlias = tuple[float, float, float, float]
-"""In the order of `_TIMES`."""
+"""In the order of `SHARES`."""
 _Share: TypeAlias = tuple[int, int, int, _Seconds, Callable[[], Array]]
 """A rollout's worker, frames, policy version and seconds, and what returns its episodes."""
 
@@ -59,7 +59,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.frames = self.lag = 0
-        self.seconds: list[float] = [0.0] * len(_TIMES)
+        self.seconds: list[float] = [0.0] * len(SHARES)
         self.episodes = _Episodes()
 
 
@@ -163,4 +163,4 @@ def _shares(workers: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return what share of the seconds went where; NaN before there are any."""
     seconds = [sum(parts) for parts in zip(*workers, strict=True)]
     total = sum(seconds) or math.nan
-    return {f"time_{name}": part / total for name, part in zip(_TIMES, seconds, strict=True)}
+    return {name: part / total for name, part in zip(SHARES, seconds, strict=True)}

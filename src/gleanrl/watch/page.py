@@ -18,7 +18,7 @@ import numpy as np
 
 from gleanrl import __version__
 from gleanrl.memory import tensor_files
-from gleanrl.watch.progress import number
+from gleanrl.watch.progress import number, plain
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Lines: TypeAlias = Sequence[tuple[str, str]]
@@ -30,8 +30,13 @@ _BINS = 30
 _WINDOW = 100
 _HUGE = 1e300
 """What is larger is left out: differences of two such numbers may be infinite."""
-SHARES = ("environment", "policy", "transfer", "waiting")
-"""Where a worker's time goes."""
+SHARES = {
+    "time_env": "environment",
+    "time_policy": "policy",
+    "time_transfer": "transfer",
+    "time_wait": "waiting",
+}
+"""Where a worker's time goes: the names of the shares in ``stats()`` and on a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +254,7 @@ def _named(lines: Lines) -> str:
 
 def _text(text: str) -> str:
     """Return ``text`` as HTML shows it; it may come from anyone."""
-    safe = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-    return html.escape(safe)
+    return html.escape(plain(text))
 
 
 def _part(part: Plot | Shares | Table) -> str:
@@ -326,10 +330,10 @@ def _shares(shares: Shares) -> str:
             f'<i class="s{i}" style="width:{100 * part / total:.2f}%" '
             f'title="{kind} {100 * part / total:.1f} %">'
             f"{f'{100 * part / total:.0f} %' if part / total >= 0.08 else ''}</i>"
-            for i, (kind, part) in enumerate(zip(SHARES, parts, strict=True))
+            for i, (kind, part) in enumerate(zip(SHARES.values(), parts, strict=True))
         )
         rows.append(f"<span>{_text(name)}</span><div>{bar}</div>")
-    keys = "".join(f'<span class="s{i}">{kind}</span>' for i, kind in enumerate(SHARES))
+    keys = "".join(f'<span class="s{i}">{kind}</span>' for i, kind in enumerate(SHARES.values()))
     return f"""<figure>
 <figcaption>{_text(shares.title)}<span class="keys">{keys}</span></figcaption>
 <div class="shares">{"".join(rows)}</div>

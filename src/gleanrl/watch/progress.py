@@ -105,6 +105,11 @@ class Display:
                 self._draw(self._live, *self._not_drawn)
             self._live.stop()
 
+    @property
+    def due(self) -> bool:
+        """Whether what is shown now would be drawn or written at once."""
+        return self._clock() >= self._due
+
     def show(self, done: float, text: str, line: str | None = None, *, last: bool = False) -> None:
         """Say that ``done`` are done.
 
@@ -199,18 +204,32 @@ class Progress:
 
     def _tell(self, facts: Mapping[str, Any], *, last: bool) -> bool:
         """Show ``facts``; return whether nothing will follow."""
-        frames, total = facts["frames"], self._display.total
         last = last or bool(facts["completed"] or facts["failed"])
-        text = f"{facts['fps_mean' if last else 'fps']:,.0f} frames/s"
-        if facts["episodes"]:
-            text += f"  return {facts['return_mean']:,.1f}"
-        many = f"{frames:,}" + (f"/{total:,} frames ({frames / total:.0%})" if total else " frames")
-        line = None
-        if last or facts["busy"] or frames != self._shown:
-            line = f": {many}, {text.replace('  ', ', ')}, {self._elapsed}"
-            self._shown = frames
-        self._display.show(frames, text if total else f"{many}  {text}", line, last=last)
+        text, line = describe(facts, self._display.total, last=last)
+        if not (last or facts["busy"] or facts["frames"] != self._shown):
+            self._display.show(facts["frames"], text)
+            return False
+        self._shown = facts["frames"]
+        self._display.show(self._shown, text, f": {line}, {self._elapsed}", last=last)
         return last
+
+
+def describe(
+    facts: Mapping[str, Any], total: float | None, *, last: bool = False
+) -> tuple[str, str]:
+    """Say how far a collection is: beside a bar if there is a ``total``, and in a line of text.
+
+    Args:
+        facts: Some of what ``stats()`` returns.
+        total: Frames in all.
+        last: Whether the rate is that of the whole collection, not the current one.
+    """
+    frames = facts["frames"]
+    many = f"{frames:,}" + (f"/{total:,} frames ({frames / total:.0%})" if total else " frames")
+    parts = [f"{facts['fps_mean' if last else 'fps']:,.0f} frames/s"]
+    if facts["episodes"]:
+        parts.append(f"return {facts['return_mean']:,.1f}")
+    return "  ".join(parts if total else [many, *parts]), ", ".join([many, *parts])
 
 
 def clock_time(seconds: float) -> str:

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from gleanrl.core.errors import ConfigError
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
@@ -44,10 +43,8 @@ class Watching:
         """Take what the collector, a ``name``, was given as ``progress`` and ``logger``.
 
         Raises:
-            ConfigError: neither a flag nor a label; a logger that cannot be called.
+            ConfigError: a logger that cannot be called.
         """
-        if not isinstance(progress, bool | str):
-            raise ConfigError(f"progress must be True, False or a label, not {progress!r:.80}")
         self._name = name
         self._label = name if progress is True else progress or ""
         self._loggers = Loggers(logger)

@@ -1,1 +1,1 @@
-"""Environment libraries, one module each. Re-exports only."""
+"""Environments of other libraries with TensorDict methods, one module each, as TorchRL has them."""

@@ -1,5 +1,308 @@
-"""Gymnasium environments. Re-exports only."""
+"""Gymnasium environments with TensorDict methods."""
 
-from gleanrl.envs.gym_env import GymEnv, set_gym_backend
+from __future__ import annotations
 
-__all__ = ["GymEnv", "set_gym_backend"]
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict, TensorDictBase
+
+from gleanrl.core.errors import ConfigError, PolicyError
+from gleanrl.core.keys import REWARD, Key, format_key, next_key
+from gleanrl.core.layout import Field
+from gleanrl.core.options import GymOptions, InfoKeys, check_int, check_observation_dtype
+from gleanrl.core.window import Window
+from gleanrl.envs.base import EnvBase
+from gleanrl.envs.factory import EnvFactory, build, closed_on_error
+from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymSource
+from gleanrl.envs.stock import stock
+from gleanrl.envs.tensordict import is_tensordict_env
+
+
+@stock
+class GymEnv(EnvBase):
+    """A Gymnasium environment, or several of one kind as a batch.
+
+    Observations keep the dtype of their space, and ``Dict`` spaces become nested keys; rewards are
+    float32 ``[..., 1]``.
+
+    Example:
+        >>> env = GymEnv("CartPole-v1")
+        >>> env.rollout(3)["observation"].shape
+        torch.Size([3, 4])
+    """
+
+    _returns_all = True
+
+    def __init__(
+        self,
+        env: str | gym.Env[Any, Any] | gym.envs.registration.EnvSpec | Callable[[], Any],
+        *,
+        num_envs: int | None = None,
+        device: torch.device | str | None = None,
+        frame_skip: int | None = None,
+        from_pixels: bool = False,
+        pixels_only: bool = True,
+        categorical_action_encoding: bool = True,
+        observation_dtype: torch.dtype | None = None,
+        info_keys: InfoKeys = (),
+        **make_kwargs: Any,
+    ) -> None:
+        """Make the environments. None is reset, unless ``from_pixels`` needs a picture's size.
+
+        Args:
+            env: An id, a built environment, or a callable that makes one.
+            num_envs: Make this many, batch size ``[num_envs]``; ``None`` or 0 for a single one.
+            device: Where data are returned.
+            frame_skip: Repeat every action this many times and add the rewards up.
+            from_pixels: Show what is rendered, ``[height, width, 3]`` uint8, as ``"pixels"``.
+            pixels_only: Show nothing else then.
+            categorical_action_encoding: Discrete actions as indices; otherwise as one-hot vectors.
+            observation_dtype: Cast floating observations to this dtype.
+            info_keys: Numeric ``info`` entries to deliver beside the observation: names (float32
+                scalars), or names with shape and dtype. Zero where ``info`` lacks one.
+            make_kwargs: Passed on to `gymnasium.make` or the callable.
+
+        Raises:
+            UnknownEnvError: an id that is not registered.
+            ConfigError: arguments that do not fit together.
+        """
+        num_envs = None if num_envs is None else check_int("num_envs", num_envs, least=0)
+        check_observation_dtype(observation_dtype)
+        if num_envs and isinstance(env, gym.Env):
+            raise ConfigError(
+                f"num_envs ({num_envs}) needs an id or a callable, not a built {type(env).__name__}"
+            )
+        if from_pixels and not isinstance(env, gym.Env):
+            make_kwargs.setdefault("render_mode", "rgb_array")
+        self._envs: list[gym.Env[Any, Any]] = []
+        batch = (num_envs,) if num_envs else ()
+        ours: list[gym.Env[Any, Any]] = []
+        with closed_on_error(ours):
+            for _ in range(num_envs or 1):
+                made = _make(env, make_kwargs)
+                if made is not env:
+                    ours.append(made)
+                made = made if frame_skip in (None, 1) else FrameSkip(made, frame_skip)
+                self._envs.append(Pixels(made, pixels_only) if from_pixels else made)
+            options = GymOptions(
+                categorical=categorical_action_encoding,
+                observation_dtype=observation_dtype,
+                info_keys=info_keys,
+            )
+            self._take(GymSource(tuple(self._envs), batch, options), device)
+
+    @classmethod
+    def of(cls, source: GymSource) -> GymEnv:
+        """Return a batch of environments that are built already, taken over."""
+        env = cls.__new__(cls)
+        env._envs = list(source.envs)
+        env._take(source, None)
+        return env
+
+    def _take(self, source: GymSource, device: torch.device | str | None) -> None:
+        self.batch = GymnasiumEnv(source)
+        """What steps them. Internal to the package."""
+        layout = self.batch.layout
+        flags = [Field(key, (1,), torch.bool) for key in FLAGS]
+        after = [replace(field, key=next_key(field.key)) for field in (*layout.rewards, *flags)]
+        fields = (*layout.observations, *layout.actions, *after)
+        self._bind(Window.allocate(fields, layout.num_envs, 1), source.batch_shape)
+        super().__init__(device=device, batch_size=source.batch_shape)
+        self._declare(*self.batch.specs())
+
+    @property
+    def members(self) -> tuple[gym.Env[Any, Any], ...]:
+        """The Gymnasium environments inside, wrappers included."""
+        return tuple(self._envs)
+
+    def move(self, window: Window) -> None:
+        """Step in ``window`` from here on. Internal to the package."""
+        for field in self.batch.layout.observations:
+            window.tensor(field.key).copy_(self._window.tensor(field.key))
+        self._bind(window, self._batch)
+
+    def _bind(self, window: Window, batch: Sequence[int]) -> None:
+        def view(key: Key) -> torch.Tensor:
+            tensor = window.tensor(key)
+            return tensor.view((*batch, *tensor.shape[2:]))
+
+        self._window = window
+        self.batch.bind(window)
+        self._shown = {field.key: view(field.key) for field in self.batch.layout.observations}
+        self._after = {**self._shown, **{key: view(next_key(key)) for key in (REWARD, *FLAGS)}}
+        self._given = {key: view(key) for key in self.batch.action_specs}
+
+    # -- stepping --------------------------------------------------------------------------------
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        chosen = None
+        if mask is not None:
+            chosen = torch.nonzero(mask.reshape(len(self._envs), -1).any(1)).flatten().tolist()
+        self.batch.reset(self._window, chosen, **options)
+        flags = torch.zeros((*self._batch, 1), dtype=torch.bool)
+        return self._pack({**self._shown, **dict.fromkeys(FLAGS, flags)})
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        for key, row in self._given.items():
+            action = tensordict.get(key).detach()
+            real = row.is_floating_point()
+            if action.shape == row.shape and action.is_floating_point() == real:
+                row.copy_(action)
+                if real or action.dtype == row.dtype or bool((row == action.cpu()).all()):
+                    continue
+            raise PolicyError(
+                f"{format_key(key)} is {action!r:.100}, of shape {tuple(action.shape)} and "
+                f"{action.dtype}; the action space takes {row.dtype} of shape {tuple(row.shape)}"
+            )
+        self.batch.advance()
+        return self._pack(self._after)
+
+    def _pack(self, entries: Mapping[Key, torch.Tensor]) -> TensorDictBase:
+        """Return copies: the next step writes there again."""
+        packed = TensorDict({}, batch_size=self._batch, device=self.device)
+        for key, value in entries.items():
+            packed.set(key, value.clone())
+        return packed
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def _set_seed(self, seed: Any, static: bool = False) -> None:
+        self.batch.seed(seed, static)
+
+    def _close(self) -> None:
+        self.batch.close()
+
+    def __repr__(self) -> str:
+        inside = self._envs[0]
+        name = inside.spec.id if inside.spec is not None else str(inside)
+        return f"GymEnv({name!r}, batch_size={tuple(self.batch_size)}, device={self.device})"
+
+
+GymWrapper = GymEnv
+"""The name users know for a `GymEnv` around an environment that was built already."""
+
+
+def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
+    made = build(given, kwargs)
+    if not isinstance(made, gym.Env):
+        raise ConfigError(
+            f"GymEnv needs an id, a gymnasium.Env or a callable that makes one, not a "
+            f"{type(made).__name__}"
+        )
+    return made
+
+
+def make_tensordict_env(factory: EnvFactory, kwargs: Mapping[str, Any]) -> Any:
+    """Make one environment with TensorDict methods; what Gymnasium calls one is wrapped.
+
+    Raises:
+        UnknownEnvError: an id that is not registered.
+        ConfigError: something else was made.
+    """
+    made = build(factory, kwargs)
+    if isinstance(made, gym.Env) and not is_tensordict_env(made):
+        return GymEnv(made)
+    if not is_tensordict_env(made):
+        raise ConfigError(
+            "create_env_fn must make environments with TensorDict methods or a gymnasium.Env, it "
+            f"made a {type(made).__name__}"
+        )
+    return made
+
+
+class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
+    """Repeats every action and adds the rewards up; stops where the episode ends."""
+
+    def __init__(self, env: gym.Env[Any, Any], times: int) -> None:
+        """Repeat actions ``times`` times.
+
+        Raises:
+            ConfigError: ``times`` is not positive.
+        """
+        if times < 1:
+            raise ConfigError(f"frame_skip ({times}) must be at least 1")
+        super().__init__(env)
+        self._times = times
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        total = 0.0
+        for _ in range(self._times):
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            total += float(reward)
+            if terminated or truncated:
+                break
+        return observation, total, terminated, truncated, info
+
+
+class Pixels(gym.ObservationWrapper[Any, Any, Any]):
+    """Shows what the environment renders as ``"pixels"``, alone or beside its observation."""
+
+    def __init__(self, env: gym.Env[Any, Any], only: bool = True) -> None:
+        """Reset ``env`` to learn the size of a picture; the first `reset` returns that episode.
+
+        Raises:
+            ConfigError: the environment does not render arrays.
+        """
+        super().__init__(env)
+        self._only = only
+        self._first: tuple[Any, dict[str, Any]] | None = env.reset()
+        picture = self._render()
+        own, shown = env.observation_space, dict[str, gym.Space[Any]]()
+        if not only:
+            shown.update(own.spaces if isinstance(own, spaces.Dict) else {"observation": own})
+        shown["pixels"] = spaces.Box(0, 255, picture.shape, np.uint8)
+        self._nested = isinstance(own, spaces.Dict)
+        self.observation_space = spaces.Dict(shown)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        first, self._first = self._first, None
+        if first is None or seed is not None or options is not None:
+            first = self.env.reset(seed=seed, options=options)
+        observation, info = first
+        return self.observation(observation), info
+
+    def observation(self, observation: Any) -> dict[str, Any]:
+        shown = {"pixels": self._render()}
+        if self._only:
+            return shown
+        return {**(observation if self._nested else {"observation": observation}), **shown}
+
+    def _render(self) -> np.ndarray[Any, Any]:
+        picture = self.env.render()
+        if not isinstance(picture, np.ndarray):
+            raise ConfigError(
+                f"from_pixels needs an environment made with render_mode='rgb_array', this one "
+                f"renders {type(picture).__name__}"
+            )
+        return picture
+
+
+class set_gym_backend(contextlib.nullcontext[Any], contextlib.ContextDecorator):
+    """Choose the library behind `GymEnv`; there is one. Use as ``.set()``, context or decorator."""
+
+    def __init__(self, backend: Any) -> None:
+        """Accept ``"gymnasium"`` or the module.
+
+        Raises:
+            ConfigError: any other backend.
+        """
+        if backend != "gymnasium" and backend is not gym:
+            raise ConfigError(
+                f"gym backend {backend!r} is not supported: environments are made with gymnasium; "
+                "wrap those of other libraries with shimmy"
+            )
+        super().__init__(self)
+        self.backend = "gymnasium"
+
+    def set(self) -> None:
+        """Do nothing: it is the backend already."""

@@ -22,7 +22,8 @@ from gleanrl.memory.replay.limiter import RateLimiter
 from gleanrl.memory.replay.locks import guarded
 from gleanrl.memory.replay.samplers import Draw, PrioritizedSampler, RandomSampler, Sampler
 from gleanrl.memory.replay.slices import SliceSampler
-from gleanrl.memory.replay.storages import ListStorage, RoundRobinWriter, Storage, Writer
+from gleanrl.memory.replay.storages import ListStorage, Storage
+from gleanrl.memory.replay.writers import RoundRobinWriter, Writer
 from gleanrl.memory.shared import fence
 
 Transform: TypeAlias = Callable[[Any], Any]

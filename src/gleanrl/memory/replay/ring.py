@@ -253,7 +253,7 @@ class RingIndex:
         self.empty()
         fence()
 
-    def restore(self, state: Mapping[str, Any], then: Callable[[], None] = lambda: None) -> None:
+    def restore(self, state: Mapping[str, Any], then: Callable[[], None] | None = None) -> None:
         """Show the rows of a checked `snapshot`, which were copied; after `clear_for`.
 
         Their positions are moved behind all that were ever given out, so that no reader takes them
@@ -273,7 +273,8 @@ class RingIndex:
         h[_CURSOR], h[_COUNT] = after, state["count"]
         h[_LIVE] = int(np.count_nonzero(numbers > 0))
         h[_EPOCH] += 1
-        then()
+        if then is not None:
+            then()
         h[_OP] = 0
 
     def _next_lap(self) -> int:

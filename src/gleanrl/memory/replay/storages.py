@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, ReplayError
-from gleanrl.core.keys import Key, NestedKey, as_key, format_key
+from gleanrl.core.keys import Key, NestedKey
 from gleanrl.memory.replay.locks import Handle, ProcessLock, ThreadLock
 from gleanrl.memory.replay.ring import Reservation, RingIndex, check_snapshot
 from gleanrl.memory.replay.rows import (
@@ -133,11 +133,50 @@ class Storage:
         """Check ``data`` and return it as `write` takes it, and how many slots it fills."""
         raise NotImplementedError
 
-    def link(self, reservation: Reservation, values: Any, offset: int, count: int) -> None:
-        """Store what rows need beside themselves, before they are written."""
+    def extend(self, data: Any, dim: int) -> torch.Tensor:
+        """Store ``data`` in place of the oldest rows; of more rows than fit, the last ones.
 
-    def write(self, start: int, values: Any, offset: int, count: int) -> None:
-        """Write slots ``start`` to ``start + count`` from ``offset`` on in prepared data."""
+        Reserve, copy, commit: rows become visible when they are complete.
+
+        Args:
+            data: Rows along dimension ``dim``.
+            dim: 0, or 1 for ``[env, time]`` data.
+
+        Returns:
+            The slots that now hold the data, int64.
+        """
+        values, count = self.prepare(data, dim)
+        slots = self.ring.slots
+        skipped = max(0, count - slots)
+        if not self.shared:
+            # No reader may look before the rows are complete: one section around all of it.
+            with self.ring.section():
+                return self._append(values, skipped, count - skipped, skipped)
+        # A part of the ring at a time, so that several writers of long batches find room.
+        part = max(1, slots // 4)
+        places = [
+            self._append(values, start, min(part, count - start), skipped * (not n))
+            for n, start in enumerate(range(skipped, count, part))
+        ]
+        return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+
+    def _append(self, values: Any, offset: int, count: int, skipped: int) -> torch.Tensor:
+        if not count:
+            return torch.empty(0, dtype=torch.int64)
+        ring = self.ring
+        reservation = ring.reserve(count)
+        try:
+            self.write(reservation, values, offset)
+        except BaseException:
+            ring.revoke(reservation)
+            raise
+        ring.commit(reservation, count + skipped)
+        first = reservation.first % ring.slots
+        places = torch.arange(first, first + count)
+        return places if first + count <= ring.slots else places % ring.slots
+
+    def write(self, reservation: Reservation, values: Any, offset: int) -> None:
+        """Write reserved rows from ``offset`` on in prepared data."""
         raise NotImplementedError
 
     def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> Any:
@@ -162,6 +201,27 @@ class Storage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put rows back: at the same places if sizes agree, else the youngest by age."""
+        with self.ring.section():
+            self.ring.clear_for(state)
+            if self.ring.slots == state["slots"]:
+                self._put_back(state)
+                return
+            numbers = state["stamps"].numpy()
+            order = np.argsort(numbers, kind="stable")
+            order = order[numbers[order] > 0][-self.ring.slots :]
+            for start in range(0, len(order), _PART):
+                self.extend(self._rows_of(state, order[start : start + _PART]), 0)
+            self.ring.add_count(state["count"] - len(order))
+
+    def _put_back(self, state: Mapping[str, Any]) -> None:
+        """Replace all rows by those of a checked state of the same size; inside `section`.
+
+        No reader sees them before they are complete.
+        """
+        raise NotImplementedError
+
+    def _rows_of(self, state: Mapping[str, Any], slots: Any) -> Any:
+        """Return rows of a checked state as `prepare` takes them."""
         raise NotImplementedError
 
 
@@ -286,20 +346,16 @@ class LazyTensorStorage(Storage):
             )
         return values, values[0].shape[0]
 
-    def link(
-        self, reservation: Reservation, values: Sequence[torch.Tensor], offset: int, count: int
-    ) -> None:
-        """Find and store successors, if they are deduplicated."""
+    def write(self, reservation: Reservation, values: Sequence[torch.Tensor], offset: int) -> None:
+        """Copy prepared leaves, and link successors first if they are deduplicated."""
+        rows, count = self._rows, reservation.rows
+        assert rows is not None
         if self._successors is not None:
             self._successors.link(reservation, values, offset, count)
-
-    def write(self, start: int, values: Sequence[torch.Tensor], offset: int, count: int) -> None:
-        """Copy prepared leaves into slots."""
-        rows = self._rows
-        assert rows is not None
-        for tensor, place in zip(rows.tensors, rows.kept, strict=False):
-            value = values[place]
-            tensor[start : start + count].copy_(value[offset : offset + count].detach())
+        for start, stop, ahead in self.ring.pieces(reservation.first, count):
+            first, last = offset + ahead, offset + ahead + stop - start
+            for tensor, place in zip(rows.tensors, rows.kept, strict=False):
+                tensor[start:stop].copy_(values[place][first:last].detach())
 
     def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> Any:
         """Copy frames out."""
@@ -377,45 +433,24 @@ class LazyTensorStorage(Storage):
             return
         rows = self.initialise(RowLayout.from_json(state["layout"].encode()))
         with self.ring.section():
-            if self.ring.slots == state["slots"]:
-                number = len(rows.tensors)
-                self._put_back(state, state["tensors"][:number], state["tensors"][number:])
-                return
-            order = torch.from_numpy(_by_age(state["stamps"])[-self.ring.slots :])
-            self.ring.clear_for(state)
-            for start in range(0, len(order), _PART):
-                data = fields_at(rows.layout, state, order[start : start + _PART])
-                RoundRobinWriter().extend(self, data, 0)
-            self.ring.add_count(state["count"] - len(order))
+            overflow = state["tensors"][len(rows.tensors) :]
+            if self._successors is not None and self.ring.slots == state["slots"]:
+                # First of all: on a full disk, nothing changes.
+                self._successors.grow(max(map(len, overflow)))
+            super().load_state_dict(state)
 
-    def _put_back(
-        self,
-        state: Mapping[str, Any],
-        stored: Sequence[torch.Tensor],
-        overflow: Sequence[torch.Tensor],
-    ) -> None:
-        """Replace all rows by those of a checked state; inside the section of the ring.
+    def _rows_of(self, state: Mapping[str, Any], slots: Any) -> Any:
+        layout = RowLayout.from_json(state["layout"].encode())
+        return fields_at(layout, state, torch.from_numpy(slots))
 
-        No reader sees them before they are complete.
-
-        Args:
-            state: Cursor, counters and sequence numbers.
-            stored: The stored fields of slots from the first on.
-            overflow: The overflow places from the first on.
-        """
+    def _put_back(self, state: Mapping[str, Any]) -> None:
         rows, successors = self.rows, self._successors
         assert rows is not None
-        if successors is not None:
-            successors.grow(max(map(len, overflow)))
-        self.ring.clear_for(state)
-        places = rows.overflow(rows.frames)
-        for to, saved in zip((*rows.tensors, *places), (*stored, *overflow), strict=True):
+        places = [*rows.tensors, *rows.overflow(rows.frames)]
+        for to, saved in zip(places, state["tensors"], strict=True):
             to[: len(saved)].copy_(saved)
         fence()
-        if successors is None:
-            self.ring.restore(state)
-        else:
-            self.ring.restore(state, successors.rebuild)
+        self.ring.restore(state, None if successors is None else successors.rebuild)
 
     def _new_file(self) -> SharedMemory:
         return _anonymous()
@@ -558,10 +593,11 @@ class ListStorage(Storage):
         items = list(data.unbind(0)) if isinstance(data, TensorDictBase) else list(data)
         return items, len(items)
 
-    def write(self, start: int, values: Sequence[Any], offset: int, count: int) -> None:
+    def write(self, reservation: Reservation, values: Sequence[Any], offset: int) -> None:
         """Keep references to items."""
-        self.items.extend([None] * (start + count - len(self.items)))
-        self.items[start : start + count] = values[offset : offset + count]
+        for start, stop, ahead in self.ring.pieces(reservation.first, reservation.rows):
+            self.items.extend([None] * (stop - len(self.items)))
+            self.items[start:stop] = values[offset + ahead : offset + ahead + stop - start]
 
     def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> list[Any]:
         """Return the items at ``index``."""
@@ -580,25 +616,12 @@ class ListStorage(Storage):
         if not isinstance(state["items"], list) or len(state["items"]) < len(state["stamps"]):
             raise ConfigError(f"this state lacks items: it has {len(state['stamps'])} rows")
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put items back: at the same places if sizes agree, else the youngest by age."""
-        with self.ring.section():
-            self.ring.clear_for(state)
-            if self.ring.slots == state["slots"]:
-                self.items[:] = state["items"]
-                self.ring.restore(state)
-                return
-            items = [state["items"][place] for place in _by_age(state["stamps"])]
-            self.items.clear()
-            if items:
-                RoundRobinWriter().extend(self, items, 0)
-            self.ring.add_count(state["count"] - min(len(items), self.ring.slots))
+    def _put_back(self, state: Mapping[str, Any]) -> None:
+        self.items[:] = state["items"]
+        self.ring.restore(state)
 
-
-def _by_age(sequence: torch.Tensor) -> Any:
-    numbers = sequence.numpy()
-    order = np.argsort(numbers, kind="stable")
-    return order[numbers[order] > 0]
+    def _rows_of(self, state: Mapping[str, Any], slots: Any) -> list[Any]:
+        return [state["items"][slot] for slot in slots]
 
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -618,126 +641,3 @@ def _closed_with(memory: SharedMemory) -> SharedMemory:
     """Return ``memory``, whose descriptor is closed with the last reference to it."""
     weakref.finalize(memory, os.close, memory.fd).atexit = False
     return memory
-
-
-class Writer:
-    """Stores data and says where."""
-
-    def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
-        """Store ``data``; return the slots that now hold it, int64.
-
-        Args:
-            storage: Where to.
-            data: Rows along dimension ``dim``.
-            dim: 0, or 1 for ``[env, time]`` data.
-        """
-        raise NotImplementedError
-
-
-class RoundRobinWriter(Writer):
-    """New rows replace the oldest. Reserve, copy, commit: rows become visible when complete."""
-
-    def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
-        """Store ``data``; of more rows than the storage has, the last ones."""
-        values, count = storage.prepare(data, dim)
-        slots = storage.ring.slots
-        skipped = max(0, count - slots)
-        if not storage.shared:
-            # No reader may look before the rows are complete: one section around all of it.
-            with storage.ring.section():
-                return self._write(storage, values, skipped, count - skipped, skipped)
-        # A part of the ring at a time, so that several writers of long batches find room.
-        part = max(1, slots // 4)
-        places = [
-            self._write(storage, values, start, min(part, count - start), skipped * (not n))
-            for n, start in enumerate(range(skipped, count, part))
-        ]
-        return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
-
-    def _write(
-        self, storage: Storage, values: Any, offset: int, count: int, skipped: int
-    ) -> torch.Tensor:
-        if not count:
-            return torch.empty(0, dtype=torch.int64)
-        ring = storage.ring
-        reservation = ring.reserve(count)
-        try:
-            storage.link(reservation, values, offset, count)
-            for start, stop, ahead in ring.pieces(reservation.first, count):
-                storage.write(start, values, offset + ahead, stop - start)
-        except BaseException:
-            ring.revoke(reservation)
-            raise
-        ring.commit(reservation, count + skipped)
-        first = reservation.first % ring.slots
-        places = torch.arange(first, first + count)
-        return places if first + count <= ring.slots else places % ring.slots
-
-
-TensorDictRoundRobinWriter = RoundRobinWriter
-"""TorchRL's name for the writer of TensorDicts."""
-
-
-class TensorDictMaxValueWriter(Writer):
-    """Keeps the rows with the largest values of an entry. For storages of one process, 1-D.
-
-    Args:
-        rank_key: The entry; summed if it has several elements per row.
-    """
-
-    def __init__(self, rank_key: NestedKey) -> None:
-        self.rank_key = as_key(rank_key)
-
-    def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
-        """Store what ranks among the best; return a slot per row of ``data``, -1 for the others.
-
-        Raises:
-            ConfigError: the storage is shared, compact, a list, or 2-D, or rows lack the entry.
-        """
-        if not isinstance(storage, LazyTensorStorage) or storage.shared or storage.ndim != 1:
-            raise ConfigError(
-                "TensorDictMaxValueWriter writes to one-dimensional tensor storages of one process"
-            )
-        if storage.compact:
-            raise ConfigError(
-                "TensorDictMaxValueWriter keeps single rows, and a compact storage finds what "
-                "follows a row in the next one: use compact=False"
-            )
-        values, count = storage.prepare(data, dim)
-        rows = storage.rows
-        assert rows is not None
-        if self.rank_key not in rows.keys:
-            raise ConfigError(
-                f"rank_key {format_key(self.rank_key)} is no entry of the data: {list(rows.keys)}"
-            )
-        rank = rows.keys.index(self.rank_key)
-        with storage.ring.section():
-            return self._store(storage, values, count, rank)
-
-    def _store(
-        self, storage: LazyTensorStorage, values: list[torch.Tensor], count: int, rank: int
-    ) -> torch.Tensor:
-        ring, rows = storage.ring, storage.rows
-        assert rows is not None
-        filled, slots = ring.live, ring.slots
-        new = _ranks(values[rank])
-        have = _ranks(rows.tensors[rank][:filled])
-        # Stable, and the stored ones first: of equals, those that are there stay.
-        best = np.argsort(-np.concatenate([have, new]), kind="stable")[:slots]
-        taken = np.sort(best[best >= filled] - filled)
-        out = np.setdiff1d(np.arange(filled), best)
-        free = np.concatenate([np.arange(filled, slots), out])[: len(taken)]
-        chosen, places = torch.from_numpy(taken), torch.from_numpy(free)
-        for tensor, value in zip(rows.tensors, values, strict=True):
-            picked = value.detach().index_select(0, chosen).to(tensor.device)
-            tensor.index_copy_(0, places.to(tensor.device), picked)
-        ring.mark(free)
-        ring.add_count(len(taken))
-        where = torch.full((count,), -1)
-        where[chosen] = places
-        return where
-
-
-def _ranks(values: torch.Tensor) -> Any:
-    flat = values.reshape(len(values), -1) if values.numel() else values.reshape(len(values), 0)
-    return flat.sum(1, dtype=torch.float64).cpu().numpy()
