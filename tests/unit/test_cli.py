@@ -379,14 +379,8 @@ def test_a_policy_that_fails_is_one_line_and_the_data_so_far_are_kept(
         (["colect"], "did you mean collect. .see gleanrl --help"),
         (["collect", "X", "--num-env3=2"], "did you mean --num-envs. .see gleanrl collect --help"),
         (["inspect", "X", "Y"], "'Y' is one argument too many .see gleanrl inspect --help"),
-        (
-            ["collect", "CartPole-v1", "--num_envs=100000000"],
-            "need 500,000,000,000 bytes of memory",
-        ),
-        (
-            ["bench", "CartPole-v1", "--num-envs", "100000000"],
-            "need 500,000,000,000 bytes of memory",
-        ),
+        (["collect", "CartPole-v1", "--num_envs=100000000"], "need 500,000,000,000 bytes"),
+        (["bench", "CartPole-v1", "--num-envs", "100000000"], "need 500,000,000,000 bytes"),
         (["collect", "Breakout-v5"], "did you mean 'ALE/Breakout-v5'"),
         (["collect", "CartPole-v1", "--workers", "0"], "'0' is not a whole number of 1 or more"),
         (["collect", "CartPole-v1", "--async"], "say how many with --workers N"),
