@@ -76,6 +76,7 @@ GROUPS = {
         (
             "memory.replay.buffer",
             "memory.replay.storages",
+            "memory.replay.writers",
             "memory.replay.samplers",
             "memory.replay.slices",
             "memory.replay",

@@ -28,7 +28,6 @@ from typing import (
     is_typeddict,
 )
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
@@ -784,17 +783,16 @@ def read_flags(name: str, value: Any, count: int) -> list[bool]:
     if value is None:
         return [True] * count
     try:
-        flags = list(value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value)
-    except TypeError:
-        raise ConfigError(f"{name} ({value!r:.100}) must be a list of bools") from None
-    flags = [f.item() if isinstance(f, torch.Tensor | np.generic) else f for f in flags]
-    if not all(isinstance(flag, bool) for flag in flags):
+        flags = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        flags = None
+    if flags is None or flags.dtype != torch.bool or flags.ndim != 1:
         raise ConfigError(
             f"{name} ({value!r:.100}) must hold one bool per worker, no indices: [True, False, ...]"
         )
     if len(flags) != count:
         raise ConfigError(f"{name} has {len(flags)} entries for {count} workers")
-    return flags
+    return [bool(flag) for flag in flags]
 
 
 def read_index(index: Sequence[int] | torch.Tensor, num_envs: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from gleanrl.collectors.arguments import MultiArguments, read, shows
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.launch import WorkerPlan, env_functions, launch_workers, read_threshold
-from gleanrl.collectors.selectors import like
+from gleanrl.collectors.selectors import like, unknown_backend
 from gleanrl.collectors.weights import EachBatch
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
@@ -176,12 +176,9 @@ def _make_backend(name: str | None, num_sub_threads: int) -> MakeBackend:
         threads = check_int("num_sub_threads", num_sub_threads, least=1)
         return lambda windows: ProcessBackend(threads)
     if name in ("inline", "direct"):
-        return lambda windows: InlineBackend(windows, stop_byte(None), apart=True)
-    if name in ("distributed", "submitit", "rpc", "ray"):
-        raise ConfigError(
-            f"backend={name!r} is no matter of processes here: use DistributedCollector, "
-            "RPCCollector or RayCollector, or Collector(backend=...)"
-        )
-    if name == "thread":
-        raise NotImplementedError(f"backend={name!r} is not available in this version")
-    raise ConfigError(f"backend ({name!r}) must be 'process' or 'inline'")
+        return lambda windows: InlineBackend(windows, stop_byte(), apart=True)
+    raise unknown_backend(
+        name,
+        "'process' or 'inline'; for nodes there are DistributedCollector, RPCCollector and "
+        "RayCollector, or Collector(backend=...)",
+    )
