@@ -108,21 +108,13 @@ class TensorFile:
             )
         return cls(tuple(key), tuple(shape), dtype, file)
 
-    def find(self, directory: Path) -> Path:
-        """Return the path of the file, whatever its size.
-
-        Raises:
-            TensorFileError: it is missing or leads out of ``directory``.
-        """
-        return inside(directory, self.file)
-
     def locate(self, directory: Path, rows: int | None = None) -> Path:
         """Return the path of the file, after checking that it holds such a tensor.
 
         Raises:
             TensorFileError: it is missing, leads out of ``directory`` or has another size.
         """
-        path = self.find(directory)
+        path = inside(directory, self.file)
         expected, size = self.nbytes * (1 if rows is None else rows), path.stat().st_size
         if size != expected:
             what = (

@@ -15,7 +15,7 @@ from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_te
 
 from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.memory import tensor_files
-from gleanrl.memory.tensor_files import TensorFile, TensorFileError
+from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
 from gleanrl.recording.dataset import CARD, NESTED, SHARDS, Dataset, Metadata, Part, card, size
 
 _COPY_BYTES = 1 << 24
@@ -185,15 +185,15 @@ class RawPart(Part):
         self.frames = metadata.frames
         """Frames that are whole in every file."""
         if self.facts.get("shard") is True:  # a kill leaves what was written until then
-            self._found = {file.key: (file, file.find(directory)) for file in files}
-            sizes = [(path.stat().st_size, file.nbytes) for file, path in self._found.values()]
-            self.frames = min((size // row for size, row in sizes if row), default=0)
+            sizes = {f.key: inside(directory, f.file).stat().st_size for f in files}
+            self.frames = min((sizes[f.key] // f.nbytes for f in files if f.nbytes), default=0)
         else:
-            self._found = {file.key: (file, file.locate(directory, self.frames)) for file in files}
+            for file in files:
+                file.locate(directory, self.frames)
 
     def _values(self, file: TensorFile) -> torch.Tensor:
         """Map the file of an entry, which the tensor cannot change."""
-        return file.load(self._found[file.key][1], self.frames)
+        return file.load(inside(self.directory, file.file), self.frames)
 
 
 def parts(directory: Path, metadata: Metadata) -> list[RawPart]:
@@ -234,7 +234,8 @@ def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
             target.parent.mkdir(parents=True, exist_ok=True)
             undo.callback(target.unlink, missing_ok=True)
             sizes = [part.frames * file.nbytes for part in dataset.parts]
-            _join_files(list(zip(map(file.find, shards), sizes, strict=True)), target)
+            sources = [inside(shard, file.file) for shard in shards]
+            _join_files(list(zip(sources, sizes, strict=True)), target)
         for folder in sorted({up for file in files for up in Path(file.file).parents}):
             content = json.loads((shards[0] / folder / "meta.json").read_text())
             for entry in (content, *content.values()):
