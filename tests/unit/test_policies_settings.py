@@ -427,3 +427,11 @@ def test_recording_a_draw_leaves_what_other_threads_use_as_it_is():
             sys.setprofile(None)
         assert "ProbabilisticTensorDictModule: tensor calls" in collector.explain()
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("kind", [D.Laplace, D.LogNormal])
+def test_distributions_of_libraries_need_no_list_to_be_recorded(kind):
+    policy = normal(kind)
+    check(policy, put("0.module.1.scale_mapping.bias", 2.0))
+    with Collector(Noise, policy, frames_per_batch=4) as collector:
+        assert "ProbabilisticTensorDictModule: tensor calls" in collector.explain()
