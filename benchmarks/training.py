@@ -12,6 +12,7 @@ import json
 import runpy
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class TorchRLCollector:
         from benchmarks import envs
         from benchmarks.systems import ours, peers
 
-        workers = [peers.serial([lambda: envs.unchecked(name)] * num_envs)] * num_workers
+        factories = [partial(envs.unchecked, name)] * num_envs
+        workers = [partial(peers.torchrl_serial, factories)] * num_workers
         options = {"num_threads": 1, "cat_results": "stack", "init_fn": ours.quiet_worker}
         self._collector = MultiSyncCollector(
             workers, policy, **frames, **options, **peers.TORCHRL_SHORTCUTS

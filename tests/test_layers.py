@@ -30,7 +30,6 @@ NAMESPACES = [
     ENVS,
     SOURCE / "envs" / "utils.py",
     SOURCE / "collectors" / "utils.py",
-    SOURCE / "collectors" / "weight_update.py",
 ]
 FILES = sorted(SOURCE.rglob("*.py"))
 

@@ -76,6 +76,7 @@ GROUPS = {
         (
             "memory.replay.buffer",
             "memory.replay.storages",
+            "memory.replay.writers",
             "memory.replay.samplers",
             "memory.replay.slices",
             "memory.replay",
@@ -90,7 +91,7 @@ GROUPS = {
     "weights": Group(
         "Weights",
         "How the learner's weights reach the policies of workers.",
-        ("weights.snapshot", "weights.scheme", "collectors.compat"),
+        ("weights.snapshot", "weights.scheme", "collectors.weight_update"),
     ),
     "tools": Group(
         "Trajectories, exploration, profiling",

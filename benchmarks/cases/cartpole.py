@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from benchmarks import envs
@@ -46,10 +47,8 @@ def torchrl(where: str, kind: str, policy: Any, argument_checks: bool = False) -
 
     some = envs.seeded(envs.cartpole, WORKERS * ENVS)
     parts = [some[first : first + ENVS] for first in range(0, len(some), ENVS)]
-    make = peers.quiet_serial  # nodes have no init_fn
     options: dict[str, Any] = {"frames_per_batch": frames(kind)}
     if where == "process":
-        make = peers.serial
         kinds = {"sync": collectors.MultiSyncCollector, "async": collectors.MultiAsyncCollector}
         collector: Any = kinds[kind]
         options |= {"total_frames": -1, "num_threads": 1, **peers.TORCHRL_SHORTCUTS}
@@ -66,4 +65,6 @@ def torchrl(where: str, kind: str, policy: Any, argument_checks: bool = False) -
         else:
             collector = distributed.DistributedCollector
             options |= {"launcher": "mp", "backend": "gloo"}
-    return ours.Batches(collector([make(part) for part in parts], policy, **options))
+    quiet = where != "process"  # nodes have no init_fn
+    makers = [partial(peers.torchrl_serial, part, quiet) for part in parts]
+    return ours.Batches(collector(makers, policy, **options))

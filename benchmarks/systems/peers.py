@@ -50,11 +50,16 @@ def torchrl_gym(factory: EnvFactory) -> Any:
     return GymWrapper(factory(), categorical_action_encoding=True)
 
 
-def torchrl_serial(factories: Sequence[EnvFactory]) -> Any:
-    """Return the environments in TorchRL's ``SerialEnv``."""
+def torchrl_serial(factories: Sequence[EnvFactory], quiet: bool = False) -> Any:
+    """Return the environments in TorchRL's ``SerialEnv``.
+
+    ``quiet`` is for workers that have no ``init_fn``: they become quiet workers here.
+    """
     from torchrl.envs import SerialEnv
 
-    makers = [lambda factory=factory: torchrl_gym(factory) for factory in factories]
+    if quiet:
+        quiet_worker()
+    makers = [partial(torchrl_gym, factory) for factory in factories]
     return SerialEnv(len(makers), makers, use_buffers=True)
 
 
@@ -63,20 +68,6 @@ def torchrl_transformed(env: Any) -> Any:
     from torchrl.envs import Compose, RewardSum, StepCounter, TransformedEnv
 
     return TransformedEnv(env, Compose(StepCounter(), RewardSum()))
-
-
-def serial(factories: Sequence[EnvFactory]) -> Callable[[], Any]:
-    return lambda: torchrl_serial(factories)
-
-
-def quiet_serial(factories: Sequence[EnvFactory]) -> Callable[[], Any]:
-    """Return the same for workers that have no ``init_fn``."""
-    return partial(_quiet_serial, factories)
-
-
-def _quiet_serial(factories: Sequence[EnvFactory]) -> Any:
-    quiet_worker()
-    return torchrl_serial(factories)
 
 
 DistributionOf = Callable[[Any], Any]
@@ -216,12 +207,11 @@ class SB3(System):
 # -- environments in processes, the policy in front of them ----------------------------------------
 
 
-def async_vector_env(
-    factories: Sequence[EnvFactory], net: nn.Module, steps: int, dtype: Any = np.int64
-) -> PoolLoop:
+def async_vector_env(factories: Sequence[EnvFactory], net: nn.Module, steps: int) -> PoolLoop:
     """Return the bare loop over Gymnasium's ``AsyncVectorEnv``: a process per environment."""
     pool = gym.vector.AsyncVectorEnv(list(factories), shared_memory=True, copy=False)
-    return _loop(pool, len(factories), net, steps, dtype)
+    actor = CategoricalActor(net, steps, len(factories), 2, np.int64)
+    return PoolLoop(pool, steps, actor)
 
 
 def sb3_processes(
@@ -232,7 +222,3 @@ def sb3_processes(
 
     # Forked: the default starts as many interpreters, and does the same from then on.
     return SB3(factories, net, steps, lean, lambda makers: SubprocVecEnv(makers, "fork"))
-
-
-def _loop(pool: Any, count: int, net: nn.Module, steps: int, dtype: Any) -> PoolLoop:
-    return PoolLoop(pool, steps, CategoricalActor(net, steps, count, 2, dtype))

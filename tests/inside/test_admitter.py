@@ -82,7 +82,7 @@ class Rig:
         """Be a node that authenticates; in a thread, because the admitter has to answer."""
 
         def run():
-            sockets.append(join(self.invitation(node), 10.0).sock)
+            sockets.append(join(self.invitation(node), 10.0)[0])
 
         sockets = []
         thread = threading.Thread(target=run)

@@ -147,7 +147,7 @@ def test_shutting_down_while_a_replacement_joins(tmp_path, how):
         if how == "half in":  # it has shown the secret, and says no more
             backend = collector._engine.backend
             guest = Invitation(*backend.address, 1, backend._secret)
-            sock = join(guest, 5.0).sock
+            sock = join(guest, 5.0)[0]
             assert sock.recv(10)
             assert number_in(collector.next()) == 0
         begin = time.monotonic()

@@ -11,7 +11,6 @@ import pytest
 import rig
 
 from gleanrl import CollectorTimeout, DistributedCollector, RPCCollector, WorkerDied
-from gleanrl.transport.node import NodeSpec
 from gleanrl.transport.worker import Surroundings
 from gleanrl.transport.zygote import NODE, Zygote
 
@@ -72,7 +71,7 @@ class Elsewhere:
     def launch(self, invitations):
         for invitation in invitations:
             with open(os.memfd_create("invitation"), "w+b") as told:
-                told.write(pickle.dumps(NodeSpec(invitation, Surroundings.here())))
+                told.write(pickle.dumps((invitation, Surroundings.here())))
                 told.seek(0)
                 self.nodes.append(self.zygote.fork([told.fileno()], 60.0, NODE))
 

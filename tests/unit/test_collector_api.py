@@ -437,6 +437,9 @@ def test_weights_that_do_not_fit_change_nothing():
             collector.update_policy_weights_(
                 {"module.bias": torch.ones(1), "module.weight": torch.ones(1, 4)}
             )
+        huge = torch.full((1, 3), 1e300, dtype=torch.float64)
+        with pytest.raises(WeightsError, match="values that torch.float32 cannot hold"):
+            collector.update_policy_weights_({"module.bias": torch.ones(1), "module.weight": huge})
         assert collector.policy.module.weight.equal(before)
         assert collector.stats()["policy_version"] == 0
 

@@ -294,6 +294,15 @@ def test_max_value_writer_needs_its_entry():
         rb.extend(rows(0, 2))
 
 
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_nested_parts_keep_batch_dimensions_of_their_own(ndim):
+    agents = TensorDict({"position": torch.zeros(2, 4, 3, 5)}, [2, 4, 3])
+    data = TensorDict({"agents": agents}, [2, 4])
+    rb = ReplayBuffer(storage=LazyTensorStorage(8, ndim=ndim))
+    rb.extend(data if ndim == 2 else data.reshape(-1))
+    assert rb.sample(6)["agents"].batch_size == (6, 3)
+
+
 def test_rows_are_written_in_place_and_seen_when_committed():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(rows(0, 8))

@@ -2,7 +2,7 @@
 
 import threading
 
-from gleanrl.transport.waiting import FairLock
+from gleanrl.transport.interrupts import FairLock
 
 
 def test_whoever_asked_first_is_next_also_before_the_one_who_had_it():

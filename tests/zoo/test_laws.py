@@ -55,7 +55,11 @@ def test_the_zoo_is_large() -> None:
     assert {env for _, env in FITTING} == ENVIRONMENTS.keys()
 
 
-BROKEN = [("member-sometimes", "small-meddles"), ("select-out-keys", "small-mapped[3]")]
+BROKEN = [
+    ("member-sometimes", "small-meddles"),
+    ("select-out-keys", "small-mapped[3]"),
+    ("odd-alias", "views[4]"),
+]
 SAMPLE = [*sample(0), *BROKEN]
 """One pair for every policy, and pairs that the draw misses and that broke the law once."""
 

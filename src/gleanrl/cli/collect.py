@@ -169,9 +169,11 @@ def _collect(
         if recorder is not None:
             rate = round(stats.frames / seconds, 1)
             recorder.facts |= {"seconds": round(seconds, 3), "frames_per_second": rate}
-        beside, line = describe(collector.stats(), total, last=True)
-        display.show(stats.frames, beside, f": {line}")
-        if interruptor.collection_stopped() and drained(collector):
+        stopped = interruptor.collection_stopped()
+        if display.due or stopped or stats.frames >= total:
+            beside, line = describe(collector.stats(), total, last=True)
+            display.show(stats.frames, beside, f": {line}")
+        if stopped and drained(collector):
             break
     return stats, seconds
 

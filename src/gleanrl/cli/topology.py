@@ -18,7 +18,7 @@ from torch import nn
 from gleanrl.cli.display import plural
 from gleanrl.collectors import BaseCollector, Collector, Interruptor
 from gleanrl.core.errors import ConfigError
-from gleanrl.recording.dataset import size
+from gleanrl.memory.shared import check_memory
 
 RANDOM = "random"
 """The policy that is none."""
@@ -63,19 +63,12 @@ class Topology:
         """Refuse what this machine cannot hold, before anything is built.
 
         Raises:
-            ConfigError: the least memory that it would take is more than this machine has.
+            ConfigError: the least memory that it would take is more than there is.
         """
         if self.workers and self.backend != "process":
             return  # it may be on other machines
-        processes = max(1, self.workers)
-        least = processes * self.num_envs * _ENV_BYTES + self.workers * _WORKER_BYTES
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if least > there:
-            raise ConfigError(
-                f"{self} would take {size(least)} of memory at the very least "
-                f"({size(_ENV_BYTES)} an environment, {size(_WORKER_BYTES)} a worker); this "
-                f"machine has {size(there)}: ask for fewer (--num-envs, --workers)"
-            )
+        least = max(1, self.workers) * self.num_envs * _ENV_BYTES + self.workers * _WORKER_BYTES
+        check_memory(least, str(self), "ask for fewer (--num-envs, --workers)", "memory")
 
     def steps(self, most: int) -> int:
         """Return the steps of a batch that shows progress often, at most ``most``."""

@@ -2,14 +2,6 @@
 
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.collector import Collector
-from gleanrl.collectors.compat import (
-    MultiProcessedWeightUpdater,
-    RayWeightUpdater,
-    RemoteModuleWeightUpdater,
-    VanillaWeightUpdater,
-    WeightUpdaterBase,
-    refuse,
-)
 from gleanrl.collectors.distributed import (
     DistributedCollector,
     DistributedDataCollector,
@@ -27,6 +19,14 @@ from gleanrl.collectors.multi import (
     MultiSyncCollector,
 )
 from gleanrl.collectors.utils import split_trajectories
+from gleanrl.collectors.weight_update import (
+    MultiProcessedWeightUpdater,
+    RayWeightUpdater,
+    RemoteModuleWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
+from gleanrl.core.errors import refuse
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.profiling import ProfileConfig
 from gleanrl.policies.random import RandomPolicy

@@ -28,7 +28,6 @@ from typing import (
     is_typeddict,
 )
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
@@ -619,16 +618,12 @@ def typed(kind: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def check(arguments: Arguments) -> None:
     """Find contradictions between arguments, before anything is built."""
-    if arguments["weight_updater"] is not None and arguments["weight_sync_schemes"] is not None:
-        raise ArgumentTypeError("give weight_sync_schemes or weight_updater, not both")
     for wrong, message in _contradictions(arguments):
         if wrong:
-            raise ConfigError(message)
+            raise ArgumentTypeError(message)
     if arguments["timeout"] is not None:
         seconds("timeout", arguments["timeout"])
     check_schemes(arguments["weight_sync_schemes"])
-    if arguments["replay_buffer"] is not None:
-        _check_buffer(arguments)
 
 
 def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
@@ -643,6 +638,10 @@ def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
     yield (
         chunk not in (None, extend),  # its retired spelling
         f"replay_buffer_chunk ({chunk}) contradicts extend_buffer ({extend})",
+    )
+    yield (
+        arguments["weight_updater"] is not None and arguments["weight_sync_schemes"] is not None,
+        "give weight_sync_schemes or weight_updater, not both",
     )
     yield (
         arguments["set_truncated"] and whole,
@@ -664,6 +663,26 @@ def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
         "reset_when_done=False is not supported: environments that end are always reset; use "
         "split_trajs=True or trajs_per_batch= to get whole trajectories, or the rollout("
         "break_when_any_done=True) of an environment",
+    )
+    buffer = arguments["replay_buffer"]
+    stores = buffer is not None  # in place of delivered batches
+    yield (
+        arguments["compact_obs"] and isinstance(buffer, ReplayBuffer) and buffer.storage.compact,
+        "compact_obs=True leaves out what the compact replay_buffer needs where an episode or a "
+        "rollout ends: drop it, the buffer stores each observation once by itself",
+    )
+    yield (
+        stores and arguments["use_buffers"],
+        "use_buffers=True and replay_buffer exclude each other",
+    )
+    yield (
+        stores and arguments["return_same_td"],
+        "return_same_td=True and replay_buffer exclude each other: nothing is returned",
+    )
+    yield (
+        stores and not extend and (apart or arguments["postproc"] is not None),
+        "extend_buffer=False stores steps as they were made; it excludes split_trajs, "
+        "trajs_per_batch and postproc, which work on whole batches",
     )
 
 
@@ -691,28 +710,6 @@ def check_schemes(schemes: Mapping[str, Any] | None) -> None:
                 f"the weight sync scheme of {name!r} was initialised by hand; a collector needs a "
                 "fresh one and sends by itself: give first weights to update_policy_weights_"
             )
-
-
-def _check_buffer(arguments: Arguments) -> None:
-    """A replay buffer takes the place of delivered batches."""
-    buffer = arguments["replay_buffer"]
-    if arguments["compact_obs"] and isinstance(buffer, ReplayBuffer) and buffer.storage.compact:
-        raise ConfigError(
-            "compact_obs=True leaves out what the compact replay_buffer needs where an episode or "
-            "a rollout ends: drop it, the buffer stores each observation once by itself"
-        )
-    if arguments["use_buffers"]:
-        raise ArgumentTypeError("use_buffers=True and replay_buffer exclude each other")
-    if arguments["return_same_td"]:
-        raise ArgumentTypeError(
-            "return_same_td=True and replay_buffer exclude each other: nothing is returned"
-        )
-    whole = arguments["split_trajs"] or arguments["trajs_per_batch"] is not None
-    if not arguments["extend_buffer"] and (whole or arguments["postproc"] is not None):
-        raise ArgumentTypeError(
-            "extend_buffer=False stores steps as they were made; it excludes split_trajs, "
-            "trajs_per_batch and postproc, which work on whole batches"
-        )
 
 
 def read_version(track: bool | PolicyVersion) -> PolicyVersion | None:
@@ -792,17 +789,16 @@ def read_flags(name: str, value: Any, count: int) -> list[bool]:
     if value is None:
         return [True] * count
     try:
-        flags = list(value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value)
-    except TypeError:
-        raise ConfigError(f"{name} ({value!r:.100}) must be a list of bools") from None
-    flags = [f.item() if isinstance(f, torch.Tensor | np.generic) else f for f in flags]
-    if not all(isinstance(flag, bool) for flag in flags):
+        flags = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        flags = None
+    if flags is None or flags.dtype != torch.bool or flags.ndim != 1:
         raise ConfigError(
             f"{name} ({value!r:.100}) must hold one bool per worker, no indices: [True, False, ...]"
         )
     if len(flags) != count:
         raise ConfigError(f"{name} has {len(flags)} entries for {count} workers")
-    return flags
+    return [bool(flag) for flag in flags]
 
 
 def read_index(index: Sequence[int] | torch.Tensor, num_envs: int) -> tuple[int, ...]:

@@ -1,19 +1,21 @@
-"""Collecting in the background: a thread, the rate limit of its buffer, and what a step does."""
+"""Collecting in the background: a thread, and what a step does for the buffer that it fills."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gleanrl.core.errors import ClosedError, CollectorTimeout
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.memory.replay.buffer import ReplayBuffer
+
+if TYPE_CHECKING:
+    from gleanrl.collectors.base import BaseCollector
 
 _POLL_INTERVAL_S = 0.002
 """Seconds after which a collector that waits for the learner looks again."""
@@ -139,75 +141,29 @@ class Background:
             raise CollectorTimeout(f"background collection did not end within {timeout} s")
 
 
-class RateLimit:
-    """The rate limiter of a collector's replay buffer, if there is one."""
-
-    def __init__(self, buffer: Any) -> None:
-        """Look for a limiter; buffers of other libraries have none."""
-        ours = isinstance(buffer, ReplayBuffer)
-        self._buffer = buffer if ours else None
-        self._storage = buffer.storage if ours else None
-        self._limiter = buffer.limiter if ours else None
-        self._holding = False
-
-    def begin(self) -> None:
-        """Note that collection was started."""
-        self.failed(None)
-        if self._limiter is not None and self._storage is not None:
-            self._limiter.begin(self._storage)
-
-    def failed(self, error: BaseException | None) -> None:
-        """Tell those who find nothing to sample why nothing comes."""
-        if self._buffer is not None:
-            self._buffer.fill_error = error
-
-    def running(self, now: bool) -> None:
-        """Note that collection continues, or that it ended or rests."""
-        if self._limiter is not None and self._storage is not None:
-            self._limiter.running(self._storage, now)
-
-    def holds(self, budget: Budget) -> bool:
-        """Tell whether the collector has to wait for the learner."""
-        if self._limiter is None or self._storage is None:
-            return False
-        self._holding = self._limiter.holds(self._storage, budget.under_way)
-        return self._holding
-
-    def stats(self, running: bool) -> dict[str, float | bool]:
-        """Return what ``stats()`` shows of it."""
-        if self._limiter is None or self._storage is None:
-            return {}
-        return {
-            "samples_per_insert": self._limiter.ratio(self._storage),
-            "waiting_for_learner": self._holding and running,
-        }
-
-
-class Collects(Protocol):
-    """What the background needs of a collector."""
-
-    def _announce(self) -> None: ...
-
-    def _collect(self, feed: bool = True) -> deque[Any]: ...
-
-    def _failed(self) -> None: ...
-
-
 class BackgroundFilling:
     """What a collector does between `start` and `shutdown`: fill its replay buffer in a thread."""
 
     def __init__(self, engine: Engine, budget: Budget, timeout: float | None) -> None:
         """Prepare to collect with ``engine``; nothing runs before `start`."""
         self._engine, self._budget, self._timeout = engine, budget, timeout
-        self._limit = RateLimit(None)
+        self._buffer: ReplayBuffer | None = None
+        """What is filled; buffers of other libraries have no rate limit."""
+        self._held = False
+        """Whether the rate limit had the collector wait for the learner."""
         self._ending = False
         self.thread: Background | None = None
 
-    def start(self, collector: Collects, buffer: Any) -> None:
+    def start(self, collector: BaseCollector, buffer: Any) -> None:
         """Have ``collector``, which is not kept alive, fill ``buffer`` from now on."""
-        self._limit = RateLimit(buffer)
-        self._limit.begin()
-        self.thread = Background(partial(self._step, weakref.ref(collector)), self._limit.running)
+        self._buffer = buffer if isinstance(buffer, ReplayBuffer) else None
+        active: Callable[[bool], object] = bool
+        if self._buffer is not None:
+            self._buffer.fill_error = None
+            if (limiter := self._buffer.limiter) is not None:
+                limiter.begin(self._buffer.storage)
+                active = partial(limiter.running, self._buffer.storage)
+        self.thread = Background(partial(self._step, weakref.ref(collector)), active)
 
     def pause(self) -> AbstractContextManager[None]:
         """Suspend collection for the length of a ``with`` block.
@@ -225,7 +181,13 @@ class BackgroundFilling:
 
     def stats(self) -> dict[str, float | bool]:
         """Return what ``stats()`` shows of the rate limit."""
-        return self._limit.stats(self.thread is not None and self.thread.running)
+        if self._buffer is None or self._buffer.limiter is None:
+            return {}
+        running = self.thread is not None and self.thread.running
+        return {
+            "samples_per_insert": self._buffer.limiter.ratio(self._buffer.storage),
+            "waiting_for_learner": self._held and running,
+        }
 
     def stop(self, timeout: float) -> BaseException | None:
         """End the thread; return what went wrong in it."""
@@ -238,7 +200,7 @@ class BackgroundFilling:
                 self._engine.failure = self._engine.failure or err
         return None if self._engine.closed else self._engine.failure
 
-    def _step(self, reference: Callable[[], Collects | None], feed: bool) -> bool:
+    def _step(self, reference: Callable[[], BaseCollector | None], feed: bool) -> bool:
         """Collect what has come; return whether there is anything more to do."""
         collector = reference()
         if collector is None:
@@ -246,7 +208,7 @@ class BackgroundFilling:
         held = False
         try:
             with self._engine.turn(None):
-                held = feed and not self._budget.exhausted and self._limit.holds(self._budget)
+                held = feed and not self._budget.exhausted and self._holds()
                 feed = feed and not held
                 if feed and self._budget.wants_more:
                     collector._announce()
@@ -263,11 +225,19 @@ class BackgroundFilling:
             if self._ending and isinstance(err, ClosedError):  # a rollout was cut short by that
                 return not self._engine.closed
             self._engine.failure = err
-            self._limit.failed(err)
+            if self._buffer is not None:  # for those who find nothing to sample
+                self._buffer.fill_error = err
             collector._failed()
             raise
         self._wait(held)
         return True
+
+    def _holds(self) -> bool:
+        """Tell whether the collector has to wait for the learner."""
+        if self._buffer is not None and self._buffer.limiter is not None:
+            under_way = self._budget.under_way
+            self._held = self._buffer.limiter.holds(self._buffer.storage, under_way)
+        return self._held
 
     def _wait(self, held: bool) -> None:
         """Wait for workers, or, if the rate limit ``held`` them, for the learner."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -27,7 +27,6 @@ from gleanrl.collectors.arguments import (
 )
 from gleanrl.collectors.background import BackgroundFilling
 from gleanrl.collectors.handle import Handle, PostHook, PreHook, one_of
-from gleanrl.collectors.plan import Launch, Threads
 from gleanrl.collectors.states import entries_of, number_lives, restoring, states_of
 from gleanrl.collectors.weights import WeightUpdates
 from gleanrl.core import messages as m
@@ -35,7 +34,7 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError, WorkerError, for_users, hide_frames
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
-from gleanrl.core.options import limit, warn
+from gleanrl.core.options import check_int, limit, warn
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.interruptor import Interruptor
@@ -46,6 +45,9 @@ from gleanrl.transport.network import NetworkBackend
 from gleanrl.watch.watching import Watcher, Watching
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import Shapes
+
+if TYPE_CHECKING:
+    from gleanrl.collectors.launch import Launch
 
 CLOSE_TIMEOUT_S = 2.0
 """Seconds environments get to close after a failure, and where nobody called `shutdown`."""
@@ -143,7 +145,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self._updates.register(arguments["weight_recv_schemes"] or {})
         self._watching = Watching(type(self).__name__, arguments["progress"], arguments["logger"])
         with ExitStack() as undo:
-            threads = Threads(plan.num_threads, self.num_workers)
+            threads = _Threads(plan.num_threads, self.num_workers)
             self._threads = undo.callback(weakref.finalize(self, threads.restore))
             with self._watching.starting():
                 self._engine = engine = Engine(
@@ -1017,3 +1019,20 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self._closing.detach()
         if failure is not None and raise_on_error:
             raise failure
+
+
+class _Threads:
+    """The learner's torch threads: fewer while workers run, as before afterwards."""
+
+    def __init__(self, wanted: int | None, workers: int) -> None:
+        """Leave the cores of ``workers`` workers alone, unless a number is ``wanted``."""
+        self._before = torch.get_num_threads()
+        default = max(1, self._before - workers)
+        self._set = default if wanted is None else check_int("num_threads", wanted, least=1)
+        torch.set_num_threads(self._set)
+
+    def restore(self) -> None:
+        """Put the number back, unless somebody has changed it since. Idempotent."""
+        if torch.get_num_threads() == self._set:
+            torch.set_num_threads(self._before)
+        self._set = self._before

@@ -19,8 +19,7 @@ from gleanrl.collectors.arguments import (
 )
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.handle import Handle
-from gleanrl.collectors.launch import launch_workers
-from gleanrl.collectors.plan import WorkerPlan
+from gleanrl.collectors.launch import WorkerPlan, launch_workers
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ArgumentTypeError, for_users
 from gleanrl.engine.interruptor import stop_byte

@@ -13,7 +13,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from gleanrl.collectors.worker import FillingSource, WorkerRole, serve_worker
-from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, format_key
 from gleanrl.core.messages import Report
@@ -24,8 +23,6 @@ from gleanrl.rollout.build import SourceBuilder
 
 _STEPS = 64
 """Steps between two looks at how many episodes have ended."""
-_POLL_INTERVAL_S = 0.2
-"""Seconds after which a wait for the worker looks whether the collector was shut down."""
 Metrics = Callable[[TensorDictBase], Mapping[str, float]]
 
 
@@ -71,8 +68,7 @@ class Episodes:
         """Wait for ``plan.count`` episodes of ``num_envs`` environments."""
         self._plan = plan
         self._whole = WholeTrajectories(plan.count)
-        self._whole.belong_to(num_envs)
-        self._whole.share_out(num_envs)
+        self._whole.belong_to(num_envs, equally=True)
         share = self._whole.num_trajectories // num_envs
         short = self._whole.num_trajectories - plan.count  # fewer than there are environments
         last = [env * share + share - 1 for env in range(num_envs - short, num_envs)]
@@ -170,48 +166,3 @@ class EpisodesSource(FillingSource):
         """Seed everything, which resets all environments."""
         self._fresh = True
         return super().seed(seed, static, stream)
-
-
-class Player:
-    """Plays evaluations with a collector whose only worker runs an `EpisodesPlan`."""
-
-    def __init__(self, collector: Any) -> None:
-        """Take over ``collector``."""
-        self.shutdown, self._collector = collector.shutdown, collector
-
-    @property
-    def has_transforms(self) -> bool:
-        """Whether the environment has transforms, some of which may record videos."""
-        try:
-            self._collector._engine.ask(m.Get("env.transform.__class__.__name__"))
-        except AttributeError:
-            return False
-        return True
-
-    def dump(self, step: int) -> None:
-        """Have the environment's transforms write what they recorded, labelled ``step``."""
-        self._collector._engine.ask(m.Call("env.transform.dump", (), {"step": step}))
-
-    def play(
-        self, weights: Mapping[str, Any], version: int | None, seed: int | None
-    ) -> tuple[TensorDictBase, int]:
-        """Evaluate once; other threads can shut the collector down meanwhile.
-
-        Args:
-            weights: By model id; empty for those that the worker has.
-            version: The policy version that they get; by default the next one.
-            seed: Seed everything first.
-
-        Returns:
-            The summary, and the version that the episodes were played with.
-        """
-        collector = self._collector
-        if seed is not None:
-            collector.set_seed(seed)
-        if weights or version is not None:
-            collector._publish(weights, None, version)
-        while True:
-            with collector._engine.turn(None):
-                if collector._engine.ready(collector._budget, True, collector._timeout):
-                    return collector._collect()[0], collector._gathered()[1]
-            collector._engine.backend.wait(_POLL_INTERVAL_S)

@@ -22,13 +22,16 @@ from gleanrl.collectors.arguments import check_callables, read_seed
 from gleanrl.collectors.base import CLOSE_TIMEOUT_S
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed.ray import RayCollector
-from gleanrl.collectors.episodes import EpisodesPlan, Metrics, Player
+from gleanrl.collectors.episodes import EpisodesPlan, Metrics
 from gleanrl.collectors.multi import MultiSyncCollector
+from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import NestedKey, as_key
 from gleanrl.core.options import check_int
 from gleanrl.weights.snapshot import check_weights, cloned, weights_of
 
+_POLL_INTERVAL_S = 0.2
+"""Seconds after which a wait for the worker looks whether the evaluator was shut down."""
 _T_975 = {1: 12.7062, 2: 4.3027}
 """The 97.5 % point of Student's t for few degrees of freedom, where the series is not exact."""
 
@@ -150,10 +153,10 @@ class _Line:
         prefix: str,
         on_result: Callable[[TensorDictBase], Any] | None,
         here: bool,
-        dump: bool,
+        dump_video: bool,
     ) -> None:
-        self.collector = collector
-        self._dump = dump
+        self.collector, self._ask = collector, collector._engine.ask
+        self._dumps = dump_video and self._has_transforms()
         self._prefix, self._on_result, self._here = prefix, on_result, here
         self._owner = os.getpid()
         self._carrier: int | None = None
@@ -164,6 +167,13 @@ class _Line:
         self._failure: BaseException | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
+
+    def _has_transforms(self) -> bool:
+        try:
+            self._ask(m.Get("env.transform.__class__.__name__"))
+        except AttributeError:
+            return False
+        return True
 
     @property
     def pending(self) -> bool:
@@ -222,9 +232,9 @@ class _Line:
         """Carry out the oldest request; a failure ends the evaluator."""
         request, self._carrier = self._requests[0], threading.get_ident()
         try:
-            summary, version = self.collector.play(request.weights, request.version, request.seed)
-            if self._dump:
-                self.collector.dump(request.step)
+            summary, version = self._play(request)
+            if self._dumps:
+                self._ask(m.Call("env.transform.dump", (), {"step": request.step}))
             result = _evaluation(summary, version, request.step, self._prefix)
             if self._on_result is not None:
                 self._on_result(TensorDict({k: torch.as_tensor(v) for k, v in result.items()}))
@@ -247,6 +257,19 @@ class _Line:
             if self._requests:  # it was not shut down meanwhile
                 self._requests.popleft()
             self._changed.notify_all()
+
+    def _play(self, request: _Request) -> tuple[TensorDictBase, int]:
+        """Return the summary, and the version that was played; others may shut down meanwhile."""
+        collector = self.collector
+        if request.seed is not None:
+            collector.set_seed(request.seed)
+        if request.weights or request.version is not None:
+            collector._publish(request.weights, None, request.version)
+        while True:
+            with collector._engine.turn(None):
+                if collector._engine.ready(collector._budget, True, collector._timeout):
+                    return collector._collect()[0], collector._gathered()[1]
+            collector._engine.backend.wait(_POLL_INTERVAL_S)
 
     def wait(self, request: _Request) -> Evaluation:
         """Wait for the result of ``request``."""
@@ -450,9 +473,8 @@ class Evaluator:
             collector = RayCollector([env], policy, remote_configs=options, sync=True, **kwargs)
         else:
             collector = MultiSyncCollector([env], policy, backend=backend, **kwargs)
-        player = Player(collector)
-        dump = dump_video and player.has_transforms
-        self._line = _Line(player, log_prefix, on_result, backend == "inline", dump)
+        here = backend == "inline"
+        self._line = _Line(collector, log_prefix, on_result, here, dump_video)
         self._line.closing = weakref.finalize(self, self._line.close, CLOSE_TIMEOUT_S)
 
     # -- evaluating ------------------------------------------------------------------------------

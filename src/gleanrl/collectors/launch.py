@@ -1,14 +1,15 @@
-"""What each worker runs: arguments dealt out to workers, and a source factory for each."""
+"""What a collector is started with: arguments dealt out to workers, a source factory for each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import gymnasium as gym
 import torch
+from tensordict.nn import InteractionType
 
 from gleanrl.collectors.arguments import (
     Arguments,
@@ -17,10 +18,10 @@ from gleanrl.collectors.arguments import (
     read_exploration,
     read_version,
 )
-from gleanrl.collectors.compat import read_updater
 from gleanrl.collectors.episodes import EpisodesPlan
-from gleanrl.collectors.nested import nested_factory
-from gleanrl.collectors.plan import Launch, WorkerPlan
+from gleanrl.collectors.nested import OF_A_WORKER, nested_factory
+from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
+from gleanrl.collectors.weights import Sending
 from gleanrl.collectors.worker import WorkerRole, serve_filling, serve_worker
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import (
@@ -38,31 +39,77 @@ from gleanrl.core.options import (
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.pipeline import Pipeline
-from gleanrl.engine.sink import make_sink
+from gleanrl.engine.sink import Sink, make_sink
 from gleanrl.rollout.build import Initialised, SourceBuilder
+from gleanrl.weights.snapshot import PolicyVersion
 
-_OF_A_WORKER = frozenset(
-    {
-        "auto_register_policy_transforms",
-        "categorical_action_encoding",
-        "check_finite",
-        "compact_obs",
-        "compile_policy",
-        "create_env_kwargs",
-        "cudagraph_policy",
-        "fast",
-        "init_fn",
-        "info_keys",
-        "max_frames_per_traj",
-        "num_envs",
-        "observation_dtype",
-        "reset_at_each_iter",
-        "set_truncated",
-        "track_traj_ids",
-        "trust_policy",
-    }
-)
-"""Arguments that a worker can have for itself without serving a whole collector."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """What the workers of a collector are, and how their rollouts become batches."""
+
+    create_env_fn: Any
+    """What workers collect from, as it was given."""
+    functions: Sequence[Any]
+    """What each worker collects from."""
+    policy: Any
+    sync: bool = True
+    """Whether a batch holds a rollout of every worker."""
+    collector_class: Any = None
+    """What runs in each worker."""
+    whole: bool = False
+    """Whether each worker runs a whole collector of its class, and not what serves ours alone."""
+    here: bool = False
+    """Whether the only worker is this very process: it has the user's own objects and streams."""
+    remote: bool = False
+    """Whether workers share no memory with this process."""
+    kwargs: Sequence[Mapping[str, Any]] = ()
+    """Remote workers: further arguments of each worker's collector."""
+    workers_each: int = 1
+    """Remote workers: the workers of each worker's collector, if it has any."""
+    sending: Sending | None = None
+    """Weights that are sent without being asked for."""
+    tolerant: bool = False
+    """Whether collection continues without workers that were lost."""
+    relaunches: int | None = None
+    """How often a lost worker is replaced; ``None`` if none is."""
+    enough: int | None = None
+    """How many workers have to finish before the others are stopped; ``None`` for all."""
+    interruptor: Any = None
+    num_threads: int | None = None
+    """torch threads of this process while workers run."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether rollouts may be stopped early."""
+        return self.enough is not None or self.interruptor is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A plan, and what was made of it and the arguments before anything is started."""
+
+    plan: WorkerPlan
+    exploration: InteractionType
+    version: PolicyVersion | None
+    """The version counter to show."""
+    updater: WeightUpdaterBase | None
+    factories: Sequence[SourceFactory]
+    """Build the source of each worker, there."""
+    limits: FrameBudget
+    asked: Sequence[int]
+    """Per worker, the frames of its rollouts."""
+    batches: BatchOptions
+    pipeline: Pipeline
+    """What batches go through."""
+    sink: Sink | None
+    """What takes batches in place of the user."""
+    fills: bool = False
+    """Whether workers store there what they collect."""
+    policy_device: Any
+    env_device: Any
+    stream: int = 0
+    """What random streams of workers are made from: the first one's."""
 
 
 def launch_workers(arguments: Arguments, plan: WorkerPlan) -> Launch:
@@ -196,7 +243,7 @@ def _factory(
     if plan.here:
         return builder
     own = plan.kwargs[worker] if plan.kwargs else {}
-    more = {name: own[name] for name in own if name not in _OF_A_WORKER}
+    more = {name: own[name] for name in own if name not in OF_A_WORKER}
     kind = plan.collector_class
     buffer = arguments["replay_buffer"]
     role = WorkerRole(

@@ -10,9 +10,8 @@ from torch import nn
 from gleanrl.collectors.arguments import MultiArguments, read, shows, typed
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.collector import Collector
-from gleanrl.collectors.launch import env_functions, launch_workers, read_threshold
-from gleanrl.collectors.plan import WorkerPlan
-from gleanrl.collectors.selectors import like
+from gleanrl.collectors.launch import WorkerPlan, env_functions, launch_workers, read_threshold
+from gleanrl.collectors.selectors import like, unknown_backend
 from gleanrl.collectors.weights import EachBatch
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
@@ -178,12 +177,9 @@ def _make_backend(name: str | None, num_sub_threads: int) -> MakeBackend:
         threads = check_int("num_sub_threads", num_sub_threads, least=1)
         return lambda windows: ProcessBackend(threads)
     if name in ("inline", "direct"):
-        return lambda windows: InlineBackend(windows, stop_byte(None), apart=True)
-    if name in ("distributed", "submitit", "rpc", "ray"):
-        raise ConfigError(
-            f"backend={name!r} is no matter of processes here: use DistributedCollector, "
-            "RPCCollector or RayCollector, or Collector(backend=...)"
-        )
-    if name == "thread":
-        raise NotImplementedError(f"backend={name!r} is not available in this version")
-    raise ConfigError(f"backend ({name!r}) must be 'process' or 'inline'")
+        return lambda windows: InlineBackend(windows, stop_byte(), apart=True)
+    raise unknown_backend(
+        name,
+        "'process' or 'inline'; for nodes there are DistributedCollector, RPCCollector and "
+        "RayCollector, or Collector(backend=...)",
+    )

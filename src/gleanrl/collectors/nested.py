@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from tensordict import TensorDictBase, is_leaf_nontensor
 
 from gleanrl.collectors.arguments import MultiArguments, defaults
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.plan import Launch
 from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
@@ -23,10 +22,13 @@ from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, returning
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Array, Window
-from gleanrl.memory.trees import copied
+from gleanrl.memory.trees import batch_over, copied
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.rollout.step_clock import Times
 from gleanrl.weights.snapshot import Shapes, shapes_of
+
+if TYPE_CHECKING:
+    from gleanrl.collectors.launch import Launch
 
 
 def _serve_nested(
@@ -92,23 +94,31 @@ def nested_factory(
     )
 
 
-_PASSED_ON = (
-    "num_envs",
-    "track_traj_ids",
-    "init_random_frames",
-    "categorical_action_encoding",
-    "observation_dtype",
-    "info_keys",
-    "check_finite",
-    "fast",
-    "compact_obs",
-    "trust_policy",
-    "compile_policy",
-    "cudagraph_policy",
-    "auto_register_policy_transforms",
-    "pre_collect_hook",
-    "post_collect_hook",
+OF_A_WORKER = frozenset(
+    {
+        "auto_register_policy_transforms",
+        "categorical_action_encoding",
+        "check_finite",
+        "compact_obs",
+        "compile_policy",
+        "create_env_kwargs",
+        "cudagraph_policy",
+        "fast",
+        "info_keys",
+        "init_fn",
+        "max_frames_per_traj",
+        "num_envs",
+        "observation_dtype",
+        "reset_at_each_iter",
+        "set_truncated",
+        "track_traj_ids",
+        "trust_policy",
+    }
 )
+"""Arguments that a worker can have for itself without serving a whole collector."""
+_ALWAYS = {"create_env_kwargs", "max_frames_per_traj", "reset_at_each_iter", "set_truncated"}
+_HOOKS = {"pre_collect_hook", "post_collect_hook"}
+_PASSED_ON = sorted(OF_A_WORKER - _ALWAYS - {"init_fn"} | _HOOKS | {"init_random_frames"})
 """What concerns the collector in the worker, and need not be said if it is the default."""
 _KEPT_OUT = ("interruptor", "preemptive_threshold")
 """What would have to stop a rollout, which cannot be done to a collector from outside."""
@@ -331,9 +341,7 @@ def _fits(batch: TensorDictBase, layout: Layout, window: Window) -> bool:
 def _write(batch: TensorDictBase, layout: Layout, window: Window) -> None:
     """Copy ``batch`` into ``window``, which holds nothing beyond its steps then."""
     taken = int(batch.shape[-1])
-    for field in layout.fields:
-        rows = batch.get(field.key).reshape(window.envs, taken, *field.shape)
-        window.tensor(field.key)[:, :taken].copy_(rows)
+    batch_over(window, layout)[..., :taken].update_(batch)
     if taken < window.steps:
         window.zero_from(taken)
         if TRAJ_IDS in window.keys():

@@ -50,20 +50,23 @@ def elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     selectors = {name: kwargs[name] for name in _SELECTORS if name in kwargs}
     typed(CollectorArguments, selectors)  # refuses others
     backend, count = kwargs.get("backend"), kwargs.get("num_collectors")
-    if backend == "thread":
-        raise NotImplementedError(
-            "backend='thread' is not available in this version; 'inline', 'process', "
-            "'distributed', 'submitit', 'rpc' and 'ray' are"
-        )
     if backend not in (*_PROCESSES, *_HERE, *_NODES):
-        raise ConfigError(
-            f"backend ({backend!r}) must be 'inline' (alias 'direct'), 'process' (alias "
-            "'multiprocessing'), 'distributed', 'submitit', 'rpc' or 'ray'"
+        raise unknown_backend(
+            backend,
+            "'inline' (alias 'direct'), 'process' (alias 'multiprocessing'), 'distributed', "
+            "'submitit', 'rpc' or 'ray'",
         )
     if backend in _HERE and (backend is not None or count is None):
         _check_here(_count(count), kwargs)
         return None
     return _several(args, kwargs)
+
+
+def unknown_backend(name: Any, known: str) -> Exception:
+    """Return the error for a ``backend=`` that is none of ``known``."""
+    if name == "thread":
+        return NotImplementedError(f"backend='thread' is not available; it must be {known}")
+    return ConfigError(f"backend ({name!r}) must be {known}")
 
 
 def _check_here(count: int | None, kwargs: Mapping[str, Any]) -> None:

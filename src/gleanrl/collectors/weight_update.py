@@ -1,12 +1,325 @@
-"""The path under which TorchRL has weight updaters. Re-exports only."""
+"""Weight updaters, which weight sync schemes replace, under TorchRL's path.
 
-from gleanrl.collectors.compat import (
-    MultiProcessedWeightUpdater,
-    RayWeightUpdater,
-    RemoteModuleWeightUpdater,
-    VanillaWeightUpdater,
-    WeightUpdaterBase,
-)
+A weight updater decides what ``update_policy_weights_`` of its collectors does; the collectors
+publish weights in their own way all the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+WorkerId: TypeAlias = int | torch.device | str
+WorkerIds: TypeAlias = WorkerId | Sequence[WorkerId] | None
+Hook = Callable[[], None]
+
+
+class WeightUpdaterBase:
+    """Decides, step by step, what an ``update_policy_weights_`` of its collectors does.
+
+    A retired extension point; weight sync schemes replace it. `push_weights` asks
+    ``_get_server_weights`` for weights unless it was given some, passes them through
+    ``_maybe_map_weights`` and calls ``_sync_weights_with_worker`` once for all workers, or once per
+    worker id. Each of these may be overridden. As they stand, they take the weights of the
+    learner's policy and have the collectors publish them as they would without an updater.
+    """
+
+    _collectors: tuple[weakref.ref[Any], ...] = ()
+    _hooks: list[Hook] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Warn that new updaters should not be written."""
+        super().__init_subclass__(**kwargs)
+        if cls.__module__ != __name__:
+            warnings.warn(
+                f"{cls.__name__} is a weight updater, which is retired; pass "
+                "weight_sync_schemes= to the collector, or weights to update_policy_weights_",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+
+    @classmethod
+    def from_policy(cls, policy: nn.Module) -> WeightUpdaterBase | None:
+        """Return an updater for ``policy``, ``None`` if the class needs more than that."""
+        return None
+
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        """Take the arguments of the collector's ``init_updater``; does nothing here."""
+
+    # -- collectors ------------------------------------------------------------------------------
+
+    def register_collector(self, collector: Any) -> None:
+        """Serve ``collector``, which is not kept alive. Once is enough."""
+        if all(known() is not collector for known in self._collectors):
+            self._collectors = (*self._collectors, weakref.ref(collector))
+
+    @property
+    def collectors(self) -> list[Any] | None:
+        """The collectors it serves, ``None`` if there are none."""
+        alive = [collector for known in self._collectors if (collector := known()) is not None]
+        return alive or None
+
+    @property
+    def collector(self) -> Any | None:
+        """The collector it serves, ``None`` if there is none.
+
+        Raises:
+            ValueError: there are several.
+        """
+        served = self.collectors or [None]
+        if len(served) > 1:
+            raise ValueError(f"this updater serves {len(served)} collectors; use collectors")
+        return served[0]
+
+    def increment_version(self) -> None:
+        """Move all its collectors to their next policy version."""
+        for collector in self.collectors or ():
+            collector.increment_version()
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    @property
+    def post_hooks(self) -> list[Hook]:
+        """What is called after each push."""
+        if self._hooks is None:
+            self._hooks = []
+        return self._hooks
+
+    def register_post_hook(self, hook: Hook) -> None:
+        """Call ``hook`` after each push."""
+        self.post_hooks.append(hook)
+
+    # -- pushing ---------------------------------------------------------------------------------
+
+    def __call__(self, policy_or_weights: Any = None, worker_ids: WorkerIds = None) -> None:
+        """Push weights; see `push_weights`."""
+        self.push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+
+    def push_weights(self, policy_or_weights: Any = None, worker_ids: WorkerIds = None) -> None:
+        """Send weights to workers and call the post hooks.
+
+        Args:
+            policy_or_weights: A module, a `TensorDict` or a state dict; by default what
+                ``_get_server_weights`` returns.
+            worker_ids: Which workers; by default what `all_worker_ids` returns.
+
+        Raises:
+            TypeError: there are no weights.
+            WeightsError: weights that do not fit.
+        """
+        given = self._get_server_weights() if policy_or_weights is None else policy_or_weights
+        weights = self._maybe_map_weights(given)
+        chosen: Sequence[Any] | None
+        if isinstance(worker_ids, int | torch.device | str):
+            chosen = [worker_ids]
+        else:
+            chosen = self.all_worker_ids() if worker_ids is None else worker_ids
+        if chosen is None:
+            self._sync_weights_with_worker(server_weights=weights)
+        else:
+            for worker in chosen:
+                if not self._skip_update(worker):
+                    self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
+        for hook in self.post_hooks:
+            hook()
+
+    def all_worker_ids(self) -> Sequence[Any] | None:
+        """Return the workers to update one by one, ``None`` to update all at once."""
+        return None
+
+    def _skip_update(self, worker_id: Any) -> bool:
+        """Return whether a worker is left out."""
+        return False
+
+    def _get_server_weights(self) -> Any:
+        """Return the weights to send when none were given, ``None`` if there are none."""
+        for collector in self.collectors or ():
+            if isinstance(collector.learner_policy, nn.Module):
+                return TensorDict.from_module(collector.learner_policy).data
+        return None
+
+    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
+        """Turn what was given into what workers load."""
+        if isinstance(policy_or_weights, nn.Module):
+            return TensorDict.from_module(policy_or_weights).data
+        if isinstance(policy_or_weights, TensorDictBase | Mapping):
+            return policy_or_weights
+        hint = ": none were given, and there is no policy to take them from"
+        raise TypeError(
+            "weights must be a module, a TensorDict or a state dict, not "
+            f"{type(policy_or_weights).__name__}{hint if policy_or_weights is None else ''}"
+        )
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        """Send weights to one worker, or to all if ``worker_id`` is ``None``."""
+        for collector in self.collectors or ():
+            collector.deliver_weights(server_weights, worker_id)
+
+
+class _KeepingUpdater(WeightUpdaterBase):
+    """Sends the weights that it keeps, if there are any, where none are given."""
+
+    policy_weights: TensorDictBase | None = None
+    weight_getter: Callable[[], Any] | None = None
+
+    def _get_server_weights(self) -> Any:
+        if self.weight_getter is not None:
+            return self.weight_getter()
+        kept = self.policy_weights
+        return super()._get_server_weights() if kept is None else kept.data
+
+
+class VanillaWeightUpdater(_KeepingUpdater):
+    """Copies weights into ``policy_weights``, and has the collectors publish the result."""
+
+    def __init__(
+        self,
+        *,
+        weight_getter: Callable[[], Any] | None = None,
+        policy_weights: TensorDictBase | None = None,
+    ) -> None:
+        """Remember where weights come from and where they go.
+
+        Args:
+            weight_getter: Returns the weights when none are given.
+            policy_weights: The weights of the policy, as `TensorDict.from_module` makes them;
+                updated in place.
+        """
+        self.weight_getter, self.policy_weights = weight_getter, policy_weights
+
+    @classmethod
+    def from_policy(cls, policy: nn.Module) -> VanillaWeightUpdater:
+        """Return an updater that writes into the weights of ``policy``."""
+        return cls(policy_weights=TensorDict.from_module(policy).lock_())
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        weights = _written(self.policy_weights, server_weights)
+        super()._sync_weights_with_worker(worker_id=worker_id, server_weights=weights)
+
+
+class MultiProcessedWeightUpdater(_KeepingUpdater):
+    """Keeps one copy of the weights per device, and has the collectors publish it there."""
+
+    def __init__(
+        self,
+        *,
+        get_server_weights: Callable[[], Any] | None = None,
+        policy_weights: Mapping[Any, TensorDictBase] | None = None,
+    ) -> None:
+        """Remember where weights come from and which devices they go to.
+
+        Args:
+            get_server_weights: Returns the weights when none are given.
+            policy_weights: Per device (``None``: wherever policies are) its weights, updated in
+                place. Without it all workers get what is given.
+        """
+        self.weight_getter = get_server_weights
+        self._copies = dict(policy_weights or {})
+
+    def all_worker_ids(self) -> list[Any] | None:
+        """Return the devices."""
+        return list(self._copies) or None
+
+    def _get_server_weights(self) -> Any:
+        weights = super()._get_server_weights()
+        return weights.data if isinstance(weights, TensorDictBase) else weights
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        weights = _written(self._copies.get(worker_id), server_weights)
+        super()._sync_weights_with_worker(worker_id=worker_id, server_weights=weights)
+
+
+class RemoteModuleWeightUpdater(WeightUpdaterBase):
+    """Sends weights that are passed explicitly, and nothing else.
+
+    For policies that workers made themselves and the learner has no copy of.
+    """
+
+    def _get_server_weights(self) -> Any:
+        raise RuntimeError(
+            "RemoteModuleWeightUpdater has no weights of its own to send; call "
+            "update_policy_weights_(weights)"
+        )
+
+
+class DistributedWeightUpdater(_KeepingUpdater):
+    """Sends weights to the nodes of a `DistributedCollector`, which does all but ask for them."""
+
+    def __init__(
+        self,
+        store: Any = None,
+        policy_weights: TensorDictBase | None = None,
+        num_workers: int | None = None,
+        sync: bool = True,
+    ) -> None:
+        """Remember the weights that are sent when none are given."""
+        self.policy_weights = policy_weights
+
+
+class RPCWeightUpdater(_KeepingUpdater):
+    """Sends weights to the nodes of an `RPCCollector`, which does all but ask for them."""
+
+    def __init__(
+        self,
+        collector_infos: Any = None,
+        collector_class: Any = None,
+        collector_rrefs: Any = None,
+        policy_weights: TensorDictBase | None = None,
+        num_workers: int | None = None,
+    ) -> None:
+        """Remember the weights that are sent when none are given."""
+        self.policy_weights = policy_weights
+
+
+class RayWeightUpdater(_KeepingUpdater):
+    """Sends weights to the actors of a `RayCollector`, which does all but ask for them."""
+
+    def __init__(
+        self,
+        policy_weights: TensorDictBase | None = None,
+        remote_collectors: Any = None,
+        max_interval: int = 0,
+    ) -> None:
+        """Remember the weights that are sent when none are given."""
+        self.policy_weights = policy_weights
+
+
+def read_updater(given: Any) -> WeightUpdaterBase | None:
+    """Return the updater that ``weight_updater=`` stands for.
+
+    Args:
+        given: An updater, something that returns one when called, or ``None``.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if given is None or isinstance(given, WeightUpdaterBase):
+        return given
+    made = given() if callable(given) else given
+    if isinstance(made, WeightUpdaterBase):
+        return made
+    raise TypeError(
+        f"weight_updater ({given!r:.100}) must be a WeightUpdaterBase or return one when called"
+    )
+
+
+def _written(own: TensorDictBase | None, weights: Any) -> Any:
+    """Write ``weights`` into ``own``, if there is any, and return what is complete."""
+    if own is None:
+        return weights
+    plain = own.data
+    if not isinstance(weights, TensorDictBase):
+        weights = TensorDict(dict(weights)).unflatten_keys(".")
+    if weights is not plain:
+        plain.update_(weights)
+    return plain
+
 
 __all__ = [
     "MultiProcessedWeightUpdater",

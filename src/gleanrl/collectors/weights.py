@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gleanrl.collectors.arguments import check_schemes
-from gleanrl.collectors.compat import WeightUpdaterBase, read_updater
+from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.core.errors import ArgumentTypeError, UnknownModelError
 from gleanrl.weights.scheme import WeightSyncScheme
 

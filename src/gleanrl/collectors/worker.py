@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
 
 from gleanrl.collectors.arguments import read_index, read_seed
 from gleanrl.collectors.handle import Handle, PostHook, PreHook
-from gleanrl.core.keys import MASK, TIME
+from gleanrl.core.keys import MASK
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, SourceFactory, Stop
 from gleanrl.core.window import Window
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import Sink
-from gleanrl.memory.trees import tensordict_over
-from gleanrl.weights.snapshot import Shapes, cloned, weights_of
+from gleanrl.memory.trees import batch_over
+from gleanrl.weights.snapshot import cloned, weights_of
+
+if TYPE_CHECKING:
+    from gleanrl.collectors.episodes import Episodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +106,6 @@ class WorkerCollector(Handle):
             "policy_version": self.policy_version,
         }
 
-    def explain(self) -> str:
-        text: str = self._source.call("explain")
-        return text
-
     # -- weights and state -----------------------------------------------------------------------
 
     def _update_weights(
@@ -120,14 +119,6 @@ class WorkerCollector(Handle):
 
     def get_model(self, model_id: str) -> Any:
         return self._source.get(model_id)
-
-    def describe_weights(self, model_id: str) -> Shapes:
-        shapes: Shapes = self._source.call("describe_weights", model_id)
-        return shapes
-
-    def policy_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._source.call("policy_state")
-        return state
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         return self._source.seed(read_seed(seed), static_seed)
@@ -189,37 +180,19 @@ class WorkerSource:
         return batch.lock_()
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        if path in _OF_THE_SOURCE:
+            return self._source.call(path, *args, **kwargs)
         return self.collector.cascade_execute(path, *args, **kwargs)
 
     def get(self, path: str) -> Any:
         return self.collector.get_distant_attr(path)
 
 
-def batch_over(window: Window, layout: Layout) -> TensorDictBase:
-    """Return ``window`` as a batch over the same memory."""
-    shape = (*layout.batch_shape, window.steps)
-    views = {
-        field.key: window.tensor(field.key).view((*shape, *field.shape)) for field in layout.fields
-    }
-    names = [None] * (len(shape) - 1) + [TIME]
-    return tensordict_over(views, shape, names, layout.groups)
+_OF_THE_SOURCE = ("describe_weights", "explain", "policy_state")
+"""What the learner's collector itself asks."""
 
 
 # -- workers that fill a buffer --------------------------------------------------------------------
-
-
-class Takes(Protocol):
-    """What rollouts go through where they are made."""
-
-    @property
-    def discarded(self) -> int:
-        """Frames that were dropped so far."""
-
-    def __call__(self, batch: TensorDictBase, hook: PostHook | None, /) -> object:
-        """Take a rollout in, and call the hook with what became of it."""
-
-    def forget(self) -> None:
-        """Drop episodes in the making."""
 
 
 def serve_filling(
@@ -234,7 +207,7 @@ def serve_filling(
 class FillingSource:
     """A source that delivers into a buffer: what it reports are counts."""
 
-    def __init__(self, source: Source, pipeline: Takes) -> None:
+    def __init__(self, source: Source, pipeline: Pipeline | Episodes) -> None:
         """Serve ``source``; its rollouts are written into memory of this worker's own first."""
         self._source = source
         self.load, self.state = source.load, source.state

@@ -24,9 +24,9 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -112,6 +112,17 @@ def name_worker(error: BaseException, worker: int) -> None:
     """Say in what `note` has added to ``error`` which worker it came from."""
     notes: list[str] = getattr(error, "__notes__", [])
     notes[:] = [f"worker {worker}: {text}" for text in notes]
+
+
+def refuse(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of ``module``: it says what to use instead of ``names``."""
+
+    def missing(name: str) -> Any:
+        if name in names:
+            raise ImportError(f"{module} has no {name}: {names[name]}", name=module)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return missing
 
 
 def error_text(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,20 @@ def enter_life(life: int) -> None:
     _life = life
 
 
+def _current() -> list[Any]:
+    """Return the global states of torch, numpy and Python.
+
+    numpy's is the generator itself: reading its state costs 30 times as much.
+    """
+    return [torch.get_rng_state(), _legacy.get_bit_generator(), random.getstate()]
+
+
+def _install(states: Sequence[Any]) -> None:
+    torch.set_rng_state(states[0])
+    _legacy.set_bit_generator(states[1])
+    random.setstate(states[2])
+
+
 class Streams:
     """torch, numpy and Python random state, swapped in around everything a worker does.
 
@@ -56,7 +70,7 @@ class Streams:
 
     def __init__(self) -> None:
         """Use the global streams until seeded."""
-        self._own: _State | None = None
+        self._own: list[Any] | None = None
 
     def begin(self, seed: int | None) -> None:
         """Make the streams a source begins with: no life of a worker repeats an earlier one.
@@ -71,7 +85,7 @@ class Streams:
         words = np.random.SeedSequence(seed).generate_state(3, np.uint64)
         torch_state = torch.Generator().manual_seed(int(words[0] >> 1)).get_state()
         python_state = random.Random(int(words[2])).getstate()
-        self._own = _State(torch_state, np.random.MT19937(int(words[1])), python_state)
+        self._own = [torch_state, np.random.MT19937(int(words[1])), python_state]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -80,58 +94,30 @@ class Streams:
         if own is None:
             yield
             return
-        outer = _State.current()
-        own.install()
+        outer = _current()
+        _install(own)
         try:
             yield
         finally:
-            own.update()
-            outer.install()
+            own[:] = _current()
+            _install(outer)
 
     def state(self) -> dict[str, Any] | None:
         """Return the streams' state, ``None`` while the global ones are used."""
-        return None if self._own is None else self._own.describe()
+        if self._own is None:
+            return None
+        torch_state, bits, python_state = self._own
+        words = bits.state["state"]
+        numbers = [words["pos"], torch.from_numpy(words["key"].astype(np.int64))]
+        return {"torch": torch_state.clone(), "numpy": numbers, "python": python_state}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         """Continue from a saved state."""
-        self._own = None if state is None else _State.from_description(state)
-
-
-class _State:
-    """One set of stream states."""
-
-    def __init__(self, torch_state: torch.Tensor, bits: Any, python_state: Any) -> None:
-        self.torch_state = torch_state
-        self.bits = bits
-        self.python_state = python_state
-
-    @classmethod
-    def current(cls) -> _State:
-        # The numpy bit generator object itself is swapped: reading its state costs 30 times as
-        # much.
-        return cls(torch.get_rng_state(), _legacy.get_bit_generator(), random.getstate())
-
-    def install(self) -> None:
-        torch.set_rng_state(self.torch_state)
-        _legacy.set_bit_generator(self.bits)
-        random.setstate(self.python_state)
-
-    def update(self) -> None:
-        self.torch_state = torch.get_rng_state()
-        self.python_state = random.getstate()
-
-    def describe(self) -> dict[str, Any]:
-        key = self.bits.state["state"]["key"]
-        return {
-            "torch": self.torch_state.clone(),
-            "numpy": [self.bits.state["state"]["pos"], torch.from_numpy(key.astype(np.int64))],
-            "python": self.python_state,
-        }
-
-    @classmethod
-    def from_description(cls, state: dict[str, Any]) -> _State:
+        if state is None:
+            self._own = None
+            return
         pos, key = state["numpy"]
         bits: Any = np.random.MT19937()
         words = {"key": key.numpy().astype(np.uint32), "pos": pos}
         bits.state = {"bit_generator": "MT19937", "state": words}
-        return cls(state["torch"].clone(), bits, state["python"])
+        self._own = [state["torch"].clone(), bits, state["python"]]

@@ -17,7 +17,7 @@ from gleanrl.core.protocols import SharedMemory
 from gleanrl.core.window import Array
 from gleanrl.memory.arena import Arena, Order, Slab, Views
 from gleanrl.memory.shared import check_memory
-from gleanrl.memory.trees import tensordict_over, time_named
+from gleanrl.memory.trees import batch_over, tensordict_over, time_named
 
 _SYNC_SLOTS = 3
 """One batch being written, one being handed over, one the consumer has not let go of yet."""
@@ -293,12 +293,7 @@ class SlabSlots(Slots):
     def _copied(self, reference: m.WindowRef) -> TensorDict:
         """Copy the rollout of one worker out of its window."""
         layout, window = self._arena.slab.layouts[reference.worker], self._arena.window(reference)
-        shape = (*layout.batch_shape, window.steps)
-        views = {
-            field.key: window.tensor(field.key).clone().view((*shape, *field.shape))
-            for field in layout.fields
-        }
-        return tensordict_over(views, shape, _time_last(len(shape)), layout.groups)
+        return batch_over(window, layout).clone()
 
     def _leased(self, slot: int) -> list[TensorDict]:
         if self._prepared is None or self._prepared[0] != slot:

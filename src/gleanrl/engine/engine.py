@@ -21,7 +21,7 @@ from gleanrl.engine.batches import BatchOptions, BatchPlan
 from gleanrl.engine.budget import Budget, Tally
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather
-from gleanrl.transport.waiting import Deferred, FairLock, Turn
+from gleanrl.transport.interrupts import Deferred, FairLock, Turn
 
 _EPISODES = 1 << 32
 """Trajectories that each environment of a worker may begin in one of the worker's lives."""

@@ -94,6 +94,8 @@ class _Round:
     """A batch on its way."""
 
     slot: int
+    windows: Sequence[m.WindowRef]
+    """Where each worker writes."""
     timeout: float | None
     random: bool
     """Whether its rollouts act at random."""
@@ -190,21 +192,22 @@ class SyncGather(Gather):
     def _begin(self, budget: Budget, timeout: float | None) -> _Round:
         """Take a slot for the rollouts of all workers."""
         self._let_run()
-        self._begun = begun = _Round(self._slots[0].acquire(), timeout, budget.random)
+        slot = self._slots[0].acquire()
+        self._begun = begun = _Round(slot, self._slots[0].windows(slot), timeout, budget.random)
         begun.renew()
         budget.dispatch(sum(self._frames))
         return begun
 
     def _ask(self, begun: _Round) -> None:
         """Ask each worker that was not asked yet for its part of the slot."""
-        for worker in range(begun.asked, len(self._frames)):
+        for worker in range(begun.asked, len(begun.windows)):
             self._ask_for(begun, worker)
             begun.asked = worker + 1
 
     def _ask_for(self, begun: _Round, worker: int) -> None:
-        window = self._slots[0].windows(begun.slot)[worker]
+        command = m.Collect(begun.windows[worker], begun.random)
         try:
-            begun.tickets.append(self._dispatcher.post(worker, m.Collect(window, begun.random)))
+            begun.tickets.append(self._dispatcher.post(worker, command))
         except (WorkerDied, CollectorTimeout) as err:
             begun.errors.append(err)
 

@@ -78,8 +78,11 @@ class _PolledStop(bytearray):
         return super().__getitem__(index) or self._stopped()
 
 
-def stop_byte(interruptor: Any) -> Stop:
-    """Return the byte the hot loop looks at."""
-    if interruptor is None or isinstance(interruptor, Interruptor):  # which is attached to it
-        return _Byte(1)
-    return _PolledStop(interruptor)
+def stop_byte(interruptor: Any = None) -> Stop:
+    """Return the byte that the hot loop of a collector in this process looks at."""
+    if interruptor is not None and not isinstance(interruptor, Interruptor):
+        return _PolledStop(interruptor)
+    byte = _Byte(1)  # one of the collector's own: it raises it when it shuts down
+    if interruptor is not None:
+        interruptor.attach(byte)
+    return byte

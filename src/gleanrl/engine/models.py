@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core import messages as m
@@ -21,6 +20,7 @@ from gleanrl.weights.snapshot import (
     Shapes,
     TrackedModule,
     Weights,
+    by_worker,
     check_tensors,
     check_weights,
     cloned,
@@ -299,7 +299,7 @@ class WeightSync(Models):
             if tensors is not self._fitting and not self._fits(publisher, tracked, tensors):
                 return False
         else:
-            if _by_worker(source):
+            if by_worker(source):
                 return False
             weights = weights_of(source)
             self._check(name, weights)
@@ -337,7 +337,7 @@ class WeightSync(Models):
         """Return what one worker is sent; ``copies`` holds what all of them are."""
         models = {}
         for name, source in sources.items():
-            if _by_worker(source):
+            if by_worker(source):
                 if worker in source:
                     models[name] = cloned(self._read(name, source[worker]))
                 continue
@@ -416,10 +416,3 @@ def _index(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
-
-
-def _by_worker(source: Any) -> bool:
-    """Tell whether ``source`` holds the weights of each worker, and not those of all."""
-    if not isinstance(source, Mapping) or isinstance(source, TensorDictBase):
-        return False  # a TensorDict is a mapping too, but of weights
-    return bool(source) and all(isinstance(key, int) for key in source)

@@ -28,8 +28,8 @@ from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, widened
 from gleanrl.memory.arena import Order, Slab
 from gleanrl.memory.trees import copied, stacked
 from gleanrl.rollout.env_worker import RESET, TODO, EnvWorkerBuilder, EnvWorkerInfo, Todo, grouped
+from gleanrl.transport.interrupts import Deferred
 from gleanrl.transport.process import ProcessBackend
-from gleanrl.transport.waiting import Deferred
 
 _CONTROL_S = 60.0
 _CLOSE_S = 10.0

@@ -70,11 +70,8 @@ class Pipeline:
         """Set the number of environments, and with equal quotas the share of each."""
         if self._whole is None:
             return
-        self._whole.belong_to(num_envs)
-        if not self._equal:
-            return
         asked = self._whole.num_trajectories
-        self._whole.share_out(num_envs)
+        self._whole.belong_to(num_envs, self._equal)
         if asked != self._whole.num_trajectories and os.environ.get("RL_WARNINGS", "1") != "0":
             warn(
                 f"trajs_per_batch ({asked}) is not a multiple of the {num_envs} environments: "
@@ -83,10 +80,9 @@ class Pipeline:
 
     def __call__(self, batch: TensorDictBase, hook: Hook | None) -> deque[TensorDictBase | None]:
         """Return what to deliver for ``batch``: one entry, or one per full set of trajectories."""
-        ready: deque[TensorDictBase | None] = deque()
         if self._whole is None:
-            ready.append(self._finish(batch, hook))
-            return ready
+            return deque((self._finish(batch, hook),))
+        ready: deque[TensorDictBase | None] = deque()
         self._whole.push(batch)
         while (complete := self._whole.pop()) is not None:
             ready.append(self._finish(complete, hook))

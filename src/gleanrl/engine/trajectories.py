@@ -108,15 +108,12 @@ def split_trajectories(
     if ids is None:
         starts = _starts_after_ends(rollout_tensordict, done_key)
         frames = frames.copy()
-        frames.set(ids_key, starts.cumsum(0) - 1)
-        valid = torch.ones_like(starts)
+        ids = starts.cumsum(0) - 1
+        frames.set(ids_key, ids)
     else:
         ids = ids.reshape(-1)
         starts = _changes(ids)
-        valid = ids != _INVALID
-    mask = rollout_tensordict.get(mask_key, None)
-    if mask is not None:
-        valid = valid & mask.reshape(-1)
+    valid = _valid(rollout_tensordict, ids, mask_key)
     if not bool(valid.all()):
         kept = valid.nonzero().squeeze(-1)
         frames = frames[kept]
@@ -142,6 +139,12 @@ def _meta_keys(
         prefix = "collector"
     root = () if prefix is None else as_key(prefix)
     return (*root, "traj_ids"), (*root, "mask")
+
+
+def _valid(batch: TensorDictBase, ids: torch.Tensor, mask_key: Key) -> torch.Tensor:
+    """Return which frames, with trajectory ``ids`` ``[K]``, were collected."""
+    valid, mask = ids != _INVALID, batch.get(mask_key, None)
+    return valid if mask is None else valid & mask.reshape(-1)
 
 
 def _dense(batch: TensorDictBase) -> TensorDictBase:
@@ -202,7 +205,7 @@ class WholeTrajectories:
     """Collects batches and gives back whole trajectories, a fixed number at a time.
 
     Trajectories leave in the order in which they ended: by batch, then by the time index of their
-    last frame, then by id (`share_out` changes that). Memory is proportional to the frames held:
+    last frame, then by id (`belong_to` may change that). Memory is proportional to the frames held:
     those of a batch are copied once when it comes in, and once more if most of their batch has left
     before them.
     """
@@ -224,25 +227,22 @@ class WholeTrajectories:
         self._ready: list[deque[list[_Piece]]] = [deque()]
         """One line, or one for every environment; a batch takes equally many from each."""
 
-    def belong_to(self, num_envs: int) -> None:
+    def belong_to(self, num_envs: int, equally: bool = False) -> None:
         """Set the number of environments; environment ``id % num_envs`` made trajectory ``id``.
 
         To be called before any batch came. An environment makes one trajectory at a time: one that
         had not ended when it began another (a worker was lost, and replaced) never will, and is
         dropped.
+
+        With ``equally``, as many trajectories are taken from each environment. They leave in the
+        order in which it made them, and a batch holds them environment by environment. What
+        environments with short ones make beyond their share waits for later batches.
         """
         self._num_envs = num_envs
-
-    def share_out(self, num_envs: int) -> None:
-        """Take equally many trajectories from each environment (see `belong_to`).
-
-        To be called before any batch came. An environment's trajectories leave in the order in
-        which they were made, and a batch holds them environment by environment. What environments
-        with short ones make beyond their share waits for later batches.
-        """
-        share = -(-self.num_trajectories // num_envs)
-        self.num_trajectories = share * num_envs
-        self._ready = [deque() for _ in range(num_envs)]
+        if equally:
+            share = -(-self.num_trajectories // num_envs)
+            self.num_trajectories = share * num_envs
+            self._ready = [deque() for _ in range(num_envs)]
 
     def push(self, td: TensorDictBase) -> None:
         """Take in one batch ``[..., T]``; what is kept of it is copied.
@@ -257,11 +257,7 @@ class WholeTrajectories:
                 "track_traj_ids on"
             )
         ids = ids.reshape(-1)
-        valid = ids != _INVALID
-        mask = td.get(MASK, None)
-        if mask is not None:
-            valid = valid & mask.reshape(-1)
-        kept = valid.nonzero().squeeze(-1)
+        kept = _valid(td, ids, MASK).nonzero().squeeze(-1)
         if kept.shape[0] == 0:
             return
         frames = td.reshape(-1)

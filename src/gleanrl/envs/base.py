@@ -323,7 +323,9 @@ class EnvBase(nn.Module, abc.ABC):
         """
         known = self._env_specs
         root = self._complete(self._checked(self._reset(tensordict, **options), "_reset"))
-        masks = {} if tensordict is None else _given(tensordict, known.ends.reset_keys)
+        data: Any = {} if tensordict is None else tensordict
+        wanted = known.ends.reset_keys
+        masks = {key: mask for key in wanted if (mask := data.get(key, None)) is not None}
         if not self._returns_all:
             self._begin(root, tensordict, masks)
         if tensordict is None:
@@ -395,10 +397,7 @@ class EnvBase(nn.Module, abc.ABC):
 
     def _finish(self, tensordict: TensorDictBase, after: TensorDictBase) -> TensorDictBase:
         given = tensordict.get(NEXT, None)
-        if given is not None:
-            merged = given.copy()
-            after = merged.update(after)
-        return tensordict.set(NEXT, after)
+        return tensordict.set(NEXT, after if given is None else given.copy().update(after))
 
     def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return the root data that follow a finished step.
@@ -615,11 +614,6 @@ class EnvBase(nn.Module, abc.ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _given(data: TensorDictBase, keys: Iterable[Key]) -> dict[Key, torch.Tensor]:
-    found = {key: data.get(key, None) for key in keys}
-    return {key: value for key, value in found.items() if value is not None}
 
 
 def _keep(

@@ -151,9 +151,8 @@ class GymnasiumEnv(WindowEnv):
             first.observation_space, first.action_space, source.batch_shape, source.options
         )
         self._source = source
-        self._inner = inner
-        if inner is None:
-            self._inner = list(source.envs) if source.batch_shape else first
+        own = list(source.envs) if source.batch_shape else first
+        self.inner: Any = own if inner is None else inner
         self._around = tuple(around)
         self._calls = _StepCalls(self._envs, self._check)
         self._steps: list[Callable[[Any], Any]] = []
@@ -162,10 +161,6 @@ class GymnasiumEnv(WindowEnv):
         self._resets = True
         """Whether environments that end are reset in the same step."""
         self._when = " at step {} of the rollout"
-
-    @property
-    def inner(self) -> Any:
-        return self._inner
 
     def source(self) -> GymSource:
         """Return the environments inside, for stepping them by other means."""
@@ -196,7 +191,7 @@ class GymnasiumEnv(WindowEnv):
         """
         if self._around and not is_stock(*self._around):
             raise ConfigError(
-                f"a method of {self._inner!r:.100} was replaced after the collector was built, "
+                f"a method of {self.inner!r:.100} was replaced after the collector was built, "
                 "which had found none replaced and steps its Gymnasium environments directly; "
                 "replace methods before, or pass fast=False"
             )
@@ -220,7 +215,9 @@ class GymnasiumEnv(WindowEnv):
             observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
             ended = any(terminated) or any(truncated)
         except (TypeError, ValueError) as err:
-            raise _odd_result(results) from err
+            for env, result in enumerate(results):
+                _check_result(env, result)
+            raise EnvError("environments returned results of different lengths") from err
         for writer in self._writers:
             writer.write(t, observations, infos)
         try:
@@ -348,13 +345,11 @@ def check_same_spaces(envs: Sequence[gym.Env[Any, Any]]) -> None:
                 )
 
 
-def _odd_result(results: Sequence[Any]) -> EnvError:
-    for env, result in enumerate(results):
-        if not isinstance(result, tuple) or len(result) != 5:
-            return not_five(result, f"environment {env}: step")
-        for name, flag in zip(("terminated", "truncated"), result[2:4], strict=True):
-            check_flag(flag, env, name)
-    return EnvError("environments returned results of different lengths")
+def _check_result(env: int, result: Any) -> None:
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise not_five(result, f"environment {env}: step")
+    check_flag(result[2], env, "terminated")
+    check_flag(result[3], env, "truncated")
 
 
 # -- the `step` methods ----------------------------------------------------------------------------
@@ -396,11 +391,8 @@ class _StepCalls:
 
     def _first(self, index: int, action: Any) -> Any:
         result = self._envs[index].step(action)
-        if not isinstance(result, tuple) or len(result) != 5:
-            raise not_five(result, f"environment {index}: step")
+        _check_result(index, result)
         self._check(index, result[0], result[4])
-        check_flag(result[2], index, "terminated")
-        check_flag(result[3], index, "truncated")
         self._copies |= isinstance(result[1], torch.Tensor)
         self._first_results[index] = result
         if len(self._first_results) == len(self._envs):

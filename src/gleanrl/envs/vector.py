@@ -298,7 +298,7 @@ def is_vector_env(given: Any) -> bool:
     return isinstance(given, VectorEnv) or _is_envpool(given)
 
 
-def make_vector(env: Any, options: GymOptions | None = None) -> Env | NextStepPool:
+def make_vector(env: Any, options: GymOptions) -> Env | NextStepPool:
     """Return the adapter that fits how ``env`` resets itself.
 
     Args:
@@ -311,7 +311,6 @@ def make_vector(env: Any, options: GymOptions | None = None) -> Env | NextStepPo
     Raises:
         ConfigError: the environment does not say how it resets, or in a way that loses data.
     """
-    options = options or GymOptions()
     if _is_envpool(env):
         return NextStepPool(_EnvPoolResets(env), options)
     mode = _mode(env)

@@ -108,21 +108,13 @@ class TensorFile:
             )
         return cls(tuple(key), tuple(shape), dtype, file)
 
-    def find(self, directory: Path) -> Path:
-        """Return the path of the file, whatever its size.
-
-        Raises:
-            TensorFileError: it is missing or leads out of ``directory``.
-        """
-        return inside(directory, self.file)
-
     def locate(self, directory: Path, rows: int | None = None) -> Path:
         """Return the path of the file, after checking that it holds such a tensor.
 
         Raises:
             TensorFileError: it is missing, leads out of ``directory`` or has another size.
         """
-        path = self.find(directory)
+        path = inside(directory, self.file)
         expected, size = self.nbytes * (1 if rows is None else rows), path.stat().st_size
         if size != expected:
             what = (
@@ -241,13 +233,6 @@ def _write_all(fd: int, view: memoryview) -> None:
         raise OSError(errno.EIO, f"{size:,} of {len(view):,} bytes written")
 
 
-def prepare(path: Path, text: str) -> Path:
-    """Write what `publish` will put in place of ``path``; return the draft."""
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    write_new(draft, text.encode())
-    return draft
-
-
 def publish(draft: Path, path: Path) -> None:
     """Put ``draft`` in place of ``path``, at once for all readers."""
     with _naming(path):
@@ -257,8 +242,9 @@ def publish(draft: Path, path: Path) -> None:
 
 def replace(path: Path, text: str) -> None:
     """Replace a file at once; the old one stays if that fails."""
-    draft = prepare(path, text)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
+        write_new(draft, text.encode())
         publish(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)

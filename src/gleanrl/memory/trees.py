@@ -9,7 +9,8 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from gleanrl.core.keys import TIME, Key
-from gleanrl.core.layout import Group
+from gleanrl.core.layout import Group, Layout
+from gleanrl.core.window import Window
 
 
 def nest(flat: Mapping[Key, Any]) -> dict[str, Any]:
@@ -36,6 +37,16 @@ def tensordict_over(
     """
     inner = {group.key: (group.shape, list(group.names)) for group in groups}
     return _build(nest(flat), (), torch.Size(shape), list(names), inner)
+
+
+def batch_over(window: Window, layout: Layout) -> TensorDict:
+    """Return ``window``, laid out as ``layout`` says, as a batch over the same memory."""
+    shape = (*layout.batch_shape, window.steps)
+    views = {
+        field.key: window.tensor(field.key).view((*shape, *field.shape)) for field in layout.fields
+    }
+    names = [None] * (len(shape) - 1) + [TIME]
+    return tensordict_over(views, shape, names, layout.groups)
 
 
 def _build(

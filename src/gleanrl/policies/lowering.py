@@ -38,7 +38,6 @@ from gleanrl.policies.inspect import (
     units_of,
     uses,
 )
-from gleanrl.policies.normals import IndependentNormal, TanhNormal
 from gleanrl.policies.op_recorder import Check, OpRecorder, OwnStream, Slot, require
 from gleanrl.policies.probe import PolicyTrace, Unit, equal
 
@@ -334,6 +333,7 @@ def _require_plain_draw(module: Any, safe: bool) -> None:
     owner = type(module) if safe else ProbabilisticTensorDictModule
     require(uses(module, owner, "forward", "get_dist", "_dist_sample"))
     require(len(module.dist_sample_keys) == 1 and module.num_samples is None)
+    require(set(map(_last, module.dist_keys)) <= _PARAMETERS)
     require(not module.cache_dist)
     require(state.get("_generator") is None and state.get("_generator_key") is None)
     _require_known(module.distribution_class, module.distribution_kwargs)
@@ -383,8 +383,6 @@ def _why_kept(unit: Unit) -> str:
         return "it is a function of the user's"
     if not is_plain(module):
         return "it has hooks, a forward of its own or is compiled"
-    if not unit.declares:
-        return "it does not say all that it writes (out_keys)"
     if isinstance(module, TensorDictModule) and isinstance(module.module, nn.Module):
         return f"it, or {type(module.module).__name__} in it, is not known to be tensor calls only"
     return "it is not known to be tensor calls only"
@@ -500,29 +498,18 @@ def output_changed(
 
 # -- draws ----------------------------------------------------------------------------------------
 
-# What these do depends on their parameters' values only by the arithmetic. Full names, because the
-# package of some of them is not imported here.
-_KNOWN = {
-    qualified(D.Categorical),
-    qualified(D.OneHotCategorical),
-    qualified(D.Normal),
-    qualified(IndependentNormal),
-    qualified(TanhNormal),
-    "tensordict.nn.distributions.discrete.OneHotCategorical",
-    "torchrl.modules.distributions.discrete.OneHotCategorical",
-    "torchrl.modules.distributions.continuous.IndependentNormal",
-    "torchrl.modules.distributions.continuous.TanhNormal",
-}
+_PARAMETERS = {"logits", "probs", "loc", "scale"}
+"""What `_check_parameters` checks."""
 _BUILT_OF = (D.Distribution, D.transforms.Transform, D.constraints.Constraint)
 
 
 def _require_known(kind: Any, options: Any) -> None:
-    """Require that ``kind`` is exactly a known class, and ``options`` what a `Watch` can compare.
+    """Require that ``kind`` is a library's, and ``options`` what a `Watch` can compare.
 
     Raises:
         Unknown: they are not.
     """
-    require(qualified(kind) in _KNOWN and all(map(is_genuine, kind.__mro__[:-1])))
+    require(all(map(is_genuine, kind.__mro__[:-1])))
     settings = (bool, int, float, torch.Tensor, np.ndarray, type(None))
     require(type(options) is dict and all(type(value) in settings for value in options.values()))
 

@@ -190,18 +190,12 @@ def make_actor(
     given = given if away is None else given.to(away)
     if shown.layout is None:
         owned = (*shown.observed, *shown.rewarded)
-        dynamic = learn_dynamic(policy, adapted, given, shown.acted, owned, exploration)
-        call, _ = _accelerate(adapted.call, options, device)
-        actor = Actor(
-            user=policy,
-            policy=TensorDictPolicy(call, shows_device=named),
-            states=dynamic.states,
-            policy_written_state=tuple(state.key for state in dynamic.states),
-            needs_is_init=dynamic.needs_is_init,
-            zero_outputs=dynamic.zero_outputs,
-            device=away,
+        zeros, states, asks_init = learn_dynamic(
+            policy, adapted, given, shown.acted, owned, exploration
         )
-        return actor, root
+        call, _ = _accelerate(adapted.call, options, device)
+        acting, keys = TensorDictPolicy(call, shows_device=named), tuple(s.key for s in states)
+        return Actor(policy, acting, states, keys, asks_init, zeros, away), root
     adapted, signature = learn(
         policy,
         adapted,
@@ -293,11 +287,7 @@ def _accelerate(
 def _arguments(name: str, value: bool | Mapping[str, Any] | None) -> dict[str, Any] | None:
     if value is None or value is False:
         return None
-    if value is True:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} ({value!r}) must be True, False or a dict of keyword arguments")
-    return dict(value)
+    return {} if value is True else dict(value)
 
 
 def _marking(policy: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -46,16 +46,6 @@ class Unit:
     writes: dict[Key, torch.Tensor]
     """The entries it made, replaced or changed in place, with the values it gave."""
 
-    @property
-    def declares(self) -> bool:
-        """Whether it says what it writes, and wrote nothing else that is delivered.
-
-        To name nothing says nothing: what does not write in one call may write in a later one.
-        """
-        named = getattr(self.module, "out_keys", None) or ()
-        shown = {key for key in self.writes if not is_private(key)}
-        return bool(named) and shown <= set(as_keys(named))
-
 
 @dataclass(slots=True)
 class PolicyTrace:
@@ -219,8 +209,6 @@ class PolicySignature:
             return f"the policy changes {', '.join(map(format_key, self.rewrites))}"
         if self.trace.objects:
             return f"the policy writes {format_key(self.trace.objects[0])}, which is no tensor"
-        if not all(unit.declares for unit in self.trace.units):
-            return "the policy does not say all that it writes (out_keys)"
         if set(self.policy_written_state) != set(self.states):
             return "the policy makes its own first state"
         return None
@@ -321,17 +309,6 @@ class IndexToOneHot:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class DynamicSignature:
-    """What a policy on data without fixed layout writes and remembers."""
-
-    zero_outputs: TensorDictBase
-    """Zeros in place of what the policy wrote beside actions: its outputs in random frames."""
-    states: tuple[Field, ...]
-    """Root entries that its ``("next", ...)`` outputs replace."""
-    needs_is_init: bool
-
-
 def learn_dynamic(
     policy: Any,
     adapted: Adapted,
@@ -339,7 +316,7 @@ def learn_dynamic(
     actions: Collection[Key],
     owned: Collection[Key],
     exploration: InteractionType,
-) -> DynamicSignature:
+) -> tuple[TensorDictBase, tuple[Field, ...], bool]:
     """Call the policy once on ``root``, whose layout is not fixed, and leave no trace.
 
     Args:
@@ -349,6 +326,10 @@ def learn_dynamic(
         actions: Root keys of the actions.
         owned: Root keys that the environment decides, also under ``"next"``.
         exploration: How the policy acts in that call.
+
+    Returns:
+        Zeros in place of what it wrote beside actions; the root entries that its ``("next", ...)``
+        outputs replace; whether it needs ``"is_init"``.
 
     Raises:
         PolicyTypeError: it returned something else than a TensorDict.
@@ -376,7 +357,7 @@ def learn_dynamic(
         if _reads(adapted, key[1:])
     ]
     zeroed = written - set(actions) - {state.key for state in states}
-    return DynamicSignature(out.select(*zeroed).apply(torch.zeros_like), tuple(states), asks_init)
+    return out.select(*zeroed).apply(torch.zeros_like), tuple(states), asks_init
 
 
 def _stacked(data: TensorDictBase, key: Key) -> torch.Tensor | None:

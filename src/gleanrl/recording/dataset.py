@@ -11,10 +11,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -116,23 +116,38 @@ def _abandoned(directory: Path) -> bool:
     return True
 
 
-class Part(Protocol):
+class Part:
     """Frames that lie together: what one writer wrote, or a whole dataset."""
 
-    @property
-    def frames(self) -> int:
-        """How many there are."""
-
-    @property
-    def files(self) -> Sequence[TensorFile]:
-        """The entries that can be read."""
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """What the card of a writer says; empty where there is none."""
+    frames: int
+    """How many there are."""
+    files: Sequence[TensorFile]
+    """The entries that can be read."""
+    facts: Mapping[str, Any] = {}
+    """What the card of a writer says; empty where there is none."""
 
     def read(self, key: Key) -> torch.Tensor:
-        """Return an entry as ``[frames, ...]``."""
+        """Return an entry as ``[frames, ...]``.
+
+        Raises:
+            TensorFileError: the data are not what their card says.
+        """
+        file = next(file for file in self.files if file.key == key)
+        try:
+            return self._values(file).reshape(self.frames, *file.shape).to(file.dtype)
+        except (LookupError, OSError, RuntimeError, TypeError, ValueError) as err:
+            raise TensorFileError(f"{format_key(key)} is not as its card says: {err}") from err
+
+    def _values(self, file: TensorFile) -> torch.Tensor:
+        """Return the elements of an entry, in any shape."""
+        raise NotImplementedError
+
+    def chunks(self, rows: int = 1 << 16, nbytes: int = 1 << 25) -> Iterator[slice]:
+        """Yield the rows of all frames, at most so many and of so many bytes at a time."""
+        row = sum(file.nbytes for file in self.files)
+        size = max(1, min(rows, nbytes // max(row, 1)))
+        for start in range(0, self.frames, size):
+            yield slice(start, start + size)
 
 
 class Dataset:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +15,6 @@ from gleanrl.engine.trajectories import end_flags
 from gleanrl.memory.tensor_files import TensorFileError, is_count
 from gleanrl.recording.dataset import Dataset, Part
 
-_CHUNK_FRAMES = 2**16
 _RUN = np.dtype(
     [
         ("id", np.int64),
@@ -199,7 +197,7 @@ def total(dataset: Dataset) -> EpisodeStats | None:
         if any(item.numel() == 0 for item in (*flags, *gains)):
             return None
         ids = part.read(TRAJ_IDS).reshape(1, -1).numpy() if TRAJ_IDS in keys else None
-        for rows in _chunks(part):
+        for rows in part.chunks():
             stats.add(
                 _side_by_side(gains, rows, torch.float64).sum(1).numpy()[None],
                 _side_by_side(flags, rows, torch.bool).any(1).numpy()[None],
@@ -209,11 +207,6 @@ def total(dataset: Dataset) -> EpisodeStats | None:
     if TRAJ_IDS in keys and dataset.writers > 1 and is_count(count) and count:
         stats.in_turns(count)
     return stats
-
-
-def _chunks(part: Part) -> Iterator[slice]:
-    for start in range(0, part.frames, _CHUNK_FRAMES):
-        yield slice(start, start + _CHUNK_FRAMES)
 
 
 def _side_by_side(columns: list[torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor:
@@ -276,7 +269,7 @@ def _of_part(part: Part, flags: tuple[Key, ...]) -> list[Episode]:
     open_: dict[int, Episode] = {}
     done: list[Episode] = []
     ids, ends = part.read(TRAJ_IDS).reshape(part.frames), [part.read(key) for key in flags]
-    for rows in _chunks(part):
+    for rows in part.chunks():
         here = ids[rows].numpy()
         ended = _side_by_side(ends, rows, torch.bool).any(1).numpy()
         starts = _run_starts(here, ended)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,12 +19,12 @@ from minari.dataset.minari_storage import MinariStorage
 from minari.serialization import deserialize_space
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import ACTION, END_FLAGS, NEXT, OBSERVATION, TRAJ_IDS, Key, format_key
+from gleanrl.core.keys import ACTION, END_FLAGS, NEXT, OBSERVATION, TRAJ_IDS, Key
 from gleanrl.core.window import Array
 from gleanrl.envs.spaces import Leaf, leaf_field, observation_leaves, rebuild, space_leaves
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
-from gleanrl.recording.dataset import DATA, Dataset, Metadata
+from gleanrl.recording.dataset import DATA, Dataset, Metadata, Part
 from gleanrl.recording.episodes import Episode, end_keys, episodes_of
 from gleanrl.recording.origin import decoder, env_spec, make_env
 
@@ -38,34 +37,32 @@ _NOT_A_SPACE = (LookupError, ValueError, TypeError, AttributeError, AssertionErr
 
 
 def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Have Minari write all episodes into ``data`` of the directory; on failure remove it again.
+    """Have Minari write all episodes into ``data`` of the directory.
 
     An episode that was cut, by the end of the recording say, is truncated at its last step.
     """
     episodes, shape = episodes_of(dataset), _Shape(dataset, facts)
-    folder = dataset.directory / DATA
-    try:
-        storage = MinariStorage.new(
-            folder, shape.observation, shape.action, shape.spec, "hdf5", jpeg_encoding=False
-        )
-        name = dataset_id(dataset.directory)
-        storage.update_metadata(
-            {"dataset_id": name, "minari_version": importlib.metadata.version("minari")}
-            | ({"algorithm_name": str(facts["policy"])} if facts.get("policy") else {})
-        )
-        row = sum(file.nbytes for file in dataset.metadata.files)
-        waiting: list[EpisodeBuffer] = []
-        for number, episode in enumerate(episodes):
-            waiting.append(shape.buffer(episode, _seed(episode, number, facts)))
-            if sum(map(len, waiting)) * row > _BATCH_BYTES or number == len(episodes) - 1:
-                storage.update_episodes(waiting)
-                waiting = []
-        storage.update_episode_metadata(
-            {"traj_id": episode.id, "cut": not episode.ended} for episode in episodes
-        )
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    storage = MinariStorage.new(
+        dataset.directory / DATA,
+        *(shape.observation, shape.action, shape.spec),
+        data_format="hdf5",
+        jpeg_encoding=False,
+    )
+    name = dataset_id(dataset.directory)
+    storage.update_metadata(
+        {"dataset_id": name, "minari_version": importlib.metadata.version("minari")}
+        | ({"algorithm_name": str(facts["policy"])} if facts.get("policy") else {})
+    )
+    row = sum(file.nbytes for file in dataset.metadata.files)
+    waiting: list[EpisodeBuffer] = []
+    for number, episode in enumerate(episodes):
+        waiting.append(shape.buffer(episode, _seed(episode, number, facts)))
+        if sum(map(len, waiting)) * row > _BATCH_BYTES or number == len(episodes) - 1:
+            storage.update_episodes(waiting)
+            waiting = []
+    storage.update_episode_metadata(
+        {"traj_id": episode.id, "cut": not episode.ended} for episode in episodes
+    )
     cut = [number for number, episode in enumerate(episodes) if not episode.ended]
     return {"minari_id": name, "episodes_cut": cut, "infos": [".".join(key) for key in shape.infos]}
 
@@ -109,13 +106,12 @@ def _own(file: h5py.Group, name: str) -> Any:
     return found
 
 
-class EpisodePart:
+class EpisodePart(Part):
     """One episode; entries are where Minari has them."""
 
     def __init__(self, group: Any, metadata: Metadata, observation: Space, action: Space) -> None:
         """Find the entries in the HDF5 ``group`` of an episode."""
         self._group = group
-        self.facts: Mapping[str, Any] = {}
         self.frames = len(_own(group, "rewards"))
         self._paths: dict[Key, str] = {
             (NEXT, "reward"): "rewards",
@@ -143,15 +139,9 @@ class EpisodePart:
             if f.key in self._paths or f.key == TRAJ_IDS
         ]
 
-    def read(self, key: Key) -> torch.Tensor:
-        """Return an entry as ``[frames, ...]``; discrete actions as numbers from 0."""
-        file = next(file for file in self.files if file.key == key)
-        try:
-            return self._read(key).reshape(self.frames, *file.shape).to(file.dtype)
-        except (LookupError, OSError, RuntimeError, TypeError, ValueError) as err:
-            raise TensorFileError(f"{format_key(key)} is not as its card says: {err}") from err
-
-    def _read(self, key: Key) -> torch.Tensor:
+    def _values(self, file: TensorFile) -> torch.Tensor:
+        """Return the elements of an entry; discrete actions as numbers from 0."""
+        key = file.key
         if key == TRAJ_IDS:
             return torch.full((self.frames,), int(self._group.attrs["traj_id"]))
         values = _own(self._group, self._paths[key])[...]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,11 @@ from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
 from gleanrl.recording.dataset import DATA, Dataset, Metadata, Part
 from gleanrl.recording.episodes import Episode, episodes_of
 
-_GROUP_BYTES, _GROUP_ROWS = 1 << 25, 1 << 16
-"""At most so much is in memory, and in one row group."""
 _NUMBERS = ("episode", "step", "env")
 
 
 def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Write ``data/part-*.parquet`` in the directory of ``dataset``; on failure remove them again.
+    """Write ``data/part-*.parquet`` in the directory of ``dataset``.
 
     Columns are entries, the parts of their keys joined by dots; rewards and end flags lose the
     ``next``. Entries of one element are scalars, all others lists of a fixed size in row-major
@@ -44,17 +40,14 @@ def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
     schema = pa.schema(fields, metadata={"gleanrl.shapes": json.dumps(shapes)})
     folder = dataset.directory / DATA
     folder.mkdir()
-    with contextlib.ExitStack() as undo:
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        for number, part in enumerate(dataset.parts):
-            path = folder / f"part-{number:05d}.parquet"
-            extra = _numbers(part, episodes, num_envs or 1) if numbered else None
-            with pq.ParquetWriter(path, schema) as out:
-                for rows in _groups(part):
-                    values = [_values(part.read(file.key)[rows]) for file in columns.values()]
-                    values += [] if extra is None else [pa.array(extra[n][rows]) for n in numbers]
-                    out.write_table(pa.Table.from_arrays(values, schema=schema))
-        undo.pop_all()
+    for number, part in enumerate(dataset.parts):
+        path = folder / f"part-{number:05d}.parquet"
+        extra = _numbers(part, episodes, num_envs or 1) if numbered else None
+        with pq.ParquetWriter(path, schema) as out:
+            for rows in part.chunks():
+                values = [_values(part.read(file.key)[rows]) for file in columns.values()]
+                values += [] if extra is None else [pa.array(extra[n][rows]) for n in numbers]
+                out.write_table(pa.Table.from_arrays(values, schema=schema))
     return {"columns": schema.names}
 
 
@@ -68,7 +61,7 @@ def parts(directory: Path, metadata: Metadata) -> list[ParquetPart]:
     return [ParquetPart(inside(directory, f"{DATA}/{name}"), metadata) for name in names]
 
 
-class ParquetPart:
+class ParquetPart(Part):
     """One file, read column by column."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
@@ -77,22 +70,14 @@ class ParquetPart:
             self._file = pq.ParquetFile(path, memory_map=True)
         except (pa.ArrowInvalid, OSError) as err:
             raise TensorFileError(f"{path} cannot be read: {err}") from err
-        self._path = path
-        self.facts: Mapping[str, Any] = {}
-        self.frames: int = self._file.metadata.num_rows
+        self.frames = self._file.metadata.num_rows
         there = set(self._file.schema_arrow.names)
         self.files = [file for file in metadata.files if _name(file.key) in there]
 
-    def read(self, key: Key) -> torch.Tensor:
-        """Return an entry as ``[frames, ...]``."""
-        file = next(file for file in self.files if file.key == key)
-        try:
-            column = self._file.read([_name(key)]).column(0).combine_chunks()
-            flat = column.flatten() if pa.types.is_fixed_size_list(column.type) else column
-            values = torch.from_numpy(flat.to_numpy(zero_copy_only=False).copy())
-            return values.reshape(self.frames, *file.shape).to(file.dtype)
-        except (pa.ArrowInvalid, RuntimeError, TypeError) as err:
-            raise TensorFileError(f"{self._path}: {_name(key)!r} is not as its card says") from err
+    def _values(self, file: TensorFile) -> torch.Tensor:
+        column = self._file.read([_name(file.key)]).column(0).combine_chunks()
+        flat = column.flatten() if pa.types.is_fixed_size_list(column.type) else column
+        return torch.from_numpy(flat.to_numpy(zero_copy_only=False).copy())
 
 
 def _columns(dataset: Dataset) -> dict[str, TensorFile]:
@@ -133,13 +118,6 @@ def _values(rows: torch.Tensor) -> pa.Array:
     flat = pa.array(rows.reshape(-1).numpy())
     count = math.prod(rows.shape[1:])
     return flat if count == 1 else pa.FixedSizeListArray.from_arrays(flat, count)
-
-
-def _groups(part: Part) -> Iterator[slice]:
-    row = sum(file.nbytes for file in part.files)
-    size = max(1, min(_GROUP_ROWS, _GROUP_BYTES // max(row, 1)))
-    for start in range(0, part.frames, size):
-        yield slice(start, start + size)
 
 
 def _numbers(part: Part, episodes: list[Episode], num_envs: int) -> dict[str, Array]:

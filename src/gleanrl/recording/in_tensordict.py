@@ -15,8 +15,8 @@ from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_te
 
 from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.memory import tensor_files
-from gleanrl.memory.tensor_files import TensorFile, TensorFileError
-from gleanrl.recording.dataset import CARD, NESTED, SHARDS, Dataset, Metadata, card, size
+from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
+from gleanrl.recording.dataset import CARD, NESTED, SHARDS, Dataset, Metadata, Part, card, size
 
 _COPY_BYTES = 1 << 24
 
@@ -170,7 +170,7 @@ def _nested(frames: TensorDictBase) -> list[tuple[Key, tuple[int, ...]]]:
     return [(key, tuple(shape)) for key, shape in inner if shape]
 
 
-class RawPart:
+class RawPart(Part):
     """Raw files of one directory: a whole dataset, or what one writer wrote."""
 
     def __init__(self, directory: Path) -> None:
@@ -185,16 +185,15 @@ class RawPart:
         self.frames = metadata.frames
         """Frames that are whole in every file."""
         if self.facts.get("shard") is True:  # a kill leaves what was written until then
-            self._found = {file.key: (file, file.find(directory)) for file in files}
-            sizes = [(path.stat().st_size, file.nbytes) for file, path in self._found.values()]
-            self.frames = min((size // row for size, row in sizes if row), default=0)
+            sizes = {f.key: inside(directory, f.file).stat().st_size for f in files}
+            self.frames = min((sizes[f.key] // f.nbytes for f in files if f.nbytes), default=0)
         else:
-            self._found = {file.key: (file, file.locate(directory, self.frames)) for file in files}
+            for file in files:
+                file.locate(directory, self.frames)
 
-    def read(self, key: Key) -> torch.Tensor:
-        """Return an entry as ``[frames, ...]``, mapped from its file, which it cannot change."""
-        file, path = self._found[key]
-        return file.load(path, self.frames)
+    def _values(self, file: TensorFile) -> torch.Tensor:
+        """Map the file of an entry, which the tensor cannot change."""
+        return file.load(inside(self.directory, file.file), self.frames)
 
 
 def parts(directory: Path, metadata: Metadata) -> list[RawPart]:
@@ -235,7 +234,8 @@ def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
             target.parent.mkdir(parents=True, exist_ok=True)
             undo.callback(target.unlink, missing_ok=True)
             sizes = [part.frames * file.nbytes for part in dataset.parts]
-            _join_files(list(zip(map(file.find, shards), sizes, strict=True)), target)
+            sources = [inside(shard, file.file) for shard in shards]
+            _join_files(list(zip(sources, sizes, strict=True)), target)
         for folder in sorted({up for file in files for up in Path(file.file).parents}):
             content = json.loads((shards[0] / folder / "meta.json").read_text())
             for entry in (content, *content.values()):

@@ -26,7 +26,7 @@ from gleanrl.core.protocols import Source
 from gleanrl.engine.sink import Sink
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFileError
-from gleanrl.recording.dataset import CARD, ENDS, LOCK, NESTED, OF_ENV, SHARDS, Dataset, card
+from gleanrl.recording.dataset import CARD, DATA, ENDS, LOCK, NESTED, OF_ENV, SHARDS, Dataset, card
 from gleanrl.recording.episodes import summary, total
 from gleanrl.recording.formats import check_target, module_of
 from gleanrl.recording.in_tensordict import Shard
@@ -39,7 +39,6 @@ _OF_FILES = (
     *(NESTED, "rows", "status"),
 )
 """What a card says of the files, not of where the frames came from."""
-_CONVERTED_BYTES = 1 << 26
 _ROWS = (
     "writer after writer (workers in order), each batch after batch; in a batch environment after "
     "environment, each with its steps in order; ('collector', 'traj_ids') tells episodes apart; "
@@ -294,15 +293,12 @@ def convert_dataset(
     facts = dict(dataset.metadata.facts)
     for name in _OF_FILES:
         facts.pop(name, None)
-    row = sum(file.nbytes for file in dataset.metadata.files)
-    size = max(1, _CONVERTED_BYTES // max(row, 1))
     recorder = Recorder(target, format, facts=facts)
     try:
         for part in dataset.parts:
             entries = {file.key: part.read(file.key) for file in part.files}
-            for start in range(0, part.frames, size):
-                rows = {key: value[start : start + size] for key, value in entries.items()}
-                recorder.write(dataset.frames(rows))
+            for rows in part.chunks():
+                recorder.write(dataset.frames({k: value[rows] for k, value in entries.items()}))
     except BaseException:
         recorder.close("failed")
         raise
@@ -410,7 +406,7 @@ class _Files:
         directory, facts, found = self._directory, self._facts, dataset.metadata
         facts |= {name: found.facts[name] for name in (*OF_ENV, NESTED) if name in found.facts}
         facts["writers"] = facts.get("writers", len(dataset.parts))
-        text = self._card(SHARDS, status="failed")
+        text, fresh = self._card(SHARDS, status="failed"), not (directory / DATA).exists()
         try:
             if (stats := total(dataset)) is not None:
                 returns, lengths = summary(stats.returns), summary(stats.lengths)
@@ -419,6 +415,10 @@ class _Files:
             tensor_files.sync_tree(directory)  # before the shards, which hold the same, are removed
             entries = [file.to_json() for file in found.files]
             text = self._card(self._format, found.frames, entries)
+        except BaseException:
+            if fresh:
+                shutil.rmtree(directory / DATA, ignore_errors=True)
+            raise
         finally:
             tensor_files.replace(directory / CARD, text)
         shutil.rmtree(directory / SHARDS)

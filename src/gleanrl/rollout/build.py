@@ -42,8 +42,9 @@ from gleanrl.policies.policy import (
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.dense import DenseRollout, Policies, check_can_cut
+from gleanrl.rollout.finished_steps import expect
 from gleanrl.rollout.next_step_loop import NextStepRollout
-from gleanrl.rollout.tensordict_loop import TensorDictRollout, expect
+from gleanrl.rollout.tensordict_loop import TensorDictRollout
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout, nump
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Policy
 from gleanrl.core.window import Array, Window
-from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.trees import stacked, tensordict_over, time_named
 from gleanrl.policies.probe import leaves
 from gleanrl.rollout.tracker import Tracker
@@ -182,8 +181,18 @@ class RolloutPlan:
             ),
         )
 
-    def finish(self, window: Window, tracker: Tracker, steps: int, version: int) -> None:
-        """Write ids, counts, versions and marks of a rollout of ``steps`` steps."""
+    def finish(
+        self,
+        window: Window,
+        tracker: Tracker,
+        steps: int,
+        version: int,
+        rewards: Array | None = None,
+    ) -> None:
+        """Write ids, counts, versions and marks of a rollout of ``steps`` steps.
+
+        ``rewards``: one per frame, where these are not in ``window``.
+        """
         options = self._options
         if steps < window.steps:
             window.zero_from(steps)
@@ -191,7 +200,7 @@ class RolloutPlan:
         if options.counts:
             counts = np.zeros((window.envs, window.steps + 1), np.int64)
         bound = self._bound[window]
-        tracker.finish(steps, bound.rewards(), bound.ids, counts)
+        tracker.finish(steps, bound.rewards() if rewards is None else rewards, bound.ids, counts)
         if counts is not None:
             window.array(STEP_COUNT)[:, :steps, 0] = counts[:, :steps]
             window.array(next_key(STEP_COUNT))[:, :steps, 0] = counts[:, :steps] + 1
@@ -221,24 +230,28 @@ class RolloutPlan:
             unfit: By step, what stands in place of rows that do not hold it.
             own: The keys of these rows.
         """
-        batch, groups = self.layout.batch_shape, self.layout.groups
-        names: list[str | None] = [None] * len(batch)
-        rows = {f.key: batch_rows(window, f.key, batch) for f in self.layout.fields}
-        others = {key: row for key, row in rows.items() if key not in own}
-        steps: list[TensorDictBase] = []
+        ndim, steps = len(self.layout.batch_shape), list[TensorDictBase]()
+        rows = {field.key for field in self.layout.fields}
+        others = {key for key in rows if key not in own}
         for t in range(window.steps):
             last = min(t, taken - 1)
-            shown = others if last in unfit else rows
-            row = tensordict_over({k: r[t].clone() for k, r in shown.items()}, batch, names, groups)
+            row = self.row(window, t, others if last in unfit else rows)
             step = unfit[last][1] if last in unfit else row
             steps.append((step if t == last else step.apply(torch.zeros_like)).update(row))
-        stack = stacked(steps, len(batch))
+        stack = stacked(steps, ndim)
         drop = [
             key
             for key in leaves(stack)
             if is_private(key) or (key[0] == NEXT and key not in rows and key[1:] in own)
         ]
-        return time_named(stack.exclude(*drop) if drop else stack, len(batch))
+        return time_named(stack.exclude(*drop) if drop else stack, ndim)
+
+    def row(self, window: Window, t: int, keys: Iterable[Key]) -> TensorDictBase:
+        """Return copies of these entries of step ``t``."""
+        batch = self.layout.batch_shape
+        values = {key: window.tensor(key)[:, t].clone() for key in keys}
+        views = {key: value.reshape((*batch, *value.shape[1:])) for key, value in values.items()}
+        return tensordict_over(views, batch, [None] * len(batch), self.layout.groups)
 
     def _check_finite(self, window: Window, steps: int) -> None:
         for field in self._finite:

@@ -8,65 +8,37 @@ environment's reset returns.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from gleanrl.core.errors import EnvError, note
 from gleanrl.core.keys import (
     IS_INIT,
-    MASK,
     NEXT,
-    POLICY_VERSION,
-    STEP_COUNT,
-    TRAJ_IDS,
     Key,
     as_key,
     format_key,
     is_private,
     next_key,
 )
-from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout
+from gleanrl.core.layout import DoneGroup, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Stop
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Array, Window
-from gleanrl.envs.tensordict import EndFlags, TensorDictHandle, spec_groups, spec_leaves
-from gleanrl.memory.arena import batch_rows
-from gleanrl.memory.trees import copied, groups_of, stacked, tensordict_over, time_named
+from gleanrl.envs.tensordict import TensorDictHandle, spec_leaves
+from gleanrl.memory.trees import stacked, time_named
 from gleanrl.policies.policy import Actor
 from gleanrl.policies.probe import leaves
+from gleanrl.rollout.finished_steps import ExpectedSteps, StepRecorder
 from gleanrl.rollout.plan import RolloutPlan, check_options, end_groups, mean_rewards
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
-
-
-@dataclass(frozen=True, slots=True)
-class _UnsetFlags:
-    """End flags that are delivered though the environment does not set all of them."""
-
-    prefix: Key
-    present: frozenset[str]
-    missing: frozenset[str]
-
-    def derived(self, flags: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the missing flags: each follows from the others."""
-        late = flags.get("truncated")
-        if "done" in flags:
-            done = flags["done"]
-            dead = flags.get("terminated", done if late is None else done & ~late)
-        else:
-            dead = flags["terminated"]
-            done = dead if late is None else dead | late
-        whole = {"done": done, "terminated": dead, "truncated": done & ~dead}
-        return {name: whole[name] for name in self.missing}
-
 
 MakeActor = Callable[[TensorDictBase, bool], tuple[Actor, TensorDictBase]]
 """Makes the actor from a root TensorDict, of a copy of the user's module if told so.
@@ -115,7 +87,6 @@ class TensorDictRollout(BaseSource):
         self._batch = tuple(env.batch_size)
         groups = handle.ends.groups
         self._groups = end_groups(options, groups)
-        self._unset_flags = _unset_flags(self._groups, handle.ends.keys)
         observed = [key for key, _ in spec_leaves(env.full_observation_spec)]
         check_options(options, observed, self._groups)
         self.num_envs = envs = handle.num_envs
@@ -131,8 +102,12 @@ class TensorDictRollout(BaseSource):
         hidden = map(next_key, observed) if expected is None else expected.ignored
         self._hidden = tuple(hidden) if options.compact else ()
         self._plan = None if expected is None else expected.plan
-        shown = (*observed, *handle.ends.keys)
-        self._recorder = _Recorder(shown, expected)
+        self._bulk = RolloutPlan(
+            self._batch, (), (), options, dones=self._groups, finite=(), rewards=()
+        )
+        known = () if expected is None else expected.shown
+        shown = dict.fromkeys((*observed, *handle.ends.keys, *known))
+        self._recorder = StepRecorder(shown, expected)
         self._begin_episodes(list(range(envs)))
 
     def own_policy(self) -> None:
@@ -284,43 +259,37 @@ class TensorDictRollout(BaseSource):
             return self._assemble(recorder.steps, steps)
         assert self._plan is not None
         assert window is not None
-        for unset in self._unset_flags:
-            prefix = (NEXT, *unset.prefix)
-            flags = {name: window.tensor((*prefix, name))[:, :taken] for name in unset.present}
-            for name, value in unset.derived(flags).items():
-                window.tensor((*prefix, name))[:, :taken] = value
+        _derive_flags(
+            self._groups,
+            self._handle.ends.keys,
+            lambda key: window.tensor(key)[:, :taken],
+            lambda key, value: window.tensor(key)[:, :taken].copy_(value),
+        )
         self._plan.finish(window, self.tracker, taken, self.policy_version)
         return None
 
     def _assemble(self, taken: list[TensorDictBase], steps: int) -> TensorDictBase:
         """Stack the steps, and add what is counted in bulk."""
-        options, valid = self.options, len(taken)
-        if options.check_finite:
+        bulk, valid = self._bulk, len(taken)
+        if self.options.check_finite:
             for t, step in enumerate(taken):
                 self._check_finite(step, t)
         # Each its own: lazy stacks set entries in what they hold.
         never = [taken[-1].apply(torch.zeros_like) for _ in range(valid, steps)]
         stack = stacked([*taken, *never], len(self._batch))
         batch = time_named(self._delivered(stack), len(self._batch))
-        ids = np.zeros((self.num_envs, steps), np.int64)
-        counts = np.zeros((self.num_envs, steps + 1), np.int64)
-        self.tracker.finish(valid, self._payload_rewards(taken), ids, counts)
-        if options.track_traj_ids:
-            batch.set(TRAJ_IDS, self._shaped(ids))
         self._add_flags(batch)
-        if options.counts:
-            after = counts[:, :-1] + 1
-            counts[:, valid:], after[:, valid:] = 0, 0
-            batch.set(STEP_COUNT, self._shaped(counts[:, :-1]).unsqueeze(-1))
-            batch.set(next_key(STEP_COUNT), self._shaped(after).unsqueeze(-1))
-        made = torch.arange(steps).expand(batch.batch_size) < valid
-        if options.track_policy_version:
-            batch.set(POLICY_VERSION, made * self.policy_version)
-            batch.set(next_key(POLICY_VERSION), made * self.policy_version)
-        if options.mask:
-            batch.set(MASK, made)
-        if options.set_truncated:
-            self._truncate(batch, valid - 1)
+        window = Window.allocate(bulk.layout.fields, self.num_envs, steps)
+        bulk.begin(window, self._no_rows)
+        flags = [next_key(key) for key in bulk.flags if batch.get(next_key(key), None) is not None]
+        for key in flags:
+            rows = window.tensor(key)
+            rows.copy_(batch.get(key).reshape(rows.shape))
+        bulk.finish(window, self.tracker, valid, self.policy_version, self._payload_rewards(taken))
+        for field in bulk.layout.fields:
+            if field.key in bulk.bulk or (self.options.set_truncated and field.key in flags):
+                value = window.tensor(field.key)
+                batch.set(field.key, value.reshape(*batch.batch_size, *field.shape))
         return batch
 
     def _payload_rewards(self, steps: list[TensorDictBase]) -> Array:
@@ -333,12 +302,8 @@ class TensorDictRollout(BaseSource):
 
     def _add_flags(self, batch: TensorDictBase) -> None:
         """Add flags that steps lack: at the root they are down, others follow from each other."""
-        there = leaves(batch)
-        for unset in _unset_flags(self._groups, [key[1:] for key in there if key[0] == NEXT]):
-            prefix = (NEXT, *unset.prefix)
-            flags = {name: batch.get((*prefix, name)) for name in unset.present}
-            for name, value in unset.derived(flags).items():
-                batch.set((*prefix, name), value)
+        given = [key[1:] for key in leaves(batch) if key[0] == NEXT]
+        _derive_flags(self._groups, given, batch.get, batch.set)
         there = leaves(batch)
         for group in self._groups:
             for key in group.keys():
@@ -361,23 +326,6 @@ class TensorDictRollout(BaseSource):
 
         step.named_apply(look, nested_keys=True, filter_empty=True)
 
-    def _shaped(self, values: Array) -> torch.Tensor:
-        return torch.from_numpy(values.copy()).reshape(*self._batch, -1)
-
-    def _truncate(self, batch: TensorDictBase, step: int) -> None:
-        """Mark ``step`` as truncated where the episode did not end by itself."""
-        dim = len(self._batch)
-        for group in self._groups:
-            if group.truncated:
-                late, done = (
-                    batch.get((NEXT, *group.prefix, name)).clone() for name in ("truncated", "done")
-                )
-                last = done.select(dim, step)
-                late.select(dim, step).logical_or_(~last)
-                last.fill_(True)
-                batch.set((NEXT, *group.prefix, "truncated"), late)
-                batch.set((NEXT, *group.prefix, "done"), done)
-
     # -- between rollouts ------------------------------------------------------------------------
 
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
@@ -389,314 +337,30 @@ class TensorDictRollout(BaseSource):
         self._begin_episodes(range(self.num_envs) if envs is None else envs)
 
 
-def _unset_flags(groups: Sequence[DoneGroup], given: Sequence[Key]) -> tuple[_UnsetFlags, ...]:
-    found = []
+def _derive_flags(
+    groups: Sequence[DoneGroup],
+    given: Collection[Key],
+    get: Callable[[Key], torch.Tensor],
+    put: Callable[[Key, torch.Tensor], Any],
+) -> None:
+    """Put end flags that are delivered though the environment does not set all of them.
+
+    Each follows from those that are ``given``.
+    """
     for group in groups:
-        present = frozenset(key[-1] for key in group.keys() if key in given)
-        missing = frozenset(key[-1] for key in group.keys()) - present
-        if missing and present & {"done", "terminated"}:
-            found.append(_UnsetFlags(group.prefix, present, missing))
-    return tuple(found)
-
-
-# -- what steps are expected to be -----------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedSteps:
-    """What finished steps consist of, as far as it is known before one was taken."""
-
-    plan: RolloutPlan
-    """What is delivered."""
-    stored: tuple[Field, ...]
-    """The part of it that steps hold; the rest is written in bulk."""
-    shown: tuple[Key, ...]
-    """Root entries that the environment shows: stored before it steps, because it may use their
-    memory again."""
-    optional: frozenset[Key]
-    """Entries that some steps lack; they are stored as zeros then."""
-    ignored: tuple[Key, ...]
-    """Entries that steps hold and that are not delivered."""
-
-
-def expect(
-    env: Any, layout: EnvLayout, root: TensorDictBase, actor: Actor, options: RolloutOptions
-) -> ExpectedSteps | None:
-    """Return what steps of ``env`` are expected to be, before one was taken.
-
-    Its specs, its first reset and one call of the policy tell. A step that is something else is no
-    error: the rollout it is part of travels as a payload.
-
-    Args:
-        env: The environment.
-        layout: Its side of a step.
-        root: A root TensorDict as the environment gets it.
-        actor: What acts in it.
-        options: What the user asked for.
-
-    Returns:
-        ``None`` where an entry does not begin with the batch dimensions of the environment.
-    """
-    leaves = {as_key(key): value for key, value in root.items(True, True)}
-    size = len(layout.batch_shape)
-    plain = all(
-        isinstance(value, torch.Tensor) and tuple(value.shape[:size]) == layout.batch_shape
-        for value in leaves.values()
-    )
-    if not plain:
-        return None
-    found = {key: Field(key, tuple(v.shape[size:]), v.dtype) for key, v in leaves.items()}
-    flags = set(EndFlags(env.full_done_spec, layout.batch_shape).keys)
-    roots = {field.key: field for field in layout.actions}
-    roots |= {key: field for key, field in found.items() if key[0] != NEXT and key not in flags}
-    written = {
-        key[1:]: replace(field, key=key[1:]) for key, field in found.items() if key[0] == NEXT
-    }
-    late = {
-        key: written[key]
-        for key in actor.policy_written_state
-        if key not in roots and key in written
-    }
-    shown = () if options.compact else layout.observations
-    after = {field.key: field for field in (*layout.rewards, *shown)}
-    after |= written
-    plan = RolloutPlan(
-        layout.batch_shape,
-        [*roots.values(), *late.values()],
-        after.values(),
-        options,
-        dones=layout.dones,
-        finite={field.key for field in (*layout.observations, *layout.rewards)},
-        rewards=layout.rewards,
-        groups=tuple(_groups(env, root, size)),
-    )
-    unset = plan.flags - flags
-    stored = tuple(
-        field
-        for field in plan.layout.fields
-        if field.key not in plan.bulk and field.key[field.key[0] == NEXT :] not in unset
-    )
-    observed = [field.key for field in layout.observations]
-    return ExpectedSteps(
-        plan,
-        stored=stored,
-        shown=tuple(key for key in (*observed, *flags) if key in found),
-        # Random frames lack states that the policy makes itself, also under "next".
-        optional=frozenset((*late, *map(next_key, late), *flags)),
-        ignored=tuple(next_key(key) for key in observed if key not in after),
-    )
-
-
-def _groups(env: Any, root: TensorDictBase, size: int) -> Iterable[Group]:
-    """Yield nested parts with a batch size of their own, at the root and under ``"next"``.
-
-    Data are believed where they differ from specs.
-    """
-    trees = (env.full_observation_spec, env.full_action_spec, env.full_reward_spec)
-    shapes = {key: shape[size:] for tree in trees for key, shape in spec_groups(tree)}
-    found = {key: Group(key, more, (None,) * len(more)) for key, more in shapes.items() if more}
-    own = {group.key: group for group in groups_of(root)}
-    nested = {as_key(key) for key in root.keys(True) if isinstance(root.get(key), TensorDictBase)}
-    found = {key: group for key, group in found.items() if key not in nested} | own
-    for group in found.values():
-        yield group
-        if group.key[0] != NEXT and next_key(group.key) not in found:
-            yield Group(next_key(group.key), group.shape, group.names)
-
-
-# -- where finished steps go -----------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Unstored:
-    """An entry of a step that is not stored, or was stored before."""
-
-    needed: bool = False
-    """Whether every step has it."""
-
-    def write(self, value: object, t: int) -> bool:
-        """Store ``value`` as row ``t``; tell whether it is what was expected."""
-        return True
-
-    def clear(self, t: int) -> None:
-        """Store that step ``t`` does not have it."""
-
-
-@dataclass(slots=True)
-class _Leaf:
-    """A tensor."""
-
-    rows: Sequence[torch.Tensor]
-    shape: torch.Size
-    dtype: torch.dtype
-    needed: bool = True
-
-    def write(self, value: object, t: int) -> bool:
-        if not isinstance(value, torch.Tensor):
-            return False
-        if value.shape != self.shape or value.dtype is not self.dtype:
-            return False
-        self.rows[t].copy_(value)
-        return True
-
-    def clear(self, t: int) -> None:
-        self.rows[t].zero_()
-
-
-@dataclass(slots=True)
-class _Node:
-    """A nested part, or the step itself."""
-
-    size: torch.Size
-    entries: dict[str, _Entry]
-    needed: bool = True
-
-    def write(self, value: object, t: int) -> bool:
-        """Store every entry of ``value`` as row ``t``; private ones are not delivered."""
-        if not isinstance(value, TensorDictBase) or value.batch_size != self.size:
-            return False
-        if isinstance(value, LazyStackedTensorDict) and not _even(value):
-            return False
-        entries, found = self.entries, 0
-        for name, item in value.items():
-            entry = entries.get(name)
-            if entry is None:
-                if name[0] != "_":
-                    return False
-            elif entry.write(item, t):
-                found += 1
-            else:
-                return False
-        return found == len(entries) or self._fill(value, t)
-
-    def _fill(self, value: TensorDictBase, t: int) -> bool:
-        """Clear what ``value`` lacks; tell whether it may lack all of it."""
-        present = set(value.keys())
-        missing = [entry for name, entry in self.entries.items() if name not in present]
-        for entry in missing:
-            entry.clear(t)
-        return not any(entry.needed for entry in missing)
-
-    def clear(self, t: int) -> None:
-        for entry in self.entries.values():
-            entry.clear(t)
-
-
-_Entry: TypeAlias = _Unstored | _Leaf | _Node
-
-
-class _Recorder:
-    """Keeps the finished steps of one rollout after the other."""
-
-    def __init__(self, shown: Iterable[Key], fields: ExpectedSteps | None = None) -> None:
-        """Keep steps of ``fields``; ``None`` if these change from step to step."""
-        self._shown = tuple(shown)
-        self._fields = fields
-        self._trees: weakref.WeakKeyDictionary[Window, tuple[_Node, _Node]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._window: Window | None = None
-        self._before: _Node
-        self._after: _Node
-        self._t = -1
-        self._view: TensorDictBase | None = None
-        self.steps: list[TensorDictBase] | None = None
-        """The steps as TensorDicts; ``None`` as long as all of them lie in the window."""
-
-    def begin(self, window: Window | None) -> None:
-        """Start a rollout; without a window, or without fields, steps are kept as they are."""
-        self._t, self._window = -1, window
-        rows = self._fields is not None and window is not None and window.keys()
-        self.steps = None if rows else []
-        if rows:
-            assert window is not None
-            if window not in self._trees:
-                self._trees[window] = self._bind(window)
-            self._before, self._after = self._trees[window]
-
-    def before(self, root: TensorDictBase) -> None:
-        """Store what the environment showed, before it steps."""
-        self._t += 1
-        if self.steps is None and not _write_some(self._before, root, self._t):
-            self.steps = [self._row(t, root.device) for t in range(self._t)]
-        if self.steps is not None:
-            self._view = _view_of(root, self._shown)
-
-    def after(self, finished: TensorDictBase) -> None:
-        """Store a finished step, before anything is reset."""
-        if self.steps is None:
-            if self._after.write(finished, self._t):
-                return
-            self.steps = [self._row(t, finished.device) for t in range(self._t)]
-            self._view = _view_of(self._row(self._t, finished.device), self._shown)
-        step = copied(finished)
-        if self._view is not None:
-            step.update(self._view)
-        self.steps.append(step)
-
-    def _bind(self, window: Window) -> tuple[_Node, _Node]:
-        fields = self._fields
-        assert fields is not None
-        batch = fields.plan.layout.batch_shape
-        sizes = {group.key: (*batch, *group.shape) for group in fields.plan.layout.groups}
-        leaves: dict[Key, _Entry] = {
-            field.key: _Leaf(
-                batch_rows(window, field.key, batch),
-                torch.Size((*batch, *field.shape)),
-                field.dtype,
-                field.key not in fields.optional,
-            )
-            for field in fields.stored
-        }
-        shown = {key: leaves[key] for key in fields.shown if key in leaves}
-        elsewhere = {key: _Unstored(needed=True) for key in shown}
-        elsewhere |= {key: _Unstored() for key in fields.ignored}
-        return _tree(shown, batch, sizes), _tree({**leaves, **elsewhere}, batch, sizes)
-
-    def _row(self, t: int, device: torch.device | None) -> TensorDictBase:
-        """Return a step out of the rows, on the ``device`` of the others."""
-        fields, window = self._fields, self._window
-        assert fields is not None
-        assert window is not None
-        batch = fields.plan.layout.batch_shape
-        views = {f.key: batch_rows(window, f.key, batch)[t].clone() for f in fields.stored}
-        row = tensordict_over(views, batch, [None] * len(batch), fields.plan.layout.groups)
-        return row if device is None else row.to(device)
-
-
-def _tree(
-    leaves: Mapping[Key, _Entry], batch: Sequence[int], sizes: Mapping[Key, Sequence[int]]
-) -> _Node:
-    root = _Node(torch.Size(batch), {})
-    for key, leaf in leaves.items():
-        node = root
-        for depth in range(1, len(key)):
-            size = torch.Size(sizes.get(key[:depth], batch))
-            inner = node.entries.setdefault(key[depth - 1], _Node(size, {}))
-            assert isinstance(inner, _Node)
-            node = inner
-        node.entries[key[-1]] = leaf
-    return root
-
-
-def _write_some(node: _Node, data: TensorDictBase, t: int) -> bool:
-    """Write the entries of ``node`` only; there may be others in ``data``."""
-    for name, entry in node.entries.items():
-        value = data.get(name, None)
-        if isinstance(entry, _Node):
-            if not isinstance(value, TensorDictBase) or not _write_some(entry, value, t):
-                return False
-        elif not entry.write(value, t):
-            return False
-    return True
-
-
-def _view_of(root: TensorDictBase, shown: Sequence[Key]) -> TensorDictBase | None:
-    kept = root.select(*shown, strict=False)
-    return None if kept.is_empty() else copied(kept)
-
-
-def _even(stack: LazyStackedTensorDict) -> bool:
-    """Tell whether all of ``stack`` have the same entries: it shows only those."""
-    names = set(stack.keys())
-    return all(set(part.keys()) == names for part in stack.tensordicts)
+        missing = [key for key in group.keys() if key not in given]
+        if not missing:
+            continue
+        flags = {key[-1]: get(next_key(key)) for key in group.keys() if key in given}
+        late = flags.get("truncated")
+        if "done" in flags:
+            done = flags["done"]
+            dead = flags.get("terminated", done if late is None else done & ~late)
+        elif "terminated" in flags:
+            dead = flags["terminated"]
+            done = dead if late is None else dead | late
+        else:
+            continue
+        whole = {"done": done, "terminated": dead, "truncated": done & ~dead}
+        for key in missing:
+            put(next_key(key), whole[key[-1]])

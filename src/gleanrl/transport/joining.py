@@ -109,15 +109,6 @@ class Keys:
         return cls(_sign(session, b"from the node"), _sign(session, b"from the learner"))
 
 
-class Joined(NamedTuple):
-    """A connection to the learner, on which it has let a node in."""
-
-    sock: socket.socket
-    keys: Keys
-    timeout_s: float
-    """Seconds without a sign of life after which either side takes the other for gone."""
-
-
 class Guest(NamedTuple):
     """A node that was let in."""
 
@@ -151,8 +142,12 @@ def admit(sock: socket.socket, secret: bytes, timeout_s: float, deadline: float)
     return Guest(int(_INDEX.unpack(index)[0]), sock, Keys.of(secret, mine, theirs, index, told))
 
 
-def join(invitation: Invitation, timeout: float) -> Joined:
+def join(invitation: Invitation, timeout: float) -> tuple[socket.socket, Keys, float]:
     """Connect to the learner as one of its nodes.
+
+    Returns:
+        The connection, on which the node was let in; its keys; and the seconds without a sign of
+        life after which either side takes the other for gone.
 
     Raises:
         HandshakeError: who answers is not the learner.
@@ -161,13 +156,13 @@ def join(invitation: Invitation, timeout: float) -> Joined:
     deadline = time.monotonic() + timeout
     sock = _connect((invitation.host, invitation.port), deadline)
     try:
-        return _introduce(sock, invitation, deadline)
+        return sock, *_introduce(sock, invitation, deadline)
     except BaseException:
         sock.close()
         raise
 
 
-def _introduce(sock: socket.socket, invitation: Invitation, deadline: float) -> Joined:
+def _introduce(sock: socket.socket, invitation: Invitation, deadline: float) -> tuple[Keys, float]:
     where = f"{invitation.host}:{invitation.port}"
     hello = _receive(sock, len(_MAGIC) + _NONCE, deadline)
     if not hello.startswith(_MAGIC):
@@ -193,7 +188,7 @@ def _introduce(sock: socket.socket, invitation: Invitation, deadline: float) -> 
     if not hmac.compare_digest(answer[_SECONDS.size :], expected):
         raise HandshakeError(f"{where} does not know this collector's secret")
     keys = Keys.of(invitation.secret, theirs, mine, index, told)
-    return Joined(sock, keys, float(_SECONDS.unpack(told)[0]))
+    return keys, float(_SECONDS.unpack(told)[0])
 
 
 def keep_alive(sock: socket.socket, timeout_s: float) -> None:

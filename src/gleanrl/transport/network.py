@@ -41,12 +41,12 @@ from gleanrl.transport.frames import (
     key_frame,
     read_key,
 )
+from gleanrl.transport.interrupts import interruptible
 from gleanrl.transport.joining import LOOK, Guest, NodeAdmitter, keep_alive, listen, new_secret
 from gleanrl.transport.launchers import Launcher
 from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend, RemoteFlag
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.process_group import ProcessGroups
-from gleanrl.transport.waiting import interruptible
 from gleanrl.transport.worker import Boot, OpenWindow
 from gleanrl.weights.buffers import FlatBuffer, check_fit, planned
 

@@ -13,7 +13,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, error_text
@@ -35,7 +34,7 @@ from gleanrl.transport.frames import (
     read_key,
 )
 from gleanrl.transport.joining import HandshakeError, Invitation, join, keep_alive
-from gleanrl.transport.worker import Asked, Boot, Inbox, Surroundings, WeightReceiver, serve
+from gleanrl.transport.worker import Asked, Boot, Inbox, WeightReceiver, serve
 from gleanrl.weights.buffers import FlatBuffer
 
 _LAST = 5.0
@@ -260,22 +259,16 @@ def _leaving_on(
             raise SystemExit(128 + came[0])
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSpec:
-    """What a process that becomes a node is told: where to go, and what it inherits."""
-
-    invitation: Invitation
-    surroundings: Surroundings | None = None
-    """Those of the process that started it, where it was forked earlier."""
-
-
 def main(fd: int) -> None:
-    """Be the node that is described, pickled as `NodeSpec`, behind descriptor ``fd``."""
+    """Be a node in a forked process.
+
+    Args:
+        fd: Of a file with its `Invitation` and the `Surroundings` of who started it, pickled.
+    """
     with os.fdopen(fd, "rb") as told:
-        going: NodeSpec = pickle.load(told)
-    if going.surroundings is not None:
-        going.surroundings.enter()
-    run_node(going.invitation)
+        invitation, surroundings = pickle.load(told)
+    surroundings.enter()
+    run_node(invitation)
 
 
 def run_node(

@@ -18,7 +18,7 @@ import numpy as np
 
 from gleanrl import __version__
 from gleanrl.memory import tensor_files
-from gleanrl.watch.progress import number
+from gleanrl.watch.progress import number, plain
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Lines: TypeAlias = Sequence[tuple[str, str]]
@@ -254,8 +254,7 @@ def _named(lines: Lines) -> str:
 
 def _text(text: str) -> str:
     """Return ``text`` as HTML shows it; it may come from anyone."""
-    safe = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-    return html.escape(safe)
+    return html.escape(plain(text))
 
 
 def _part(part: Plot | Shares | Table) -> str:

@@ -105,6 +105,11 @@ class Display:
                 self._draw(self._live, *self._not_drawn)
             self._live.stop()
 
+    @property
+    def due(self) -> bool:
+        """Whether what is shown now would be drawn or written at once."""
+        return self._clock() >= self._due
+
     def show(self, done: float, text: str, line: str | None = None, *, last: bool = False) -> None:
         """Say that ``done`` are done.
 

@@ -1,6 +1,6 @@
 """Names under which TorchRL users look for weight sync schemes. Re-exports only."""
 
-from gleanrl.collectors.compat import refuse
+from gleanrl.core.errors import refuse
 from gleanrl.weights.scheme import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,

@@ -45,6 +45,7 @@ from gleanrl.memory.shared import SharedMemory
 from gleanrl.weights.buffers import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
 from gleanrl.weights.snapshot import (
     Weights,
+    by_worker,
     check_tensors,
     cloned,
     load_weights,
@@ -263,9 +264,7 @@ class WeightSyncScheme:
         workers = self._workers
         if not (workers and self._connected):
             raise RuntimeError("send needs init_on_sender and connect before")
-        per_worker = (
-            type(weights) is dict and bool(weights) and all(isinstance(key, int) for key in weights)
-        )
+        per_worker = by_worker(weights)
         if worker_ids is None:
             worker_ids = list(weights) if per_worker else list(workers)
         chosen = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)

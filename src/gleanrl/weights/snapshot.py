@@ -44,6 +44,13 @@ def weights_of(source: Any) -> Weights:
     )
 
 
+def by_worker(source: Any) -> bool:
+    """Tell whether ``source`` holds the weights of each worker, and not those of all."""
+    if not isinstance(source, Mapping) or isinstance(source, TensorDictBase):
+        return False  # a TensorDict is a mapping too, but of weights
+    return bool(source) and all(isinstance(key, int) for key in source)
+
+
 def module_weights(module: nn.Module) -> Weights:
     """Return parameters, buffers (non-persistent ones too) and extra state of ``module``."""
     weights: Weights = {name: p.detach() for name, p in module.named_parameters()}

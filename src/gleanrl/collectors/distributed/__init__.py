@@ -1,10 +1,11 @@
 """Collectors whose workers are nodes: other machines, or processes reached like them."""
 
-from gleanrl.collectors.compat import DistributedWeightUpdater, RPCWeightUpdater, refuse
 from gleanrl.collectors.distributed.default_configs import DEFAULT_SLURM_CONF
 from gleanrl.collectors.distributed.generic import DistributedCollector, DistributedSyncCollector
 from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.distributed.rpc import RPCCollector
+from gleanrl.collectors.weight_update import DistributedWeightUpdater, RPCWeightUpdater
+from gleanrl.core.errors import refuse
 from gleanrl.transport.launchers.submitit import submitit_delayed_launcher
 
 DistributedDataCollector = DistributedCollector

@@ -21,16 +21,15 @@ from gleanrl.collectors.arguments import (
 )
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.collector import Collector
-from gleanrl.collectors.compat import DistributedWeightUpdater
 from gleanrl.collectors.distributed.default_configs import (
     DEFAULT_SLURM_CONF,
     DEFAULT_SLURM_CONF_MAIN,
     TCP_PORT,
 )
 from gleanrl.collectors.episodes import EpisodesPlan
-from gleanrl.collectors.launch import deal, env_functions, launch_workers
+from gleanrl.collectors.launch import WorkerPlan, deal, env_functions, launch_workers
 from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
-from gleanrl.collectors.plan import WorkerPlan
+from gleanrl.collectors.weight_update import DistributedWeightUpdater
 from gleanrl.collectors.weights import WeightSchedule
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds

@@ -11,9 +11,9 @@ from gleanrl.collectors.arguments import (
     RPCArguments,
     shows,
 )
-from gleanrl.collectors.compat import RPCWeightUpdater
 from gleanrl.collectors.distributed.generic import DistributedCollector
 from gleanrl.collectors.launch import deal
+from gleanrl.collectors.weight_update import RPCWeightUpdater
 from gleanrl.core.errors import ConfigError
 from gleanrl.transport.data_plane import DataPlane
 from gleanrl.transport.launchers import Launcher

@@ -177,16 +177,19 @@ def batch_shape(data: Any, ndim: int) -> tuple[int, ...]:
     return shape
 
 
-def describe(data: Any, ndim: int, element: tuple[int, ...] | None = None) -> RowLayout:
-    """Return the layout of rows as in ``data``, ``[slots, ...]`` or ``[slots, envs, ...]``."""
+def describe(data: Any, ndim: int, time: int) -> RowLayout:
+    """Return the layout of rows as in ``data``, whose first ``ndim`` dimensions are slots and envs.
+
+    Dimension ``time`` is that of the slots.
+    """
     flat = flatten(data)
     if not flat:
         raise ConfigError("data without a single tensor cannot be stored")
     shape = batch_shape(data, ndim)
     return RowLayout(
         tuple(Field(key, tuple(v.shape[ndim:]), v.dtype) for key, v in sorted(flat.items())),
-        shape[ndim:] if element is None else element,
-        None if ndim == 1 else shape[1],
+        shape[ndim:],
+        None if ndim == 1 else shape[1 - time],
         groups=tuple(groups_of(data)) if isinstance(data, TensorDictBase) else (),
     )
 

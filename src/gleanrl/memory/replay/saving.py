@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gleanrl.core.errors import CollectorTimeout, ConfigError
+from gleanrl.core.errors import ConfigError
 from gleanrl.memory import tensor_files
 from gleanrl.memory.replay.rows import RowLayout
 from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
@@ -38,18 +37,17 @@ def frames_in_place(storage: Storage, state: Mapping[str, Any]) -> int:
 
 META = "meta.json"
 FOLDER = re.compile(r"data-[0-9a-f]{32}")
-_LOCK_TIMEOUT_S = 600.0
-_POLL_INTERVAL_S = 0.01
 
 
 def write(
     path: str | os.PathLike[str], storage: Storage, sampling: Callable[[], dict[str, Any]]
 ) -> None:
-    """Write a buffer to the directory ``path``, one process at a time.
+    """Write a buffer to the directory ``path``.
 
     A dump is a folder of files, and a description that names the folder. What an earlier call wrote
-    stays valid until this one is complete and on the disk. Folders that no description names were
-    left by processes that ended.
+    stays valid until this one is complete and on the disk; of several processes, the last one
+    counts. Folders that no description names and no process writes were left by processes that
+    ended: they are removed.
 
     Args:
         path: The directory; made if it is not there.
@@ -58,28 +56,47 @@ def write(
 
     Raises:
         ConfigError: the storage is a list of objects.
-        CollectorTimeout: another process has been writing there for ten minutes.
         OSError: the disk is full; what an earlier call left there is still there.
     """
     if not isinstance(storage, LazyTensorStorage):
         raise ConfigError("ListStorage holds any object, and files hold tensors: use state_dict()")
-    root = Path(path)
-    root.mkdir(parents=True, exist_ok=True)
-    with _alone_in(root) as alone:
-        folder = root / f"data-{uuid.uuid4().hex}"
-        folder.mkdir()
+    root, name = Path(path), f"data-{uuid.uuid4().hex}"
+    draft, folder = root / f".{name}", root / name
+    draft.mkdir(parents=True)
+    with _locked(draft):  # others take a folder that is not locked for one that was left behind
         try:
+            draft.rename(folder)
             text = _write_state(folder, storage, sampling)
             tensor_files.write_new(folder / META, text.encode())
             tensor_files.sync_directory(folder)
             tensor_files.publish(folder / META, root / META)
         except BaseException:
-            if _current_folder(root) != folder.name:
+            if _current_folder(root) != name:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        for other in [path for path in root.iterdir() if FOLDER.fullmatch(path.name)]:
-            if alone and other.name != folder.name:
-                shutil.rmtree(other, ignore_errors=True)
+    for other in list(root.iterdir()):
+        if FOLDER.fullmatch(other.name) and other.name != _current_folder(root):
+            with contextlib.suppress(FileNotFoundError), _locked(other) as alone:
+                if alone and other.name != _current_folder(root):
+                    shutil.rmtree(other, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder; yields False if another process has it, or the file system has no locks.
+
+    The lock is the kernel's, and ends with the process.
+    """
+    fd, locked = os.open(folder, os.O_RDONLY | os.O_CLOEXEC), False
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        yield locked
+    finally:
+        if locked:  # a forked child has the descriptor as well: closing it is not enough
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
 
 
 def _write_state(
@@ -106,38 +123,6 @@ def _current_folder(root: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return folder if isinstance(folder, str) and FOLDER.fullmatch(folder) else None
-
-
-@contextlib.contextmanager
-def _alone_in(directory: Path) -> Iterator[bool]:
-    """Keep other dumps out of a directory; yields False on a file system that has no locks.
-
-    The lock is the kernel's, and ends with the process.
-    """
-    fd, deadline = (
-        os.open(directory, os.O_RDONLY | os.O_CLOEXEC),
-        time.monotonic() + _LOCK_TIMEOUT_S,
-    )
-    locked: bool | None = None
-    try:
-        while locked is None:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                locked = True
-            except BlockingIOError as err:
-                if time.monotonic() > deadline:
-                    raise CollectorTimeout(
-                        f"another process has been writing a replay buffer to {directory} for "
-                        f"{_LOCK_TIMEOUT_S:g} s; end it, or write to another directory"
-                    ) from err
-                time.sleep(_POLL_INTERVAL_S)
-            except OSError:
-                locked = False
-        yield locked
-    finally:
-        if locked:  # a forked child has the descriptor as well: closing it is not enough
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from gleanrl.memory.replay.rows import (
     deduplicate,
     describe,
     fields_at,
-    flatten,
 )
 from gleanrl.memory.shared import SharedMemory, check_memory, fence
 from gleanrl.memory.tensor_files import take_room
@@ -330,13 +329,9 @@ class LazyTensorStorage(Storage):
         """Check ``data``, time first: ``[slots, ...]`` or ``[slots, envs, ...]``."""
         rows = self.rows
         ndim = 2 if dim == 1 else self.ndim
-        shape = batch_shape(data, ndim)
+        batch_shape(data, ndim)
         if rows is None:
-            if dim == 1:
-                flipped = {k: v.transpose(0, 1) for k, v in flatten(data).items()}
-                rows = self.initialise(describe(flipped, 2, shape[2:]))
-            else:
-                rows = self.initialise(describe(data, ndim))
+            rows = self.initialise(describe(data, ndim, dim))
         values = rows.take(data, ndim)
         if dim == 1:
             values = [value.transpose(0, 1) for value in values]

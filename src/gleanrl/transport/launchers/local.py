@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.transport.joining import Invitation
-from gleanrl.transport.node import NodeSpec
 from gleanrl.transport.process import zygote
 from gleanrl.transport.worker import Surroundings
 from gleanrl.transport.zygote import NODE, exit_text
@@ -85,7 +84,7 @@ class LocalLauncher:
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
         for invitation in invitations:
-            going = pickle.dumps(NodeSpec(invitation, Surroundings.here()))
+            going = pickle.dumps((invitation, Surroundings.here()))
             # A pipe would hold no more than 64 KB before somebody reads it.
             with open(os.memfd_create("gleanrl"), "w+b") as told:
                 told.write(going)
