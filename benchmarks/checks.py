@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -111,12 +112,16 @@ BATCHES = 8
 """Batches looked at; consecutive ones, so that streams can be followed from one to the next."""
 
 
+@dataclass(frozen=True)
 class RealBatches:
     """Checks the systems of one case."""
 
-    def __init__(self, net: nn.Module, rows: int, steps: int, workers: int) -> None:
-        """Remember the network, environments of all workers, steps of a rollout, workers."""
-        self._net, self._rows, self._steps, self._workers = net, rows, steps, workers
+    net: nn.Module
+    rows: int
+    """Environments of all workers."""
+    steps: int
+    """Steps of a rollout."""
+    workers: int
 
     def __call__(self, systems: Mapping[str, System]) -> list[str]:
         lines = []
@@ -136,13 +141,13 @@ class RealBatches:
             return ["shows no fields"], []
         wrong = []
         rows, steps = batches[0]["next.reward"].shape
-        if rows * steps not in (self._rows * self._steps, self._rows * self._steps / self._workers):
+        if rows * steps not in (self.rows * self.steps, self.rows * self.steps / self.workers):
             wrong.append(f"SHAPE {rows} x {steps}")
         for fields in batches:
             wrong += [text for text in (consistent(fields),) if "INCONSISTENT" in text]
             wrong += _motion(fields) + self._scores(fields)
         streams = _streams(batches)
-        if name == OURS and rows * len(streams) != self._rows:
+        if name == OURS and rows * len(streams) != self.rows:
             wrong.append(f"{len(streams)} STREAMS OF {rows} ENVIRONMENTS")
         remarks = [
             f"{BATCHES} batches of {rows} x {steps} are CartPole and the network's",
@@ -152,7 +157,7 @@ class RealBatches:
 
     def _scores(self, fields: Fields) -> list[str]:
         with torch.no_grad():
-            logits = self._net(torch.from_numpy(fields["observation"]).float())
+            logits = self.net(torch.from_numpy(fields["observation"]).float())
         action = torch.from_numpy(fields["action"]).long()
         expected = logits.log_softmax(-1).gather(-1, action.unsqueeze(-1))[..., 0].numpy()
         # Rows that only reset have an action, too: it is ignored, and scored like any other.
@@ -210,7 +215,7 @@ def _streams(batches: Sequence[Fields]) -> list[int]:
 
 
 def real_bytes(systems: Mapping[str, System]) -> list[str]:
-    """Check every byte that `envs.Still` has sent through ours: stamps count on, the rest is 1."""
+    """Check every byte that `envs.Stamped` sent through ours: stamps count on, the rest is 1."""
     lines: list[str] = []
     if OURS not in systems:
         return lines

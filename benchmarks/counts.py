@@ -17,26 +17,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
-class Still(gym.Env[Any, Any]):
-    """Never ends and returns the same observation every time."""
-
-    def __init__(self, shape: tuple[int, ...] = (4,), dtype: Any = np.float32) -> None:
-        high = 255 if np.dtype(dtype) == np.uint8 else 1
-        self.observation_space = gym.spaces.Box(0, high, shape, dtype)
-        self.action_space = gym.spaces.Discrete(2)
-        self._observation = np.zeros(shape, dtype)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return self._observation, {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return self._observation, 0.0, False, False, {}
+from benchmarks.envs import Still
 
 
 def still_frames() -> Still:

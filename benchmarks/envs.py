@@ -111,27 +111,39 @@ class Seeds:
         return made
 
 
-# -- an environment that costs next to nothing and says what it did --------------------------------
+# -- environments that cost next to nothing --------------------------------------------------------
 
 
 class Still(gym.Env[Any, Any]):
-    """Does nothing and hands out the same array at every step, with the step's number in it.
+    """Never ends and returns the same observation every time."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, shape: tuple[int, ...] = (4,), dtype: Any = np.float32) -> None:
+        high = 255 if np.dtype(dtype) == np.uint8 else 1
+        self.observation_space = gym.spaces.Box(0, high, shape, dtype)
+        self._seen = np.zeros(shape, dtype)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return self._seen, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self._seen, 0.0, False, False, {}
+
+
+class Stamped(Still):
+    """Says in its observation what it did.
 
     An observation is ``size`` bytes; the first eight are the number of steps so far, the next eight
     the number of the environment.
     """
 
-    action_space = gym.spaces.Discrete(2)
-
     def __init__(self, number: int, size: int) -> None:
-        self.observation_space = gym.spaces.Box(0, 255, (size,), np.uint8)
-        self._seen = np.ones(size, np.uint8)
+        super().__init__((size,), np.uint8)
+        self._seen[:] = 1
         self._stamp = self._seen[:16].view(np.int64)
         self._stamp[:] = 0, number
         self._count = 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return self._seen, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._count += 1
@@ -139,6 +151,6 @@ class Still(gym.Env[Any, Any]):
         return self._seen, 0.0, False, False, {}
 
 
-def still(count: int, size: int) -> list[Callable[[], Still]]:
-    """Return ``count`` factories of `Still`."""
-    return [partial(Still, number, size) for number in range(count)]
+def stamped(count: int, size: int) -> list[Callable[[], Stamped]]:
+    """Return ``count`` factories of `Stamped`."""
+    return [partial(Stamped, number, size) for number in range(count)]

@@ -32,9 +32,9 @@ def gleanrl(where: str, kind: str, policy: Any, workers: int = WORKERS) -> ours.
 
 
 def still(where: str, kind: str, size: int, steps: int) -> ours.Bytes:
-    """Return ours over workers with one `envs.Still` of ``size`` bytes each; it counts bytes."""
+    """Return ours over workers with one `envs.Stamped` of ``size`` bytes each; it counts bytes."""
     frames = steps * (WORKERS if kind == "sync" else 1)
-    return ours.Bytes(ours.over(where, kind, envs.still(WORKERS, size), None, frames), size)
+    return ours.Bytes(ours.over(where, kind, envs.stamped(WORKERS, size), None, frames), size)
 
 
 def torchrl(where: str, kind: str, policy: Any, argument_checks: bool = False) -> ours.Batches:

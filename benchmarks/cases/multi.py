@@ -105,7 +105,7 @@ def one_frame() -> Case:
     """The least that a batch takes: a message to a worker, and its answer."""
 
     def ours_of(count: int) -> Build:
-        return lambda: ours.over("process", "async", envs.still(count, 16), None, 1)
+        return lambda: ours.over("process", "async", envs.stamped(count, 16), None, 1)
 
     return Case(
         "one-frame",

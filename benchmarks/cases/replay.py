@@ -52,13 +52,13 @@ class Calls(System):
         return 1
 
 
-def calls(name: str, title: str, ours: Prepare, **others: Prepare) -> Case:
+def calls(name: str, ours: Prepare, **others: Prepare) -> Case:
     """Return a case of calls; ``others`` are the references by name."""
     references = [
         Reference(other.replace("_", " "), partial(Calls, prepare))
         for other, prepare in others.items()
     ]
-    return Case(name, title, partial(Calls, ours), references)
+    return Case(name, name, partial(Calls, ours), references)
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -119,7 +119,6 @@ def sampling(title: str, make: Make, rows: int) -> Case:
 
     return calls(
         f"sample(256), {title}",
-        "sampling",
         lambda: partial(ours(make, rows).sample, BATCH),
         index_select=selecting,
         gleanrl_shared=lambda: partial(ours(make, rows, shared=True).sample, BATCH),
@@ -142,7 +141,6 @@ def prioritized() -> Case:
 
     return calls(
         "prioritized sample + update, 1 M rows",
-        "priorities",
         lambda: updating(TensorDictPrioritizedReplayBuffer, LazyTensorStorage),
         torchrl=peer,
     )

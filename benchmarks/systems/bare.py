@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from benchmarks.envs import still
+from benchmarks.envs import stamped
 from benchmarks.harness import System
 
 # -- processes of our own --------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def collected(size: int, steps: int) -> Received:
     def work(rank: int) -> None:
         from gleanrl.collectors import Collector
 
-        env = still(rank, size)[rank - 1]
+        env = stamped(rank, size)[rank - 1]
         for batch in Collector(env, None, frames_per_batch=steps, total_frames=-1):
             dist.send(batch["observation"], 0)
             dist.send(batch["next", "observation"], 0)

@@ -130,7 +130,6 @@ class ReplayBuffer:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         with self._lock:
-            copy.deepcopy(self._storage, memo)  # first: samplers know its ring
             with self._rewound():
                 if self._generator is not None:
                     memo[id(self._generator)] = self._generator.clone_state()
