@@ -28,6 +28,7 @@ from typing import (
     is_typeddict,
 )
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
