@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +24,7 @@ GO = bytearray(1)
 class Uniform:
     """Acts at random, as the environment draws."""
 
+    inner = None
     states = ()
     needs_is_init = False
 
@@ -95,28 +94,21 @@ class Counting(FromObservation):
         self.memory[t + 1][ended] = 0
 
 
-@dataclass
-class Made:
-    policy: Any
-    random: Any
-    user: Any = None
-
-
 def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(), **options):
     """Return the source of ``vector_env``, in the loop that fits it."""
     env = make_vector(vector_env, GymOptions(info_keys=info_keys))
     kind = NextStepRollout if isinstance(env, NextStepPool) else DenseRollout
 
-    def make_policies(env, probe):
+    def make_policy(env, probe):
         made = policy(env)
         made.needs_is_init = needs_is_init
-        return Made(made, Uniform(env))
+        return made
 
     rollout_options = RolloutOptions(**options)
     first = Window.allocate(env.layout.observations, env.layout.num_envs, 1)
     check_can_cut(env, rollout_options)
     env.reset(first)
-    return kind(env, first, make_policies(env, first), make_policies, rollout_options)
+    return kind(env, first, make_policy(env, first), make_policy, rollout_options)
 
 
 def collect(source, steps, stop=GO):

@@ -34,15 +34,8 @@ def states_of(engine: Engine) -> dict[str, Any]:
         raise engine.dispatcher.lost[0]
     newest = max(entries.values(), key=lambda entry: entry["policy_version"])
     for worker, life in enumerate(lives):
-        lost = {
-            "policy_state_dict": newest["policy_state_dict"],
-            "env_state_dict": {},
-            "policy_version": newest["policy_version"],
-            "worker": {"policy_version": newest["policy_version"]},
-            "life": life + 1,
-            "lost": True,
-        }
-        entries.setdefault(worker, lost)
+        fresh = {"env_state_dict": {}, "worker": {"policy_version": newest["policy_version"]}}
+        entries.setdefault(worker, {**newest, **fresh, "life": life + 1, "lost": True})
     return {f"worker{worker}": entries[worker] for worker in range(engine.workers)}
 
 

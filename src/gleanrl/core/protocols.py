@@ -119,6 +119,8 @@ class Pool(EnvBatch, Protocol):
 class Policy(Protocol):
     """Maps root fields to actions and extras, without gradients."""
 
+    inner: Any
+    """What the user gave, as remote access sees it."""
     outputs: tuple[Field, ...]
     """Everything it writes per step, actions included; ``("next", state)`` for recurrent state."""
     states: tuple[Key, ...]

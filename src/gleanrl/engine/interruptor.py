@@ -82,7 +82,4 @@ def stop_byte(interruptor: Any = None) -> Stop:
     """Return the byte that the hot loop of a collector in this process looks at."""
     if interruptor is not None and not isinstance(interruptor, Interruptor):
         return _PolledStop(interruptor)
-    byte = _Byte(1)  # one of the collector's own: it raises it when it shuts down
-    if interruptor is not None:
-        interruptor.attach(byte)
-    return byte
+    return _Byte(1)  # one of the collector's own, which raises it when it shuts down

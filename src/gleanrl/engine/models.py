@@ -184,14 +184,14 @@ class WeightSync(Models):
         self._kept = dict.fromkeys(range(engine.workers), m.Snapshot(0, {})) if keep else {}
         """Per worker, the weights that were last sent to it by message, if they are kept."""
         self._shapes: dict[str, Shapes] = {}
-        self._publishers: dict[str, WeightPublisher] = {}
+        self._publisher: WeightPublisher | None = None
         self._fitting: list[torch.Tensor] | None = None
         self._tracked = TrackedModule(policy) if isinstance(policy, nn.Module) else None
         if self._tracked is not None:
             weights = dict(zip(self._tracked.names, self._tracked.tensors(), strict=True))
             if not made_by_factory:  # as the workers got it: the learner's may change its shape
                 self._shapes[_POLICY] = shapes_of(policy)
-            self._bind(_POLICY, weights)
+            self._bind(weights)
             if made_by_factory and weights:
                 self.update({_POLICY: None}, version=0)  # workers start with these weights
 
@@ -214,15 +214,15 @@ class WeightSync(Models):
     def _scheme(self, name: str) -> WeightSyncScheme:
         return self._schemes.get(name) or SharedMemWeightSyncScheme()
 
-    def _bind(self, name: str, weights: Mapping[str, torch.Tensor]) -> None:
-        scheme = self._scheme(name)
-        if not weights or not (scheme.shared and scheme.applies):
-            return
-        publisher = self._engine.backend.weight_publisher(weights)
-        if publisher is not None:
+    def _bind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Publish the policy's weights for all workers at once from now on, if that can be done."""
+        scheme = self._scheme(_POLICY)
+        if weights and scheme.shared and scheme.applies:
+            self._publisher = self._engine.backend.weight_publisher(weights)
+        if self._publisher is not None:
             workers = range(self._engine.workers)
-            self._engine.request_each(dict.fromkeys(workers, m.Bind(name, publisher.ref)))
-            self._publishers[name] = publisher
+            bind = m.Bind(_POLICY, self._publisher.ref)
+            self._engine.request_each(dict.fromkeys(workers, bind))
 
     # -- publishing ------------------------------------------------------------------------------
 
@@ -246,11 +246,11 @@ class WeightSync(Models):
         self._engine.check_alive()
         all_workers = range(self._engine.workers)
         workers = all_workers if worker_ids is None else self.chosen(worker_ids)
-        number = self.number + 1 if version is None else version
+        number = self._version.number + 1 if version is None else version
         if len(workers) < len(all_workers) or not self._published(sources, number):
             self._send(sources, workers, number)
         if version is None:
-            self._version.increment_version()
+            self._version.set_number(number)
 
     def _send(self, sources: Mapping[str, Any], workers: Sequence[int], number: int) -> None:
         """Send a message to each of ``workers``; answers to earlier ones are taken in first."""
@@ -279,54 +279,53 @@ class WeightSync(Models):
     def catch_up(self, worker: int) -> list[m.Command]:
         """Return what gives a worker that takes the place of ``worker`` the newest weights."""
         kept = self._kept[worker]
-        bound = [m.Bind(name, publisher.ref) for name, publisher in self._publishers.items()]
-        return [*bound, m.Load(kept)] if kept.serial else [*bound]
+        commands: list[m.Command] = []
+        if self._publisher is not None:
+            commands.append(m.Bind(_POLICY, self._publisher.ref))
+        if kept.serial:
+            commands.append(m.Load(kept))
+        return commands
 
     def _published(self, sources: Mapping[str, Any], number: int) -> bool:
         """Publish to all workers at once if that can be done."""
-        if len(sources) != 1:
+        publisher = self._publisher
+        if publisher is None or list(sources) != [_POLICY]:
             return False
-        ((name, source),) = sources.items()
-        publisher = self._publishers.get(name)
-        if publisher is None:
+        tensors = self._tensors(sources[_POLICY], publisher.ref)
+        if tensors is None:
             return False
-        if source is None or source is self.policy:
-            tracked = self._tracked_policy()
-            if tracked is None or tracked.has_extra:
-                return False
-            tensors = tracked.tensors()
-            # The list that fitted before fits still: only values can have changed.
-            if tensors is not self._fitting and not self._fits(publisher, tracked, tensors):
-                return False
-        else:
-            if by_worker(source):
-                return False
-            weights = weights_of(source)
-            self._check(name, weights)
-            names = [entry[0] for entry in publisher.ref.entries]
-            if set(weights) != set(names):
-                return False  # buffers may be left out; a publisher takes all or nothing
-            tensors = [torch.as_tensor(weights[entry]) for entry in names]
         self._serial += 1
         publisher.publish(tensors, number, self._serial)
         for worker, kept in self._kept.items():  # what was published is newer
-            if name in kept.models:
-                models = {n: w for n, w in kept.models.items() if n != name}
-                self._kept[worker] = replace(kept, models=models)
+            models = {name: w for name, w in kept.models.items() if name != _POLICY}
+            self._kept[worker] = replace(kept, models=models)
         return True
 
-    def _fits(
-        self, publisher: WeightPublisher, tracked: TrackedModule, tensors: list[torch.Tensor]
-    ) -> bool:
-        """Tell whether the learner's policy has the published entries, in values it can hold."""
-        entries = publisher.ref.entries
-        if tracked.names != [entry[0] for entry in entries]:
-            return False
-        if [tensor.dtype for tensor in tensors] == [entry[2] for entry in entries]:
-            self._fitting = tensors
-        else:  # rare, and costs a look at the values each time
-            self._check(_POLICY, dict(zip(tracked.names, tensors, strict=True)))
-        return True
+    def _tensors(self, source: Any, ref: m.WeightsRef) -> list[torch.Tensor] | None:
+        """Return the policy's weights in the order of ``ref``; ``None`` if they are not just these.
+
+        Buffers may be left out and extra state added; a publisher takes all of ``ref`` or nothing.
+        """
+        names = [entry[0] for entry in ref.entries]
+        if source is None or source is self.policy:
+            tracked = self._tracked
+            if tracked is None or tracked.has_extra:
+                return None
+            tensors = tracked.tensors()
+            if tensors is self._fitting:  # only values can have changed
+                return tensors
+            if tracked.names != names:
+                return None
+            if [tensor.dtype for tensor in tensors] == [entry[2] for entry in ref.entries]:
+                self._fitting = tensors
+            else:  # rare, and costs a look at the values each time
+                self._check(_POLICY, dict(zip(names, tensors, strict=True)))
+            return tensors
+        if by_worker(source):
+            return None
+        weights = weights_of(source)
+        self._check(_POLICY, weights)
+        return [torch.as_tensor(weights[n]) for n in names] if set(weights) == set(names) else None
 
     def _check(self, name: str, weights: Weights) -> None:
         check_tensors(repr(name), self.shapes(name), weights)

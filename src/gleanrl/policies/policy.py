@@ -80,7 +80,9 @@ def make_policy(
                 "compile_policy and cudagraph_policy need a policy, actions are random"
             )
         if policy is None or policy.action_spec is None:
-            return RandomActions(random, env.actions)
+            drawn = RandomActions(random, env.actions)
+            drawn.inner = policy
+            return drawn
         return SpecActions(policy, env)
     device = _device_of(policy, options.device)
     observed = [field.key for field in env.observations]

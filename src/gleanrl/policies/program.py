@@ -488,14 +488,13 @@ class _TensorDictOverRows:
 def _unknown(data: TensorDictBase, names: Mapping[str, Any], at: Key = ()) -> Key | None:
     """Return an entry of ``data`` that is not among the nested ``names``."""
     for name in data.keys():
-        inner = names.get(name)
-        if inner is None:
+        if name not in names:
             if name[0] != "_":
                 return (*at, name)
-        elif inner:
+        elif names[name]:
             value = data.get(name)
             nested = isinstance(value, TensorDictBase)
-            found = _unknown(value, inner, (*at, name)) if nested else (*at, name)
+            found = _unknown(value, names[name], (*at, name)) if nested else (*at, name)
             if found is not None:
                 return found
     return None
@@ -504,7 +503,9 @@ def _unknown(data: TensorDictBase, names: Mapping[str, Any], at: Key = ()) -> Ke
 def _changed(root: TensorDictBase, shown: Sequence[tuple[Any, torch.Tensor, int]]) -> Key | None:
     """Return an entry that is not what was ``shown`` to the policy: written or replaced by it."""
     for name, value, version in shown:
-        if not same_memory(root.get(name), value) or writes_so_far(value) != version:
+        now = root.get(name, None)
+        alike = isinstance(now, torch.Tensor) and same_memory(now, value)
+        if not alike or writes_so_far(value) != version:
             return as_key(name)
     return None
 

@@ -61,6 +61,7 @@ class RandomActions:
     """A `Policy` that lets somebody else write the actions and leaves all else zero."""
 
     needs_is_init = False
+    inner: Any = None
 
     def __init__(
         self,
@@ -120,6 +121,7 @@ class SpecActions(RandomActions):
             PolicyError: its spec does not fit the environment's actions.
         """
         super().__init__(self._copy, env.actions)
+        self.inner = policy
         self._envs = env.num_envs
         self._sources = [(field, _source(policy, field, env.batch_shape)) for field in env.actions]
         self._rows: list[tuple[Callable[[], torch.Tensor], tuple[int, ...], Any]] = []

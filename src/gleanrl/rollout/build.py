@@ -14,7 +14,7 @@ from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import IS_INIT, Key, format_key
 from gleanrl.core.layout import EnvLayout
 from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
-from gleanrl.core.protocols import Env, Pool, Source, SourceFactory
+from gleanrl.core.protocols import Env, Policy, Pool, Source, SourceFactory
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import GymnasiumEnv
@@ -40,8 +40,7 @@ from gleanrl.policies.policy import (
     signed_actor,
 )
 from gleanrl.policies.program import ProgramPolicy
-from gleanrl.policies.random import RandomActions
-from gleanrl.rollout.dense import DenseRollout, Policies, check_can_cut
+from gleanrl.rollout.dense import DenseRollout, check_can_cut
 from gleanrl.rollout.finished_steps import expect
 from gleanrl.rollout.next_step_loop import NextStepRollout
 from gleanrl.rollout.tensordict_loop import TensorDictRollout
@@ -93,20 +92,18 @@ class SourceBuilder:
         check_can_cut(made, self.rollout)
         first = Window.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
-        policies = self._policies(made, first)
-        if isinstance(policies.policy, ProgramPolicy) and policies.policy.signature.why_no_rows:
+        policy = self._policy(made, first)
+        if isinstance(policy, ProgramPolicy) and (why := policy.signature.why_no_rows):
             if isinstance(made, GymnasiumEnv):
                 handle = TensorDictHandle(_with_tensordicts(made), root_of(made.layout, first))
-                why = policies.policy.signature.why_no_rows
-                return self._serve_tensordicts(handle, policies.policy, judges=False, why=why)
-            _check_rewrites(policies.policy.signature.rewrites)
+                return self._serve_tensordicts(handle, policy, judges=False, why=why)
+            _check_rewrites(policy.signature.rewrites)
         kind = NextStepRollout if isinstance(made, NextStepPool) else DenseRollout
-        return kind(made, first, policies, self._policies, self.rollout)  # type: ignore[arg-type]  # each its own
+        return kind(made, first, policy, self._policy, self.rollout)  # type: ignore[arg-type]  # each its own
 
-    def _policies(self, env: Env | Pool, first: Window, own: bool = False) -> Policies:
-        user = complete_exploration(self._user_policy(own), env.inner)
+    def _policy(self, env: Env | Pool, first: Window, own: bool = False) -> Policy:
         policy = make_policy(
-            user,
+            complete_exploration(self._user_policy(own), env.inner),
             env=env.layout,
             random=env.random,
             probe=first,
@@ -115,8 +112,7 @@ class SourceBuilder:
             one_hot=_one_hot(env.action_specs),
         )
         self._check_inputs(policy.states, policy.needs_is_init)
-        stand_in = RandomActions(env.random, env.layout.actions, policy)
-        return Policies(policy, stand_in, user)
+        return policy
 
     # -- environments with TensorDict methods ------------------------------------------------------
 

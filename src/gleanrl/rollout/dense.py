@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +14,7 @@ from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Stop
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
+from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.plan import RolloutPlan
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
@@ -44,18 +44,8 @@ def dense(
     return steps
 
 
-@dataclass(frozen=True, slots=True)
-class Policies:
-    """The policy, its stand-in for random frames, and the user's own object."""
-
-    policy: Policy
-    random: Policy
-    user: Any
-    """The callable that runs, as `getattr_policy` sees it."""
-
-
-MakePolicies: TypeAlias = Callable[[Env | Pool, Window, bool], Policies]
-"""Builds the policies from the environment and a window that is one step long and holds an
+MakePolicy: TypeAlias = Callable[[Env | Pool, Window, bool], Policy]
+"""Builds the policy from the environment and a window that is one step long and holds an
 observation; if told so, of a copy of the user's module, whose weights nobody else changes."""
 
 
@@ -66,8 +56,8 @@ class DenseRollout(BaseSource):
         self,
         env: Env,
         first: Window,
-        policies: Policies,
-        make_policies: MakePolicies,
+        policy: Policy,
+        make_policy: MakePolicy,
         options: RolloutOptions,
     ) -> None:
         """Learn the layout.
@@ -75,16 +65,16 @@ class DenseRollout(BaseSource):
         Args:
             env: Was reset once.
             first: One step long: what that reset showed.
-            policies: What acts.
-            make_policies: How to make the same again.
+            policy: What acts.
+            make_policy: How to make the same again.
             options: What the user asked for.
         """
         self._env = env
-        self._make_policies = make_policies
-        super().__init__(env, env.inner, policies.user, options)
+        self._make_policy = make_policy
+        super().__init__(env, env.inner, policy.inner, options)
         self.num_envs = env.layout.num_envs
-        self._policy, self._random = policies.policy, policies.random
-        self._plan = RolloutPlan.of(env.layout, policies.policy, options)
+        self._act_by(policy)
+        self._plan = RolloutPlan.of(env.layout, policy, options)
         self._next_root = self._plan.make_next_root()
         for key in first.keys():
             self._next_root.tensor(key).copy_(first.tensor(key))
@@ -137,8 +127,11 @@ class DenseRollout(BaseSource):
         for key in probe.keys():
             probe.tensor(key).copy_(self._next_root.tensor(key))
         with preserved():
-            made = self._make_policies(self._env, probe, True)
-        self._policy, self._random, self.policy = made.policy, made.random, made.user
+            self._act_by(self._make_policy(self._env, probe, True))
+
+    def _act_by(self, policy: Policy) -> None:
+        self._policy, self.policy = policy, policy.inner
+        self._random = RandomActions(self._env.random, self._env.layout.actions, policy)
 
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         self._env.reset(self._next_root, envs, **options)

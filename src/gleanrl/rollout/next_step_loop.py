@@ -30,7 +30,7 @@ from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
-from gleanrl.rollout.dense import DenseRollout, MakePolicies, Policies
+from gleanrl.rollout.dense import DenseRollout, MakePolicy
 from gleanrl.rollout.step_log import StepLog
 
 _KEEP_AT_LEAST = 64
@@ -143,8 +143,8 @@ class NextStepRollout(DenseRollout):
         self,
         pool: Pool,
         first: Window,
-        policies: Policies,
-        make_policies: MakePolicies,
+        policy: Policy,
+        make_policy: MakePolicy,
         options: RolloutOptions,
     ) -> None:
         """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`.
@@ -152,7 +152,7 @@ class NextStepRollout(DenseRollout):
         Raises:
             ConfigError: a dtype that the log cannot hold, because numpy has none like it.
         """
-        super().__init__(pool, first, policies, make_policies, options)  # type: ignore[arg-type]  # steps differently
+        super().__init__(pool, first, policy, make_policy, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
         self._resets = ResetTracker(pool, options.max_frames_per_traj)
         self._logged = _logged(self._plan.layout, self._plan.root_fields, pool.layout)

@@ -129,14 +129,12 @@ class ReplayBuffer:
         """
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        with self._lock:
-            copy.deepcopy(self._storage, memo)  # first: samplers know its ring
-            with self._rewound():
-                if self._generator is not None:
-                    memo[id(self._generator)] = self._generator.clone_state()
-                for name, value in vars(self).items():
-                    if name not in _LOCAL:
-                        vars(twin)[name] = copy.deepcopy(value, memo)
+        with self._lock, self._rewound():
+            if self._generator is not None:
+                memo[id(self._generator)] = self._generator.clone_state()
+            for name, value in vars(self).items():
+                if name not in _LOCAL:
+                    vars(twin)[name] = copy.deepcopy(value, memo)
         twin._reset_local()
         return twin
 

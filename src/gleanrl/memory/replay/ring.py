@@ -83,6 +83,7 @@ class RingIndex:
     def __init__(self, max_slots: int, lock: ThreadLock, words: Words) -> None:
         """Use ``words`` (zeroed, `words_for` of them), which others may share."""
         self.lock = lock
+        self._identity = object()
         self._h = words[:_HEADER]
         self.flow: Words = words[_HEADER - 8 : _HEADER]
         """Words for the limiter of the rates of writing and sampling; zero at first."""
@@ -105,10 +106,6 @@ class RingIndex:
         """Return how many words the index of ``max_slots`` rows needs."""
         return _HEADER + 3 * _ENTRIES + 2 * _LOG + _LAYOUT_WORDS + max_slots
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RingIndex:
-        """Return the index itself: its storage makes the copy, all others only compare it."""
-        return self
-
     @property
     def ready(self) -> bool:
         """Whether the layout of a row is known."""
@@ -120,9 +117,12 @@ class RingIndex:
         return min(int(self._h[_CURSOR] - self._h[_BASE]), int(self._h[_SLOTS]))
 
     @property
-    def version(self) -> tuple[int, int]:
-        """Differs after every change of any sequence number; what `changes` takes."""
-        return int(self._h[_CHANGES]), int(self._h[_EPOCH])
+    def version(self) -> tuple[object, int, int]:
+        """Differs after every change of any sequence number; what `changes` takes.
+
+        A copy of it is no version of any ring: who has that looks at all rows anew.
+        """
+        return self._identity, int(self._h[_EPOCH]), int(self._h[_CHANGES])
 
     @contextmanager
     def section(self) -> Iterator[None]:
@@ -216,17 +216,17 @@ class RingIndex:
         if before_end < count:
             yield 0, count - before_end, before_end
 
-    def changes(self, since: tuple[int, int], beyond: int = 0) -> Words | None:
+    def changes(self, since: Any, beyond: int = 0) -> Words | None:
         """Return the slots that changed since a `version`, and so many behind each stretch.
 
         Returns:
             ``None`` if everything has to be looked at.
         """
         with self.section():
-            now, epoch = self.version
-            if epoch != since[1] or now - since[0] > _LOG:
+            identity, epoch, now = self.version
+            if since is None or since[:2] != (identity, epoch) or now - since[2] > _LOG:
                 return None
-            places = np.arange(since[0], now) % _LOG
+            places = np.arange(since[2], now) % _LOG
             recent = dict.fromkeys(map(tuple, self._log[places].tolist()))
         stretches = [np.arange(first, first + count + beyond) for first, count in recent]
         slots: Words = np.concatenate(stretches or [np.empty(0, np.int64)]) % self.slots

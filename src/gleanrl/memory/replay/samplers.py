@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
-from gleanrl.memory.replay.ring import RingIndex
 from gleanrl.memory.replay.storages import Storage
 
 _TRIES = 8
@@ -290,12 +289,8 @@ class PrioritizedSampler(Sampler):
         self.eps = eps
         self._tree = SumTree(max_capacity)
         self._max = 1.0
-        self._ring: RingIndex | None = None
-        self._version = (0, -1)
+        self._version: Any = None
         self._known = np.zeros(max_capacity, np.int64)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ring": None}  # a copy looks at all rows anew
 
     @property
     def default_priority(self) -> float:
@@ -359,19 +354,19 @@ class PrioritizedSampler(Sampler):
         The mark is taken first: what changes meanwhile is looked at again.
         """
         ring, version = storage.ring, storage.ring.version
-        if ring is self._ring and version == self._version:
+        if version == self._version:
             return
         if storage.max_size > self.max_capacity:
             raise ConfigError(
                 f"max_capacity ({self.max_capacity}) is less than the storage's max_size "
                 f"({storage.max_size})"
             )
-        recent = ring.changes(self._version) if ring is self._ring else None
+        recent = ring.changes(self._version)
         if recent is None:
             recent = np.flatnonzero(ring.sequence != self._known[: len(ring.sequence)])
         if len(recent):
             self._fresh(storage, recent)
-        self._ring, self._version = ring, version
+        self._version = version
 
     def _fresh(self, storage: Storage, slots: Any) -> None:
         numbers, envs = storage.ring.sequence[slots], storage.envs

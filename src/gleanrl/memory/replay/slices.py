@@ -10,7 +10,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import TRAJ_IDS, Key, NestedKey, as_key, format_key
-from gleanrl.memory.replay.ring import STEP, RingIndex
+from gleanrl.memory.replay.ring import STEP
 from gleanrl.memory.replay.samplers import (
     Draw,
     Sampler,
@@ -207,13 +207,9 @@ class SegmentIndex:
     def __init__(self, same: Same) -> None:
         """Ask ``same`` where trajectories end."""
         self._same = same
-        self._ring: RingIndex | None = None
-        self._version = (0, -1)
+        self._version: Any = None
         self._numbers: Places = np.empty(0, np.int64)
         self._tensor = self._segments = torch.empty(0)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ring": None}  # a copy looks at all rows anew
 
     def segments(self, storage: Storage) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the segments of all complete rows, and the sequence numbers of all slots.
@@ -224,10 +220,10 @@ class SegmentIndex:
         ring = storage.ring
         # Taken first: what changes while we look is looked at again the next time.
         version = ring.version
-        if self._ring is ring and version == self._version:
+        if version == self._version:
             return self._segments, self._tensor
         # The row behind the last one of a stretch may not follow it any more.
-        recent = ring.changes(self._version, beyond=1) if self._ring is ring else None
+        recent = ring.changes(self._version, beyond=1)
         if recent is None:
             recent = np.arange(ring.slots)
             self._numbers = np.zeros(ring.slots, np.int64)
@@ -237,7 +233,7 @@ class SegmentIndex:
             self._update(storage, recent)
         self._segments = self._find(ring.top, storage.envs)
         # Without slots it is a ring whose memory is yet to come: nothing of it can be kept.
-        self._ring, self._version = ring if ring.slots else None, version
+        self._version = version if ring.slots else None
         return self._segments, self._tensor
 
     def _update(self, storage: Storage, rows: Places) -> None:

@@ -75,7 +75,7 @@ class Storage:
         """Return a storage with copies of all rows; it is shared if this one is."""
         kept = {name: value for name, value in vars(self).items() if name not in self._OWN}
         twin = self._moved_to(copy.deepcopy(kept, memo))
-        memo[id(self)], memo[id(self.ring)] = twin, twin.ring
+        memo[id(self)] = twin
         return twin
 
     def __getstate__(self) -> dict[str, Any]:

@@ -404,10 +404,6 @@ class Rendezvous:
                 raise
             return None
 
-    def write(self, info: LearnerInfo) -> None:
-        """Replace what is there."""
-        self._put("learner.json", json.dumps(asdict(info)))
-
     def note_end(self, node: int, reason: str) -> None:
         """Keep that node ``node`` has ended, unless somebody has said so before."""
         if self.end_of(node) is None:
@@ -459,13 +455,12 @@ class Rendezvous:
             time.sleep(_LOOK if now - start < _SOON else _LAZY_LOOK)
 
 
-class RendezvousKeeper:
+class RendezvousKeeper(Rendezvous):
     """In the main job: says in the folder what it is at, and that it is alive."""
 
     def __init__(self, folder: Path, jobs: int = 0, local: bool = False) -> None:
+        super().__init__(folder)
         self.jobs, self.local = jobs, local
-        self._rendezvous = Rendezvous(folder)
-        self.end_of = self._rendezvous.end_of
         self._lock = threading.Lock()
         self._info = LearnerInfo()
         self._ended = threading.Event()
@@ -480,7 +475,7 @@ class RendezvousKeeper:
             changed = replace(self._info, **fields)  # type: ignore[arg-type]
             self._info = replace(changed, beat=changed.beat + 1)
             try:
-                self._rendezvous.write(self._info)
+                self._put("learner.json", json.dumps(asdict(self._info)))
             except OSError as err:
                 if err.errno not in _PASSING:
                     raise
