@@ -81,8 +81,10 @@ def session(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 
 
 def _is_tracker(pid: int) -> bool:
+    """Return whether a process is a resource tracker, or may be one that is starting."""
     with suppress(OSError):
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return not command or b"multiprocessing.resource_tracker" in command
     return False
 
 

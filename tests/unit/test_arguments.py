@@ -3,16 +3,20 @@
 import inspect
 import re
 
+import numpy as np
 import pytest
 
 from gleanrl import collectors
 from gleanrl.collectors import (
     Collector,
     DistributedCollector,
+    MultiCollector,
     MultiSyncCollector,
     RayCollector,
     RPCCollector,
 )
+from gleanrl.collectors.arguments import CollectorArguments
+from gleanrl.collectors.arguments import read as arguments_of
 
 KINDS = {
     "C": ["Collector"],
@@ -206,12 +210,22 @@ def test_what_is_needed_is_named(letter, name):
 def test_flags_are_bools(letter, name):
     kind, flags = getattr(collectors, name), [n for n, (t, _) in expected(letter) if "bool" in t]
     assert {"set_truncated", "split_trajs", "fast", "compile_policy", "progress"} < {*flags}
-    for flag in flags if letter != "M" else {*flags} - {"sync"}:  # which selects the class first
-        for value in (1, 0.5):
+    for flag in {*flags} - SELECTED.get(name, {}).keys():
+        for value in (2, 0.5):
             with pytest.raises(TypeError, match=rf"^{flag} \({value}\) must be a bool"):
                 kind(["nothing"], frames_per_batch=8, **{flag: value}, **SELECTED.get(name, {}))
     with pytest.raises(TypeError, match=r"split_trajs \('yes'\) must be a bool$"):
         kind(["nothing"], frames_per_batch=8, split_trajs="yes", **SELECTED.get(name, {}))
+
+
+@pytest.mark.parametrize("yes", [np.True_, 1, np.int64(1)])
+def test_flags_may_be_numpys_or_numbers(yes):
+    given = {"frames_per_batch": 8, "split_trajs": yes, "compile_policy": yes, "progress": yes}
+    read = arguments_of(CollectorArguments, "Collector", {**given, "fast": not yes})
+    assert [read[name] for name in given] == [8, True, True, True]
+    assert [type(read[name]) for name in ("split_trajs", "compile_policy", "fast")] == [bool] * 3
+    with MultiCollector(["CartPole-v1"], sync=yes, backend="inline", frames_per_batch=8) as made:
+        assert type(made) is MultiSyncCollector
 
 
 SELECTED = {"MultiCollector": {"sync": True}}

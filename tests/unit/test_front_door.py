@@ -84,7 +84,7 @@ def test_defaults_of_collector_that_the_target_lacks_are_dropped_and_others_refu
         ({"backend": "inline", "sync": False}, ConfigError, "backend='process'"),
         ({"backend": "teleport", "num_collectors": 2}, ConfigError, "'teleport'"),
         ({"backend": "thread"}, NotImplementedError, "'thread'"),
-        ({"backend": "process", "sync": 1}, TypeError, r"sync \(1\)"),
+        ({"backend": "process", "sync": 2}, TypeError, r"sync \(2\)"),
         ({"backend": "process", "backend_options": [1]}, TypeError, "must be a mapping"),
         (
             {"backend": "process", "backend_options": {"num_workers": 2}},

@@ -298,6 +298,7 @@ SURPRISES = {
     "an object": lambda td: td.set_non_tensor("late", "text"),
     "another dtype": lambda td: td.set("action", td["action"].double()),
     "the observation": lambda td: td.set("observation", td["observation"] * 2),
+    "the observation left out": lambda td: td.pop("observation"),
     "the observation in place": lambda td: td["observation"].mul_(2),
 }
 

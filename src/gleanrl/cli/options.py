@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,11 @@ from gleanrl.recording.formats import FORMATS
 
 def _integer(least: int, most: float, range_text: str) -> Callable[[str], int]:
     def read(text: str) -> int:
-        digits = text.replace(",", "_")
-        value: float = math.nan
-        for kind in (float, int):  # exactly, if it can be
-            try:
-                value = kind(digits)
-            except ValueError:
-                continue
-        if not (value % 1 == 0 and least <= value <= most):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {range_text}")
-        return int(value)
+        with contextlib.suppress(InvalidOperation):
+            value = Decimal(text.replace(",", "_"))
+            if value % 1 == 0 and least <= value <= most:
+                return int(value)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {range_text}")
 
     return read
 

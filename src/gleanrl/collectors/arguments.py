@@ -28,6 +28,7 @@ from typing import (
     is_typeddict,
 )
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
@@ -561,7 +562,7 @@ def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
     missing = [n for n, (_, default) in known.items() if default is REQUIRED and n not in arguments]
     if missing:
         raise ArgumentTypeError(f"{owner} needs {missing[0]}=")
-    check_types(kind, arguments)
+    arguments = typed(kind, arguments)
     for name, newer in _RETIRED.items():
         if arguments.get(name) is not None:
             warn(
@@ -597,17 +598,23 @@ _WORDS: Mapping[Any, str] = {
 kinds are read where they are used."""
 
 
-def check_types(kind: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that are not of the type that ``kind`` defines; it may know others not."""
-    known = definitions(kind)
+def typed(kind: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``arguments`` with flags as bools: NumPy's, 0 and 1 are taken for these.
+
+    Arguments that are not of the type that ``kind`` defines are refused; it may know others not.
+    """
+    known, read = definitions(kind), dict(arguments)
     for name, value in arguments.items():
         hint = known[name][0] if name in known else Any
         union = isinstance(hint, types.UnionType) or get_origin(hint) is Union
         allowed = [get_origin(one) or one for one in (get_args(hint) if union else [hint])]
         words = [_WORDS.get(one, "") for one in allowed if one is not type(None)]
         unset = value is None and bool not in allowed
-        if not (unset or "" in words or isinstance(value, tuple(allowed))):
+        if bool in allowed and isinstance(value, np.bool_ | np.integer | int) and value in (0, 1):
+            read[name] = bool(value)
+        elif not (unset or "" in words or isinstance(value, tuple(allowed))):
             raise ArgumentTypeError(f"{name} ({value!r:.100}) must be {' or '.join(words)}")
+    return read
 
 
 def check(arguments: Arguments) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Unpack
 from tensordict import TensorDictBase
 from torch import nn
 
-from gleanrl.collectors.arguments import MultiArguments, read, shows
+from gleanrl.collectors.arguments import MultiArguments, read, shows, typed
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.launch import WorkerPlan, env_functions, launch_workers, read_threshold
@@ -91,8 +91,9 @@ class MultiCollector(BaseCollector):
         Raises:
             TypeError: `MultiCollector` itself without ``sync``, or a subclass with the other.
         """
+        sync = typed(MultiArguments, {"sync": sync})["sync"]
         if cls is MultiCollector:
-            if not isinstance(sync, bool):
+            if sync is None:
                 raise ArgumentTypeError(
                     f"MultiCollector needs sync=True or sync=False, not {sync!r}"
                 )

@@ -8,10 +8,10 @@ from typing import Any, TypeVar, cast
 
 from gleanrl.collectors.arguments import (
     CollectorArguments,
-    check_types,
     defaults,
     definitions,
     instead,
+    typed,
 )
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 
@@ -48,7 +48,7 @@ def elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         kwargs: Its other arguments.
     """
     selectors = {name: kwargs[name] for name in _SELECTORS if name in kwargs}
-    check_types(CollectorArguments, selectors)
+    typed(CollectorArguments, selectors)  # refuses others
     backend, count = kwargs.get("backend"), kwargs.get("num_collectors")
     if backend not in (*_PROCESSES, *_HERE, *_NODES):
         raise unknown_backend(

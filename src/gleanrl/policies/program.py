@@ -503,7 +503,9 @@ def _unknown(data: TensorDictBase, names: Mapping[str, Any], at: Key = ()) -> Ke
 def _changed(root: TensorDictBase, shown: Sequence[tuple[Any, torch.Tensor, int]]) -> Key | None:
     """Return an entry that is not what was ``shown`` to the policy: written or replaced by it."""
     for name, value, version in shown:
-        if not same_memory(root.get(name), value) or writes_so_far(value) != version:
+        now = root.get(name, None)
+        alike = isinstance(now, torch.Tensor) and same_memory(now, value)
+        if not alike or writes_so_far(value) != version:
             return as_key(name)
     return None
 

@@ -205,12 +205,11 @@ class Progress:
     def _tell(self, facts: Mapping[str, Any], *, last: bool) -> bool:
         """Show ``facts``; return whether nothing will follow."""
         last = last or bool(facts["completed"] or facts["failed"])
-        text, line = describe(facts, self._display.total, last=last)
-        if not (last or facts["busy"] or facts["frames"] != self._shown):
-            self._display.show(facts["frames"], text)
-            return False
+        text, said = describe(facts, self._display.total, last=last)
+        news = last or facts["busy"] or facts["frames"] != self._shown
         self._shown = facts["frames"]
-        self._display.show(self._shown, text, f": {line}, {self._elapsed}", last=last)
+        line = f": {said}, {self._elapsed}" if news else None
+        self._display.show(self._shown, text, line, last=last)
         return last
 
 

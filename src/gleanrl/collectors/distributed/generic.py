@@ -14,10 +14,10 @@ from gleanrl.collectors.arguments import (
     DistributedSyncArguments,
     RayArguments,
     RPCArguments,
-    check_types,
     defaults,
     read,
     shows,
+    typed,
 )
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.collector import Collector
@@ -306,7 +306,7 @@ def _read_kwargs(kind: Any, kwargs: Any, arguments: Mapping[str, Any]) -> Mappin
             f"collector_kwargs ({kwargs!r:.100}) must be a mapping, or a list of them"
         )
     if kind in KINDS.values():
-        check_types(kind.ARGUMENTS, kwargs)
+        kwargs = typed(kind.ARGUMENTS, kwargs)
     for name, value in kwargs.items():
         if name in _OF_THE_LEARNER:
             raise ConfigError(f"collector_kwargs[{name!r}]: give {name}= to the collector itself")
