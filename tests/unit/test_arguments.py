@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections import UserList
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from gleanrl.collectors import (
 )
 from gleanrl.collectors.arguments import CollectorArguments
 from gleanrl.collectors.arguments import read as arguments_of
+from gleanrl.core.errors import ConfigError
+from gleanrl.data import LazyTensorStorage
 
 KINDS = {
     "C": ["Collector"],
@@ -226,6 +229,20 @@ def test_flags_may_be_numpys_or_numbers(yes):
     assert [type(read[name]) for name in ("split_trajs", "compile_policy", "fast")] == [bool] * 3
     with MultiCollector(["CartPole-v1"], sync=yes, backend="inline", frames_per_batch=8) as made:
         assert type(made) is MultiSyncCollector
+
+
+def test_numbers_may_be_numpys_and_lists_any_sequence():
+    options = {"timeout": np.float32(9), "start_timeout": np.int64(99), "frames_per_batch": 8}
+    options |= {"device": UserList(["cpu"] * 2), "create_env_kwargs": UserList([{}, {}])}
+    options |= {"policy_factory": UserList([lambda: None] * 2)}
+    options |= {"preemptive_threshold": np.float32(0.5), "backend": "inline", "total_frames": 8}
+    with MultiSyncCollector(UserList(["CartPole-v1"] * 2), **options) as collector:
+        assert collector.num_workers == 2
+    with Collector("CartPole-v1", num_collectors=np.int64(2), frames_per_batch=8) as collector:
+        assert collector.num_workers == 2
+    assert [LazyTensorStorage(size).max_size for size in (np.int64(9), 1e3)] == [9, 1000]
+    with pytest.raises(ConfigError, match=r"max_size \(0\) must be at least 1"):
+        LazyTensorStorage(0)
 
 
 SELECTED = {"MultiCollector": {"sync": True}}

@@ -128,7 +128,7 @@ def test_batches_that_workers_cannot_share_out_are_rounded_with_a_warning_at_thi
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"n_envs": 2, **FRAMES}, {"backend": "process", "sync": 1, **FRAMES}]
+    "arguments", [{}, {"n_envs": 2, **FRAMES}, {"backend": "process", "sync": 2, **FRAMES}]
 )
 def test_arguments_that_are_missing_unknown_or_of_the_wrong_type_are_errors_of_ours(arguments):
     with pytest.raises(ArgumentTypeError) as caught:

@@ -32,6 +32,7 @@ from gleanrl.core.options import (
     RolloutOptions,
     TrajectoryOptions,
     check_int,
+    is_number,
     limit,
     seconds,
     warn,
@@ -318,7 +319,7 @@ def env_functions_of(create_env_fn: Any, num_collectors: int | None) -> list[Any
 
 def deal(name: str, value: Any, workers: int) -> list[Any]:
     """Deal ``value`` out: one for all, or a list with one entry per worker."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != workers:
             raise ConfigError(f"{name} has {len(value)} entries for {workers} workers")
         return list(value)
@@ -356,7 +357,7 @@ def read_threshold(threshold: float | None, workers: int, sync: bool) -> int | N
     """Return how many workers have to finish before the others are stopped, ``None`` for all."""
     if threshold is None:
         return None
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+    if not is_number(threshold):
         raise ConfigError(f"preemptive_threshold ({threshold!r}) must be a number in [0, 1]")
     if not 0 <= threshold <= 1:
         raise ConfigError(f"preemptive_threshold ({threshold}) must lie in [0, 1]")

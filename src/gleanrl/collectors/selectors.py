@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypeVar, cast
 
 from gleanrl.collectors.arguments import (
@@ -14,6 +15,7 @@ from gleanrl.collectors.arguments import (
     typed,
 )
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
+from gleanrl.core.options import check_int
 
 _HERE = (None, "inline", "direct")
 _PROCESSES = ("process", "multiprocessing")
@@ -124,11 +126,11 @@ def _several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _count(value: Any) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral):  # NumPy's are, too
         raise ArgumentTypeError(f"num_collectors ({value!r}) must be a whole number")
-    if value is not None and value < 1:
-        raise ConfigError(f"num_collectors ({value}) must be at least 1")
-    return value
+    return check_int("num_collectors", value, least=1)
 
 
 def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:

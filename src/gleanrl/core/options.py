@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -142,13 +143,18 @@ def check_int(name: str, value: Any, least: int | None = None) -> int:
     return number
 
 
+def is_number(value: Any) -> bool:
+    """Tell whether ``value`` is a number of Python's or NumPy's."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def seconds(name: str, value: Any) -> float:
     """Return ``value`` as a positive number of seconds.
 
     Raises:
         ConfigError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if not (is_number(value) and value > 0):
         raise ConfigError(f"{name} ({value!r}) must be a positive number of seconds, or None")
     return float(value)
 

@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
+from gleanrl.core.options import check_int
 from gleanrl.memory.replay.locks import Handle, ProcessLock, ThreadLock
 from gleanrl.memory.replay.ring import Reservation, RingIndex, check_snapshot
 from gleanrl.memory.replay.rows import (
@@ -56,11 +57,9 @@ class Storage:
         Raises:
             ConfigError: ``max_size`` is not positive, or ``ndim`` neither 1 nor 2.
         """
-        if isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1:
-            raise ConfigError(f"max_size is a positive number of rows, not {max_size!r}")
         if ndim not in (1, 2):
             raise ConfigError(f"ndim is 1 (rows) or 2 ([env, time]), not {ndim!r}")
-        self.max_size = max_size
+        self.max_size = check_int("max_size", max_size, least=1)
         self.ndim = ndim
         self.shared = False
         self.ring: RingIndex
