@@ -346,3 +346,13 @@ def test_an_error_that_code_of_the_library_raises_unintended_keeps_all_frames():
     with pytest.raises(KeyError, match="ours") as caught:
         Collector("CartPole-v1", code["policy"], **FRAMES)
     assert ours(caught.value)
+
+
+def test_a_state_without_the_state_of_a_worker_is_loaded_only_if_not_strict():
+    with MultiSyncCollector(["CartPole-v1"], backend="inline", **FRAMES) as collector:
+        state = collector.state_dict()
+        del state["worker0"]["worker"]
+        with pytest.raises(KeyError, match=r"lacks .*worker0.worker.*strict=False"):
+            collector.load_state_dict(state)
+        collector.load_state_dict(state, strict=False)
+        assert collector.rollout().numel() == FRAMES["frames_per_batch"]

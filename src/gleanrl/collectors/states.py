@@ -46,6 +46,8 @@ def entries_of(state_dict: Mapping[str, Any], workers: int, strict: bool) -> lis
     if saved != workers:
         raise ConfigError(f"the state is that of {saved} workers, here are {workers}")
     missing = [name for name in (*names, "frames", "iter") if name not in state_dict]
+    known = [name for name in names if name in state_dict]
+    missing += [f"{name}.worker" for name in known if "worker" not in state_dict[name]]
     if strict and missing:
         raise KeyError(f"state_dict lacks {missing}; load with strict=False to do without")
     return [state_dict[name] for name in names]
