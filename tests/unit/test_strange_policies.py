@@ -303,6 +303,24 @@ SURPRISES = {
 }
 
 
+class FromNestedToLeaf(Later):
+    """Writes a tensor where its first calls wrote a TensorDict."""
+
+    def forward(self, tensordict):
+        self.calls += 1
+        tensordict["action"] = tensordict["observation"][..., :1] / 2
+        part = tensordict.select("action") if self.calls < 5 else tensordict["action"].clone()
+        return tensordict.set("part", part)
+
+
+def test_a_tensor_in_place_of_a_nested_part_is_delivered():
+    options = {"num_envs": 2, "frames_per_batch": 8, "fast": True}
+    with Collector("Pendulum-v1", FromNestedToLeaf(None), **options) as collector:
+        first, second = (collector.rollout() for _ in range(2))
+    assert torch.equal(first["part", "action"], first["action"])
+    assert torch.equal(second["part"], second["action"])
+
+
 def steps_of(batch):
     return [{k: step.get(k) for k in step.keys(True, True)} for step in batch.unbind(-1)]
 

@@ -427,7 +427,7 @@ class _TensorDictOverRows:
             root.update(out)
         odd = _unknown(root, self._known) or _changed(root, shown)
         for name, rows, shape, dtype in self._stores:
-            value = root.get(name, None)
+            value = _entry(root, name)
             if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (shape, dtype):
                 rows[t].copy_(value)
             else:
@@ -483,6 +483,13 @@ class _TensorDictOverRows:
                 flags = torch.zeros((*self._env.batch_shape, *group.shape), dtype=torch.bool)
                 root.set(_name(key), flags.to(self._device))
         return root
+
+
+def _entry(root: TensorDictBase, name: Any) -> Any:
+    try:
+        return root.get(name, None)
+    except ValueError:  # a tensor, where the first call wrote a TensorDict
+        return None
 
 
 def _unknown(data: TensorDictBase, names: Mapping[str, Any], at: Key = ()) -> Key | None:
