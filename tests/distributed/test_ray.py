@@ -431,7 +431,7 @@ def test_what_cannot_be_sent_is_named(make):
         ({"remote_configs": {"max_restarts": 3}}, "max_restarts"),
         ({"num_workers_per_collector": 2}, "num_workers_per_collector"),
         ({"collector_kwargs": {"total_frames": 3}}, "total_frames"),
-        ({"sync": 1}, "sync"),
+        ({"sync": 2}, "sync"),
     ],
 )
 def test_arguments_that_contradict_each_other(make, options, match):

@@ -17,6 +17,10 @@ class Plain(gym.Env):
     action_space = spaces.Discrete(2)
 
 
+def whole_trajectories(count):
+    return TrajectoryOptions.from_arguments(False, count, "padded", None, None)
+
+
 @pytest.mark.parametrize("value", [6, np.int64(6), np.uint8(6), 6.0, np.float32(6)])
 def test_whole_numbers_are_read_however_they_are_written(value):
     budget = FrameBudget.from_arguments(value, value, value)
@@ -24,7 +28,7 @@ def test_whole_numbers_are_read_however_they_are_written(value):
     assert type(budget.frames_per_batch) is int
     assert limit(value) == 6
     assert EnvOptions(create_env_fn="CartPole-v1", num_envs=value).num_envs == 6
-    assert TrajectoryOptions(trajs_per_batch=value).trajs_per_batch == 6
+    assert whole_trajectories(value).trajs_per_batch == 6
 
 
 @pytest.mark.parametrize("value", [2.7, "3", True, float("nan"), [3], None])
@@ -35,7 +39,7 @@ def test_whole_numbers_are_read_however_they_are_written(value):
         ("total_frames", lambda value: FrameBudget.from_arguments(1, value, 0)),
         ("init_random_frames", lambda value: FrameBudget.from_arguments(1, 1, value)),
         ("max_frames_per_traj", limit),
-        ("trajs_per_batch", lambda value: TrajectoryOptions(trajs_per_batch=value)),
+        ("trajs_per_batch", whole_trajectories),
         ("num_envs", lambda value: EnvOptions(create_env_fn="x", num_envs=value)),
         ("num_envs", lambda value: GymEnv("CartPole-v1", num_envs=value)),
         ("num_workers", lambda value: SerialEnv(value, Plain)),

@@ -689,8 +689,9 @@ class BaseCollector(Handle, IterableDataset[Any]):
         newest: the worker that loads it starts with fresh environments, random streams and
         trajectory ids.
         """
-        states = states_of(self._engine)
-        return {**states, "frames": self._budget.delivered, "iter": self._batches}
+        with self._engine.turn(None):  # what is filled in the background has all that is counted
+            states = states_of(self._engine)
+            return {**states, "frames": self._budget.delivered, "iter": self._batches}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restore what `state_dict` returned; environments restart on fresh resets.

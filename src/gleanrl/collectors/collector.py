@@ -159,15 +159,16 @@ class Collector(BaseCollector):
         self._restart({0: m.Reset(chosen, kwargs)})
 
     def state_dict(self) -> dict[str, Any]:
-        worker = self._engine.request(0, m.GetState())
-        return {
-            "policy_state_dict": self._models.policy_state(),
-            "env_state_dict": worker.pop("env"),
-            "frames": self._budget.delivered,
-            "iter": self._batches,
-            "policy_version": worker["policy_version"],
-            "worker": worker,
-        }
+        with self._engine.turn(None):
+            worker = self._engine.request(0, m.GetState())
+            return {
+                "policy_state_dict": self._models.policy_state(),
+                "env_state_dict": worker.pop("env"),
+                "frames": self._budget.delivered,
+                "iter": self._batches,
+                "policy_version": worker["policy_version"],
+                "worker": worker,
+            }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         expected = ("policy_state_dict", "env_state_dict", "frames", "iter", "worker")
