@@ -121,15 +121,17 @@ def _watching(document: dict[str, Any], _: str) -> Iterator[str]:
     """Yield a row per size of batches: percent of the time that each part of watching takes."""
     cases = document["cases"]
     names = list(next(iter(cases.values()))["rounds"][0]["parts"])
-    yield f"| batches | microseconds each | {' | '.join(names)} | all (quartiles) | by turns |"
-    yield f"|---|---|{'---|' * len(names)}---|---|"
+    heads = " | ".join((*names, "all (quartiles)", "by turns", "timeline"))
+    yield f"| batches | microseconds each | {heads} |"
+    yield f"|---|---|{'---|' * len(names)}---|---|---|"
     for case, found in cases.items():
         each = [summary([one["parts"][name] for one in found["rounds"]]) for name in names]
         own = " | ".join(f"{part['median']:.2f} %" for part in each)
-        percent, turns = found["percent"], found["turns"]
+        percent, turns, timeline = (found[name] for name in ("percent", "turns", "timeline"))
         spread = f"{percent['median']:.2f} % ({percent['q1']:.2f} to {percent['q3']:.2f})"
         micro = f"{found['microseconds']['median']:,.0f}"
-        yield f"| {case} | {micro} | {own} | {spread} | {turns['median']:.1f} % |"
+        others = f"{turns['median']:.1f} % | {timeline['median']:.2f} %"
+        yield f"| {case} | {micro} | {own} | {spread} | {others} |"
     yield from ("", *_origin([document]))
 
 

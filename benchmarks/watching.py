@@ -1,9 +1,10 @@
 """What watching costs: ``python -m benchmarks.watching [--rounds N] [--seconds S]``.
 
 A collector in one process, with ``progress=True``, collects with a clock around everything that
-measures, counts and shows; the CPU time of the thread that shows progress is added. As a check, the
-same collector takes turns of a few batches, watched and with all of that left out: on a quiet
-machine the difference is about the same, on a busy one it is noise.
+measures, counts and shows; the CPU time of the thread that shows progress is added. The same is
+measured of a timeline. As a check, the collector takes turns of a few batches, watched and with all
+of that but the timeline left out: on a quiet machine the difference is about the same, on a busy
+one it is noise.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -28,7 +30,7 @@ from benchmarks import envs, policies
 from benchmarks.harness import summary
 from benchmarks.machine import origin
 from benchmarks.processes import in_fresh_process
-from benchmarks.systems.ours import inline
+from benchmarks.systems.ours import Batches, inline
 
 PUBLISHED = Path(__file__).parent / "published" / "watching.json"
 CASES = {
@@ -41,6 +43,8 @@ LIMIT = 0.5
 """Percent that watching may cost with batches of 1024 frames."""
 TURN_S = 0.05
 """Seconds of a turn, about."""
+TIMELINE_LIMIT = 3.0
+"""Percent that a timeline may cost, likewise."""
 Parts = list[tuple[type, str, str, Callable[..., Any]]]
 
 
@@ -72,7 +76,7 @@ def bare() -> Iterator[None]:
 
 
 @contextmanager
-def timed() -> Iterator[Counter[str]]:
+def timed(parts: Parts) -> Iterator[Counter[str]]:
     """Add up the seconds of each part in the calling thread, less those of the clock itself."""
     spent: Counter[str] = Counter()
     clock, owner_thread = time.perf_counter, threading.get_ident()
@@ -92,7 +96,7 @@ def timed() -> Iterator[Counter[str]]:
         return call
 
     with ExitStack() as stack:
-        for owner, name, part, _ in parts():
+        for owner, name, part, _ in parts:
             method = counted(getattr(owner, name), part)
             stack.enter_context(patch.object(owner, name, method))
         yield spent
@@ -118,6 +122,20 @@ def stepwise(steps: int) -> float:
     return 2 * steps * (least(act) - least(nothing)) / 16
 
 
+def traced(system: Batches, batches: int, seconds: float) -> float:
+    """Return the share of the time that a timeline takes."""
+    from gleanrl.watch.timeline import Timeline
+
+    part: Parts = [(Timeline, "gathered", "timeline", lambda *_: None)]
+    with tempfile.TemporaryDirectory() as folder, timed(part) as spent:
+        began = time.perf_counter()
+        with system.collector.timeline(Path(folder) / "trace.json"):
+            while time.perf_counter() - began < seconds:
+                for _ in range(batches):
+                    system.collect_batch()
+            return spent["timeline"] / (time.perf_counter() - began)
+
+
 def run(case: str, seconds: float) -> dict[str, Any]:
     """Return what watching costs: percent by part, and by taking turns."""
     torch.set_num_threads(1)
@@ -139,12 +157,13 @@ def run(case: str, seconds: float) -> dict[str, Any]:
         batches = max(2, round(20 * TURN_S / collect(20)))
         began, shown = time.monotonic(), time.clock_gettime(thread)
         taken, number = 0.0, 0
-        with timed() as spent:
+        with timed(parts()) as spent:
             while (passed := time.monotonic() - began) < seconds / 2:
                 taken += collect(batches)
                 number += batches
         spent["progress line"] = (time.clock_gettime(thread) - shown) * taken / passed
         spent["workers' time"] += stepwise(frames // count) * number
+        timeline = traced(system, batches, seconds / 8)
         ratios = []
         while time.monotonic() - began < seconds:
             took = {}
@@ -159,6 +178,7 @@ def run(case: str, seconds: float) -> dict[str, Any]:
         "microseconds": 1e6 * taken / number,
         "parts": {part: 100 * seconds / taken for part, seconds in spent.items()},
         "percent": 100 * sum(spent.values()) / taken,
+        "timeline": 100 * timeline,
         "turns": 100 * (statistics.median(ratios) - 1),
     }
 
@@ -175,11 +195,12 @@ def main() -> None:
         for case, rounds in found.items():
             rounds.append(in_fresh_process("benchmarks.watching", "run", case, given.seconds))
             print(case, json.dumps(rounds[-1]), flush=True)
-    numbers = ("microseconds", "percent", "turns")
+    numbers = ("microseconds", "percent", "timeline", "turns")
     doc = {
         **origin(),
         "load_average": list(os.getloadavg()),
         "limit": LIMIT,
+        "timeline_limit": TIMELINE_LIMIT,
         "cases": {
             case: {
                 **{name: summary([one[name] for one in rounds]) for name in numbers},

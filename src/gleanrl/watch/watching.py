@@ -28,7 +28,7 @@ from gleanrl.watch.timeline import Timeline
 
 Watcher: TypeAlias = Callable[[Rollouts, int], None]
 Status: TypeAlias = Mapping[str, Any]
-_SHOW_EVERY_S, _SHARE_OF_TIME = 1.0, 0.002
+_SHOW_EVERY_S, _SHARE_OF_TIME = 1.0, 0.001
 """Seconds between two writes of the status; more of them if it takes more than that share."""
 
 
