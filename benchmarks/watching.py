@@ -38,8 +38,9 @@ CASES = {
     "256 frames of 16 CartPole": ("cartpole", 16, 256),
     "2 frames of 2 CartPole": ("cartpole", 2, 2),
     "1024 frames of 16 HalfCheetah": ("half_cheetah", 16, 1024),
+    "1024 frames of 16 CartPole, sent": ("cartpole", 16, 1024),
 }
-"""Environment, number of them, and frames of a batch."""
+"""Environment, number of them, and frames of a batch; ``sent`` as from another process."""
 LIMIT = 0.5
 """Percent that watching may cost with batches of 1024 frames."""
 TURN_S = 0.05
@@ -149,6 +150,9 @@ def run(case: str, seconds: float) -> dict[str, Any]:
     # CartPole's observations are of that dtype already.
     options = {"observation_dtype": torch.float32, "progress": True}
     system = inline(envs.seeded(make, count), policy, frames, **options)
+    if case.endswith("sent"):
+        # A report that leaves its process holds episodes: they cannot wait to be added up in bulk.
+        system.collector.watch(lambda reports, _: [own.episodes for own in reports.values()])
     (progress,) = [t for t in threading.enumerate() if t.name == "gleanrl-progress"]
     assert progress.ident is not None
     thread = time.pthread_getcpuclockid(progress.ident)
