@@ -312,12 +312,16 @@ class InfoWriter(FieldWriter):
         return [self._one(env, info) for env, info in enumerate(infos)]
 
     def _one(self, env: int, info: Mapping[str, Any]) -> Array:
+        try:
+            given = info.get(self._name, self._zero)
+        except AttributeError as err:
+            raise EnvError(f"environment {env} returned info {info!r:.100}, not a dict") from err
         if self._looking:
             self._look(info)
-        value = np.asarray(info.get(self._name, self._zero))
+        value = np.asarray(given)
         if value.shape != self._shape or value.dtype.kind not in NUMBERS:
             raise EnvError(
-                f"environment {env} gave info[{self._name!r}] = {value!r}; a number of shape "
+                f"environment {env} gave info[{self._name!r}] = {given!r:.100}; a number of shape "
                 f"{self._shape} was declared"
             )
         return value
