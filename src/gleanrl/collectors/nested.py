@@ -14,6 +14,7 @@ from tensordict import TensorDictBase, is_leaf_nontensor
 
 from gleanrl.collectors.arguments import MultiArguments, defaults
 from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.workers import CollectorWithWorkers
 from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
@@ -84,7 +85,7 @@ def nested_factory(
         said["init_random_frames"] = -(-int(said["init_random_frames"]) // workers)
     functions = builder.env.create_env_fn
     each = launch.plan.workers_each
-    several = isinstance(kind, type) and issubclass(kind, BaseCollector) and not kind._here
+    several = isinstance(kind, type) and issubclass(kind, CollectorWithWorkers)
     if launch.plan.remote and (each > 1 or several):
         functions = [functions] * each
     kwargs = {**kwargs, **said, **more}
