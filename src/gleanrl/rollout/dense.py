@@ -95,7 +95,6 @@ class DenseRollout(BaseSource):
             policy.begin(window, self._next_root)
             act, step = self._clock.begin(policy.act, self._env.step)
             taken = dense(act, step, policy, self.tracker, steps, stop)
-            times = self._clock.end()
             self._env.finish(taken)
             unfit = policy.finish(taken)
             if taken < window.steps:
@@ -107,7 +106,7 @@ class DenseRollout(BaseSource):
             if unfit:
                 own = {field.key for field in (*self._plan.root_fields, *policy.outputs)}
                 payload = self._plan.as_tensordicts(window, taken, unfit, own)
-        return self._report(taken, times, payload=payload)
+        return self._report(taken, payload=payload)
 
     def explain(self) -> str:
         """Say which path every part takes, and why."""

@@ -171,14 +171,13 @@ class NextStepRollout(DenseRollout):
             self._pool.begin(log.window, log.next_root)
             policy.begin(log.window, log.next_root)
             taken, ready = self._fill(policy, log, steps, stop)
-            times = self._clock.end()
             self._pool.finish(taken)
             _check_fits(policy.finish(taken))
             self._resets.finish(taken)
             log.append(taken, self.policy_version)
             self._deliver(window, log, ready)
         discarded, self._discarded = self._discarded, 0
-        return self._report(ready, times, discarded)
+        return self._report(ready, discarded)
 
     def _fill(self, policy: Policy, log: StepLog, steps: int, stop: Stop) -> tuple[int, int]:
         """Step until every environment has ``steps`` transitions, or some once stopped.

@@ -153,11 +153,10 @@ class TensorDictRollout(BaseSource):
             self._handle.begin()
             act, step = self._clock.begin(act, self._handle.step)
             taken = self._loop(act, step, steps, stop)
-            times = self._clock.end()
             if policy is not None:
                 policy.finish()
             payload = self._finish(window, taken, steps)
-        return self._report(taken, times, payload=payload)
+        return self._report(taken, payload=payload)
 
     # -- one step --------------------------------------------------------------------------------
 

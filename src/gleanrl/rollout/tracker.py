@@ -186,6 +186,8 @@ class EpisodeSums:
         return partial(self._episodes, rollout)
 
     def _episodes(self, rollout: list[Array]) -> Array:
+        if not len(rollout[1]):  # then it may wait on
+            return NO_EPISODES
         if len(rollout) == 3:
             self._settle()
         return rollout[3]
