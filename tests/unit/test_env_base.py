@@ -453,6 +453,35 @@ def test_values_are_encoded_and_converted_as_torchrls(make):
     assert ours.dtype == theirs.dtype
 
 
+WHOLE = [torch.int8, torch.uint16, torch.int32, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", [*WHOLE, torch.float16, torch.float32, torch.float64])
+def test_values_are_drawn_from_the_whole_of_the_widest_range(dtype):
+    own = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype)
+    torch.manual_seed(0)
+    spec = our_data.Bounded(own.min, own.max, (4000,), dtype=dtype)
+    drawn = spec.rand()
+    assert drawn.dtype == dtype
+    assert spec.is_in(drawn)
+    share = drawn.double() / own.max if own.min else drawn.double() / own.max * 2 - 1
+    assert abs(share.mean()) < 0.05
+    assert max(share.min() + 1, 1 - share.max()) < 0.1
+
+
+def test_whole_numbers_beyond_a_floats_digits_are_all_drawn():
+    torch.manual_seed(0)
+    for low in (2**62, -(2**63), 2**63 - 8):
+        spec = our_data.Bounded(low, low + 7, (999,), dtype=torch.int64)
+        assert sorted({value - low for value in spec.rand().tolist()}) == [*range(8)]
+    high = torch.tensor([2**63 - 1, 7])
+    wide = our_data.Bounded(torch.tensor([-(2**63), 0]), high).rand((999,))
+    assert len((wide[:, 0] & 255).unique()) > 200
+    assert wide[:, 1].unique().tolist() == [*range(8)]
+    assert len(our_data.Unbounded((9999,), dtype=torch.int8).rand().unique()) == 256
+    assert our_data.Bounded(0.1, 0.2, dtype=torch.float64).low.item() == 0.1
+
+
 def test_values_are_projected_into_the_set():
     assert our_data.Bounded(-1, 1, (2,)).project(torch.tensor([-3.0, 0.5])).tolist() == [-1, 0.5]
     assert our_data.Categorical(3).project(torch.tensor(7)).item() == 2

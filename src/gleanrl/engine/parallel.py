@@ -24,7 +24,7 @@ from gleanrl.engine.engine import Engine
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
 from gleanrl.envs.stock import Methods
-from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, widened
+from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, check_alike, widened
 from gleanrl.memory.arena import Order, Slab
 from gleanrl.memory.trees import copied, stacked
 from gleanrl.rollout.env_worker import RESET, TODO, EnvWorkerBuilder, EnvWorkerInfo, Todo, grouped
@@ -251,8 +251,8 @@ class ParallelEnv(EnvBase):
     def _join(self, engine: Engine) -> None:
         found: list[EnvWorkerInfo] = engine.request_all(m.Call("described"))
         first = found[0]
-        for worker, other in enumerate(found):
-            _check_alike(first, other, self._parts[worker].start)
+        each = zip(self._parts, found, strict=True)
+        check_alike({part.start: (info.batch, info.specs) for part, info in each})
         self._batch = torch.Size((self.num_envs, *first.batch))
         self._device = first.device if self._device is None else self._device
         self._declare(*(widened(tree, (self.num_envs,)) for tree in first.specs))
@@ -478,15 +478,6 @@ class ParallelEnv(EnvBase):
 
 
 _STEPPING = Methods(ParallelEnv, ("step", "_step", "reset", "_reset", "step_mdp", "maybe_reset"))
-
-
-def _check_alike(first: EnvWorkerInfo, other: EnvWorkerInfo, env: int) -> None:
-    differing = sorted(first.signature ^ other.signature, key=str)
-    if differing or first.batch != other.batch:
-        raise ConfigError(
-            f"environments {env} and 0 do not declare the same data: batch sizes {other.batch} and "
-            f"{first.batch}, they differ in {differing[:4]}; environments of one batch must agree"
-        )
 
 
 def _stream() -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from gleanrl.core.errors import EnvError
+from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import (
     NEXT,
     Key,
@@ -106,6 +106,28 @@ def spec_trees(env: Any) -> tuple[Any, Any, Any, Any]:
         env.full_reward_spec,
         env.full_done_spec,
     )
+
+
+def check_alike(declared: Mapping[int, tuple[Sequence[int], Iterable[Any]]]) -> None:
+    """Find environments that cannot be one batch; each index has a batch size and `spec_trees`.
+
+    Raises:
+        ConfigError: names the first that declares other data than environment 0.
+    """
+    size, trees = declared[0]
+    first = _entries(trees)
+    for index, (own, its) in declared.items():
+        differing = sorted(_entries(its) ^ first, key=str)
+        if differing or tuple(own) != tuple(size):
+            raise ConfigError(
+                f"environments {index} and 0 do not declare the same data: batch sizes "
+                f"{tuple(own)} and {tuple(size)}, entries that differ: {differing[:4]}; "
+                "environments of one batch must agree"
+            )
+
+
+def _entries(trees: Iterable[Any]) -> set[tuple[Key, tuple[int, ...], Any]]:
+    return {(k, tuple(s.shape), s.dtype) for tree in trees for k, s in spec_leaves(tree)}
 
 
 def needs_carrier(env: Any, first: TensorDictBase | None = None) -> bool:

@@ -27,7 +27,7 @@ from gleanrl.core.window import Window
 from gleanrl.envs.factory import EnvFactory, closed_on_error, without_call_checks
 from gleanrl.envs.gymnasium import FLAGS
 from gleanrl.envs.libs.gym import GymEnv, make_tensordict_env
-from gleanrl.envs.serial import SerialEnv, Signature, gym_source, signature
+from gleanrl.envs.serial import SerialEnv, gym_source
 from gleanrl.envs.specs import Composite
 from gleanrl.envs.tensordict import (
     EndFlags,
@@ -71,7 +71,6 @@ class EnvWorkerInfo:
     device: torch.device | None
     specs: tuple[Composite, ...]
     """Of one environment: observations, actions, rewards, end flags."""
-    signature: Signature
     inputs: tuple[Key, ...]
     """What has to be in the window for a step."""
     groups: Mapping[Key, tuple[int, ...]]
@@ -136,7 +135,6 @@ class EnvWorker:
             batch=tuple(first.batch_size),
             device=first.device,
             specs=tuple(widened(tree) for tree in spec_trees(first)),
-            signature=signature(first),
             inputs=() if row is None else row.inputs,
             groups={} if row is None else row.groups,
             masked=isinstance(row, _GymRow),
