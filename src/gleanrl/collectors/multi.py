@@ -8,11 +8,11 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.collectors.arguments import MultiArguments, read, shows, typed
-from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.launch import WorkerPlan, env_functions, launch_workers, read_threshold
 from gleanrl.collectors.selectors import like, unknown_backend
 from gleanrl.collectors.weights import EachBatch
+from gleanrl.collectors.workers import CollectorWithWorkers
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.engine.engine import MakeBackend
@@ -21,7 +21,7 @@ from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 
 
-class MultiCollector(BaseCollector):
+class MultiCollector(CollectorWithWorkers):
     """Runs a policy in environments of several worker processes and yields batches.
 
     ``MultiCollector(..., sync=True)`` makes a `MultiSyncCollector`, ``sync=False`` a

@@ -19,7 +19,6 @@ from gleanrl.collectors.arguments import (
     shows,
     typed,
 )
-from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed.default_configs import (
     DEFAULT_SLURM_CONF,
@@ -31,6 +30,7 @@ from gleanrl.collectors.launch import WorkerPlan, deal, env_functions, launch_wo
 from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from gleanrl.collectors.weight_update import DistributedWeightUpdater
 from gleanrl.collectors.weights import WeightSchedule
+from gleanrl.collectors.workers import CollectorWithWorkers
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds
 from gleanrl.transport.data_plane import DataPlane
@@ -43,7 +43,7 @@ _MOST_PORTS = 100
 _SHORTEST_BEAT_S = 0.1
 
 
-class DistributedCollector(BaseCollector):
+class DistributedCollector(CollectorWithWorkers):
     """Runs a policy on other machines (or in processes of this one) and yields batches.
 
     A launcher starts one node per entry of ``create_env_fn``. Each connects to this process, shows

@@ -6,16 +6,16 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Unpack, cast
 
 from gleanrl.collectors.arguments import Arguments, RayArguments, read, shows
-from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.distributed.generic import plan_nodes
 from gleanrl.collectors.launch import deal, env_functions_of, launch_workers
+from gleanrl.collectors.workers import CollectorWithWorkers
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.transport.network import NetworkBackend
 from gleanrl.transport.ray import RayActors, check_options, require_ray, session
 
 
-class RayCollector(BaseCollector):
+class RayCollector(CollectorWithWorkers):
     """Runs a policy in Ray actors, on this machine or on a cluster, and yields batches.
 
     One actor per entry of ``create_env_fn``, each with a copy of the policy; it serves like a
