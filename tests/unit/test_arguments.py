@@ -182,6 +182,8 @@ def test_misspelt_names_say_what_was_meant(kind, name):
         kind("CartPole-v1", frames_per_batch=8, **{name: 2})
     with pytest.raises(TypeError, match="takes no total_frame=; did you mean total_frames="):
         kind("CartPole-v1", frames_per_batch=8, total_frame=2)
+    with pytest.raises(TypeError, match=r"takes no seed=; call set_seed\(...\) of the collector$"):
+        kind("CartPole-v1", frames_per_batch=8, seed=0)
     with pytest.raises(TypeError, match="takes no tea=$"):
         kind("CartPole-v1", frames_per_batch=8, tea=2)
 

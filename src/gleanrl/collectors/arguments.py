@@ -210,8 +210,8 @@ class _WithWorkers(TypedDict, total=False):
         cat_results: ``"stack"`` (default): a leading worker dimension. A number: rollouts one after
             another along that dimension (-1: time). Synchronous collectors only.
         init_fn: Called first in every worker.
-        start_timeout: Seconds all workers together may take to come up, time in a queue included;
-            and for nodes as long again to build their environments.
+        start_timeout: Seconds in which each worker's process has to start (all nodes and actors,
+            time in a queue included); all workers have as long again to build environments.
     """
 
     frames_per_batch: Required[int | Sequence[int]]
@@ -579,6 +579,8 @@ def instead(name: str, known: Mapping[str, Any]) -> str:
     having = [other for other, kind in _COLLECTORS.items() if name in definitions(kind)]
     if having:
         return f": it is an argument of {', '.join(having)}"
+    if name == "seed":
+        return "; call set_seed(...) of the collector"
     return f"; did you mean {close[0]}=?" if close else ""
 
 

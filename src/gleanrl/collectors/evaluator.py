@@ -25,7 +25,7 @@ from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.episodes import EpisodesPlan, Metrics
 from gleanrl.collectors.multi import MultiSyncCollector
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, ConfigError
+from gleanrl.core.errors import ClosedError, ConfigError, for_users
 from gleanrl.core.keys import NestedKey, as_key
 from gleanrl.core.options import check_int
 from gleanrl.weights.snapshot import check_weights, cloned, weights_of
@@ -357,6 +357,7 @@ class Evaluator:
         (5, 1000, 5)
     """
 
+    @for_users
     def __init__(
         self,
         env: Any,
@@ -479,6 +480,7 @@ class Evaluator:
 
     # -- evaluating ------------------------------------------------------------------------------
 
+    @for_users
     def evaluate(
         self,
         weights: Any = None,
@@ -511,6 +513,7 @@ class Evaluator:
         self._line.put(request)
         return self._line.wait(request)
 
+    @for_users
     def trigger_eval(
         self,
         weights: Any = None,
@@ -564,6 +567,7 @@ class Evaluator:
         seed = self._seed if seed is None else read_seed(seed)
         return _Request(frozen, step, version, seed, direct)
 
+    @for_users
     def poll(self, timeout: float = 0) -> Evaluation | None:
         """Return the oldest result that was not returned yet; ``None`` if there is none.
 
@@ -575,6 +579,7 @@ class Evaluator:
         """
         return self._line.take(timeout)
 
+    @for_users
     def wait(self, timeout: float | None = None) -> Evaluation | None:
         """Like `poll`, but wait for what is on its way; ``None`` if there is nothing to wait for.
 

@@ -72,7 +72,9 @@ class MultiCollector(CollectorWithWorkers):
             interruptor=arguments["interruptor"],
             num_threads=arguments["num_threads"],
         )
-        make = _make_backend(arguments["backend"], arguments["num_sub_threads"])
+        make = _make_backend(
+            arguments["backend"], arguments["num_sub_threads"], arguments["start_timeout"]
+        )
         self._start(arguments, launch_workers(arguments, plan), make)
 
     def get_cached_weights(self, model_id: str) -> TensorDictBase | None:
@@ -166,7 +168,7 @@ class AsyncCollector(MultiAsyncCollector):
         super().__init__([create_env_fn], policy, **kwargs)
 
 
-def _make_backend(name: str | None, num_sub_threads: int) -> MakeBackend:
+def _make_backend(name: str | None, num_sub_threads: int, start_timeout: float) -> MakeBackend:
     """Return what builds the backend called ``name``.
 
     Raises:
@@ -175,7 +177,7 @@ def _make_backend(name: str | None, num_sub_threads: int) -> MakeBackend:
     """
     if name in (None, "process", "multiprocessing"):
         threads = check_int("num_sub_threads", num_sub_threads, least=1)
-        return lambda windows: ProcessBackend(threads)
+        return lambda windows: ProcessBackend(threads, start_timeout)
     if name in ("inline", "direct"):
         return lambda windows: InlineBackend(windows, stop_byte(), apart=True)
     raise unknown_backend(

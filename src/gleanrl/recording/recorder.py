@@ -315,7 +315,10 @@ def make_way(path: Path, overwrite: bool = False) -> None:
         if not any(path.iterdir()):
             return
         if not overwrite:
-            raise ConfigError(f"{path} is not empty; choose a new directory")
+            raise ConfigError(
+                f"{path} is not empty; choose a new directory (Recorder(..., overwrite=True) "
+                "replaces a dataset)"
+            )
         try:
             status = Dataset(path).metadata.status
         except ValueError as err:

@@ -228,7 +228,9 @@ def raised(worker: int, remote: RemoteError) -> BaseException:
     """Return what a worker raised as an error of both its own class and `WorkerError`."""
     said = remote.message if remote.passed_on else f"raised {remote.kind}: {remote.message}"
     headline = f"worker {worker}{':' if remote.passed_on else ''} {said}"
-    text = f"{headline}\n\nTraceback in worker {worker}:\n{remote.traceback}"
+    text = headline
+    if "\n  File " in remote.traceback:  # without frames it is the message once more
+        text += f"\n\nTraceback in worker {worker}:\n{remote.traceback}"
     plain = WorkerError(text)
     plain.headline = headline
     notes = [f"worker {worker}: {note}" for note in remote.notes]

@@ -24,7 +24,6 @@ from gleanrl.transport.worker import Boot, Surroundings
 from gleanrl.transport.zygote import Zygote, exit_text
 from gleanrl.weights.buffers import SharedWeightPublisher, reserve_shared
 
-_FORK_TIMEOUT = 60.0
 _GRACE = 0.5
 """Seconds within which a worker that was told to end has to be gone."""
 _zygote: Zygote | None = None
@@ -65,9 +64,9 @@ def zygote() -> Zygote:
 class ProcessBackend(RemoteBackend[ChannelPeer]):
     """One process per worker. Rollouts lie in memory both sides map; only messages travel."""
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self, threads: int = 1, start_timeout: float = 120.0) -> None:
         super().__init__()
-        self._threads = threads
+        self._threads, self._start_timeout = threads, start_timeout
         with contextlib.ExitStack() as undo:
             self._channels: Channels[ChannelPeer] = Channels()
             undo.callback(self._channels.poller.close)
@@ -104,7 +103,7 @@ class ProcessBackend(RemoteBackend[ChannelPeer]):
         try:
             with theirs:
                 fds = [theirs.fileno(), self.memory.fd, self._control.fd]
-                pid = self._zygote.fork(fds, _FORK_TIMEOUT)
+                pid = self._zygote.fork(fds, self._start_timeout)
         except BaseException:
             ours.close()
             raise

@@ -153,7 +153,10 @@ class Zygote:
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         if not waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
-            raise CollectorTimeout(f"the process that starts workers did not answer in {timeout} s")
+            raise CollectorTimeout(
+                f"the process that starts workers did not answer in {timeout} s; it imports torch "
+                "first, which takes long on a busy machine or a slow disk: raise start_timeout"
+            )
         try:
             message = self._socket.recv(64, socket.MSG_DONTWAIT)
         except BlockingIOError:

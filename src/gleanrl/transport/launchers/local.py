@@ -68,7 +68,7 @@ def _is_here(address: str) -> bool:
     return True
 
 
-_FORK_TIMEOUT = 60.0
+_FORK_TIMEOUT = 120.0
 
 
 class LocalLauncher:
