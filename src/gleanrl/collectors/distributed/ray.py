@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Unpack, cast
 
-from gleanrl.collectors.arguments import Arguments, RayArguments, read, shows
+from gleanrl.collectors.arguments import Arguments, RayArguments, shows
 from gleanrl.collectors.distributed.generic import plan_nodes
 from gleanrl.collectors.launch import deal, env_functions_of, launch_workers
 from gleanrl.collectors.workers import CollectorWithWorkers
@@ -63,13 +63,13 @@ class RayCollector(CollectorWithWorkers):
             WorkerDied: an actor died while starting.
             CollectorTimeout: actors did not come up in time.
         """
-        arguments = read(RayArguments, type(self).__name__, kwargs)
+        super().__init__(kwargs)
         require_ray()
-        super().__init__(arguments)
-        self._start_actors(_actors(create_env_fn, arguments["num_collectors"]), policy, arguments)
+        self._start_actors(_actors(create_env_fn, self._arguments["num_collectors"]), policy)
 
-    def _start_actors(self, functions: list[Any], policy: Any, arguments: Arguments) -> None:
+    def _start_actors(self, functions: list[Any], policy: Any) -> None:
         """Check the arguments and create the actors."""
+        arguments = self._arguments
         configs = deal("remote_configs", arguments["remote_configs"] or {}, len(functions))
         options = [check_options(config) for config in configs]
         owner = type(self).__name__
@@ -79,7 +79,6 @@ class RayCollector(CollectorWithWorkers):
         start_timeout = arguments["start_timeout"]
         try:
             self._start(
-                arguments,
                 launch_workers(arguments, plan),
                 lambda windows: NetworkBackend(
                     windows,
@@ -149,7 +148,8 @@ class RayCollector(CollectorWithWorkers):
         session.enter(self, None)  # so that it does not end in between
         try:
             self.shutdown()
-            self._start_actors([*before, *new], self._plan.policy, cast("Arguments", arguments))
+            self._arguments = cast("Arguments", arguments)
+            self._start_actors([*before, *new], self._plan.policy)
         finally:
             session.leave(self, True)
 
