@@ -24,7 +24,6 @@ from gleanrl.collectors.distributed.default_configs import (
     DEFAULT_SLURM_CONF_MAIN,
     TCP_PORT,
 )
-from gleanrl.collectors.episodes import EpisodesPlan
 from gleanrl.collectors.launch import WorkerPlan, deal, env_functions, launch_workers
 from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from gleanrl.collectors.weight_update import DistributedWeightUpdater
@@ -274,17 +273,13 @@ def _check_failure(owner: str, arguments: Arguments, replaces: bool) -> None:
 def _read_class(collector_class: Any) -> Any:
     if collector_class is None:
         return Collector
-    if isinstance(collector_class, EpisodesPlan):
+    if not isinstance(collector_class, str):
         return collector_class
-    if isinstance(collector_class, str):
-        if collector_class not in KINDS:
-            raise ConfigError(
-                f"collector_class ({collector_class!r}) must be a class or one of {sorted(KINDS)}"
-            )
-        collector_class = KINDS[collector_class]
-    if not callable(collector_class):
-        raise ConfigError(f"collector_class ({collector_class!r:.100}) must be a class or a name")
-    return collector_class
+    if collector_class not in KINDS:
+        raise ConfigError(
+            f"collector_class ({collector_class!r}) must be a class or one of {sorted(KINDS)}"
+        )
+    return KINDS[collector_class]
 
 
 def _read_kwargs(kind: Any, kwargs: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -65,7 +65,8 @@ class RayCollector(CollectorWithWorkers):
         """
         super().__init__(kwargs)
         require_ray()
-        self._start_actors(_actors(create_env_fn, self._arguments["num_collectors"]), policy)
+        functions = env_functions_of(create_env_fn, self._arguments["num_collectors"])
+        self._start_actors(functions, policy)
 
     def _start_actors(self, functions: list[Any], policy: Any) -> None:
         """Check the arguments and create the actors."""
@@ -137,7 +138,7 @@ class RayCollector(CollectorWithWorkers):
             )
         if policy is not None and policy is not self._plan.policy:
             raise ConfigError("add_collectors: all actors run the collector's own policy")
-        new, before = _actors(create_env_fn, num_envs), list(self._plan.functions)
+        new, before = env_functions_of(create_env_fn, num_envs), list(self._plan.functions)
         arguments: dict[str, Any] = {**self._arguments}
         for name, added in (
             ("collector_kwargs", collector_kwargs),
@@ -203,9 +204,3 @@ class Settled:
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()
-
-
-def _actors(create_env_fn: Any, count: int | None) -> list[Any]:
-    """Return what each actor collects from."""
-    count = None if count is None else check_int("num_collectors", count, least=1)
-    return env_functions_of(create_env_fn, count)
