@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
+from gleanrl.memory.replay.ring import Version
 from gleanrl.memory.replay.storages import Storage
 
 _TRIES = 8
@@ -289,7 +290,7 @@ class PrioritizedSampler(Sampler):
         self.eps = eps
         self._tree = SumTree(max_capacity)
         self._max = 1.0
-        self._version: Any = None
+        self._version: Version | None = None
         self._known = np.zeros(max_capacity, np.int64)
 
     @property
@@ -351,19 +352,21 @@ class PrioritizedSampler(Sampler):
     def _follow(self, storage: Storage) -> None:
         """Give rows that were committed since the last time their first priority.
 
-        The mark is taken first: what changes meanwhile is looked at again.
+        The version is taken first: what changes meanwhile is looked at again.
         """
-        ring, version = storage.ring, storage.ring.version
-        if version == self._version:
+        ring = storage.ring
+        if ring.is_at(self._version):
             return
         if storage.max_size > self.max_capacity:
             raise ConfigError(
                 f"max_capacity ({self.max_capacity}) is less than the storage's max_size "
                 f"({storage.max_size})"
             )
-        recent = ring.changes(self._version)
+        version, recent = ring.changes(self._version)
         if recent is None:
             recent = np.flatnonzero(ring.sequence != self._known[: len(ring.sequence)])
+        else:
+            recent = recent[ring.sequence[recent] != self._known[recent]]
         if len(recent):
             self._fresh(storage, recent)
         self._version = version
