@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from multiprocessing import resource_tracker
 
 import pytest
 import warm
@@ -37,6 +38,7 @@ def pytest_configure(config):
 
 
 def _start_warm(patch):
+    resource_tracker.ensure_running()  # a plain one, which outlives the door
     patch.setattr(sys, "executable", str(warm.START))
     patch.setattr("multiprocessing.spawn._python_exe", os.fsencode(warm.START))
     patch.setenv("PATH", str(warm.FOLDER), prepend=os.pathsep)

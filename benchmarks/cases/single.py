@@ -53,7 +53,7 @@ def loop(
     steps: int = STEPS,
 ) -> Build:
     """Return the hand-written loop; ``actor`` is made for steps, environments and actions."""
-    return lambda: hand.HandLoop(factories, steps, actor(steps, len(factories), actions))
+    return lambda: hand.hand_loop(factories, steps, actor(steps, len(factories), actions))
 
 
 def cartpole_random() -> Case:
@@ -64,8 +64,8 @@ def cartpole_random() -> Case:
         "cartpole-random",
         "CartPole-v1 x16, random policy",
         lambda: ours.inline(factories, None, 16 * STEPS),
-        Reference("raw env.step", lambda: hand.RawSteps(factories, STEPS), 0.9),
-        Reference(f"raw env.step, {CHECKED}", lambda: hand.RawSteps(checked, STEPS)),
+        Reference("raw env.step", lambda: hand.raw_steps(factories, STEPS), 0.9),
+        Reference(f"raw env.step, {CHECKED}", lambda: hand.raw_steps(checked, STEPS)),
         Reference("hand loop", loop(factories, hand.RandomActor, 2)),
     )
 
@@ -89,8 +89,8 @@ def cartpole_mlp_16() -> Case:
         Reference(f"hand loop, {CHECKED}", loop(checked, actor, 2)),
         Reference("TorchRL SerialEnv", serial(some), 15.0),
         Reference(f"TorchRL SerialEnv, {CHECKED}", serial(checked)),
-        Reference("CleanRL loop", lambda: peers.CleanRL(some, net, STEPS), 1.3),
-        Reference(f"CleanRL loop, {CHECKED}", lambda: peers.CleanRL(checked, net, STEPS)),
+        Reference("CleanRL loop", lambda: peers.cleanrl(some, net, STEPS), 1.3),
+        Reference(f"CleanRL loop, {CHECKED}", lambda: peers.cleanrl(checked, net, STEPS)),
         Reference("SB3 PPO", lambda: peers.SB3(some, net, STEPS), 3.0),
         Reference(f"SB3 PPO, {CHECKED}", lambda: peers.SB3(checked, net, STEPS)),
         Reference("SB3 PPO, lean critic", lambda: peers.SB3(some, net, STEPS, lean=True)),
@@ -157,7 +157,7 @@ def pool(
     actor = partial(hand.CategoricalActor, net) if mlp else hand.RandomActor
 
     def bare() -> System:
-        return hand.PoolLoop(make(count), STEPS, actor(STEPS, count, 2, arrays=dtype))
+        return hand.pool_loop(make(count), STEPS, actor(STEPS, count, 2, arrays=dtype))
 
     return case(
         f"{name}-{'mlp' if mlp else 'random'}",

@@ -213,6 +213,16 @@ class CollectOptions(RunOptions):
     command: str = ""
     """The command as it can be typed again."""
 
+    @property
+    def processes(self) -> int:
+        """Worker processes, nodes or actors; 0 for everything in this process."""
+        return self.workers or self.nodes or 0
+
+    @property
+    def num_envs_total(self) -> int:
+        """Environments that one batch spans."""
+        return self.num_envs * (1 if self.asynchronous else max(1, self.processes))
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(RunOptions):

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset
 
 from gleanrl.collectors.arguments import (
     Arguments,
+    check_schemes,
     read_devices,
     read_seed,
     shown,
@@ -27,9 +28,17 @@ from gleanrl.collectors.arguments import (
 from gleanrl.collectors.background import BackgroundFilling
 from gleanrl.collectors.handle import Handle, PostHook, one_of
 from gleanrl.collectors.states import entries_of, number_lives, restoring
-from gleanrl.collectors.weights import WeightUpdates
+from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, ConfigError, WorkerError, for_users, hide_frames
+from gleanrl.core.errors import (
+    ArgumentTypeError,
+    ClosedError,
+    ConfigError,
+    UnknownModelError,
+    WorkerError,
+    for_users,
+    hide_frames,
+)
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import check_int, limit, warn
@@ -108,11 +117,17 @@ class BaseCollector(Handle, IterableDataset[Any]):
     """What workers said of the newest batch."""
     _models: Models
     _replacements: Replacements | None = None
+    _updater: WeightUpdaterBase | None = None
+    _delivered: bool | None = None
+    """While the updater runs, whether it has had weights published."""
+    _under_way: int | None = None
+    """The version of an update of several pieces, or of what a parent sent, while it is made."""
+    _receivers: Mapping[str, WeightSyncScheme] = {}
+    """Which models a parent may update, by model id; all if there are none."""
 
     def __init__(self, arguments: Arguments) -> None:
         """Take what stays if the workers are started anew."""
         super().__init__(arguments["pre_collect_hook"], arguments["post_collect_hook"])
-        self._updates = WeightUpdates()
 
     # -- the beginning ---------------------------------------------------------------------------
 
@@ -137,7 +152,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self.exploration_type = launch.exploration
         self.interruptor = plan.interruptor
         self.num_workers = len(launch.factories)
-        self._updates.register(arguments["weight_recv_schemes"] or {})
+        self.register_scheme_receiver(arguments["weight_recv_schemes"] or {})
         self._watching = Watching(type(self).__name__, arguments["progress"], arguments["logger"])
         with ExitStack() as undo:
             threads = _Threads(plan.num_threads, self.num_workers)
@@ -168,7 +183,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self._pipeline.share_out(engine.num_envs)
         self._models = self._make_models(arguments)
         self._background = BackgroundFilling(engine, self._budget, self._timeout)
-        self._updates.use(launch.updater, self)
+        self.weight_updater = launch.updater
         if self._sink is not None:
             self._sink.attach(self, self._env_to_record, engine.num_envs)
 
@@ -444,15 +459,58 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
     ) -> None:
         asked = time.monotonic()
-        self._updates.update(self, models, worker_ids, kwargs)
+        if self._updater is not None:
+            with self._engine.turn(None):
+                self._run_updater(self._updater, models["policy"], worker_ids, kwargs)
+        elif kwargs:
+            raise ArgumentTypeError(
+                f"unexpected arguments {sorted(kwargs)}: there is no weight updater to take them"
+            )
+        else:
+            self._publish(models, worker_ids)
         self._watching.published(asked, self._models.number)
+
+    def _run_updater(
+        self,
+        updater: WeightUpdaterBase,
+        weights: Any,
+        worker_ids: Any,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Have ``updater`` send weights; however many pieces it makes of them are one version."""
+        if self._delivered is not None:  # the updater itself asks for it
+            self.deliver_weights(weights, worker_ids)
+            return
+        self._models.chosen(worker_ids)  # refuses those that do not exist
+        number = self._models.number + 1 if self._under_way is None else self._under_way
+        self._delivered = False
+        try:
+            with self._under(number):
+                updater(policy_or_weights=weights, worker_ids=worker_ids, **kwargs)
+                if not self._delivered:  # it went another way: only the version is ours to tell
+                    self._publish({}, worker_ids)
+                    self._delivered = True
+        finally:
+            if self._delivered:
+                self._models.continue_from(number)
+            self._delivered = None
+
+    @contextmanager
+    def _under(self, version: int | None) -> Iterator[None]:
+        """Publish under ``version`` for the length of a ``with`` block."""
+        before, self._under_way = self._under_way, version
+        try:
+            yield
+        finally:
+            self._under_way = before
 
     def _publish(
         self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
     ) -> None:
-        """Publish weights by model id, under ``version`` or the next one."""
+        """Publish weights by model id, under ``version``, or that under way, or the next one."""
         self._touched = True
         with self._engine.turn(None):
+            version = self._under_way if version is None else version
             self._models.update(models, version, worker_ids)
         if self._plan.sending is not None:
             self._plan.sending.sent(self._models.chosen(worker_ids))
@@ -467,7 +525,9 @@ class BaseCollector(Handle, IterableDataset[Any]):
         Raises:
             WeightsError: weights that do not fit; nothing was changed.
         """
-        self._updates.deliver(self, weights, worker_ids)
+        self._publish({"policy": weights}, worker_ids)
+        if self._delivered is not None:
+            self._delivered = True
 
     @property
     def weight_updater(self) -> Any:
@@ -475,16 +535,18 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
         Set it to an updater or to something that returns one; to ``None`` to be without.
         """
-        return self._updates.updater
+        return self._updater
 
     @weight_updater.setter
     def weight_updater(self, value: Any) -> None:
-        self._updates.use(value, self)
+        self._updater = read_updater(value)
+        if self._updater is not None:
+            self._updater.register_collector(self)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Pass the arguments to the legacy updater's ``init``; without one, do nothing."""
-        if self.weight_updater is not None:
-            self.weight_updater.init(*args, **kwargs)
+        if self._updater is not None:
+            self._updater.init(*args, **kwargs)
 
     def register_scheme_receiver(
         self,
@@ -504,7 +566,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
         Raises:
             ConfigError: one that is no scheme.
         """
-        self._updates.register(weight_recv_schemes)
+        check_schemes(weight_recv_schemes)
+        self._receivers = {**self._receivers, **weight_recv_schemes}
 
     def receive_weights(
         self,
@@ -523,9 +586,9 @@ class BaseCollector(Handle, IterableDataset[Any]):
         source = one_of(policy_or_weights, weights, policy)
         if source is None:
             return
-        if self._updates.receivers:
+        if self._receivers:
             raise ConfigError(
-                f"weights of {sorted(self._updates.receivers)} come from a parent "
+                f"weights of {sorted(self._receivers)} come from a parent "
                 "(weight_recv_schemes); use update_policy_weights_ for your own"
             )
         self.update_policy_weights_(source)
@@ -541,7 +604,27 @@ class BaseCollector(Handle, IterableDataset[Any]):
         Raises:
             UnknownModelError: a model that `register_scheme_receiver` did not name.
         """
-        self._updates.receive(self, models, version)
+        for name in models:
+            self._check_receiver(name)
+        known = self._receivers
+        wanted = {name: w for name, w in models.items() if not known or known[name].applies}
+        with self._engine.turn(None), self._under(version):
+            if self._updater is not None and set(wanted) == {"policy"}:
+                self.update_policy_weights_(wanted["policy"])
+            elif wanted:
+                self.update_policy_weights_(weights_dict=wanted)
+            elif version is not None:  # only the version moves
+                self._publish({}, None)
+            if version is not None:
+                self._models.continue_from(version)
+
+    def _check_receiver(self, model_id: str) -> None:
+        """Raise `UnknownModelError` if a parent may not update ``model_id``."""
+        if self._receivers and model_id not in self._receivers:
+            raise UnknownModelError(
+                f"no model {model_id!r} is received by this collector: its weight_recv_schemes "
+                f"name {sorted(self._receivers)}"
+            )
 
     def _describe_weights(self, model_id: str) -> Shapes:
         """Return shape and kind (``True``: parameter) of a model's weights by dotted name.
@@ -549,9 +632,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
         Raises:
             UnknownModelError: there is none, or a parent may not update it.
         """
-        self._updates.check_receiver(model_id)
-        shapes: Shapes = self._models.shapes(model_id)
-        return shapes
+        self._check_receiver(model_id)
+        return self._models.shapes(model_id)
 
     @property
     def learner_policy(self) -> Any:

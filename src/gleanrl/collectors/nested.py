@@ -152,10 +152,10 @@ class NestedSource:
     do those that differ from what was announced, and those of collectors that are not ours.
     """
 
-    def __init__(self, collector: Any, streams: Streams | None = None) -> None:
+    def __init__(self, collector: Any, streams: Streams) -> None:
         """Take over ``collector``; what it draws here comes from ``streams``."""
         self.collector = collector
-        self._streams = Streams() if streams is None else streams
+        self._streams = streams
         self._batches: Iterator[Any] | None = None
         self._base, self._stride = 0, 1
         self._version = 0
@@ -170,14 +170,6 @@ class NestedSource:
     def num_envs(self) -> int:
         """The collector's number of environments; 1 if it does not say."""
         return int(getattr(self.collector, "n_env", 1) or 1)
-
-    @property
-    def env(self) -> Any:
-        return self.collector.env
-
-    @property
-    def policy(self) -> Any:
-        return self.collector.policy
 
     def layout(self) -> Layout | None:
         """Describe the collector's batches; ``None`` if they travel as payloads."""

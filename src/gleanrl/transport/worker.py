@@ -276,23 +276,27 @@ class Boot:
         enter_life(self.life)
 
 
-def serve(boot: Boot, endpoint: Endpoint) -> None:
-    """Build the worker and carry out commands until `Close`; all that raises is answered."""
+def serve(boot: Boot, endpoint: Endpoint) -> m.Reply:
+    """Build the worker and carry out commands until `Close`; all that raises is answered.
+
+    Returns:
+        The last answer, which has not been sent: the learner may go away once it has it.
+    """
     try:
         factory = cloudpickle.loads(boot.factory)
         worker = Worker(boot.worker, factory, endpoint.window, endpoint.stop, endpoint.weights)
         endpoint.answer(worker.ready())
     except Exception as err:
-        endpoint.answer(m.Failed(boot.worker, 0, err))
-        return
+        return m.Failed(boot.worker, 0, err)
     while True:
         ticket, command = endpoint.next()
         if not isinstance(command, m.Collect):
             endpoint.answer(m.Begun(boot.worker, ticket))
-        endpoint.answer(worker.handle(ticket, command))
-        worker.answered()
+        reply = worker.handle(ticket, command)
         if isinstance(command, m.Close):
-            return
+            return reply
+        endpoint.answer(reply)
+        worker.answered()
 
 
 # -- in a process on the learner's machine ---------------------------------------------------------
@@ -305,7 +309,8 @@ def main(connection_fd: int, arena_fd: int, control_fd: int) -> None:
         boot: Boot = pickle.loads(channel.wait()[0])
         boot.prepare()
         arena, control = SharedMemory(arena_fd), SharedMemory(control_fd)
-        serve(boot, ProcessEndpoint(channel, boot.worker, arena, control))
+        endpoint = ProcessEndpoint(channel, boot.worker, arena, control)
+        endpoint.answer(serve(boot, endpoint))
     except (EOFError, ConnectionError):
         return  # the learner is gone: nobody is left to tell
 
