@@ -8,6 +8,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, Self
 
@@ -36,6 +37,8 @@ from gleanrl.memory.tensor_files import take_room
 _ALIGN = 64
 _PART = 1024
 """Slots that are put together at a time for a storage of another size."""
+_AT_ONCE = 1 << 28
+"""Bytes that are copied while writers wait."""
 _NORESERVE = 0x4000
 """Linux: what is mapped and never touched counts as nothing."""
 
@@ -379,16 +382,22 @@ class LazyTensorStorage(Storage):
         rows = self.rows
         if rows is None:
             return {"layout": None}
-        state = self.ring.snapshot()
-        top = len(state["stamps"])
-        # Read after the sequence numbers: the overflow places of rows that they show lie below it.
-        overflow = rows.overflow(self.ring.overflow)
-        tensors = [*(tensor[:top] for tensor in rows.tensors), *overflow]
-        if copied:
-            tensors = [tensor.clone() for tensor in tensors]
-            self.drop_overwritten(state)
+        with self.ring.section() if copied and self.copied_at_once else nullcontext():
+            state = self.ring.snapshot()
+            top = len(state["stamps"])
+            # Read after the sequence numbers: the overflow places of rows that they show lie below.
+            overflow = rows.overflow(self.ring.overflow)
+            tensors = [*(tensor[:top] for tensor in rows.tensors), *overflow]
+            if copied:
+                tensors = [tensor.clone() for tensor in tensors]
+                self.drop_overwritten(state)
         layout = rows.layout.to_json().decode()
         return {**state, "slots": self.ring.slots, "layout": layout, "tensors": tensors}
+
+    @property
+    def copied_at_once(self) -> bool:
+        """Whether writers wait while rows are copied, so that none is overwritten meanwhile."""
+        return self.nbytes <= _AT_ONCE
 
     def drop_overwritten(self, state: dict[str, Any]) -> None:
         """Drop rows from ``state`` that were written while they were copied."""
@@ -577,6 +586,8 @@ class ListStorage(Storage):
 
     def prepare(self, data: Any, dim: int) -> tuple[list[Any], int]:
         """Split ``data`` into items."""
+        if isinstance(data, Mapping) and not isinstance(data, TensorDictBase):
+            raise ConfigError("a mapping is no list of items: use LazyTensorStorage, or add() it")
         items = list(data.unbind(0)) if isinstance(data, TensorDictBase) else list(data)
         return items, len(items)
 
