@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from gleanrl.collectors.arguments import (
-    Arguments,
     check_schemes,
+    read,
     read_devices,
     read_seed,
     shown,
@@ -125,22 +125,22 @@ class BaseCollector(Handle, IterableDataset[Any]):
     _receivers: Mapping[str, WeightSyncScheme] = {}
     """Which models a parent may update, by model id; all if there are none."""
 
-    def __init__(self, arguments: Arguments) -> None:
-        """Take what stays if the workers are started anew."""
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """Complete the arguments that were given."""
+        self._arguments = arguments = read(self.ARGUMENTS, type(self).__name__, given)
         super().__init__(arguments["pre_collect_hook"], arguments["post_collect_hook"])
 
     # -- the beginning ---------------------------------------------------------------------------
 
-    def _start(self, arguments: Arguments, launch: Launch, make: MakeBackend) -> None:
+    def _start(self, launch: Launch, make: MakeBackend) -> None:
         """Start the workers and set up everything around them.
 
         Args:
-            arguments: The arguments, as `read` has completed them.
             launch: What is started.
             make: Builds the backend that starts and reaches the workers.
         """
-        self._arguments, self._launch, self._plan = arguments, launch, launch.plan
-        plan = launch.plan
+        arguments, plan = self._arguments, launch.plan
+        self._launch, self._plan = launch, plan
         self._version, self._timeout = launch.version, arguments["timeout"]
         self._worker_idx = arguments["worker_idx"]
         self._sink, self._pipeline = launch.sink, launch.pipeline
@@ -163,13 +163,13 @@ class BaseCollector(Handle, IterableDataset[Any]):
                 )
             undo.callback(engine.close, 5.0)
             undo.callback(self._watching.end_progress)
-            self._set_up(arguments)
+            self._set_up()
             undo.pop_all()
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, engine.close, CLOSE_TIMEOUT_S)
         self._watching.begin(engine, self._budget, self._status)
 
-    def _set_up(self, arguments: Arguments) -> None:
+    def _set_up(self) -> None:
         """Set up memory, weights and counters, now that the workers are up."""
         engine, launch, plan = self._engine, self._launch, self._plan
         stopped: Callable[[], bool] = bool
@@ -181,15 +181,15 @@ class BaseCollector(Handle, IterableDataset[Any]):
             launch.limits, launch.asked, launch.batches, enough=plan.enough, stopped=stopped
         )
         self._pipeline.share_out(engine.num_envs)
-        self._models = self._make_models(arguments)
+        self._models = self._make_models()
         self._background = BackgroundFilling(engine, self._budget, self._timeout)
         self.weight_updater = launch.updater
         if self._sink is not None:
             self._sink.attach(self, self._env_to_record, engine.num_envs)
 
-    def _make_models(self, arguments: Arguments) -> Models:
+    def _make_models(self) -> Models:
         """Return what publishes weights."""
-        schemes = arguments["weight_sync_schemes"]
+        schemes = self._arguments["weight_sync_schemes"]
         return Models(self._engine, self._plan.policy, schemes, self._version)
 
     def _env_to_record(self) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from gleanrl.collectors.arguments import Arguments, read_flags
+from gleanrl.collectors.arguments import read_flags
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.handle import PostHook, PreHook
 from gleanrl.collectors.states import states_of
@@ -25,13 +25,14 @@ class CollectorWithWorkers(BaseCollector):
 
     _models: WeightSync
 
-    def _set_up(self, arguments: Arguments) -> None:
-        super()._set_up(arguments)
+    def _set_up(self) -> None:
+        super()._set_up()
         if (relaunches := self._plan.relaunches) is not None:
             backend = cast("NetworkBackend", self._engine.backend)
             self._replacements = Replacements(self._engine, backend, self._models, relaunches)
 
-    def _make_models(self, arguments: Arguments) -> WeightSync:
+    def _make_models(self) -> WeightSync:
+        arguments = self._arguments
         return WeightSync(
             self._engine,
             self._plan.policy,
