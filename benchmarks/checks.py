@@ -50,7 +50,12 @@ def first_batches(systems: Mapping[str, System]) -> list[str]:
 def _first(system: System) -> Fields:
     torch.manual_seed(_SEED)
     system.collect_batch()
-    return system.fields()
+    return _copied(system)
+
+
+def _copied(system: System) -> Fields:
+    """Return the last batch; systems fill the same memory again."""
+    return {name: value.copy() for name, value in system.fields().items()}
 
 
 def _compare(ours: Fields, theirs: Fields) -> str:
@@ -136,7 +141,7 @@ class RealBatches:
         with system.turn():
             for _ in range(BATCHES):
                 system.collect_batch()
-                batches.append(system.fields())
+                batches.append(_copied(system))
         if not batches[0]:
             return ["shows no fields"], []
         wrong = []
@@ -202,7 +207,7 @@ def _streams(batches: Sequence[Fields]) -> list[int]:
     for fields in batches:
         seen = fields["observation"]
         after = fields.get("next.observation", seen)[:, -1]
-        ended = fields["next.done"][:, -1] if "next.done" in fields else None
+        ended = fields["next.done"][:, -1] if "next.observation" in fields else None
         for place, (tail, free) in enumerate(tails):
             if free is None or ((tail == seen[:, 0]).all(-1) | free).all():
                 tails[place] = after, ended

@@ -24,14 +24,14 @@ from benchmarks.machine import origin
 from benchmarks.processes import session
 
 SUITES = {
-    "single": (7, 1.0),
-    "multi": (7, 1.0),
-    "distributed": (7, 1.0),
-    "ray": (7, 1.0),
-    "replay": (9, 0.3),
-    "training_rates": (7, 3.0),
+    "single": ("single:all_cases", 7, 1.0),
+    "multi": ("workers:multi", 7, 1.0),
+    "distributed": ("workers:distributed", 7, 1.0),
+    "ray": ("workers:ray", 7, 1.0),
+    "replay": ("replay:all_cases", 9, 0.3),
+    "training_rates": ("training_rates:all_cases", 7, 3.0),
 }
-"""Modules of `benchmarks.cases`, with windows per system and seconds of a window."""
+"""Module and function of `benchmarks.cases`, windows per system and seconds of a window."""
 MINUTES = 15
 """Longest that one case may take."""
 
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         1 if ``--strict`` was given and a target was missed, else 0.
     """
     options = _parse(arguments)
-    cases: list[Case] = import_module(f"benchmarks.cases.{options.suite}").all_cases()
+    module, _, function = SUITES[options.suite][0].partition(":")
+    cases: list[Case] = getattr(import_module(f"benchmarks.cases.{module}"), function)()
     if options.list:
         print("\n".join(f"{case.name:24} {case.title}" for case in cases))
         return 0
@@ -81,7 +82,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--part", type=Path, help=argparse.SUPPRESS)
     add("--list", action="store_true", help="print the names of everything")
     options = parser.parse_args(arguments)
-    rounds, seconds = (2, 0.2) if options.quick else SUITES[options.suite]
+    rounds, seconds = (2, 0.2) if options.quick else SUITES[options.suite][1:]
     options.rounds, options.seconds = options.rounds or rounds, options.seconds or seconds
     return options
 

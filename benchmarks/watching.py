@@ -34,11 +34,13 @@ from benchmarks.systems.ours import Batches, inline
 
 PUBLISHED = Path(__file__).parent / "published" / "watching.json"
 CASES = {
-    "1024 frames of 16 environments": (16, 1024),
-    "256 frames of 16 environments": (16, 256),
-    "2 frames of 2 environments": (2, 2),
+    "1024 frames of 16 CartPole": ("cartpole", 16, 1024),
+    "256 frames of 16 CartPole": ("cartpole", 16, 256),
+    "2 frames of 2 CartPole": ("cartpole", 2, 2),
+    "1024 frames of 16 HalfCheetah": ("half_cheetah", 16, 1024),
+    "1024 frames of 16 CartPole, sent": ("cartpole", 16, 1024),
 }
-"""Environments and frames of a batch."""
+"""Environment, number of them, and frames of a batch; ``sent`` as from another process."""
 LIMIT = 0.5
 """Percent that watching may cost with batches of 1024 frames."""
 TURN_S = 0.05
@@ -59,7 +61,6 @@ def parts() -> Parts:
     none = returning(NO_EPISODES)
     return [
         (StepClock, "begin", "workers' time", lambda _, act, step: (act, step)),
-        (StepClock, "end", "workers' time", lambda _: (0.0, 0.0, 0.0, 0.0)),
         (Worker, "_complete", "workers' time", lambda *_: None),
         (EpisodeSums, "add", "episodes", lambda *_: none),
         (Watching, "gathered", "batches and status file", lambda *_: None),
@@ -91,7 +92,8 @@ def timed(parts: Parts) -> Iterator[Counter[str]]:
             try:
                 return method(*args)
             finally:
-                spent[part] += clock() - begin - own
+                end = clock()
+                spent[part] += end - begin - own
 
         return call
 
@@ -139,9 +141,18 @@ def traced(system: Batches, batches: int, seconds: float) -> float:
 def run(case: str, seconds: float) -> dict[str, Any]:
     """Return what watching costs: percent by part, and by taking turns."""
     torch.set_num_threads(1)
-    count, frames = CASES[case]
-    policy = policies.categorical_policy(policies.mlp(4, 2))
-    system = inline(envs.seeded(envs.cartpole, count), policy, frames, progress=True)
+    name, count, frames = CASES[case]
+    if name == "cartpole":
+        make, policy = envs.cartpole, policies.categorical_policy(policies.mlp(4, 2))
+    else:
+        make, actor = envs.half_cheetah, policies.normal_module(policies.mlp(17, 12))
+        policy = policies.normal_policy(actor, policies.distribution("own"))
+    # CartPole's observations are of that dtype already.
+    options = {"observation_dtype": torch.float32, "progress": True}
+    system = inline(envs.seeded(make, count), policy, frames, **options)
+    if case.endswith("sent"):
+        # A report that leaves its process holds episodes: they cannot wait to be added up in bulk.
+        system.collector.watch(lambda reports, _: [own.episodes for own in reports.values()])
     (progress,) = [t for t in threading.enumerate() if t.name == "gleanrl-progress"]
     assert progress.ident is not None
     thread = time.pthread_getcpuclockid(progress.ident)

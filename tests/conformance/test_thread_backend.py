@@ -31,8 +31,10 @@ class Thread:
     def __init__(self, index, factory, backend):
         self.index = index
         self.endpoint = ThreadEndpoint(backend)
-        boot = Boot(index, factory, threads=1)
-        self.thread = threading.Thread(target=serve, args=(boot, self.endpoint), daemon=True)
+        boot, answer = Boot(index, factory, threads=1), self.endpoint.answer
+        self.thread = threading.Thread(
+            target=lambda: answer(serve(boot, self.endpoint)), daemon=True
+        )
         self.thread.start()
 
     @property

@@ -219,6 +219,8 @@ def test_flags_are_bools(letter, name):
                 kind(["nothing"], frames_per_batch=8, **{flag: value}, **SELECTED.get(name, {}))
     with pytest.raises(TypeError, match=r"split_trajs \('yes'\) must be a bool$"):
         kind(["nothing"], frames_per_batch=8, split_trajs="yes", **SELECTED.get(name, {}))
+    with pytest.raises(TypeError, match=r"set_truncated \(None\) must be a bool$"):
+        kind(["nothing"], frames_per_batch=8, set_truncated=None, **SELECTED.get(name, {}))
 
 
 @pytest.mark.parametrize("yes", [np.True_, 1, np.int64(1)])

@@ -286,6 +286,47 @@ def test_partial_resets_keep_the_others_data(batch):
     assert same(*rolled)
 
 
+class Pair(EnvBase):
+    """Two environments of three agents each, which last two and three steps."""
+
+    def __init__(self):
+        super().__init__(batch_size=(2,))
+        for name, spec in (
+            ("observation", our_data.Unbounded((2, 3, 1))),
+            ("action", our_data.Categorical(2, (2, 3))),
+        ):
+            group = our_data.Composite({name: spec}, shape=(2, 3))
+            setattr(self, f"{name}_spec", our_data.Composite(agents=group, shape=(2,)))
+        self.taken = torch.zeros(2, 1)
+
+    def shown(self):
+        seen = self.taken[..., None].expand(2, 3, 1).clone()
+        return TensorDict({"agents": TensorDict({"observation": seen}, (2, 3))}, (2,))
+
+    def _reset(self, tensordict=None, **options):
+        mask = True if tensordict is None else tensordict.get("_reset", True)
+        self.taken = torch.where(torch.as_tensor(mask), 0, self.taken)
+        return self.shown()
+
+    def _step(self, tensordict):
+        self.taken = self.taken + 1
+        done = self.taken >= torch.tensor([[2], [3]])
+        return self.shown().update({"reward": self.taken, "done": done})
+
+    def _set_seed(self, seed):
+        pass
+
+
+@pytest.mark.parametrize("fast", [None, True, False])
+def test_partial_resets_keep_the_data_of_groups_that_have_actions(fast):
+    if fast is None:
+        data = Pair().rollout(6, break_when_any_done=False)
+    else:
+        (data,) = Collector(Pair, frames_per_batch=12, total_frames=12, fast=fast)
+    seen = data["agents", "observation"][..., 0, 0]
+    assert seen.tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
+
+
 def test_groups_keep_their_batch_size_everywhere():
     env = agents(OURS)()
     assert env.fake_tensordict()["agents"].batch_size == (3,)
@@ -451,6 +492,35 @@ def test_values_are_encoded_and_converted_as_torchrls(make):
     assert np.array_equal(ours.to_numpy(value), converted)
     assert torch.equal(ours.encode(converted), theirs.encode(converted))
     assert ours.dtype == theirs.dtype
+
+
+WHOLE = [torch.int8, torch.uint16, torch.int32, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", [*WHOLE, torch.float16, torch.float32, torch.float64])
+def test_values_are_drawn_from_the_whole_of_the_widest_range(dtype):
+    own = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype)
+    torch.manual_seed(0)
+    spec = our_data.Bounded(own.min, own.max, (4000,), dtype=dtype)
+    drawn = spec.rand()
+    assert drawn.dtype == dtype
+    assert spec.is_in(drawn)
+    share = drawn.double() / own.max if own.min else drawn.double() / own.max * 2 - 1
+    assert abs(share.mean()) < 0.05
+    assert max(share.min() + 1, 1 - share.max()) < 0.1
+
+
+def test_whole_numbers_beyond_a_floats_digits_are_all_drawn():
+    torch.manual_seed(0)
+    for low in (2**62, -(2**63), 2**63 - 8):
+        spec = our_data.Bounded(low, low + 7, (999,), dtype=torch.int64)
+        assert sorted({value - low for value in spec.rand().tolist()}) == [*range(8)]
+    high = torch.tensor([2**63 - 1, 7])
+    wide = our_data.Bounded(torch.tensor([-(2**63), 0]), high).rand((999,))
+    assert len((wide[:, 0] & 255).unique()) > 200
+    assert wide[:, 1].unique().tolist() == [*range(8)]
+    assert len(our_data.Unbounded((9999,), dtype=torch.int8).rand().unique()) == 256
+    assert our_data.Bounded(0.1, 0.2, dtype=torch.float64).low.item() == 0.1
 
 
 def test_values_are_projected_into_the_set():

@@ -4,6 +4,7 @@ import functools
 import inspect
 import sys
 
+import numpy as np
 import pytest
 
 import gleanrl
@@ -66,7 +67,7 @@ def test_options_of_the_backend_reach_it_and_are_not_changed():
 
 
 def test_defaults_of_collector_that_the_target_lacks_are_dropped_and_others_refused():
-    defaults = {"return_same_td": False, "trajs_per_write": None, "policy_factory": None}
+    defaults = {"return_same_td": np.False_, "trajs_per_write": None, "policy_factory": None}
     with collect(num_collectors=1, **defaults) as collector:
         assert collector.num_workers == 1
     with pytest.raises(TypeError, match="return_same_td= has no meaning"):

@@ -510,7 +510,7 @@ def test_the_same_environment_twice_is_an_error():
 
 def test_environments_that_do_not_fit_together_are_an_error():
     sizes = iter([1, 2])
-    with pytest.raises(ConfigError, match=r"environment 1 has batch size \(2,\)"):
+    with pytest.raises(ConfigError, match=r"1 and 0 .* batch sizes \(2,\) and \(1,\)"):
         SerialEnv(2, lambda: GymEnv(Counter, num_envs=next(sizes)))
 
 

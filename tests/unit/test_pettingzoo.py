@@ -272,6 +272,38 @@ def test_groups_have_masks_of_their_own_sizes_and_where_infos_say_nothing_all_is
     assert batch["b", "action_mask"].sum(-1).flatten().tolist() == [1, 5, 5, 1]
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ((np.array([0, 0.5]), 1.0), None),  # floats are narrowed, as the space declares
+        ((np.array([0, 1e39]), 1.0), "holds 1e[+]39, which does not fit float32"),
+        ((np.array([0, 1]), 1.0), "agent 'a_1' returned 'observation' .* dtype int64"),
+        ((np.array([0.0]), 1.0), r"agent 'a_1' returned 'observation' with shape \(1,\)"),
+        ((np.zeros(2), None), "the rewards .*None.*; each must be a number"),
+        ((np.zeros(2), "1"), "the rewards .*'1'.*; each must be a number"),
+        ((np.zeros(2), 1e39), "the rewards .*1e[+]39.*; each must be a number that float32"),
+    ],
+)
+def test_what_agents_are_shown_and_paid_is_never_changed_silently(returned, message):
+    class Odd(Leaving):
+        def told(self):
+            shown, infos = super().told()
+            return (shown | {"a_1": returned[0]} if self.t and "a_1" in shown else shown), infos
+
+        def step(self, actions):
+            shown, rewards, *rest = super().step(actions)
+            return shown, rewards | {"a_1": returned[1]}, *rest
+
+    collector = Collector(Odd, frames_per_batch=2, total_frames=2)
+    if message is None:
+        after = next(iter(collector))["next", "a"]
+        assert after["observation"][0, 1].tolist() == [0, 0.5]
+        assert after["reward"][0].flatten().tolist() == [1, 1, 21]
+        return
+    with pytest.raises(EnvError, match=message):
+        next(iter(collector))
+
+
 def test_an_episode_without_agents_is_refused():
     class Empty(Leaving):
         def reset(self, seed=None, options=None):

@@ -476,6 +476,62 @@ def test_odd_flags_are_errors(flag):
         collect(Odd)
 
 
+# -- odd names and information ---------------------------------------------------------------------
+
+
+class Named(Line):
+    """Shows what it counts under names of its own."""
+
+    def __init__(self, *names, info=None, flag=None):
+        space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self.observation_space = spaces.Dict(dict.fromkeys(names, space))
+        self.info, self.flag = info, flag
+
+    def see(self):
+        return {name: super(Named, self).see() for name in self.observation_space.spaces}
+
+    def step(self, action):
+        shown, paid, over, late, _ = super().step(action)
+        return shown, paid, over if self.flag is None else self.flag, late, self.info
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_entries_of_the_environment_called_as_a_collectors_stay(fast, num_envs):
+    names = ("is_init", "policy_version", "step_count", "traj_ids", "mask")
+    data = collect(lambda: Named(*names), fast=fast, num_envs=num_envs)
+    counted = torch.arange(data.shape[-1]) % 5
+    for name in names:
+        assert torch.equal(data[name], counted[:, None].float().expand(*data.shape, 2))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(
+    ("env", "options", "error", "message"),
+    [
+        (Named(1, "1"), {}, ConfigError, r"entries called \['1', '1'\]: names must differ"),
+        (Named("_a"), {}, ConfigError, r"entries called \['_a'\]: .* an underscore"),
+        (
+            Named("policy_version"),
+            {"track_policy_version": True},
+            ConfigError,
+            "track_policy_version delivers 'policy_version', but the environment",
+        ),
+        (Named("a", flag=[False]), {}, EnvError, r"environment 0 returned terminated=\[False\]"),
+        (Named("a"), {"info_keys": ["k"]}, EnvError, "environment 0 returned info None, not a di"),
+        (
+            Named("a", info={"k": "word"}),
+            {"info_keys": ["k"]},
+            EnvError,
+            r"environment 0 gave info\['k'\] = 'word'; a number of shape \(\)",
+        ),
+    ],
+)
+def test_what_could_not_be_delivered_right_is_an_error(env, options, error, message, fast):
+    with pytest.raises(error, match=message):
+        collect(env, fast=fast, **options)
+
+
 # -- entries without dimensions --------------------------------------------------------------------
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import abc
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -19,29 +19,35 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from gleanrl.collectors.arguments import (
-    Arguments,
+    check_schemes,
+    read,
     read_devices,
-    read_flags,
     read_seed,
     shown,
 )
 from gleanrl.collectors.background import BackgroundFilling
-from gleanrl.collectors.handle import Handle, PostHook, PreHook, one_of
-from gleanrl.collectors.states import entries_of, number_lives, restoring, states_of
-from gleanrl.collectors.weights import WeightUpdates
+from gleanrl.collectors.handle import Handle, PostHook, one_of
+from gleanrl.collectors.states import entries_of, number_lives, restoring
+from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.core import messages as m
-from gleanrl.core import paths
-from gleanrl.core.errors import ClosedError, ConfigError, WorkerError, for_users, hide_frames
+from gleanrl.core.errors import (
+    ArgumentTypeError,
+    ClosedError,
+    ConfigError,
+    UnknownModelError,
+    WorkerError,
+    for_users,
+    hide_frames,
+)
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import check_int, limit, warn
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.interruptor import Interruptor
-from gleanrl.engine.models import WeightSync
+from gleanrl.engine.models import Models
 from gleanrl.engine.replacing import Replacements
 from gleanrl.transport.inline import InlineBackend
-from gleanrl.transport.network import NetworkBackend
 from gleanrl.watch.watching import Watcher, Watching
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import Shapes
@@ -98,8 +104,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     ARGUMENTS: ClassVar[Any]
     """The dictionary of the constructor's arguments."""
-    _here = False
-    """Whether environments, policy and hooks are in this process."""
     _as_gathered = False
     """Whether batches are those of the engine. A class says so of itself: subclasses of the user's
     may do anything with them."""
@@ -111,26 +115,32 @@ class BaseCollector(Handle, IterableDataset[Any]):
     """Whether a batch, an update of weights, a seed, a reset or a state was asked for."""
     _reports: Rollouts = {}
     """What workers said of the newest batch."""
-    _models: Any
+    _models: Models
     _replacements: Replacements | None = None
+    _updater: WeightUpdaterBase | None = None
+    _delivered: bool | None = None
+    """While the updater runs, whether it has had weights published."""
+    _under_way: int | None = None
+    """The version of an update of several pieces, or of what a parent sent, while it is made."""
+    _receivers: Mapping[str, WeightSyncScheme] = {}
+    """Which models a parent may update, by model id; all if there are none."""
 
-    def __init__(self, arguments: Arguments) -> None:
-        """Take what stays if the workers are started anew."""
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """Complete the arguments that were given."""
+        self._arguments = arguments = read(self.ARGUMENTS, type(self).__name__, given)
         super().__init__(arguments["pre_collect_hook"], arguments["post_collect_hook"])
-        self._updates = WeightUpdates()
 
     # -- the beginning ---------------------------------------------------------------------------
 
-    def _start(self, arguments: Arguments, launch: Launch, make: MakeBackend) -> None:
+    def _start(self, launch: Launch, make: MakeBackend) -> None:
         """Start the workers and set up everything around them.
 
         Args:
-            arguments: The arguments, as `read` has completed them.
             launch: What is started.
             make: Builds the backend that starts and reaches the workers.
         """
-        self._arguments, self._launch, self._plan = arguments, launch, launch.plan
-        plan = launch.plan
+        arguments, plan = self._arguments, launch.plan
+        self._launch, self._plan = launch, plan
         self._version, self._timeout = launch.version, arguments["timeout"]
         self._worker_idx = arguments["worker_idx"]
         self._sink, self._pipeline = launch.sink, launch.pipeline
@@ -142,7 +152,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self.exploration_type = launch.exploration
         self.interruptor = plan.interruptor
         self.num_workers = len(launch.factories)
-        self._updates.register(arguments["weight_recv_schemes"] or {})
+        self.register_scheme_receiver(arguments["weight_recv_schemes"] or {})
         self._watching = Watching(type(self).__name__, arguments["progress"], arguments["logger"])
         with ExitStack() as undo:
             threads = _Threads(plan.num_threads, self.num_workers)
@@ -153,13 +163,13 @@ class BaseCollector(Handle, IterableDataset[Any]):
                 )
             undo.callback(engine.close, 5.0)
             undo.callback(self._watching.end_progress)
-            self._set_up(arguments)
+            self._set_up()
             undo.pop_all()
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, engine.close, CLOSE_TIMEOUT_S)
         self._watching.begin(engine, self._budget, self._status)
 
-    def _set_up(self, arguments: Arguments) -> None:
+    def _set_up(self) -> None:
         """Set up memory, weights and counters, now that the workers are up."""
         engine, launch, plan = self._engine, self._launch, self._plan
         stopped: Callable[[], bool] = bool
@@ -171,31 +181,20 @@ class BaseCollector(Handle, IterableDataset[Any]):
             launch.limits, launch.asked, launch.batches, enough=plan.enough, stopped=stopped
         )
         self._pipeline.share_out(engine.num_envs)
-        self._models = self._make_models(arguments)
-        if plan.relaunches is not None:
-            backend = cast("NetworkBackend", engine.backend)
-            self._replacements = Replacements(engine, backend, self._models, plan.relaunches)
+        self._models = self._make_models()
         self._background = BackgroundFilling(engine, self._budget, self._timeout)
-        self._updates.use(launch.updater, self)
+        self.weight_updater = launch.updater
         if self._sink is not None:
             self._sink.attach(self, self._env_to_record, engine.num_envs)
 
-    def _make_models(self, arguments: Arguments) -> Any:
-        """Return what publishes weights to the workers."""
-        return WeightSync(
-            self._engine,
-            self._plan.policy,
-            made_by_factory=arguments["policy_factory"] is not None,
-            schemes=arguments["weight_sync_schemes"],
-            version=self._version,
-            devices=self.policy_device,
-            keep=self._plan.relaunches is not None,
-        )
+    def _make_models(self) -> Models:
+        """Return what publishes weights."""
+        schemes = self._arguments["weight_sync_schemes"]
+        return Models(self._engine, self._plan.policy, schemes, self._version)
 
     def _env_to_record(self) -> Any:
         """Return what a recording in this process is made of, ``None`` if that is elsewhere."""
-        first = self._plan.functions[0]
-        return first if isinstance(first, str) else None
+        return self.env
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -227,10 +226,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _status(self) -> Mapping[str, Any]:
         """Return what ``gleanrl top`` shows."""
-        status = self._watching.status(repr(self), self.stats("both"))
-        if self._here:
-            return status
-        return {**status, "hosts": [host for _, host in self._engine.processes]}
+        return self._watching.status(repr(self), self.stats("both"))
 
     def _failed(self) -> None:
         """Show that collection was ended by an exception."""
@@ -253,7 +249,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
                 return
             except BaseException as err:
                 # Raised without waiting for a worker that hangs.
-                self.shutdown(None if self._here else CLOSE_TIMEOUT_S, raise_on_error=False)
+                self.shutdown(CLOSE_TIMEOUT_S, raise_on_error=False)
                 hide_frames(err)
                 raise
             # Popped, so that this frame does not keep the batch's memory while the user works.
@@ -308,7 +304,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _announce(self) -> None:
         """Call the hook that runs before a batch is collected, once for each."""
-        if self._here and self._pre_hook is not None and not self._announced:
+        if self._pre_hook is not None and not self._announced:
             self._pre_hook()
         self._announced = True
 
@@ -319,7 +315,11 @@ class BaseCollector(Handle, IterableDataset[Any]):
         batch = self._gather(feed)
         if batch is None:  # workers have put it into the buffer themselves
             return deque([None])
-        return self._pipeline(batch, self._post_hook if self._here else None)
+        return self._pipeline(batch, self._batch_hook())
+
+    def _batch_hook(self) -> PostHook | None:
+        """Return what is called with each batch."""
+        return self._post_hook
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         """Collect a batch as it comes from the workers."""
@@ -387,8 +387,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         It can where batches are delivered as they were collected: not with ``postproc``, a hook, a
         replay buffer, trajectories cut out, or data of no fixed shape, and not by a subclass.
         """
-        hooked = self._here and self._post_hook is not None
-        own = vars(type(self)).get("_as_gathered", False) and not hooked
+        own = vars(type(self)).get("_as_gathered", False) and self._batch_hook() is None
         here = self.storing_device is None or self.storing_device.type == "cpu"
         if not (own and here and self._pipeline.plain and self._engine.batches.uniform):
             return None
@@ -460,15 +459,58 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
     ) -> None:
         asked = time.monotonic()
-        self._updates.update(self, models, worker_ids, kwargs)
+        if self._updater is not None:
+            with self._engine.turn(None):
+                self._run_updater(self._updater, models["policy"], worker_ids, kwargs)
+        elif kwargs:
+            raise ArgumentTypeError(
+                f"unexpected arguments {sorted(kwargs)}: there is no weight updater to take them"
+            )
+        else:
+            self._publish(models, worker_ids)
         self._watching.published(asked, self._models.number)
+
+    def _run_updater(
+        self,
+        updater: WeightUpdaterBase,
+        weights: Any,
+        worker_ids: Any,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Have ``updater`` send weights; however many pieces it makes of them are one version."""
+        if self._delivered is not None:  # the updater itself asks for it
+            self.deliver_weights(weights, worker_ids)
+            return
+        self._models.chosen(worker_ids)  # refuses those that do not exist
+        number = self._models.number + 1 if self._under_way is None else self._under_way
+        self._delivered = False
+        try:
+            with self._under(number):
+                updater(policy_or_weights=weights, worker_ids=worker_ids, **kwargs)
+                if not self._delivered:  # it went another way: only the version is ours to tell
+                    self._publish({}, worker_ids)
+                    self._delivered = True
+        finally:
+            if self._delivered:
+                self._models.continue_from(number)
+            self._delivered = None
+
+    @contextmanager
+    def _under(self, version: int | None) -> Iterator[None]:
+        """Publish under ``version`` for the length of a ``with`` block."""
+        before, self._under_way = self._under_way, version
+        try:
+            yield
+        finally:
+            self._under_way = before
 
     def _publish(
         self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
     ) -> None:
-        """Publish weights by model id, under ``version`` or the next one."""
+        """Publish weights by model id, under ``version``, or that under way, or the next one."""
         self._touched = True
         with self._engine.turn(None):
+            version = self._under_way if version is None else version
             self._models.update(models, version, worker_ids)
         if self._plan.sending is not None:
             self._plan.sending.sent(self._models.chosen(worker_ids))
@@ -483,7 +525,9 @@ class BaseCollector(Handle, IterableDataset[Any]):
         Raises:
             WeightsError: weights that do not fit; nothing was changed.
         """
-        self._updates.deliver(self, weights, worker_ids)
+        self._publish({"policy": weights}, worker_ids)
+        if self._delivered is not None:
+            self._delivered = True
 
     @property
     def weight_updater(self) -> Any:
@@ -491,16 +535,18 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
         Set it to an updater or to something that returns one; to ``None`` to be without.
         """
-        return self._updates.updater
+        return self._updater
 
     @weight_updater.setter
     def weight_updater(self, value: Any) -> None:
-        self._updates.use(value, self)
+        self._updater = read_updater(value)
+        if self._updater is not None:
+            self._updater.register_collector(self)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Pass the arguments to the legacy updater's ``init``; without one, do nothing."""
-        if self.weight_updater is not None:
-            self.weight_updater.init(*args, **kwargs)
+        if self._updater is not None:
+            self._updater.init(*args, **kwargs)
 
     def register_scheme_receiver(
         self,
@@ -520,7 +566,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
         Raises:
             ConfigError: one that is no scheme.
         """
-        self._updates.register(weight_recv_schemes)
+        check_schemes(weight_recv_schemes)
+        self._receivers = {**self._receivers, **weight_recv_schemes}
 
     def receive_weights(
         self,
@@ -539,9 +586,9 @@ class BaseCollector(Handle, IterableDataset[Any]):
         source = one_of(policy_or_weights, weights, policy)
         if source is None:
             return
-        if self._updates.receivers:
+        if self._receivers:
             raise ConfigError(
-                f"weights of {sorted(self._updates.receivers)} come from a parent "
+                f"weights of {sorted(self._receivers)} come from a parent "
                 "(weight_recv_schemes); use update_policy_weights_ for your own"
             )
         self.update_policy_weights_(source)
@@ -557,7 +604,27 @@ class BaseCollector(Handle, IterableDataset[Any]):
         Raises:
             UnknownModelError: a model that `register_scheme_receiver` did not name.
         """
-        self._updates.receive(self, models, version)
+        for name in models:
+            self._check_receiver(name)
+        known = self._receivers
+        wanted = {name: w for name, w in models.items() if not known or known[name].applies}
+        with self._engine.turn(None), self._under(version):
+            if self._updater is not None and set(wanted) == {"policy"}:
+                self.update_policy_weights_(wanted["policy"])
+            elif wanted:
+                self.update_policy_weights_(weights_dict=wanted)
+            elif version is not None:  # only the version moves
+                self._publish({}, None)
+            if version is not None:
+                self._models.continue_from(version)
+
+    def _check_receiver(self, model_id: str) -> None:
+        """Raise `UnknownModelError` if a parent may not update ``model_id``."""
+        if self._receivers and model_id not in self._receivers:
+            raise UnknownModelError(
+                f"no model {model_id!r} is received by this collector: its weight_recv_schemes "
+                f"name {sorted(self._receivers)}"
+            )
 
     def _describe_weights(self, model_id: str) -> Shapes:
         """Return shape and kind (``True``: parameter) of a model's weights by dotted name.
@@ -565,9 +632,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
         Raises:
             UnknownModelError: there is none, or a parent may not update it.
         """
-        self._updates.check_receiver(model_id)
-        shapes: Shapes = self._models.shapes(model_id)
-        return shapes
+        self._check_receiver(model_id)
+        return self._models.shapes(model_id)
 
     @property
     def learner_policy(self) -> Any:
@@ -654,21 +720,9 @@ class BaseCollector(Handle, IterableDataset[Any]):
         # A worker that was lost does not answer: the last seed is that of the last environment.
         return int(last.get(len(commands) - 1, seed if static_seed else base - 1))
 
-    @for_users
-    def reset(self, reset_idx: Sequence[bool] | torch.Tensor | None = None, **kwargs: Any) -> None:
-        """Reset all environments of workers; they start new trajectories.
-
-        Rollouts under way are thrown away and counted as discarded.
-
-        Args:
-            reset_idx: One bool per worker; all by default.
-            **kwargs: Options for `gymnasium.Env.reset`.
-
-        Raises:
-            ConfigError: anything but one bool per worker.
-        """
-        chosen = read_flags("reset_idx", reset_idx, self.num_workers)
-        self._restart({w: m.Reset(None, kwargs) for w, reset in enumerate(chosen) if reset})
+    @abc.abstractmethod
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        """Reset environments; they start new trajectories."""
 
     def _restart(self, commands: dict[int, m.Command]) -> dict[int, Any]:
         """Carry out commands that begin new trajectories; what was under way is discarded."""
@@ -690,8 +744,12 @@ class BaseCollector(Handle, IterableDataset[Any]):
         trajectory ids.
         """
         with self._engine.turn(None):  # what is filled in the background has all that is counted
-            states = states_of(self._engine)
+            states = self._states()
             return {**states, "frames": self._budget.delivered, "iter": self._batches}
+
+    @abc.abstractmethod
+    def _states(self) -> dict[str, Any]:
+        """Return what `state_dict` says of policy and environments."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restore what `state_dict` returned; environments restart on fresh resets.
@@ -752,31 +810,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
             raise ConfigError(
                 f"workers must be one of 'aggregate', 'per_worker' and 'both', not {workers!r}"
             )
-        if self._here:
-            return self._totals()
-        engine = self._engine
-        stats: dict[str, int | float | bool] = {}
-        if workers != "per_worker":
-            stats = self._totals()
-            stats["worker_frames"] = sum(tally.frames for tally in engine.tallies)
-        alive = engine.dispatcher.alive
-        stats["workers"], stats["workers_alive"] = self.num_workers, len(alive)
-        stats["workers_lost"], stats["rollouts_queued"] = engine.losses, engine.gather.queued
-        if workers != "aggregate":
-            for worker, tally in enumerate(engine.tallies):
-                own = {
-                    "frames": tally.frames,
-                    "batches": tally.rollouts,
-                    "requested_frames_per_batch": engine.sizes[worker],
-                    "policy_version": tally.policy_version,
-                    "alive": worker in alive,
-                    "pid": engine.processes[worker][0],
-                    **self._watching.stats(worker),
-                }
-                stats.update({f"worker_{worker}/{name}": value for name, value in own.items()})
-        return stats
-
-    def _totals(self) -> dict[str, int | float | bool]:
         engine, total = self._engine, self._budget.limits.total_frames
         stats: dict[str, int | float | bool] = {
             "frames": self._budget.delivered,
@@ -907,71 +940,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """Whether the collector was shut down."""
         return self._engine.closed
 
-    # -- questions, hooks, profiles --------------------------------------------------------------
-
-    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        return self.map_fn(attr_path, [args] * self.num_workers, [kwargs] * self.num_workers)
-
-    def get_distant_attr(self, attr: str) -> Any:
-        if self._is_of_buffer(attr):
-            with self._engine.turn(None):
-                return [paths.resolve(self, attr)] * self.num_workers
-        return self._engine.request_all(m.Get(attr))
-
-    def _is_of_buffer(self, path: str) -> bool:
-        """Whether ``path`` leads into a replay buffer that this process alone writes into."""
-        ours = self.replay_buffer is not None and not self._launch.fills
-        return ours and re.match(r"replay_buffer\b", path) is not None
-
-    def getattr_policy(self, attr: str) -> Any:
-        return self._engine.ask(m.Get(f"policy.{attr}"))
-
-    def getattr_env(self, attr: str) -> Any:
-        return self._engine.ask(m.Get(f"env.{attr}"))
-
-    def map_fn(
-        self,
-        method_name: str,
-        list_of_args: Sequence[Sequence[Any]] | None = None,
-        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[Any]:
-        count = self.num_workers
-        args = [()] * count if list_of_args is None else list(list_of_args)
-        kwargs: list[Any] = [{}] * count if list_of_kwargs is None else list(list_of_kwargs)
-        for what, entries in (("argument", args), ("keyword-argument", kwargs)):
-            if len(entries) != count:
-                raise ConfigError(
-                    f"Expected {count} {what} entries, one per worker, got {len(entries)}"
-                )
-        each = list(zip(args, kwargs, strict=True))
-        if self._is_of_buffer(method_name):
-            with self._engine.turn(None):
-                return [paths.call(self, method_name, a, k) for a, k in each]
-        values = self._engine.request_each(
-            {worker: m.Call(method_name, tuple(a), dict(k)) for worker, (a, k) in enumerate(each)}
-        )
-        return [values.get(worker) for worker in range(count)]
-
-    def set_pre_collect_hook(self, hook: PreHook | None) -> None:
-        super().set_pre_collect_hook(hook)
-        self._tell("set_pre_collect_hook", hook)
-
-    def set_post_collect_hook(self, hook: PostHook | None) -> None:
-        super().set_post_collect_hook(hook)
-        self._tell("set_post_collect_hook", hook)
-
-    def _tell(self, method: str, *args: Any) -> None:
-        """Call a method of every worker's collector, and of those that will replace lost ones."""
-        if not self._engine.closed:
-            self._engine.standing[method] = m.Call(method, args)
-            self._engine.request_all(self._engine.standing[method])
-
-    def _begin_profile(self, config: Mapping[str, Any]) -> None:
-        self._engine.request_all(m.Call("enable_profile", (), config))
-
-    def _end_profile(self) -> None:
-        if not self._engine.closed:
-            self._engine.request_all(m.Call("disable_profile"))
+    def _alone(self) -> AbstractContextManager[Any]:
+        return self._engine.turn(None)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -1001,11 +971,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
                 workers, whose environments end with their process.
             raise_on_error: Raise what closing an environment raised.
         """
-        if not (close_env or self._here):
-            raise RuntimeError(
-                "close_env=False: the environments of workers cannot outlive their process"
-            )
-        limit = (60.0 if self._here else 10.0) if timeout is None else timeout
+        limit = 60.0 if timeout is None else timeout
         deadline = time.monotonic() + limit
         self._ready.clear()
         failure = self._background.stop(limit / 2)

@@ -10,20 +10,16 @@ from torch import nn
 
 from gleanrl.collectors import selectors
 from gleanrl.collectors.arguments import (
-    Arguments,
     CollectorArguments,
-    read,
     read_index,
     shown,
     shows,
 )
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.handle import Handle
 from gleanrl.collectors.launch import WorkerPlan, launch_workers
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ArgumentTypeError, for_users
 from gleanrl.engine.interruptor import stop_byte
-from gleanrl.engine.models import Models
 from gleanrl.transport.inline import InlineBackend
 
 
@@ -46,7 +42,7 @@ class Collector(BaseCollector):
     """
 
     ARGUMENTS = CollectorArguments
-    _here = _as_gathered = True
+    _as_gathered = True
     return_same_td = shown("return_same_td")
 
     @shows(CollectorArguments)
@@ -68,9 +64,8 @@ class Collector(BaseCollector):
             UnknownEnvError: the id is not registered (a `KeyError` too).
             PolicyError: the policy does not fit the environment.
         """
-        arguments = read(CollectorArguments, type(self).__name__, kwargs)
-        super().__init__(arguments)
-        interruptor = arguments["interruptor"]
+        super().__init__(kwargs)
+        interruptor = self._arguments["interruptor"]
         plan = WorkerPlan(
             create_env_fn=create_env_fn,
             functions=[create_env_fn],
@@ -80,8 +75,7 @@ class Collector(BaseCollector):
             num_threads=torch.get_num_threads(),  # as they are: there is no other process
         )
         self._start(
-            arguments,
-            launch_workers(arguments, plan),
+            launch_workers(self._arguments, plan),
             lambda windows: InlineBackend(windows, stop_byte(interruptor)),
         )
         self.policy_device, self.env_device = self.policy_device[0], self.env_device[0]
@@ -103,36 +97,9 @@ class Collector(BaseCollector):
         other = selectors.elsewhere(args, kwargs)
         return super().__new__(cls) if other is None else other
 
-    def _make_models(self, arguments: Arguments) -> Models:
-        schemes = arguments["weight_sync_schemes"]
-        return Models(self._engine, self._plan.policy, schemes, self._version)
-
-    def _env_to_record(self) -> Any:
-        return self.env
-
     def _prepare_background(self) -> None:
         if isinstance(self._plan.policy, nn.Module) and self.policy is self._plan.policy:
             self._engine.request(0, m.Call("own_policy"))
-
-    # -- what is asked, which is all in this process ---------------------------------------------
-
-    get_distant_attr = Handle.get_distant_attr
-    set_pre_collect_hook = Handle.set_pre_collect_hook
-    set_post_collect_hook = Handle.set_post_collect_hook
-    _begin_profile, _end_profile = Handle._begin_profile, Handle._end_profile
-
-    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        with self._engine.turn(None):  # nothing is collected meanwhile
-            return Handle.cascade_execute(self, attr_path, *args, **kwargs)
-
-    def map_fn(
-        self,
-        method_name: str,
-        list_of_args: Sequence[Sequence[Any]] | None = None,
-        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[Any]:
-        with self._engine.turn(None):
-            return Handle.map_fn(self, method_name, list_of_args, list_of_kwargs)
 
     # -- weights and state -----------------------------------------------------------------------
 
@@ -146,9 +113,7 @@ class Collector(BaseCollector):
         super()._update_weights(models, worker_ids, kwargs)
 
     @for_users
-    def reset(  # type: ignore[override]  # environments are chosen, not workers
-        self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any
-    ) -> None:
+    def reset(self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Reset environments; they start new trajectories.
 
         Args:
@@ -158,17 +123,14 @@ class Collector(BaseCollector):
         chosen = None if index is None else read_index(index, self._engine.num_envs)
         self._restart({0: m.Reset(chosen, kwargs)})
 
-    def state_dict(self) -> dict[str, Any]:
-        with self._engine.turn(None):
-            worker = self._engine.request(0, m.GetState())
-            return {
-                "policy_state_dict": self._models.policy_state(),
-                "env_state_dict": worker.pop("env"),
-                "frames": self._budget.delivered,
-                "iter": self._batches,
-                "policy_version": worker["policy_version"],
-                "worker": worker,
-            }
+    def _states(self) -> dict[str, Any]:
+        worker = self._engine.request(0, m.GetState())
+        return {
+            "policy_state_dict": self._models.policy_state(),
+            "env_state_dict": worker.pop("env"),
+            "policy_version": worker["policy_version"],
+            "worker": worker,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         expected = ("policy_state_dict", "env_state_dict", "frames", "iter", "worker")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -174,7 +175,12 @@ class Handle(abc.ABC):
             AttributeError: an attribute is missing.
             ValueError: arguments for something that is not callable.
         """
-        return paths.call(self, attr_path, args, kwargs)
+        with self._alone():
+            return paths.call(self, attr_path, args, kwargs)
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        """Have nothing collected for the length of a ``with`` block."""
+        return nullcontext()
 
     def get_distant_attr(self, attr: str) -> Any:
         """Return what a path such as ``"policy.module"`` or ``"worker_idx"`` names.
@@ -240,10 +246,11 @@ class Handle(abc.ABC):
                 "list_of_args and list_of_kwargs must have the same length, one entry per call: "
                 f"they have {len(args)} and {len(kwargs)}"
             )
-        target = self.get_distant_attr(method_name)
-        if not callable(target):  # the error callers of a missing method expect
-            raise AttributeError(f"{method_name!r} is a {type(target).__name__}, not a method")
-        return [target(*a, **k) for a, k in zip(args, kwargs, strict=True)]
+        with self._alone():
+            target = self.get_distant_attr(method_name)
+            if not callable(target):  # the error callers of a missing method expect
+                raise AttributeError(f"{method_name!r} is a {type(target).__name__}, not a method")
+            return [target(*a, **k) for a, k in zip(args, kwargs, strict=True)]
 
     @property
     def worker_idx(self) -> int:

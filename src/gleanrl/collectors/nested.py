@@ -14,6 +14,7 @@ from tensordict import TensorDictBase, is_leaf_nontensor
 
 from gleanrl.collectors.arguments import MultiArguments, defaults
 from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.workers import CollectorWithWorkers
 from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
@@ -24,7 +25,6 @@ from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.trees import batch_over, copied
 from gleanrl.rollout.build import SourceBuilder
-from gleanrl.rollout.step_clock import Times
 from gleanrl.weights.snapshot import Shapes, shapes_of
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def nested_factory(
         said["init_random_frames"] = -(-int(said["init_random_frames"]) // workers)
     functions = builder.env.create_env_fn
     each = launch.plan.workers_each
-    several = isinstance(kind, type) and issubclass(kind, BaseCollector) and not kind._here
+    several = isinstance(kind, type) and issubclass(kind, CollectorWithWorkers)
     if launch.plan.remote and (each > 1 or several):
         functions = [functions] * each
     kwargs = {**kwargs, **said, **more}
@@ -152,10 +152,10 @@ class NestedSource:
     do those that differ from what was announced, and those of collectors that are not ours.
     """
 
-    def __init__(self, collector: Any, streams: Streams | None = None) -> None:
+    def __init__(self, collector: Any, streams: Streams) -> None:
         """Take over ``collector``; what it draws here comes from ``streams``."""
         self.collector = collector
-        self._streams = Streams() if streams is None else streams
+        self._streams = streams
         self._batches: Iterator[Any] | None = None
         self._base, self._stride = 0, 1
         self._version = 0
@@ -171,14 +171,6 @@ class NestedSource:
         """The collector's number of environments; 1 if it does not say."""
         return int(getattr(self.collector, "n_env", 1) or 1)
 
-    @property
-    def env(self) -> Any:
-        return self.collector.env
-
-    @property
-    def policy(self) -> Any:
-        return self.collector.policy
-
     def layout(self) -> Layout | None:
         """Describe the collector's batches; ``None`` if they travel as payloads."""
         return self._layout
@@ -187,36 +179,35 @@ class NestedSource:
         """Write the collector's next batch into ``window``, or return it if that has no fields."""
         begin = monotonic()
         batch = self._next()
-        times, ended = self._times(begin), self._episodes()
+        measured, ended = self._measured(monotonic() - begin), self._episodes()
         self._reports.clear()
         frames, version = self._counted(batch)
         if batch is None:  # the collector has put it into a buffer of its own
-            return Report(steps, frames, version, 0, None, ended, *times)
+            return Report(steps, frames, version, 0, None, ended, measured=measured)
         if self._layout is not None and window.keys() and _fits(batch, self._layout, window):
             _write(batch, self._layout, window)
             if TRAJ_IDS in window.keys():
                 ids = window.tensor(TRAJ_IDS)
                 ids.copy_(self._numbered(ids))
-            return Report(int(batch.shape[-1]), frames, version, 0, None, ended, *times)
+            return Report(int(batch.shape[-1]), frames, version, 0, None, ended, measured=measured)
         # It may be a view of memory that is used again: it is copied before it travels.
         batch = copied(batch)
         if (ids := batch.get(TRAJ_IDS, None)) is not None:
             batch.set(TRAJ_IDS, self._numbered(ids))
-        return Report(steps, frames, version, 0, batch, ended, *times)
+        return Report(steps, frames, version, 0, batch, ended, measured=measured)
 
     def _episodes(self) -> Callable[[], Array]:
         """Return what `Report.ended` is of the workers of the collector."""
         each = [report.episodes for report in self._reports]
         return returning(np.concatenate([NO_EPISODES, *each]))
 
-    def _times(self, begin: float) -> Times:
-        """Share out the seconds since ``begin`` as those that its workers were busy."""
-        end = monotonic()
+    def _measured(self, seconds: float) -> tuple[float, float]:
+        """Share out ``seconds`` as its workers spent those that they were busy."""
         inner = self._reports
         env, policy = sum(r.env_s for r in inner), sum(r.policy_s for r in inner)
         busy = env + policy + sum(r.transfer_s for r in inner)
-        share = (end - begin) / (busy or 1.0)
-        return begin, end, env * share, policy * share
+        share = seconds / (busy or 1.0)
+        return env * share, policy * share
 
     def _counted(self, batch: TensorDictBase | None) -> tuple[int, int]:
         """Return the valid frames of ``batch``, and the version that it was made with."""

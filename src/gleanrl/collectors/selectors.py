@@ -150,8 +150,9 @@ def _wanted(given: Mapping[str, Any], target: Any) -> dict[str, Any]:
         raise ArgumentTypeError("num_workers= is num_collectors= here: say that")
     usual, known = {"policy": None, **defaults(CollectorArguments)}, definitions(target)
     there = {"policy": None, **defaults(target)}
+    flags = typed(CollectorArguments, {n: v for n, v in given.items() if n not in known})
     wanted = {}
-    for name, value in given.items():
+    for name, value in {**given, **flags}.items():
         default = name in usual and value is usual[name]
         if name not in (*known, "create_env_fn", "policy") and not default:
             raise ArgumentTypeError(

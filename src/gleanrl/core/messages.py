@@ -7,7 +7,7 @@ travel with the reply where they fit none (`Report.payload`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -190,9 +190,9 @@ class Report:
     ended: Callable[[], np.ndarray[Any, Any]] = field(default=returning(NO_EPISODES), compare=False)
     """Returns `episodes`; they are added up when somebody asks. Safe in any thread."""
     began_at: float = field(default=0.0, compare=False)
-    """When the first step began, on the monotonic clock of the worker's machine."""
+    """When the source was told to collect, on the monotonic clock of the worker's machine."""
     ended_at: float = field(default=0.0, compare=False)
-    """When the last step ended; 0 if the source does not measure itself."""
+    """When the source had collected."""
     env_s: float = field(default=0.0, compare=False)
     """Seconds in the environments: measured in some rollouts, estimated from these in others."""
     policy_s: float = field(default=0.0, compare=False)
@@ -205,6 +205,9 @@ class Report:
     """When the worker turned to the rollout, on its clock."""
     weights_s: float = field(default=0.0, compare=False)
     """Seconds of `transfer_s` that were spent on loading weights."""
+    measured: Sequence[float] | None = field(default=None, compare=False)
+    """Seconds in environments and policy if the source measured them; the worker then knows their
+    shares, and sets all times."""
     block: Any = None
     """The rollout, if the backend leaves it where it arrived instead of in the window: a writable
     uint8 array, laid out like a slab of this worker alone. Set in the learner's process only."""

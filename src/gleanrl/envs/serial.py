@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import NEXT, Key
+from gleanrl.core.keys import NEXT
 from gleanrl.core.options import check_int
 from gleanrl.envs.base import EnvBase, close_all
 from gleanrl.envs.factory import EnvFactory, check_ignored, closed_on_error, per_env
@@ -20,13 +20,11 @@ from gleanrl.envs.libs.gym import GymEnv, make_tensordict_env
 from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import (
     EndFlags,
+    check_alike,
     load_env_state,
-    spec_leaves,
     spec_trees,
     widened,
 )
-
-Signature: TypeAlias = set[tuple[Key, tuple[int, ...], Any]]
 
 
 @stock
@@ -87,9 +85,12 @@ class SerialEnv(EnvBase):
         return batch
 
     def _join(self, envs: list[Any], device: torch.device | str | None) -> None:
-        self._envs = envs
-        _check_alike(envs)
-        first = envs[0]
+        if len({id(env) for env in envs}) < len(envs):
+            raise ConfigError(
+                "create_env_fn returned the same environment more than once; it must make a new one"
+            )
+        check_alike({i: (env.batch_size, spec_trees(env)) for i, env in enumerate(envs)})
+        self._envs, first = envs, envs[0]
         self._inner = tuple(first.batch_size)
         batch = (len(envs), *self._inner)
         self._inner_ends = EndFlags(first.full_done_spec, self._inner)
@@ -190,35 +191,6 @@ def _draws_itself(env: Any) -> bool:
     if isinstance(env, SerialEnv) and draws is SerialEnv.rand_action:
         return any(map(_draws_itself, env.members))
     return isinstance(env, EnvBase) and draws is not EnvBase.rand_action
-
-
-def _check_alike(envs: Sequence[Any]) -> None:
-    first = envs[0]
-    if len({id(env) for env in envs}) < len(envs):
-        raise ConfigError(
-            "create_env_fn returned the same environment more than once; it must make a new one"
-        )
-    for index, env in enumerate(envs):
-        if env.batch_size != first.batch_size:
-            raise ConfigError(
-                f"environment {index} has batch size {tuple(env.batch_size)}, environment 0 has "
-                f"{tuple(first.batch_size)}; environments of one batch must agree"
-            )
-        differing = sorted(signature(env) ^ signature(first), key=str)
-        if differing:
-            raise ConfigError(
-                f"environments {index} and 0 do not declare the same data, they differ in "
-                f"{differing[:4]}; environments of one batch must agree"
-            )
-
-
-def signature(env: Any) -> Signature:
-    """Return keys, shapes and dtypes of all that ``env`` declares."""
-    return {
-        (key, tuple(spec.shape), spec.dtype)
-        for tree in spec_trees(env)
-        for key, spec in spec_leaves(tree)
-    }
 
 
 def gym_source(env: Any) -> GymSource | None:

@@ -48,11 +48,19 @@ def space_leaves(space: gym.Space[Any], key: Key, path: Path = ()) -> list[Leaf]
     """Return the leaves of a space that is under ``key``.
 
     Raises:
-        ConfigError: a space without fixed shape, or of a dtype that torch does not have.
+        ConfigError: a space without fixed shape, of a dtype that torch does not have, or with names
+            that cannot be keys.
     """
     parts: Iterable[tuple[str | int, gym.Space[Any]]]
     if isinstance(space, spaces.Dict):
         parts = space.spaces.items()
+        names = [str(name) for name in space.spaces]
+        wrong = [n for n in names if n.startswith("_") or names.count(n) > 1]
+        if wrong:
+            raise ConfigError(
+                f"space {space} has entries called {wrong}: names must differ as strings, and must "
+                "not begin with an underscore; rename them with a wrapper"
+            )
     elif isinstance(space, spaces.Tuple):
         parts = enumerate(space.spaces)
     elif isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):

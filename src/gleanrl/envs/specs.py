@@ -94,8 +94,8 @@ class TensorSpec:
             return torch.randn(size, dtype=self.dtype, device=self.device)
         if self.dtype == torch.bool:
             return torch.randint(2, size, device=self.device).bool()
-        found = torch.iinfo(self.dtype)
-        return torch.randint(found.min, found.max, size, dtype=self.dtype, device=self.device)
+        drawn = torch.empty(size, dtype=self.dtype, device=self.device)
+        return drawn.random_(torch.iinfo(self.dtype).min, None)
 
     def sample(self, shape: Size = ()) -> Any:
         """Draw values, as `rand`."""
@@ -242,17 +242,23 @@ class Bounded(TensorSpec):
         if low is None or high is None:
             raise ConfigError(f"Bounded needs low= and high=, got {low} and {high}")
         given = [x for x in (low, high) if isinstance(x, torch.Tensor | np.ndarray)]
-        bounds = [torch.as_tensor(x) for x in (low, high)]
+        # NumPy's numbers have all the digits of Python's.
+        bounds = [
+            x if isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))
+            for x in (low, high)
+        ]
         if dtype is None and given:
             dtype = torch.as_tensor(given[0]).dtype
         if shape is None:
-            shape = (bounds[0] + bounds[1]).shape
+            shape = np.broadcast_shapes(*(bound.shape for bound in bounds))
         super().__init__(shape, device, dtype)
         self.low, self.high = (
             bound.to(self.device, self.dtype).expand(self.shape) for bound in bounds
         )
-        finite = torch.isfinite(self.low.double()) & torch.isfinite(self.high.double())
-        self.stepwise = bool(finite.all())
+        finite = bool((self.low.isfinite() & self.high.isfinite()).all())
+        # Whole numbers of a wider range are drawn otherwise: a float64 cannot tell them apart.
+        narrow = self.high.double() - self.low.double() < 2**53
+        self.stepwise = finite and (self.dtype.is_floating_point or bool(narrow.all()))
 
     @property
     def space(self) -> Interval:
@@ -262,24 +268,35 @@ class Bounded(TensorSpec):
         size = (*_size(shape), *self.shape)
         low, high = self.low, self.high
         if not self.dtype.is_floating_point:
-            draw = torch.rand(size, dtype=torch.float64, device=self.device)
-            span = high.to(torch.float64) - low.to(torch.float64) + 1
-            return (low.to(torch.float64) + (draw * span).floor()).to(self.dtype)
+            return self._whole(size)
         draw = torch.rand(size, dtype=self.dtype, device=self.device)
         if self.stepwise:
-            return torch.minimum(low + draw * (high - low), high)
+            return torch.minimum(_between(low, high, draw), high)
         tail = torch.empty(size, dtype=self.dtype, device=self.device).exponential_()
         normal = torch.randn(size, dtype=self.dtype, device=self.device)
         above, below = low.isfinite(), high.isfinite()
         low, high = low.nan_to_num(0, 0, 0), high.nan_to_num(0, 0, 0)
         one_sided = torch.where(above, low + tail, torch.where(below, high - tail, normal))
-        return torch.where(above & below, low + draw * (high - low), one_sided)
+        return torch.where(above & below, _between(low, high, draw), one_sided)
+
+    def _whole(self, size: Sequence[int]) -> torch.Tensor:
+        low, high = self.low.long(), self.high.long()
+        if self.stepwise:
+            draw = torch.rand(size, dtype=torch.float64, device=self.device)
+            return (low + (draw * (high - low + 1)).floor().long()).to(self.dtype)
+        numbers = np.random.default_rng(int(torch.randint(2**62, ())))
+        least, most = self.low.cpu().numpy(), self.high.cpu().numpy()
+        drawn = numbers.integers(least, most, size, least.dtype, endpoint=True)
+        return torch.as_tensor(drawn, device=self.device)
 
     def is_in(self, value: Any) -> bool:
         if not super().is_in(value):
             return False
-        here = value.to(self.low.device)
-        return bool(((here >= self.low) & (here <= self.high)).all())
+        found: list[Any] = [value.to(self.low.device), self.low, self.high]
+        if not self.dtype.is_floating_point:  # torch compares no unsigned numbers but bytes
+            found = [numbers.cpu().numpy() for numbers in found]
+        here, low, high = found
+        return bool(((here >= low) & (here <= high)).all())
 
     def _project(self, value: torch.Tensor) -> torch.Tensor:
         return value.clamp(self.low.to(value.device), self.high.to(value.device)).to(self.dtype)
@@ -293,6 +310,10 @@ class Bounded(TensorSpec):
         wide: Bounded = super().expand(*shape)
         wide.low, wide.high = self.low.expand(wide.shape), self.high.expand(wide.shape)
         return wide
+
+
+def _between(low: torch.Tensor, high: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    return 2 * (low / 2 + share * (high / 2 - low / 2))  # twice the half: no range is too wide
 
 
 class _Discrete(TensorSpec):

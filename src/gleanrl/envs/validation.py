@@ -46,10 +46,10 @@ def check_flag(flag: Any, env: int, name: str) -> bool:
     """Return one environment's end flag.
 
     Raises:
-        EnvError: it is an array of several, or no truth value.
+        EnvError: it is an array of several, or no truth value (a list that holds one is true).
     """
     value = np.asarray(flag)
-    if value.size != 1 or value.dtype.kind not in NUMBERS:
+    if value.size != 1 or value.dtype.kind not in NUMBERS or bool(flag) != bool(value.item()):
         raise EnvError(
             f"environment {env} returned {name}={flag!r:.100}; it must be a bool (what steps "
             "several environments at once must be a gymnasium.vector.VectorEnv)"

@@ -175,31 +175,30 @@ class LeafWriter(FieldWriter):
             return np.stack([self._array(env, value) for env, value in enumerate(values)])
         return self._cast(rows) if self._changes else rows
 
-    def _array(self, env: int, value: Any) -> Array:
+    def _array(self, where: int | str, value: Any) -> Array:
         try:
             row: Array = value if type(value) is np.ndarray else np.asarray(value)
         except ValueError as err:
             raise EnvError(
-                f"environment {env} returned {format_key(self._field.key)} that is no array of "
+                f"{_name(where)} returned {format_key(self._field.key)} that is no array of "
                 f"shape {self._shape}, as its observation space declares: {value!r:.100}; correct "
                 "the space or the observation"
             ) from err
         if row.dtype == self._declared and row.shape == self._shape:
             return self._cast(row) if self._changes else row
-        return self._fit(row, self._shape, f"environment {env}")
+        return self._fit(row, self._shape, _name(where))
 
     def _part(self, where: int | str, value: Any) -> Any:
         """Return this array of an observation of environment ``where``, or what ``where`` names."""
         try:
             return value if self._get is None else self._get(value)
         except (LookupError, TypeError) as err:
-            who = where if isinstance(where, str) else f"environment {where}"
             kind = f"a {type(value).__name__}"
             held = f"a mapping of {list(value)}" if isinstance(value, Mapping) else kind
             path = "".join(f"[{part!r}]" for part in self._leaf.path)
             raise EnvError(
-                f"{who} returned an observation without {path}, which its observation space "
-                f"declares: it is {held}; correct the space or the observation"
+                f"{_name(where)} returned an observation without {path}, which its observation "
+                f"space declares: it is {held}; correct the space or the observation"
             ) from err
 
     def _fit(self, values: Array, shape: tuple[int, ...], who: str, widens: bool = False) -> Array:
@@ -232,6 +231,10 @@ class LeafWriter(FieldWriter):
                 f"{format_key(self._field.key)} holds {np.abs(values).max():g}, which does not fit "
                 f"{self._target}"
             ) from err
+
+
+def _name(where: int | str) -> str:
+    return where if isinstance(where, str) else f"environment {where}"
 
 
 class VectorLeafWriter(LeafWriter):
@@ -312,12 +315,16 @@ class InfoWriter(FieldWriter):
         return [self._one(env, info) for env, info in enumerate(infos)]
 
     def _one(self, env: int, info: Mapping[str, Any]) -> Array:
+        try:
+            given = info.get(self._name, self._zero)
+        except AttributeError as err:
+            raise EnvError(f"environment {env} returned info {info!r:.100}, not a dict") from err
         if self._looking:
             self._look(info)
-        value = np.asarray(info.get(self._name, self._zero))
+        value = np.asarray(given)
         if value.shape != self._shape or value.dtype.kind not in NUMBERS:
             raise EnvError(
-                f"environment {env} gave info[{self._name!r}] = {value!r}; a number of shape "
+                f"environment {env} gave info[{self._name!r}] = {given!r:.100}; a number of shape "
                 f"{self._shape} was declared"
             )
         return value

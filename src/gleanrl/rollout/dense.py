@@ -8,12 +8,13 @@ from typing import Any, TypeAlias
 import torch
 
 from gleanrl.core.errors import ConfigError, note
+from gleanrl.core.keys import IS_INIT
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Stop
 from gleanrl.core.streams import preserved
-from gleanrl.core.window import Window
+from gleanrl.core.window import Array, Window
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.plan import RolloutPlan
@@ -80,6 +81,7 @@ class DenseRollout(BaseSource):
         for key in first.keys():
             self._next_root.tensor(key).copy_(first.tensor(key))
         self.tracker = Tracker(env.layout.num_envs, options.max_frames_per_traj)
+        self._marks_init = policy.needs_is_init  # else the environment may have an entry like it
         self._mark_init(None)
 
     def layout(self) -> Layout:
@@ -91,12 +93,11 @@ class DenseRollout(BaseSource):
         policy = self._random if random else self._policy
         with self.rolling(policy.context()):
             self._plan.begin(window, self._next_root)
-            self.tracker.begin(window, self._next_root)
+            self.tracker.begin(self._init_rows(window) if self._marks_init else ())
             self._env.begin(window, self._next_root)
             policy.begin(window, self._next_root)
             act, step = self._clock.begin(policy.act, self._env.step)
             taken = dense(act, step, policy, self.tracker, steps, stop)
-            times = self._clock.end()
             self._env.finish(taken)
             unfit = policy.finish(taken)
             if taken < window.steps:
@@ -108,7 +109,7 @@ class DenseRollout(BaseSource):
             if unfit:
                 own = {field.key for field in (*self._plan.root_fields, *policy.outputs)}
                 payload = self._plan.as_tensordicts(window, taken, unfit, own)
-        return self._report(taken, times, payload=payload)
+        return self._report(taken, payload=payload)
 
     def explain(self) -> str:
         """Say which path every part takes, and why."""
@@ -140,6 +141,12 @@ class DenseRollout(BaseSource):
             self._policy.forget()
         self.tracker.restart(envs)
         self._mark_init(envs)
+
+    def _init_rows(self, window: Window) -> list[Array]:
+        """Clear root ``"is_init"`` but for row 0; return the rows that follow the steps."""
+        window.tensor(IS_INIT)[:, 1:] = False
+        self._next_root.tensor(IS_INIT).zero_()
+        return window.rows(IS_INIT)[1:] + self._next_root.rows(IS_INIT)
 
     def _mark_init(self, envs: Sequence[int] | None) -> None:
         """Zero recurrent states and raise ``is_init`` of ``envs`` in the next root row."""

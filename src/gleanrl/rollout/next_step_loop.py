@@ -175,18 +175,17 @@ class NextStepRollout(DenseRollout):
         with self.rolling(policy.context()):
             log.begin(self._next_root)
             self._plan.begin(window, self._next_root)
-            self.tracker.begin(window, self._next_root)
+            self.tracker.begin()
             self._pool.begin(log.window, log.next_root)
             policy.begin(log.window, log.next_root)
             taken, ready = self._fill(policy, log, steps, stop)
-            times = self._clock.end()
             self._pool.finish(taken)
             _check_fits(policy.finish(taken))
             self._resets.finish(taken)
             log.append(taken, self.policy_version)
             self._deliver(window, log, ready)
         discarded, self._discarded = self._discarded, 0
-        return self._report(ready, times, discarded)
+        return self._report(ready, discarded)
 
     def _fill(self, policy: Policy, log: StepLog, steps: int, stop: Stop) -> tuple[int, int]:
         """Step until every environment has ``steps`` transitions, or some once stopped.
@@ -228,7 +227,7 @@ class NextStepRollout(DenseRollout):
         keep = max(3 * steps if self._pool.can_cut else steps, _KEEP_AT_LEAST)
         if old is not None:
             keep = max(keep, old.left)
-        fresh = StepLog(*self._logged, self._pool.layout.num_envs, steps, keep)
+        fresh = StepLog(*self._logged, self._pool.layout.num_envs, steps, keep, self._marks_init)
         if old is not None:
             fresh.adopt(old)
         return fresh

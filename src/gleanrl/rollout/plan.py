@@ -74,7 +74,7 @@ class RolloutPlan:
             groups: Nested parts with a batch size of their own.
 
         Raises:
-            ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
+            ConfigError: the environment delivers ``step_count`` or ``policy_version`` itself.
             EnvError: ``set_truncated`` with an environment that cannot tell truncation.
         """
         self._options = options
@@ -101,7 +101,7 @@ class RolloutPlan:
         """Return the plan of an environment whose data go into rows.
 
         Raises:
-            ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
+            ConfigError: the environment delivers ``step_count`` or ``policy_version`` itself.
             EnvError: ``set_truncated`` with an environment that cannot tell truncation.
         """
         outputs = policy.outputs
@@ -312,9 +312,15 @@ def check_options(
         groups: The end flags that are delivered.
 
     Raises:
-        ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
+        ConfigError: the environment delivers ``step_count`` or ``policy_version`` itself.
         EnvError: ``set_truncated`` with an environment that cannot tell truncation.
     """
+    observed = {*observed}
+    if options.track_policy_version and POLICY_VERSION in observed:
+        raise ConfigError(
+            "track_policy_version delivers 'policy_version', but the environment has an entry of "
+            "that name; rename it with a wrapper, or drop track_policy_version"
+        )
     if options.counts and any(key[-1:] == STEP_COUNT for key in observed):
         raise ConfigError(
             "max_frames_per_traj needs to count steps, but the environment already delivers "

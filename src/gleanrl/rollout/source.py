@@ -16,7 +16,7 @@ from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Env, Pool
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.envs.tensordict import TensorDictHandle
-from gleanrl.rollout.step_clock import StepClock, Times
+from gleanrl.rollout.step_clock import StepClock
 from gleanrl.rollout.tracker import Tracker
 from gleanrl.weights.snapshot import Shapes, check_weights, cloned, load_weights, shapes_of
 
@@ -120,7 +120,7 @@ class BaseSource:
             yield
         self.inconsistent = False
 
-    def _report(self, steps: int, times: Times, discarded: int = 0, payload: Any = None) -> Report:
+    def _report(self, steps: int, discarded: int = 0, payload: Any = None) -> Report:
         return Report(
             steps,
             steps * self.num_envs,
@@ -128,7 +128,7 @@ class BaseSource:
             discarded,
             payload,
             self.tracker.episodes,
-            *times,
+            measured=self._clock.seconds,
         )
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:

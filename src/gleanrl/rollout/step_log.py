@@ -39,7 +39,13 @@ class StepLog:
     """
 
     def __init__(
-        self, fields: Sequence[Field], shifted: Sequence[Key], envs: int, steps: int, keep: int
+        self,
+        fields: Sequence[Field],
+        shifted: Sequence[Key],
+        envs: int,
+        steps: int,
+        keep: int,
+        marks_init: bool,
     ) -> None:
         """Reserve memory; it is touched only as far as it is used.
 
@@ -49,6 +55,7 @@ class StepLog:
             envs: Environments, ``P``.
             steps: Steps of one rollout, ``T``.
             keep: Raw steps that may be left over.
+            marks_init: Whether ``"is_init"`` is provided, so that it is set here.
         """
         # At worst every other step is a reset, beginning with the first.
         room = 2 * steps + 1
@@ -78,7 +85,7 @@ class StepLog:
         self.window = self._view(keep, room)
         """The rows of this rollout: what pool and policy are bound to."""
         self.next_root = self._view(keep + room, 1)
-        self.marks_init = IS_INIT in self._rows
+        self.marks_init = marks_init
         self._init = (
             self.window.rows(IS_INIT)[1:] + self.next_root.rows(IS_INIT) if self.marks_init else []
         )

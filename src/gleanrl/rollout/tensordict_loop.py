@@ -91,7 +91,7 @@ class TensorDictRollout(BaseSource):
         check_options(options, observed, self._groups)
         self.num_envs = envs = handle.num_envs
         self.tracker = Tracker(envs, options.max_frames_per_traj)
-        # The tracker looks for "is_init" rows, which are part of the steps here.
+        # Steps are kept whole: nothing passes to the next rollout in rows.
         self._no_rows = Window({}, envs, 1)
         self._rewards = [next_key(key) for key, _ in spec_leaves(env.full_reward_spec)]
         self._finite = {
@@ -149,15 +149,14 @@ class TensorDictRollout(BaseSource):
             if self._plan is not None and recorder.steps is None:
                 assert window is not None
                 self._plan.begin(window, self._no_rows)
-            self.tracker.begin(self._no_rows, self._no_rows)
+            self.tracker.begin()
             self._handle.begin()
             act, step = self._clock.begin(act, self._handle.step)
             taken = self._loop(act, step, steps, stop)
-            times = self._clock.end()
             if policy is not None:
                 policy.finish()
             payload = self._finish(window, taken, steps)
-        return self._report(taken, times, payload=payload)
+        return self._report(taken, payload=payload)
 
     # -- one step --------------------------------------------------------------------------------
 

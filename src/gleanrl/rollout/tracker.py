@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import IS_INIT
 from gleanrl.core.messages import NO_EPISODES, returning
-from gleanrl.core.window import Array, Window
+from gleanrl.core.window import Array
 
 _NEVER = np.iinfo(np.int64).max
 _NONE = np.empty(0, np.int64), np.empty(0, np.int64)
@@ -44,7 +43,7 @@ class Tracker:
         self._ended: list[int] = []
         self._ended_at: list[int] = []
         self._all_ends = _NONE
-        self._init_rows: list[Array] = []
+        self._init_rows: Sequence[Array] = ()
         self.next_due = -1
         """The next step at which some environment has to be truncated, or -1."""
 
@@ -53,13 +52,10 @@ class Tracker:
         self._index = base + np.arange(len(self._index), dtype=np.int64)
         self._stride = stride
 
-    def begin(self, window: Window, next_root: Window) -> None:
-        """Start a rollout at step 0; keeps root ``"is_init"`` right if the window has it."""
+    def begin(self, init_rows: Sequence[Array] = ()) -> None:
+        """Start a rollout at step 0; row ``t`` of ``init_rows`` is set where step ``t`` ends."""
         self._ended, self._ended_at, self._all_ends = [], [], _NONE
-        if IS_INIT in window.keys():
-            window.tensor(IS_INIT)[:, 1:] = False
-            next_root.tensor(IS_INIT).zero_()
-            self._init_rows = window.rows(IS_INIT)[1:] + next_root.rows(IS_INIT)
+        self._init_rows = init_rows
         if self._max is not None:
             self._due = self._max - 1 - self._age
             self.next_due = int(self._due.min())
@@ -186,6 +182,8 @@ class EpisodeSums:
         return partial(self._episodes, rollout)
 
     def _episodes(self, rollout: list[Array]) -> Array:
+        if not len(rollout[1]):  # then it may wait on
+            return NO_EPISODES
         if len(rollout) == 3:
             self._settle()
         return rollout[3]

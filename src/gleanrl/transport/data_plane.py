@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Protocol
 
@@ -65,8 +66,12 @@ class Pair(Protocol):
             whole: Whether ``tensor`` is all of a batch, which may be left where it arrives.
         """
 
-    def close(self) -> None:
-        """In a node: take leave of the learner, after `Close` was answered."""
+
+class NodesPair(Pair, Protocol):
+    """The node's side."""
+
+    def parting(self) -> AbstractContextManager[None]:
+        """Have the last answer sent meanwhile, then take leave of the learner."""
 
 
 class Connection(Protocol):
@@ -94,7 +99,7 @@ class NodesConnection(Connection, Protocol):
         """Wait until the learner has hung up."""
 
 
-Connect = Callable[[NodesConnection], Pair]
+Connect = Callable[[NodesConnection], NodesPair]
 
 
 class DataPlane(ABC):

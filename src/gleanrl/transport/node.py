@@ -312,9 +312,12 @@ def run_node(
         with leaving if signals else contextlib.nullcontext():
             assert boot.connect is not None
             pair = boot.connect(connection)
-            serve(boot, NodeEndpoint(connection, pair))
+            endpoint = NodeEndpoint(connection, pair)
+            last = serve(boot, endpoint)
+            endpoint.deliver()
             connection.finish()
-            pair.close()
+            with pair.parting():
+                endpoint.answer(last)
     finally:  # this process may go on
         connection.finish()
         channel.hang_up()
@@ -333,13 +336,11 @@ class NodeEndpoint:
         self._sending: dict[int, list[Transfer]] = {}
         self._due: m.WindowRef | None = None
         """Of the rollout that is being carried out."""
-        self._closing = False
 
     def next(self) -> tuple[int, Asked]:
         ticket, command = self._connection.inbox.next()
         if isinstance(command, m.Collect) and command.window.blocks:
             self._due = command.window
-        self._closing = isinstance(command, m.Close)
         return ticket, command
 
     def window(self, reference: m.WindowRef) -> Window:
@@ -357,14 +358,16 @@ class NodeEndpoint:
         for transfer in self._sending.pop(slot, ()):
             transfer.finish()
 
+    def deliver(self) -> None:
+        """Wait until the learner has taken what was announced."""
+        if not self._connection.leaving:
+            for slot in list(self._sending):
+                self._await_taken(slot)
+
     def answer(self, reply: m.Reply) -> None:
         connection = self._connection
         if connection.leaving:
             return
-        if self._closing and not isinstance(reply, m.Begun):
-            for slot in list(self._sending):  # what was announced is delivered
-                self._await_taken(slot)
-            connection.finish()  # the learner goes away when it has this answer
         due, self._due = self._due, None
         if due is not None:
             # Also after a failure: the learner has been expecting the rollout since it asked.

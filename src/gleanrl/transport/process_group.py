@@ -9,6 +9,7 @@ does not ask who connects there: between hosts, a firewall has to keep strangers
 from __future__ import annotations
 
 import socket
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -126,8 +127,9 @@ class ProcessGroupPair:
         there = torch.empty_like(tensor, device=self._device)
         return _Work(self._group.recv([there], self._peer, tag), there, tensor)
 
-    def close(self) -> None:
+    def parting(self) -> AbstractContextManager[None]:
         """Do nothing: the process group ends with this process."""
+        return nullcontext()
 
 
 class _Work:

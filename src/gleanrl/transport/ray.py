@@ -358,9 +358,6 @@ class RayPair:
             raise RuntimeError(self._problem)
         return self._taken.pop(number)
 
-    def close(self) -> None:
-        """Do nothing: the actor is ended."""
-
 
 class _Done:
     """A `Transfer` that is over: what was sent lies in the store."""

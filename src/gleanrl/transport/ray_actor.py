@@ -11,6 +11,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -130,5 +131,6 @@ class ActorPair:
         self._received += 1
         return _Given(self._received - 1, tensor)
 
-    def close(self) -> None:
+    def parting(self) -> AbstractContextManager[None]:
         """Do nothing: the learner ends the actor."""
+        return nullcontext()

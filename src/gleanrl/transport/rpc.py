@@ -482,8 +482,11 @@ class _NodesPair(RpcPair):
         store = tcp_store(world.host, world.port, world.timeout_s)
         world.enter(rank, store, connection.here)
 
-    def close(self) -> None:
-        super().close()
+    @contextlib.contextmanager
+    def parting(self) -> Iterator[None]:
+        # From before the learner may leave: it and other nodes end their connections at any moment.
         with without_farewells():
+            self.close()
+            yield
             self._nodes.await_end()  # the learner hangs up once it has left
-        leave()
+            leave()

@@ -63,7 +63,9 @@ class Worker:
         self._newest, self._version = 0, 0
         self.source: Source = factory(index)
         self._waited, self._idle_since, self._counted_until = 0.0, monotonic(), 0.0
-        self._loading = 0.0
+        self._loading, self._loaded_at = 0.0, 0.0
+        self._shares: tuple[float, float] = 0.0, 0.0
+        """Of environment and policy in the time of the last rollout that was measured."""
 
     def ready(self) -> m.Ready:
         """Say what one step looks like."""
@@ -93,16 +95,22 @@ class Worker:
         """Note that the answer is on its way: from now on the worker waits."""
         self._idle_since = monotonic()
 
-    def _complete(self, report: m.Report, began: float) -> None:
-        """Say where the seconds since the last rollout went that the source knows nothing of."""
-        now = monotonic()
+    def _complete(self, report: m.Report, taken: float) -> None:
+        """Say where the seconds since the last rollout went."""
+        end = monotonic()
         if not self._counted_until:  # before the first rollout there was nothing to do
-            self._waited, self._counted_until = 0.0, began
-        total, self._counted_until = now - self._counted_until, now
-        report.wait_s, self._waited = self._waited, 0.0
-        report.weights_s, self._loading = self._loading, 0.0
-        report.taken_at = began
-        report.transfer_s = max(0.0, total - report.wait_s - report.env_s - report.policy_s)
+            self._waited, self._counted_until = 0.0, taken
+        total, self._counted_until = end - self._counted_until, end
+        begin = max(taken, self._loaded_at)
+        took, measured = end - begin, report.measured
+        if measured is not None:
+            self._shares = measured[0] / (took or 1.0), measured[1] / (took or 1.0)
+        env, policy = self._shares
+        report.taken_at, report.began_at, report.ended_at = taken, begin, end
+        report.env_s, report.policy_s = env, policy = env * took, policy * took
+        report.wait_s, report.weights_s = waited, _ = self._waited, self._loading
+        report.transfer_s = max(0.0, total - waited - env - policy)
+        self._waited = self._loading = 0.0
 
     def _refresh(self) -> None:
         if self._receiver is not None:
@@ -127,7 +135,8 @@ class Worker:
         self.source.load(m.Snapshot(version, newer, serial))
         self._newest, self._version = max(serial, self._newest), version
         self._serials.update(dict.fromkeys(newer, serial))
-        self._loading += monotonic() - began
+        self._loaded_at = monotonic()
+        self._loading += self._loaded_at - began
 
     def _other(self, command: m.Command) -> Any:
         source = self.source
@@ -267,23 +276,27 @@ class Boot:
         enter_life(self.life)
 
 
-def serve(boot: Boot, endpoint: Endpoint) -> None:
-    """Build the worker and carry out commands until `Close`; all that raises is answered."""
+def serve(boot: Boot, endpoint: Endpoint) -> m.Reply:
+    """Build the worker and carry out commands until `Close`; all that raises is answered.
+
+    Returns:
+        The last answer, which has not been sent: the learner may go away once it has it.
+    """
     try:
         factory = cloudpickle.loads(boot.factory)
         worker = Worker(boot.worker, factory, endpoint.window, endpoint.stop, endpoint.weights)
         endpoint.answer(worker.ready())
     except Exception as err:
-        endpoint.answer(m.Failed(boot.worker, 0, err))
-        return
+        return m.Failed(boot.worker, 0, err)
     while True:
         ticket, command = endpoint.next()
         if not isinstance(command, m.Collect):
             endpoint.answer(m.Begun(boot.worker, ticket))
-        endpoint.answer(worker.handle(ticket, command))
-        worker.answered()
+        reply = worker.handle(ticket, command)
         if isinstance(command, m.Close):
-            return
+            return reply
+        endpoint.answer(reply)
+        worker.answered()
 
 
 # -- in a process on the learner's machine ---------------------------------------------------------
@@ -296,7 +309,8 @@ def main(connection_fd: int, arena_fd: int, control_fd: int) -> None:
         boot: Boot = pickle.loads(channel.wait()[0])
         boot.prepare()
         arena, control = SharedMemory(arena_fd), SharedMemory(control_fd)
-        serve(boot, ProcessEndpoint(channel, boot.worker, arena, control))
+        endpoint = ProcessEndpoint(channel, boot.worker, arena, control)
+        endpoint.answer(serve(boot, endpoint))
     except (EOFError, ConnectionError):
         return  # the learner is gone: nobody is left to tell
 

@@ -46,11 +46,11 @@ class _Episodes:
     def stats(self) -> dict[str, float]:
         found: dict[str, float] = {"episodes": self._number}
         last = np.concatenate([NO_EPISODES, *self._last])[-_LAST:]
-        for name, values in zip(("return", "length"), last.T, strict=True):
-            for what in ("mean", "min", "max"):
-                found[f"{name}_{what}"] = (
-                    float(getattr(np, what)(values)) if len(values) else math.nan
-                )
+        if not len(last):
+            last = np.full((1, 2), math.nan)
+        rows = last.mean(0), last.min(0), last.max(0)
+        for what, (own, length) in zip(("mean", "min", "max"), rows, strict=True):
+            found[f"return_{what}"], found[f"length_{what}"] = float(own), float(length)
         return found
 
 

@@ -98,8 +98,6 @@ class Timeline:
 
     def _rollout(self, worker: int, report: Report, now: float) -> list[str]:
         tid = worker + 1
-        if not report.ended_at:  # of a source that does not measure itself
-            return []
         shift = self._shift(worker, report.ended_at, now)
         taken, begin, end = (
             at + shift for at in (report.taken_at, report.began_at, report.ended_at)

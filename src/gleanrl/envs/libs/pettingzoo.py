@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_s
 from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded
 from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import spec_trees, widened
-from gleanrl.envs.validation import check_reset
+from gleanrl.envs.validation import NUMBERS, check_reset
+from gleanrl.envs.writers import LeafWriter
 from gleanrl.memory.trees import tensordict_over
 
 ALIVE: Key = ("mask",)
@@ -372,16 +374,12 @@ class _Agents:
         )
         self._spaces = {leaf.key: leaf for leaf in observation_leaves(observed)}
         mask = self._spaces.pop(ALLOWED, None)
-        self._leaves = [(leaf, leaf_field(leaf)) for leaf in self._spaces.values()]
+        found = [(leaf, leaf_field(leaf)) for leaf in self._spaces.values()]
+        self._readers = [(field, LeafWriter(leaf, field, casts=True).read) for leaf, field in found]
         self.actions = Actions(acted, len(agents) * len(games), categorical)
         for agent in set(agents) & set(first):
-            for leaf, field in self._leaves:
-                shape = np.shape(leaf.of(first[agent]))
-                if shape != field.shape:
-                    raise EnvError(
-                        f"agent {agent!r} observes {'.'.join(field.key)!r} with shape {shape}, "
-                        f"its observation space declares {field.shape}; correct one of them"
-                    )
+            for _, read in self._readers:
+                read(f"agent {agent!r}", (first[agent],))
         told = any("action_mask" in info for info in games[0].infos.values())
         self._in_info = mask is None
         self.allowed: Array | None = None
@@ -412,12 +410,12 @@ class _Agents:
     def show(self, data: dict[Key, Array]) -> None:
         """Add what the agents see to ``data``; zero for those that see nothing."""
         agents, games = self.agents, self._games
-        for leaf, field in self._leaves:
+        for field, read in self._readers:
             rows = np.zeros((len(games), len(agents), *field.shape), field.numpy_dtype)
             for mine, game in zip(rows, games, strict=True):
                 for index, agent in enumerate(agents):
                     if agent in game.observations:
-                        mine[index] = leaf.of(game.observations[agent])
+                        mine[index] = read(f"agent {agent!r}", (game.observations[agent],))
             data[self.name, *field.key] = rows
         if self.allowed is not None:
             # Agents that do not act, or have no choice, may do anything: something must be drawn.
@@ -433,15 +431,14 @@ class _Agents:
 
 def _narrow(rewards: Sequence[Sequence[Any]]) -> Array:
     """Return rewards ``[n_games, n_agents, 1]`` as float32."""
-    try:
-        with np.errstate(over="raise"):
-            values = np.array(rewards, np.float64).astype(np.float32)
-        return values.reshape(len(rewards), -1, 1)
-    except (TypeError, ValueError, FloatingPointError) as err:
-        raise EnvError(
-            f"the environment returned the rewards {rewards!r:.200}; each must be a number that "
-            "float32 can hold"
-        ) from err
+    with suppress(TypeError, ValueError, FloatingPointError), np.errstate(over="raise"):
+        values = np.array(rewards)
+        if values.dtype.kind in NUMBERS:
+            return values.astype(np.float32).reshape(len(rewards), -1, 1)
+    raise EnvError(
+        f"the environment returned the rewards {rewards!r:.200}; each must be a number that "
+        "float32 can hold"
+    )
 
 
 class _Turns:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
+from gleanrl.memory.replay.ring import Version
 from gleanrl.memory.replay.storages import Storage
 
 _TRIES = 8
@@ -281,15 +282,17 @@ class PrioritizedSampler(Sampler):
     """
 
     def __init__(self, max_capacity: int, alpha: float, beta: float, eps: float = 1e-8) -> None:
-        if alpha < 0 or beta < 0 or eps < 0:
-            raise ConfigError(f"alpha, beta and eps are not negative: {alpha}, {beta}, {eps}")
+        if not all(0 <= value < math.inf for value in (alpha, beta, eps)):
+            raise ConfigError(
+                f"alpha, beta and eps are finite and not negative: {alpha}, {beta}, {eps}"
+            )
         self.max_capacity = max_capacity
         self.alpha = alpha
         self.beta = beta
         self.eps = eps
         self._tree = SumTree(max_capacity)
         self._max = 1.0
-        self._version: Any = None
+        self._version: Version | None = None
         self._known = np.zeros(max_capacity, np.int64)
 
     @property
@@ -303,9 +306,11 @@ class PrioritizedSampler(Sampler):
 
         def propose(number: int) -> torch.Tensor:
             places = self._tree.draw(number, generator)
-            if places is None:
-                raise empty_error(storage)
-            return places
+            if places is not None:
+                return places
+            if storage.ring.live:
+                raise ReplayError("nothing to sample: the priorities of all rows are zero")
+            raise empty_error(storage)
 
         for _ in range(_TRIES // 2):
             if not storage.shared and storage.ring.live == storage.ring.top:
@@ -332,38 +337,51 @@ class PrioritizedSampler(Sampler):
     def update_priority(
         self, storage: Storage, index: torch.Tensor, priority: torch.Tensor
     ) -> None:
-        """Set the priorities of flat places.
+        """Set the priorities of flat places; those that hold no complete row are left out.
 
         Raises:
-            ConfigError: a priority is negative or not a number.
+            ConfigError: as `raised`.
         """
         self._follow(storage)
+        raised = self.raised(priority)
         if len(priority):
-            least, largest = torch.aminmax(priority)
-            if not 0 <= float(least) <= float(largest) < math.inf:  # NaN fails this too
-                raise ConfigError(f"priorities are finite and not negative: {priority}")
-            self._max = max(self._max, float(largest))
-        self._tree.set(index, self._raised(priority))
+            self._max = max(self._max, float(priority.max()))
+        self._tree.set(index, raised.mul_(storage.sequence_of(index) > 0))
 
-    def _raised(self, priority: torch.Tensor) -> torch.Tensor:
-        return priority.to(torch.float64).add(self.eps).pow_(self.alpha)
+    def raised(self, priority: torch.Tensor) -> torch.Tensor:
+        """Return ``(priority + eps) ** alpha``, float64.
+
+        Raises:
+            ConfigError: one is negative, not a number, or so large that their sum might overflow.
+        """
+        raised = priority.to(torch.float64).add(self.eps).pow_(self.alpha)
+        if len(raised):
+            least, most = float(priority.min()), float(raised.max()) * self.max_capacity
+            if not (least >= 0 and most < math.inf):  # NaN fails this too
+                raise ConfigError(
+                    f"priorities are finite and not negative, and so is their sum: {priority}, to "
+                    f"the power of {self.alpha}"
+                )
+        return raised
 
     def _follow(self, storage: Storage) -> None:
         """Give rows that were committed since the last time their first priority.
 
-        The mark is taken first: what changes meanwhile is looked at again.
+        The version is taken first: what changes meanwhile is looked at again.
         """
-        ring, version = storage.ring, storage.ring.version
-        if version == self._version:
+        ring = storage.ring
+        if ring.is_at(self._version):
             return
         if storage.max_size > self.max_capacity:
             raise ConfigError(
                 f"max_capacity ({self.max_capacity}) is less than the storage's max_size "
                 f"({storage.max_size})"
             )
-        recent = ring.changes(self._version)
+        version, recent = ring.changes(self._version)
         if recent is None:
             recent = np.flatnonzero(ring.sequence != self._known[: len(ring.sequence)])
+        else:
+            recent = recent[ring.sequence[recent] != self._known[recent]]
         if len(recent):
             self._fresh(storage, recent)
         self._version = version
@@ -389,9 +407,9 @@ class PrioritizedSampler(Sampler):
         saved, most = saved_tensor(state, "priorities", torch.float64), state.get("max_priority")
         if len(saved) != self.max_capacity:
             raise ConfigError(f"{len(saved)} priorities for a capacity of {self.max_capacity}")
-        largest = float(saved.max()) if len(saved) else 0.0
-        if not isinstance(most, float) or not (saved >= 0).all() or max(most, largest) == math.inf:
+        if not isinstance(most, float) or not (saved >= 0).all() or not saved.sum() < math.inf:
             raise ConfigError(f"priorities are finite and not negative: {saved}, at most {most!r}")
+        self.raised(torch.tensor([most], dtype=torch.float64))
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
         """Put priorities back."""
