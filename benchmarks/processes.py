@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -94,26 +95,30 @@ def _await_end(pid: int) -> None:
     os.close(ended)
 
 
-def in_fresh_process(module: str, function: str, *arguments: Any) -> Any:
-    """Call a function in an interpreter of its own, with one thread.
+def in_fresh_process(
+    module: str, function: str, *arguments: Any, timeout_s: float | None = None
+) -> Any:
+    """Call a function in an interpreter of its own, with one thread, and return its result.
+
+    Threads and processes that one library leaves behind have made another one hang when it forked.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: it failed, or took longer than ``timeout_s``.
     """
-    program = ["-m", "benchmarks.processes", module, function, json.dumps(arguments)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["failed"])[-1]
-        raise RuntimeError(f"{' '.join(program)}: {last}")
-    return json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        program = ["-m", "benchmarks.processes", module, function, json.dumps(arguments)]
+        command = [sys.executable, "-W", "ignore", *program, str(result)]
+        with session(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+            try:
+                why = f"ended with code {process.wait(timeout_s)}"
+            except subprocess.TimeoutExpired:
+                why = f"took longer than {timeout_s} s"
+        if not result.exists():
+            raise RuntimeError(f"{' '.join(program)} {why}")
+        return json.loads(result.read_text())
 
 
 if __name__ == "__main__":
     called = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
-    print(json.dumps(called(*json.loads(sys.argv[3]))))
+    Path(sys.argv[4]).write_text(json.dumps(called(*json.loads(sys.argv[3]))))
