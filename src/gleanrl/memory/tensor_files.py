@@ -276,19 +276,6 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def take_room(fd: int, start: int, nbytes: int) -> None:
-    """Take blocks of the disk for a part of a file, which grows to hold it.
-
-    Without them, writing to a mapping of the file ends the process (``SIGBUS``) when the disk is
-    full.
-
-    Raises:
-        OSError: the disk, a quota or a limit does not allow that much.
-    """
-    if nbytes > 0:
-        os.posix_fallocate(fd, start, nbytes)
-
-
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
     try:

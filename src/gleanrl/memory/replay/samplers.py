@@ -92,7 +92,6 @@ class RandomSampler(Sampler):
     """Every complete row with the same probability, with replacement."""
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
-        """Choose uniformly."""
         ring = storage.ring
         top = ring.top
         if top == 0:
@@ -125,7 +124,6 @@ class SamplerWithoutReplacement(Sampler):
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new epoch with the next draw."""
         self._order = torch.empty(self._SHAPE, dtype=torch.int64)
         """What the epoch holds, along the last dimension."""
         self._numbers = torch.empty(0, dtype=torch.int64)
@@ -205,7 +203,6 @@ class SamplerWithoutReplacement(Sampler):
             raise ConfigError(f"an epoch over other places than those of {frames} frames: {order}")
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
-        """Continue the epoch."""
         numbers = storage.ring.sequence_tensor[: storage.ring.slots]
         # No row ever has the number 1: those that are not complete are none of the epoch's.
         self._order, self._numbers, self._next = state["order"], numbers.where(numbers > 0, 1), 0
@@ -301,7 +298,6 @@ class PrioritizedSampler(Sampler):
         return self._max
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
-        """Choose by priority."""
         self._follow(storage)
 
         def propose(number: int) -> torch.Tensor:
@@ -412,9 +408,8 @@ class PrioritizedSampler(Sampler):
         self.raised(torch.tensor([most], dtype=torch.float64))
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
-        """Put priorities back."""
         self._follow(storage)
-        self._tree.fill(state["priorities"])
+        self._tree.set(torch.arange(self.max_capacity), state["priorities"])
         self._max = state["max_priority"]
 
 
@@ -463,10 +458,6 @@ class SumTree:
         self._top.index_copy_(0, index, values)
         if not self._rows:
             self._least.copy_(torch.where(self._top > 0, self._top, torch.inf))
-
-    def fill(self, values: torch.Tensor) -> None:
-        """Replace all numbers."""
-        self.set(torch.arange(self.size), values)
 
     def draw(self, count: int, generator: torch.Generator | None = None) -> torch.Tensor | None:
         """Draw ``count`` places, each in proportion to its number; ``None`` if all are zero."""
