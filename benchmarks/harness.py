@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -28,73 +28,64 @@ SETTLE = 0.3
 class System:
     """Something that fills batches, built once per case and driven by `run_case`."""
 
-    def collect_batch(self) -> int:
-        """Collect one batch and return how many agent steps (or whatever counts) it holds."""
-        raise NotImplementedError
+    def __init__(
+        self,
+        collect: Callable[[], int],
+        fields: Callable[[], Fields] = dict,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Put it together from functions.
 
-    def fields(self) -> Fields:
-        """Return the last batch for comparison, if there is anything to compare. Not timed."""
-        return {}
+        Args:
+            collect: Collects one batch and returns how many agent steps (or whatever counts) it
+                holds.
+            fields: Returns the last batch for comparison, if there is anything to compare.
+            end: Releases environments and processes.
+        """
+        self.collect_batch, self.fields, self._end = collect, fields, end
+        self._pids: set[int] | None = None
 
-    @contextmanager
-    def turn(self) -> Iterator[Clock]:
-        """Surround a window of batches; gives the clock of the CPU time that they take."""
-        yield time.process_time
+    def then(self, do: Callable[[int], int]) -> Self:
+        """Have ``do(size)`` follow each batch; it returns what the batch counts for."""
+        collect = self.collect_batch
+        self.collect_batch = lambda: do(collect())
+        return self
 
-    def close(self) -> None:
-        """Release environments and processes."""
+    def sleep(self, pids: set[int]) -> None:
+        """Stop the processes that building it started while other systems have their turn.
 
-
-class Around(System):
-    """A system that does what another one does, and more."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def collect_batch(self) -> int:
-        return int(self.inner.collect_batch())
-
-    def fields(self) -> Fields:
-        found: Fields = self.inner.fields()
-        return found
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-class Group(Around):
-    """A system together with the processes that building it started.
-
-    They sleep (SIGSTOP) while other systems have their turn: some peers go on working or spinning
-    when nobody asks them to.
-    """
-
-    def __init__(self, build: Build) -> None:
-        before = workers()
-        super().__init__(build())
-        self._pids = workers() - before
+        Some peers go on working or spinning when nobody asks them to.
+        """
+        self._pids = pids
         self._signal(signal.SIGSTOP)
 
     @contextmanager
     def turn(self) -> Iterator[Clock]:
-        """Wake the processes and let them settle; put them to sleep afterwards."""
+        """Surround a window of batches; gives the clock of the CPU time that they take.
+
+        Processes that sleep are woken, and settle first.
+        """
+        if (pids := self._pids) is None:
+            yield time.process_time
+            return
         self._signal(signal.SIGCONT)
         try:
             end = time.perf_counter() + SETTLE
             while time.perf_counter() < end:
                 self.collect_batch()
-            yield lambda: time.process_time() + cpu_seconds(self._pids)
+            yield lambda: time.process_time() + cpu_seconds(pids)
         finally:
             self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
-        for pid in self._pids:
+        for pid in self._pids or ():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def close(self) -> None:
+        """Release what it holds."""
         self._signal(signal.SIGCONT)
-        super().close()
+        self._end()
 
 
 class Skip(Exception):
@@ -126,7 +117,7 @@ class Case:
     check: Callable[[Mapping[str, System]], list[str]] | None = None
     """Compares the first batches of all systems; lines that start with `WRONG` are errors."""
     stopped: bool = False
-    """Whether processes of systems that do not have their turn are stopped (`Group`)."""
+    """Whether processes of systems that do not have their turn are stopped."""
 
 
 def run_case(
@@ -172,7 +163,10 @@ def _build(case: Case) -> tuple[dict[str, System], dict[str, str]]:
     skipped: dict[str, str] = {}
     for name, build in builders.items():
         try:
-            systems[name] = Group(build) if case.stopped else build()
+            before = workers() if case.stopped else set()
+            systems[name] = build()
+            if case.stopped:
+                systems[name].sleep(workers() - before)
         except (Skip, ImportError) as err:
             skipped[name] = str(err) or type(err).__name__
         except Exception as err:

@@ -41,15 +41,7 @@ class IndependentNormal(Independent):  # type: ignore[type-arg]
 
 def categorical_policy(net: nn.Module) -> ProbabilisticTensorDictSequential:
     """Return the TensorDict policy over two or more discrete actions."""
-    return ProbabilisticTensorDictSequential(
-        TensorDictModule(net, in_keys=["observation"], out_keys=["logits"]),
-        ProbabilisticTensorDictModule(
-            in_keys=["logits"],
-            out_keys=["action"],
-            distribution_class=Categorical,
-            return_log_prob=True,
-        ),
-    )
+    return _policy(net, ["logits"], Categorical)
 
 
 def normal_module(net: nn.Module) -> nn.Sequential:
@@ -59,10 +51,16 @@ def normal_module(net: nn.Module) -> nn.Sequential:
 
 def normal_policy(module: nn.Module, distribution: type[Any]) -> ProbabilisticTensorDictSequential:
     """Return the TensorDict policy over continuous actions; ``module`` gives ``loc, scale``."""
+    return _policy(module, ["loc", "scale"], distribution)
+
+
+def _policy(
+    module: nn.Module, keys: list[str], distribution: type[Any]
+) -> ProbabilisticTensorDictSequential:
     return ProbabilisticTensorDictSequential(
-        TensorDictModule(module, in_keys=["observation"], out_keys=["loc", "scale"]),
+        TensorDictModule(module, in_keys=["observation"], out_keys=keys),
         ProbabilisticTensorDictModule(
-            in_keys=["loc", "scale"],
+            in_keys=keys,
             out_keys=["action"],
             distribution_class=distribution,
             return_log_prob=True,
@@ -78,3 +76,8 @@ def distribution(kind: str) -> type[Any]:
 
     found: type[Any] = {"normal": modules.IndependentNormal, "tanh": modules.TanhNormal}[kind]
     return found
+
+
+NET = mlp(4, 2)
+"""For CartPole."""
+POLICY = categorical_policy(NET)

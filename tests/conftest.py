@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from multiprocessing import resource_tracker
 
 import pytest
 import warm
@@ -37,6 +38,7 @@ def pytest_configure(config):
 
 
 def _start_warm(patch):
+    resource_tracker.ensure_running()  # a plain one, which outlives the door
     patch.setattr(sys, "executable", str(warm.START))
     patch.setattr("multiprocessing.spawn._python_exe", os.fsencode(warm.START))
     patch.setenv("PATH", str(warm.FOLDER), prepend=os.pathsep)
@@ -73,6 +75,25 @@ def python():
     with pytest.MonkeyPatch.context() as patch:
         _start_warm(patch)
         yield str(warm.START)
+
+
+@pytest.fixture(scope="module")
+def _warm_workers(python):
+    """Have the zygote up: it stays for the life of the process."""
+    import rig
+
+    from gleanrl import MultiSyncCollector
+
+    MultiSyncCollector([rig.counting()], frames_per_batch=4).shutdown()
+
+
+@pytest.fixture
+def tidy_workers(_warm_workers):
+    """Nothing that worker processes used is left behind by a test."""
+    import rig
+
+    with rig.nothing_left_behind():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ PUBLIC = Path(__file__).with_name("torchrl_public_tests.txt")
 PLACES = ("test/test_collectors.py", "test/collectors/test_collectors.py", "test_collectors.py")
 _GRACE_S = 30.0
 _POLL_S = 0.2
-_STARTUP_S = 180.0
+_STARTUP_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,12 @@ class Run:
         outcomes: dict[str, Outcome] = {}
         left = names
         while left:
-            outcomes |= self._once(left)
-            if left == (left := [name for name in left if name not in outcomes]):
-                raise SystemExit("the process that runs the tests ends before the first of them")
+            found = self._once(left)
+            if not found:
+                why = "the process that runs the tests ended before it"
+                found = {left[0]: Outcome(left[0], "crashed", why)}
+            outcomes |= found
+            left = [name for name in left if name not in outcomes]
             if left:
                 print(f"  … {len(outcomes)} of {len(names)} done", file=sys.stderr, flush=True)
         return outcomes

@@ -41,24 +41,23 @@ def all_cases() -> list[Case]:
     ]
 
 
-class Calls(System):
-    """Calls a function; one counts as one."""
-
-    def __init__(self, prepare: Prepare) -> None:
-        self._call = prepare()
-
-    def collect_batch(self) -> int:
-        self._call()
-        return 1
-
-
 def calls(name: str, ours: Prepare, **others: Prepare) -> Case:
     """Return a case of calls; ``others`` are the references by name."""
+
+    def timed(prepare: Prepare) -> System:
+        call = prepare()
+
+        def collect() -> int:
+            call()
+            return 1
+
+        return System(collect)
+
     references = [
-        Reference(other.replace("_", " "), partial(Calls, prepare))
+        Reference(other.replace("_", " "), partial(timed, prepare))
         for other, prepare in others.items()
     ]
-    return Case(name, name, partial(Calls, ours), references)
+    return Case(name, name, partial(timed, ours), references)
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -166,41 +165,41 @@ def workers(**options: Any) -> MultiAsyncCollector:
     return MultiAsyncCollector("CartPole-v1", policy, **options)
 
 
-class Background(System):
-    """A started collector, and a learner that samples."""
+def sampled(pace: float | None) -> System:
+    """Return a started collector, and a learner that samples.
 
-    def __init__(self, pace: float | None) -> None:
-        """Sample every ``pace`` seconds: 0 for without a pause, ``None`` for never."""
-        self._pace, self._due = pace, 0.0
-        self._buffer = ReplayBuffer(storage=LazyTensorStorage(ROWS), shared=True)
-        self._collector = workers(replay_buffer=self._buffer)
-        self._collector.start()
-        while self._buffer.write_count < 20_000:
-            time.sleep(0.01)
+    ``pace`` is in seconds between samples: 0 for without a pause, ``None`` for never.
+    """
+    buffer = ReplayBuffer(storage=LazyTensorStorage(ROWS), shared=True)
+    collector = workers(replay_buffer=buffer)
+    collector.start()
+    while buffer.write_count < 20_000:
+        time.sleep(0.01)
+    due = 0.0
 
-    def collect_batch(self) -> int:
-        before, start = self._buffer.write_count, time.perf_counter()
+    def collect() -> int:
+        nonlocal due
+        before, start = buffer.write_count, time.perf_counter()
         end = start + SLICE_S
-        if self._pace is None:
+        if pace is None:
             time.sleep(SLICE_S)
-        self._due = max(self._due, start)
-        while self._pace is not None and (now := time.perf_counter()) < end:
-            if self._pace and now < self._due:
-                time.sleep(min(self._due, end) - now)
+        due = max(due, start)
+        while pace is not None and (now := time.perf_counter()) < end:
+            if pace and now < due:
+                time.sleep(min(due, end) - now)
                 continue
-            self._due += self._pace
-            self._buffer.sample(BATCH)
-        return int(self._buffer.write_count - before)
+            due += pace
+            buffer.sample(BATCH)
+        return int(buffer.write_count - before)
 
-    def close(self) -> None:
-        self._collector.shutdown()
+    return System(collect, end=collector.shutdown)
 
 
 def background(name: str, title: str, pace: float | None) -> Case:
     return Case(
         f"buffer-{name}",
         f"CartPole-v1 x16 in each of 2 workers into a buffer, {title}",
-        lambda: Background(pace),
+        lambda: sampled(pace),
         [Reference("batches", lambda: Batches(workers()), 0.9)],
         stopped=True,
     )

@@ -19,9 +19,9 @@ from torch.distributions import Categorical
 from benchmarks import envs, policies
 from benchmarks.harness import Case, Reference, System
 from benchmarks.systems import training
-from benchmarks.systems.ours import inline
-from benchmarks.systems.peers import SB3, CleanRL, torchrl, torchrl_serial
-from benchmarks.systems.training import PPO, Trained
+from benchmarks.systems.ours import Batches, inline
+from benchmarks.systems.peers import SB3, cleanrl, torchrl, torchrl_serial
+from benchmarks.systems.training import PPO
 
 ENVS, STEPS = 16, 128
 DQN_ENVS, DQN_STEPS = 8, 8
@@ -68,36 +68,29 @@ def ppo(
     """
     factories = envs.seeded(build, ENVS)
 
-    def trained(make: Callable[[Any], System], read: Callable[[Any], Any]) -> System:
+    def ppo_on(make: Callable[[Any], System]) -> System:
         net = actor()
-        update = PPO(net, inputs, of, epochs, minibatches)
-        return Trained(make(net), lambda source: update(read(source)))
+        return training.trained(make(net), PPO(net, inputs, of, epochs, minibatches))
 
-    def theirs(kind: type[SB3]) -> SB3:
+    def theirs() -> SB3:
         net = policies.mlp(inputs, sb3_outputs)
         batch = ENVS * STEPS // minibatches
         made = envs.seeded(sb3_build, ENVS)
-        return kind(made, net, STEPS, n_epochs=epochs, batch_size=batch, **SB3_SIZE)
+        return SB3(made, net, STEPS, n_epochs=epochs, batch_size=batch, **SB3_SIZE)
+
+    def peer() -> System:
+        return ppo_on(lambda net: torchrl(torchrl_serial(factories), policy(net), frames))
 
     frames = ENVS * STEPS
     return Case(
         name,
         f"{title}, {epochs} epochs of {minibatches} minibatches",
-        lambda: trained(lambda net: inline(factories, policy(net), frames), training.of_batches),
+        lambda: ppo_on(lambda net: inline(factories, policy(net), frames)),
         [
-            Reference(
-                "CleanRL loop",
-                lambda: trained(lambda n: CleanRL(factories, n, STEPS, of), training.of_cleanrl),
-            ),
-            Reference("SB3", lambda: theirs(training.SB3Training)),
-            Reference("SB3's rollouts", lambda: trained(lambda _: theirs(SB3), training.of_sb3)),
-            Reference(
-                "TorchRL Collector",
-                lambda: trained(
-                    lambda net: torchrl(torchrl_serial(factories), policy(net), frames),
-                    training.of_batches,
-                ),
-            ),
+            Reference("CleanRL loop", lambda: ppo_on(lambda n: cleanrl(factories, n, STEPS, of))),
+            Reference("SB3", lambda: training.sb3_training(theirs())),
+            Reference("SB3's rollouts", lambda: ppo_on(lambda _: theirs())),
+            Reference("TorchRL Collector", peer),
         ],
     )
 
@@ -114,34 +107,34 @@ def pong() -> Case:
     def policy(net: training.Nature) -> TensorDictModule:
         return TensorDictModule(training.Greedy(net), ["observation"], ["action"])
 
-    def ours() -> System:
-        from gleanrl import LazyTensorStorage, ReplayBuffer
-
+    def over(library: Any, collect: Callable[[Any], Batches]) -> System:
         net = training.Nature(6)
-        buffer = ReplayBuffer(storage=LazyTensorStorage(training.ROWS), batch_size=training.SAMPLE)
-        batches = inline(factories, policy(net), frames)
-        return training.Replayed(batches, buffer, training.DQN(net, frames))
+        storage = library.LazyTensorStorage(training.ROWS)
+        buffer = library.ReplayBuffer(storage=storage, batch_size=training.SAMPLE)
+        return training.replayed(collect(policy(net)), buffer, training.DQN(net, frames))
+
+    def ours() -> System:
+        import gleanrl
+
+        return over(gleanrl, lambda act: inline(factories, act, frames))
 
     def theirs() -> System:
-        from torchrl.data import LazyTensorStorage, ReplayBuffer
+        from torchrl import data
 
-        net = training.Nature(6)
-        buffer = ReplayBuffer(storage=LazyTensorStorage(training.ROWS), batch_size=training.SAMPLE)
-        batches = torchrl(torchrl_serial(factories), policy(net), frames)
-        return training.Replayed(batches, buffer, training.DQN(net, frames))
+        return over(data, lambda act: torchrl(torchrl_serial(factories), act, frames))
 
-    def cleanrl() -> System:
+    def single_file() -> System:
         net = training.Nature(6)
         act, update = training.Greedy(net), training.DQN(net, frames)
-        return training.CleanRLReplay(factories, act, steps, update)
+        return training.cleanrl_replay(factories, act, steps, update)
 
     return Case(
         "train-pong-dqn",
         "ALE/Pong-v5 x8, DQN, a minibatch of 32 per 4 frames",
         ours,
         [
-            Reference("CleanRL loop", cleanrl),
-            Reference("SB3", lambda: training.SB3Replay(factories, steps)),
+            Reference("CleanRL loop", single_file),
+            Reference("SB3", lambda: training.sb3_replay(factories, steps)),
             Reference("TorchRL Collector", theirs),
         ],
     )

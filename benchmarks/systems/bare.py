@@ -5,10 +5,11 @@ Everything here delivers as many bytes as a collector does, and nothing else.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -21,56 +22,62 @@ from torch import distributed as dist
 from benchmarks.envs import stamped
 from benchmarks.harness import System
 
-# -- processes of our own --------------------------------------------------------------------------
+BUFFERS = 3
+"""Rollouts that a copier fills in turn, so that caches help it no more than a collector."""
 
 
-class Forked(System):
-    """Processes that do something again and again, and only say that it is done.
+def forked(
+    collect: Callable[[], int], target: Callable[..., None], *arguments: Sequence[Any]
+) -> System:
+    """Return a system with a process that runs ``target`` for each of ``arguments``."""
+    context: Any = multiprocessing.get_context("fork")
+    processes = [context.Process(target=target, args=each, daemon=True) for each in arguments]
+    for process in processes:
+        process.start()
 
-    Each is asked ``ahead`` times before the first answer is taken, so that none waits for us.
+    def end() -> None:
+        for process in processes:
+            process.kill()
+            process.join()
+
+    return System(collect, end=end)
+
+
+def answers(builds: Sequence[Callable[[], Callable[[], Any]]], size: int) -> System:
+    """Return processes that do something again and again, and only say that it is done.
+
+    Each is asked twice before the first answer is taken, so that none waits for us.
+
+    Args:
+        builds: Called in a process each; what it returns is called once per request.
+        size: What one answer counts for.
     """
+    pipes, theirs = zip(*(multiprocessing.Pipe() for _ in builds), strict=True)
+    waiting: list[Any] = list(pipes)
+    for pipe in waiting * 2:
+        pipe.send_bytes(b"go")
 
-    def __init__(
-        self, builds: Sequence[Callable[[], Callable[[], Any]]], size: int, ahead: int = 2
-    ) -> None:
-        """Start a process per build; what it returns is called once per request.
-
-        Args:
-            builds: Called in the processes.
-            size: What one answer counts for.
-            ahead: Requests under way; none for a message and its answer.
-        """
-        context = multiprocessing.get_context("fork")
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        self._size, self._ahead = size, ahead
-        for build in builds:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_answer, args=(theirs, build), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-            for _ in range(ahead):
-                ours.send_bytes(b"go")
-
-    def collect_batch(self) -> int:
-        """Return the size of an answer, of whoever is ready first."""
-        if not self._ahead:
-            self._pipes[0].send_bytes(b"go")
-            self._pipes[0].recv_bytes()
-            return self._size
-        pipe: Any = wait(self._pipes)[0]
+    def collect() -> int:
+        pipe = wait(waiting)[0]
         pipe.recv_bytes()
         pipe.send_bytes(b"go")
         # Another first the next time.
-        self._pipes.append(self._pipes.pop(self._pipes.index(pipe)))
-        return self._size
+        waiting.append(waiting.pop(waiting.index(pipe)))
+        return size
 
-    def close(self) -> None:
-        _end(self._processes)
-        for pipe in self._pipes:
-            pipe.close()
+    return forked(collect, _answer, *zip(theirs, builds, strict=True))
+
+
+def ping_pong() -> System:
+    """Return a message to a process and its answer: the least that a batch of one frame needs."""
+    ours, theirs = multiprocessing.Pipe()
+
+    def collect() -> int:
+        ours.send_bytes(b"go")
+        ours.recv_bytes()
+        return 1
+
+    return forked(collect, _answer, (theirs, lambda: lambda: None))
 
 
 def _answer(pipe: Connection, build: Callable[[], Callable[[], Any]]) -> None:
@@ -82,87 +89,48 @@ def _answer(pipe: Connection, build: Callable[[], Callable[[], Any]]) -> None:
             pipe.send_bytes(b"done")
 
 
-def _end(processes: Iterable[Any]) -> None:
-    """Kill processes of `multiprocessing` and wait for them."""
-    for process in processes:
-        process.kill()
-        process.join()
+def copies(size: int, steps: int) -> System:
+    """Return what fills the memory of one rollout after the other with ``numpy.copyto``.
 
+    It copies ``steps`` arrays of ``size`` bytes row by row, and counts bytes.
+    """
+    copy, seen = np.copyto, np.ones(size, np.uint8)
+    memory = np.ones((BUFFERS, 2, steps, size), np.uint8)
+    rollouts = itertools.cycle([[list(rows) for rows in rollout] for rollout in memory])
 
-def ping_pong() -> Forked:
-    """A message to another process and its answer: the least that a batch of one frame needs."""
-    return Forked([lambda: lambda: None], 1, ahead=0)
-
-
-# -- copies ----------------------------------------------------------------------------------------
-
-BUFFERS = 3
-"""Rollouts that a copier fills in turn, so that caches help it no more than a collector."""
-
-
-class Copies(System):
-    """Fills the memory of one rollout after the other with ``numpy.copyto``, row by row."""
-
-    def __init__(self, size: int, steps: int) -> None:
-        """Copy ``steps`` arrays of ``size`` bytes."""
-        self._seen = np.ones(size, np.uint8)
-        memory = np.ones((BUFFERS, 2, steps, size), np.uint8)
-        self._rollouts = [[list(rows) for rows in rollout] for rollout in memory]
-        self._bytes = memory[0].nbytes
-        self._turn = 0
-
-    def collect_batch(self) -> int:
-        """Return the number of bytes."""
-        copy, seen = np.copyto, self._seen
-        roots, nexts = self._rollouts[self._turn]
-        self._turn = (self._turn + 1) % BUFFERS
-        for root, successor in zip(roots, nexts, strict=True):
+    def collect() -> int:
+        for root, successor in zip(*next(rollouts), strict=True):
             copy(root, seen)
             copy(successor, seen)
-        return self._bytes
+        return memory[0].nbytes
+
+    return System(collect)
 
 
-# -- torch.distributed -----------------------------------------------------------------------------
+def received(work: Callable[[int], None], *buffers: torch.Tensor) -> System:
+    """Return two processes that send tensors over a gloo group; this one takes turns.
 
+    They run ``work(rank)``; one turn fills all ``buffers``, whose bytes count.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    ranks, size = itertools.cycle((1, 2)), sum(buffer.nbytes for buffer in buffers)
 
-class Received(System):
-    """Two processes send tensors over a gloo group again and again; this one takes turns."""
+    def collect() -> int:
+        rank = next(ranks)
+        for buffer in buffers:
+            dist.recv(buffer, rank)
+        return size
 
-    def __init__(self, work: Callable[[int], None], *buffers: torch.Tensor) -> None:
-        """Start the processes, which run ``work(rank)``; one turn fills all ``buffers``."""
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = int(probe.getsockname()[1])
-        context = multiprocessing.get_context("fork")
-        self._processes: list[Any] = [
-            context.Process(target=_member, args=(rank, port, work), daemon=True) for rank in (1, 2)
-        ]
-        for process in self._processes:
-            process.start()
-        _join(0, port)
-        self._buffers, self._bytes = buffers, sum(buffer.nbytes for buffer in buffers)
-        self._turn = 0
-
-    def collect_batch(self) -> int:
-        """Return the number of bytes."""
-        self._turn = 1 - self._turn
-        for buffer in self._buffers:
-            dist.recv(buffer, 1 + self._turn)
-        return self._bytes
-
-    def close(self) -> None:
-        _end(self._processes)
-        dist.destroy_process_group()
+    made = forked(collect, _member, (1, port, work), (2, port, work))
+    _join(0, port)
+    return made
 
 
 def _join(rank: int, port: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=3,
-        timeout=timedelta(seconds=60),
-    )
+    where, timeout = f"tcp://127.0.0.1:{port}", timedelta(seconds=60)
+    dist.init_process_group("gloo", where, timeout, world_size=3, rank=rank)
 
 
 def _member(rank: int, port: int, work: Callable[[int], None]) -> None:
@@ -171,18 +139,18 @@ def _member(rank: int, port: int, work: Callable[[int], None]) -> None:
     work(rank)
 
 
-def sends(size: int) -> Received:
+def sends(size: int) -> System:
     """Return a system whose processes send the same ``size`` bytes again and again."""
 
-    def work(rank: int) -> None:
+    def work(_: int) -> None:
         buffer = torch.ones(size, dtype=torch.uint8)
         while True:
             dist.send(buffer, 0)
 
-    return Received(work, torch.zeros(size, dtype=torch.uint8))
+    return received(work, torch.zeros(size, dtype=torch.uint8))
 
 
-def collected(size: int, steps: int) -> Received:
+def collected(size: int, steps: int) -> System:
     """Return a system whose processes collect what they send: the least that nodes have to do."""
 
     def work(rank: int) -> None:
@@ -193,4 +161,4 @@ def collected(size: int, steps: int) -> Received:
             dist.send(batch["observation"], 0)
             dist.send(batch["next", "observation"], 0)
 
-    return Received(work, *torch.zeros(2, steps, size, dtype=torch.uint8))
+    return received(work, *torch.zeros(2, steps, size, dtype=torch.uint8))

@@ -1,6 +1,6 @@
 """Hand-written loops: what ours is measured against. Bare modules, no TensorDict, no checks.
 
-`HandLoop` steps single Gymnasium environments, `PoolLoop` a vectorised one whose automatic reset
+`hand_loop` steps single Gymnasium environments, `pool_loop` a vectorised one whose automatic reset
 costs a step. Actors choose actions. Scores are computed once per batch from what was stored: a
 log-softmax and a gather per row would cost five times as much, and whoever writes the tightest loop
 moves them out of it.
@@ -8,6 +8,7 @@ moves them out of it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,11 +27,13 @@ _FLAGS = ("done", "terminated", "truncated")
 class Actor:
     """Chooses the actions of ``P`` environments and keeps what a policy delivers."""
 
-    outputs: dict[str, torch.Tensor]
-    """``[T, P, ...]`` by dotted name, valid after `finish`."""
     _observations: Sequence[torch.Tensor] = ()
     _seen: list[Any]
     """What the network returned, row by row."""
+
+    def __init__(self, **outputs: torch.Tensor) -> None:
+        """Keep memory for ``outputs``, ``[T, P, ...]``, valid after `finish`."""
+        self.outputs = outputs
 
     def begin(self, observations: Sequence[torch.Tensor]) -> None:
         """Start a batch on these ``T`` rows ``[P, ...]``."""
@@ -51,7 +54,7 @@ class RandomActor(Actor):
         """Draw from ``range(actions)``; hand out lists, or numpy rows of dtype ``arrays``."""
         self._high, self._arrays = actions, arrays
         self._action = torch.zeros(steps, envs, dtype=torch.int64)
-        self.outputs = {"action": self._action}
+        super().__init__(action=self._action)
         self._rows: Any = []
 
     def begin(self, observations: Sequence[torch.Tensor]) -> None:
@@ -73,14 +76,12 @@ class CategoricalActor(Actor):
     ) -> None:
         """Hand out lists, or numpy rows of dtype ``arrays``."""
         self._net, self._arrays = net, arrays
-        self._action = torch.zeros(steps, envs, dtype=torch.int64)
-        self._log_prob = torch.zeros(steps, envs)
-        self._logits = torch.zeros(steps, envs, actions)
-        self.outputs = {
-            "action": self._action,
-            "action_log_prob": self._log_prob,
-            "logits": self._logits,
-        }
+        super().__init__(
+            action=torch.zeros(steps, envs, dtype=torch.int64),
+            action_log_prob=torch.zeros(steps, envs),
+            logits=torch.zeros(steps, envs, actions),
+        )
+        self._action, self._log_prob, self._logits = self.outputs.values()
         self._columns = self._action.unsqueeze(-1).unbind()
         self._flat = self._action.unbind()
         self._numpy = list(self._action.numpy())
@@ -137,16 +138,13 @@ class NormalActor(Actor):
     ) -> None:
         """``net`` returns ``(loc, scale)``, each ``[P, size]``."""
         self._net, self._squash = net, squash
-        self._action = torch.zeros(steps, envs, size)
+        names = "action", "loc", "scale"
+        super().__init__(
+            action_log_prob=torch.zeros(steps, envs),
+            **{name: torch.zeros(steps, envs, size) for name in names},
+        )
+        self._log_prob, self._action, self._loc, self._scale = self.outputs.values()
         self._raw = torch.zeros(steps, envs, size) if squash else self._action
-        self._log_prob = torch.zeros(steps, envs)
-        self._loc, self._scale = torch.zeros(steps, envs, size), torch.zeros(steps, envs, size)
-        self.outputs = {
-            "action": self._action,
-            "action_log_prob": self._log_prob,
-            "loc": self._loc,
-            "scale": self._scale,
-        }
         self._raw_rows, self._rows = self._raw.unbind(), self._action.unbind()
         self._numpy = [list(row) for row in self._action.numpy()]
 
@@ -168,36 +166,28 @@ class NormalActor(Actor):
         torch.sum(scores, -1, out=self._log_prob)
 
 
-class RawSteps(System):
-    """``env.step`` and ``env.reset`` alone: actions were drawn before, nothing is stored."""
+def raw_steps(factories: Sequence[EnvFactory], steps: int) -> System:
+    """Return ``env.step`` and ``env.reset`` alone: actions were drawn before, nothing is stored."""
+    envs: list[Any] = [factory() for factory in factories]
+    for env in envs:
+        env.reset()
+    shape = (8, steps, len(envs))
+    drawn = np.random.default_rng(0).integers(envs[0].action_space.n, size=shape)
+    plans = itertools.cycle(drawn.tolist())
+    pairs = [(env, env.step) for env in envs]
 
-    def __init__(self, factories: Sequence[EnvFactory], steps: int) -> None:
-        self._envs = [factory() for factory in factories]
-        for env in self._envs:
-            env.reset()
-        self._frames = steps * len(self._envs)
-        shape = (8, steps, len(self._envs))
-        high = self._envs[0].action_space.n  # type: ignore[attr-defined]
-        self._plans = np.random.default_rng(0).integers(high, size=shape).tolist()
-        self._batch = 0
-
-    def collect_batch(self) -> int:
-        plan = self._plans[self._batch % len(self._plans)]
-        self._batch += 1
-        pairs = [(env, env.step) for env in self._envs]
-        for actions in plan:
+    def collect() -> int:
+        for actions in next(plans):
             for (env, step), action in zip(pairs, actions, strict=True):
                 _, _, terminated, truncated, _ = step(action)
                 if terminated or truncated:
                     env.reset()
-        return self._frames
+        return steps * len(envs)
 
-    def close(self) -> None:
-        for env in self._envs:
-            env.close()
+    return System(collect)
 
 
-class _Loop(System):
+class _Memory:
     """Memory of a loop, ``[T, P, ...]``, which is used again for every batch.
 
     Observations are written once per step into ``T + 1`` rows; ``next.observation`` is those rows
@@ -206,127 +196,106 @@ class _Loop(System):
 
     def __init__(self, first: Any, steps: int, actor: Actor) -> None:
         """Begin with the observations ``first``, ``[P, ...]``."""
-        self._steps, self._actor, count = steps, actor, len(first)
-        self._rows = np.zeros((steps + 1, *first.shape), first.dtype)
-        self._rows[steps] = first
-        self._single = list(self._rows)
-        self._tensor_rows = torch.from_numpy(self._rows).unbind()
-        self._next = np.zeros_like(self._rows[1:])
-        self._reward = np.zeros((steps, count), np.float32)
-        self._flags = np.zeros((3, steps, count), bool)
-        self._traj = np.zeros((steps, count), np.int64)
+        self._actor, shape = actor, (steps, len(first))
+        self.rows = np.zeros((steps + 1, *first.shape), first.dtype)
+        self.rows[steps] = first
+        self.tensors = torch.from_numpy(self.rows).unbind()
+        self.next = np.zeros_like(self.rows[1:])
+        self.reward = np.zeros(shape, np.float32)
+        self.flags = np.zeros((3, *shape), bool)
+        self.traj = np.zeros(shape, np.int64)
+        self.mask: Any = None
+        """Which rows are transitions, ``[T + 1, P]``, if not all are."""
 
     def fields(self) -> Fields:
         flat = {
             **{name: value.numpy() for name, value in self._actor.outputs.items()},
-            "observation": self._rows[:-1],
-            "next.observation": self._next,
-            "next.reward": self._reward,
-            **{f"next.{name}": flag for name, flag in zip(_FLAGS, self._flags, strict=True)},
-            **dict.fromkeys(_FLAGS, np.zeros(self._reward.shape, bool)),
-            "collector.traj_ids": self._traj,
+            "observation": self.rows[:-1],
+            "next.observation": self.next,
+            "next.reward": self.reward,
+            **{f"next.{name}": flag for name, flag in zip(_FLAGS, self.flags, strict=True)},
+            **dict.fromkeys(_FLAGS, np.zeros(self.reward.shape, bool)),
+            "collector.traj_ids": self.traj,
+            **({} if self.mask is None else {"mask": self.mask[:-1]}),
         }
-        return {name: value.swapaxes(0, 1).copy() for name, value in flat.items()}
+        return {name: value.swapaxes(0, 1) for name, value in flat.items()}
 
 
-class HandLoop(_Loop):
-    """The tightest loop we can write that delivers the fields of a dense batch."""
+def hand_loop(factories: Sequence[EnvFactory], steps: int, actor: Actor) -> System:
+    """Return the tightest loop we can write that delivers the fields of a dense batch."""
+    envs = [factory() for factory in factories]
+    moves = [env.step for env in envs]
+    first = np.stack([env.reset()[0] for env in envs])
+    first = first.astype(np.float32) if first.dtype == np.float64 else first
+    memory = _Memory(first, steps, actor)
+    rows, traj, single = memory.rows, memory.traj, list(memory.rows)
+    # Rows with environment and first observation dimension merged, as `concatenate` wants them.
+    flat, concatenate = list(rows.reshape(steps + 1, -1, *first.shape[2:])), np.concatenate
+    ids = np.arange(len(envs))
+    finals: list[tuple[int, int, Any]] = []
 
-    def __init__(self, factories: Sequence[EnvFactory], steps: int, actor: Actor) -> None:
-        self._envs = [factory() for factory in factories]
-        self._moves = [env.step for env in self._envs]
-        first = np.stack([env.reset()[0] for env in self._envs])
-        first = first.astype(np.float32) if first.dtype == np.float64 else first
-        super().__init__(first, steps, actor)
-        # Rows with environment and first observation dimension merged, as `concatenate` wants them.
-        self._flat = list(self._rows.reshape(steps + 1, -1, *first.shape[2:]))
-        self._ids = np.arange(len(first))
-        self._finals: list[tuple[int, int, Any]] = []
-
-    def collect_batch(self) -> int:
-        act, moves, flat, concatenate = self._actor, self._moves, self._flat, np.concatenate
-        rewards: list[Any] = []
-        self._finals = []
-        self._rows[0] = self._rows[self._steps]
-        self._flags[...] = False
-        self._traj[...] = self._ids
-        with torch.no_grad():
-            act.begin(self._tensor_rows)
-            for t in range(self._steps):
-                results = [move(action) for move, action in zip(moves, act(t), strict=False)]
-                observed, reward, terminated, truncated, _ = zip(*results, strict=False)
-                concatenate(observed, out=flat[t + 1], casting="same_kind")
-                rewards.append(reward)
-                if True in terminated or True in truncated:
-                    self._end(t, terminated, truncated)
-            act.finish()
-        self._reward[...] = rewards
-        self._next[...] = self._rows[1:]
-        for t, env, final in self._finals:
-            self._next[t, env] = final
-        return self._reward.size
-
-    def _end(self, t: int, terminated: Sequence[bool], truncated: Sequence[bool]) -> None:
-        row = self._single[t + 1]
+    def end(t: int, terminated: Sequence[bool], truncated: Sequence[bool]) -> None:
+        row = single[t + 1]
         for env, (dead, late) in enumerate(zip(terminated, truncated, strict=True)):
             if not (dead or late):
                 continue
-            self._flags[:, t, env] = True, dead, late
-            self._finals.append((t, env, row[env].copy()))
-            row[env] = self._envs[env].reset()[0]
-            self._ids[env] += len(self._envs)
-            self._traj[t + 1 :, env] = self._ids[env]
+            memory.flags[:, t, env] = True, dead, late
+            finals.append((t, env, row[env].copy()))
+            row[env] = envs[env].reset()[0]
+            ids[env] += len(envs)
+            traj[t + 1 :, env] = ids[env]
 
-    def close(self) -> None:
-        for env in self._envs:
-            env.close()
+    @torch.no_grad()
+    def collect() -> int:
+        rewards: list[Any] = []
+        finals.clear()
+        rows[0] = rows[steps]
+        memory.flags[...] = False
+        traj[...] = ids
+        actor.begin(memory.tensors)
+        for t in range(steps):
+            results = [move(action) for move, action in zip(moves, actor(t), strict=False)]
+            observed, reward, terminated, truncated, _ = zip(*results, strict=False)
+            concatenate(observed, out=flat[t + 1], casting="same_kind")
+            rewards.append(reward)
+            if True in terminated or True in truncated:
+                end(t, terminated, truncated)
+        actor.finish()
+        memory.reward[...] = rewards
+        memory.next[...] = rows[1:]
+        for t, env, final in finals:
+            memory.next[t, env] = final
+        return memory.reward.size
+
+    return System(collect, memory.fields)
 
 
-class PoolLoop(_Loop):
-    """Steps the pool ``T`` times per batch and stores every row it returns.
+def pool_loop(pool: Any, steps: int, actor: Actor) -> System:
+    """Return what steps the pool ``T`` times per batch and stores every row it returns.
 
     The step after an end is no transition, only the reset: such rows are marked in ``mask`` and not
     counted. Ours delivers none of them; the bare loop leaves sorting them out to its user.
     """
+    memory = _Memory(pool.reset()[0], steps, actor)
+    rows, rewards, traj, step = list(memory.rows), memory.reward, memory.traj, pool.step
+    memory.mask = mask = np.ones((steps + 1, len(rows[0])), bool)
+    done, terminated, truncated = memory.flags
+    episodes, ids = np.zeros_like(traj[0]), np.arange(len(rows[0]))
 
-    def __init__(self, pool: Any, steps: int, actor: Actor) -> None:
-        self._pool = pool
-        super().__init__(pool.reset()[0], steps, actor)
-        count = self._reward.shape[1]
-        self._mask = np.ones((steps + 1, count), bool)
-        self._episodes = np.zeros(count, np.int64)
-
-    def collect_batch(self) -> int:
-        act, step = self._actor, self._pool.step
-        rows, rewards = self._single, self._reward
-        _, terminated, truncated = self._flags
-        self._rows[0] = self._rows[self._steps]
-        with torch.no_grad():
-            act.begin(self._tensor_rows)
-            for t in range(self._steps):
-                observed, reward, dead, late, _ = step(act(t))
-                rows[t + 1][...] = observed
-                rewards[t] = reward
-                terminated[t] = dead
-                truncated[t] = late
-            act.finish()
-        return self._finish()
-
-    def _finish(self) -> int:
-        self._next[...] = self._rows[1:]
-        done, terminated, truncated = self._flags
+    @torch.no_grad()
+    def collect() -> int:
+        rows[0][...] = rows[steps]
+        actor.begin(memory.tensors)
+        for t in range(steps):
+            rows[t + 1][...], rewards[t], terminated[t], truncated[t], _ = step(actor(t))
+        actor.finish()
+        memory.next[...] = memory.rows[1:]
         np.logical_or(terminated, truncated, out=done)
-        self._mask[0] = self._mask[self._steps]
-        np.logical_not(done, out=self._mask[1:])
-        resets = np.cumsum(~self._mask[:-1], 0)
-        np.add(resets, self._episodes, out=self._traj)
-        self._episodes = self._traj[-1].copy()
-        self._traj *= len(self._episodes)
-        self._traj += np.arange(len(self._episodes))
-        return int(np.count_nonzero(self._mask[:-1]))
+        mask[0] = mask[steps]
+        np.logical_not(done, out=mask[1:])
+        np.add(np.cumsum(~mask[:-1], 0), episodes, out=traj)
+        episodes[...] = traj[-1]
+        traj[...] = traj * len(ids) + ids
+        return int(np.count_nonzero(mask[:-1]))
 
-    def fields(self) -> Fields:
-        return {**super().fields(), "mask": self._mask[:-1].swapaxes(0, 1).copy()}
-
-    def close(self) -> None:
-        self._pool.close()
+    return System(collect, memory.fields, pool.close)

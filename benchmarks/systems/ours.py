@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Around, Fields, System
+from benchmarks.harness import Fields, System
 
 
 class Batches(System):
@@ -18,14 +18,15 @@ class Batches(System):
 
     def __init__(self, collector: Any) -> None:
         self.collector = collector
-        self._iterator = iter(collector)
         self.batch: Any = None
+        self._iterator = iter(collector)
+        super().__init__(self._next, self._fields, collector.shutdown)
 
-    def collect_batch(self) -> int:
+    def _next(self) -> int:
         self.batch = next(self._iterator)
         return int(self.batch.numel())
 
-    def fields(self) -> Fields:
+    def _fields(self) -> Fields:
         """Return rows of all workers below each other, ``[W * P, T, ...]``.
 
         Flags and rewards lose their last dimension, which is 1.
@@ -34,26 +35,9 @@ class Batches(System):
         batch = batch.unsqueeze(0) if batch.ndim == 1 else batch.flatten(0, -2)
         for key, value in batch.items(include_nested=True, leaves_only=True):
             name = key if isinstance(key, str) else ".".join(key)
-            array = value.detach().numpy()
-            if name.rsplit(".", 1)[-1] in ("reward", "done", "terminated", "truncated"):
-                array = array[..., 0]
-            found[name] = array.copy()
+            flag = name.rsplit(".", 1)[-1] in ("reward", "done", "terminated", "truncated")
+            found[name] = (value.squeeze(-1) if flag else value).detach().numpy()
         return found
-
-    def close(self) -> None:
-        self.batch = None
-        self.collector.shutdown()
-
-
-class Bytes(Around):
-    """Counts bytes of observations and successors instead of frames."""
-
-    def __init__(self, batches: Batches, size: int) -> None:
-        super().__init__(batches)
-        self._size = 2 * size
-
-    def collect_batch(self) -> int:
-        return self._size * super().collect_batch()
 
 
 def inline(env: Any, policy: Any, frames: int, **options: Any) -> Batches:
@@ -78,15 +62,11 @@ def over(
     """
     import gleanrl
 
+    name = {"nodes": "DistributedCollector", "ray": "RayCollector"}.get(where)
     options |= {"frames_per_batch": frames, "total_frames": -1}
-    make: Any
-    if where == "process":
-        make = gleanrl.MultiSyncCollector if kind == "sync" else gleanrl.MultiAsyncCollector
-        options["num_threads"] = 1
-    else:
-        names = {"nodes": "DistributedCollector", "ray": "RayCollector"}
-        make = getattr(gleanrl, names[where])
-        options |= {"sync": kind == "sync"} | ({} if where == "ray" else {"launcher": "mp"})
+    options |= {"sync": kind == "sync"} if name else {"num_threads": 1}
+    options |= {"launcher": "mp"} if where == "nodes" else {}
+    make = getattr(gleanrl, name or f"Multi{kind.capitalize()}Collector")
     return Batches(make(list(factories), policy, **options))
 
 

@@ -15,7 +15,7 @@ from torch.distributions import Categorical
 from benchmarks.envs import EnvFactory
 from benchmarks.harness import Fields, System
 from benchmarks.policies import HIDDEN
-from benchmarks.systems.hand import CategoricalActor, PoolLoop
+from benchmarks.systems.hand import CategoricalActor, pool_loop
 from benchmarks.systems.ours import Batches, quiet_worker
 
 TORCHRL_SHORTCUTS: Mapping[str, Any] = {
@@ -78,76 +78,67 @@ def _categorical(logits: torch.Tensor) -> Categorical:
     return Categorical(logits=logits)
 
 
-class CleanRL(System):
-    """A rollout phase as single-file PPO scripts write it, over Gymnasium's ``SyncVectorEnv``.
+def cleanrl(
+    factories: Sequence[EnvFactory],
+    net: nn.Module,
+    steps: int,
+    distribution: DistributionOf = _categorical,
+) -> System:
+    """Return a rollout phase as single-file PPO scripts write it, over ``SyncVectorEnv``.
 
-    Stores what such scripts store: no ``next`` observations, no trajectory ids, one flag. The
+    It stores what such scripts store: no ``next`` observations, no trajectory ids, one flag. The
     critic is left out, so that everybody runs the same network.
     """
+    envs = sync_vector_env(factories)
+    count = envs.num_envs
+    space: Any = envs.single_observation_space
+    action_space: Any = envs.single_action_space
+    obs = torch.zeros((steps, count, *space.shape))
+    actions = torch.zeros((steps, count, *action_space.shape))
+    logprobs, rewards, dones = torch.zeros((3, steps, count)).unbind()
+    next_obs, next_done = torch.Tensor(envs.reset()[0]), torch.zeros(count)
 
-    def __init__(
-        self,
-        factories: Sequence[EnvFactory],
-        net: nn.Module,
-        steps: int,
-        distribution: DistributionOf = _categorical,
-    ) -> None:
-        same = gym.vector.AutoresetMode.SAME_STEP
-        self._envs = gym.vector.SyncVectorEnv(list(factories), autoreset_mode=same)
-        self._net, self._steps, self._distribution = net, steps, distribution
-        count = self._envs.num_envs
-        shape = self._envs.single_observation_space.shape
-        action_shape = self._envs.single_action_space.shape
-        assert shape is not None
-        assert action_shape is not None
-        self._obs = torch.zeros((steps, count, *shape))
-        self._actions = torch.zeros((steps, count, *action_shape))
-        self._logprobs = torch.zeros((steps, count))
-        self._rewards = torch.zeros((steps, count))
-        self._dones = torch.zeros((steps, count))
-        self.next_obs = torch.Tensor(self._envs.reset()[0])
-        self.next_done = torch.zeros(count)
-
-    def collect_batch(self) -> int:
-        next_obs, next_done = self.next_obs, self.next_done
-        for step in range(self._steps):
-            self._obs[step] = next_obs
-            self._dones[step] = next_done
+    def collect() -> int:
+        nonlocal next_obs, next_done
+        for step in range(steps):
+            obs[step] = next_obs
+            dones[step] = next_done
             with torch.no_grad():
-                probs = self._distribution(self._net(next_obs))
+                probs = distribution(net(next_obs))
                 action = probs.sample()
                 logprob = probs.log_prob(action)
-            self._actions[step] = action
-            self._logprobs[step] = logprob
-            obs, reward, terminations, truncations, _ = self._envs.step(action.numpy())
-            self._rewards[step] = torch.tensor(reward).view(-1)
+            actions[step] = action
+            logprobs[step] = logprob
+            seen, reward, terminations, truncations, _ = envs.step(action.numpy())
+            rewards[step] = torch.tensor(reward).view(-1)
             next_done = torch.Tensor(np.logical_or(terminations, truncations))
-            next_obs = torch.Tensor(obs)
-        self.next_obs, self.next_done = next_obs, next_done
-        return self._steps * self._envs.num_envs
+            next_obs = torch.Tensor(seen)
+        return steps * count
 
-    @property
-    def stored(self) -> dict[str, torch.Tensor]:
-        """What was stored, ``[T, P, ...]``; ``before``: whether the step before was an end."""
-        return {
-            "observation": self._obs,
-            "action": self._actions,
-            "log_prob": self._logprobs,
-            "reward": self._rewards,
-            "before": self._dones,
-        }
+    def fields() -> Fields:
+        ended = torch.cat([dones[1:], next_done.unsqueeze(0)])
+        return _stored(obs, actions, logprobs, rewards, ended, next_obs)
 
-    def fields(self) -> Fields:
-        named = {
-            "observation": self._obs,
-            "action": self._actions,
-            "action_log_prob": self._logprobs,
-            "next.reward": self._rewards,
-        }
-        return {name: value.numpy().swapaxes(0, 1).copy() for name, value in named.items()}
+    return System(collect, fields, envs.close)
 
-    def close(self) -> None:
-        self._envs.close()
+
+def sync_vector_env(factories: Sequence[EnvFactory]) -> gym.vector.SyncVectorEnv:
+    """Return the environments of CleanRL's scripts."""
+    same = gym.vector.AutoresetMode.SAME_STEP
+    return gym.vector.SyncVectorEnv(list(factories), autoreset_mode=same)
+
+
+def _stored(*stored: Any) -> Fields:
+    """Return what loops without successors store, ``[T, P, ...]``, and what is observed next."""
+    arrays = [np.asarray(each) for each in stored]
+    last = arrays.pop()
+    return {
+        **{name: part.swapaxes(0, 1) for name, part in zip(_NAMES, arrays, strict=True)},
+        "last": last,
+    }
+
+
+_NAMES = "observation", "action", "action_log_prob", "next.reward", "next.done"
 
 
 class SB3(System):
@@ -176,42 +167,36 @@ class SB3(System):
         env = (vectorise or DummyVecEnv)(list(factories))
         layers = {"pi": [HIDDEN, HIDDEN], "vf": [] if lean else [HIDDEN, HIDDEN]}
         options |= {"n_steps": steps, "policy_kwargs": {"net_arch": layers}, "device": "cpu"}
-        self.model = PPO("MlpPolicy", env, **options)
-        policy: Any = self.model.policy
+        self.model: Any = PPO("MlpPolicy", env, **options)
+        policy = self.model.policy
         policy.mlp_extractor.policy_net.load_state_dict(net[:-1].state_dict())
         policy.action_net.load_state_dict(net[-1].state_dict())
-        _, self._callback = self.model._setup_learn(total_timesteps=10**12)
-        self._steps, self._frames = steps, steps * len(factories)
+        _, callback = self.model._setup_learn(total_timesteps=10**12)
 
-    def collect_batch(self) -> int:
-        model = self.model
-        assert model.env is not None
-        model.collect_rollouts(model.env, self._callback, model.rollout_buffer, self._steps)
-        return self._frames
+        def collect() -> int:
+            self.model.collect_rollouts(env, callback, self.model.rollout_buffer, steps)
+            return steps * len(factories)
 
-    def fields(self) -> Fields:
-        buffer = self.model.rollout_buffer
-        named = {
-            "observation": buffer.observations,
-            "action": buffer.actions[..., 0],
-            "action_log_prob": buffer.log_probs,
-            "next.reward": buffer.rewards,
-        }
-        return {name: value.swapaxes(0, 1).copy() for name, value in named.items()}
+        super().__init__(collect, self._fields, env.close)
 
-    def close(self) -> None:
-        assert self.model.env is not None
-        self.model.env.close()
+    def _fields(self) -> Fields:
+        model, stored = self.model, self.model.rollout_buffer
+        discrete = isinstance(model.action_space, gym.spaces.Discrete)
+        actions = stored.actions[..., 0] if discrete else stored.actions
+        ended = np.concatenate([stored.episode_starts[1:], model._last_episode_starts[None]])
+        return _stored(
+            stored.observations, actions, stored.log_probs, stored.rewards, ended, model._last_obs
+        )
 
 
 # -- environments in processes, the policy in front of them ----------------------------------------
 
 
-def async_vector_env(factories: Sequence[EnvFactory], net: nn.Module, steps: int) -> PoolLoop:
+def async_vector_env(factories: Sequence[EnvFactory], net: nn.Module, steps: int) -> System:
     """Return the bare loop over Gymnasium's ``AsyncVectorEnv``: a process per environment."""
     pool = gym.vector.AsyncVectorEnv(list(factories), shared_memory=True, copy=False)
     actor = CategoricalActor(net, steps, len(factories), 2, np.int64)
-    return PoolLoop(pool, steps, actor)
+    return pool_loop(pool, steps, actor)
 
 
 def sb3_processes(

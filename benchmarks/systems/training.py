@@ -4,50 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from benchmarks.envs import EnvFactory
-from benchmarks.harness import Around, System
+from benchmarks.harness import Fields, System
 from benchmarks.policies import mlp
 from benchmarks.systems.ours import Batches
-from benchmarks.systems.peers import SB3, CleanRL, DistributionOf
+from benchmarks.systems.peers import SB3, DistributionOf, sync_vector_env
 
 GAMMA, LAMBDA, CLIP = 0.99, 0.95, 0.2
-
-
-class Trained(Around):
-    """Collects with one system and updates after each batch."""
-
-    def __init__(self, inner: System, update: Callable[[Any], None]) -> None:
-        super().__init__(inner)
-        self._update = update
-
-    def collect_batch(self) -> int:
-        frames = super().collect_batch()
-        self._update(self.inner)
-        return frames
+_READ = "observation", "action", "action_log_prob", "next.reward", "next.done"
 
 
 # -- PPO -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """What an update needs, ``[P, T, ...]``; ``last`` ``[P, ...]`` is what is observed next."""
-
-    observation: Tensor
-    action: Tensor
-    log_prob: Tensor
-    reward: Tensor
-    done: Tensor
-    """Whether the step ended an episode, in either way, as CleanRL has it."""
-    last: Tensor
 
 
 class PPO:
@@ -61,21 +34,29 @@ class PPO:
         parameters = [*actor.parameters(), *self._critic.parameters()]
         self._optimizer = torch.optim.Adam(parameters, lr=2.5e-4, eps=1e-5)
 
-    def __call__(self, rollout: Rollout) -> None:
-        gain, target = self._advantages(rollout)
-        columns = (rollout.observation, rollout.action, rollout.log_prob, gain, target)
+    def __call__(self, fields: Fields) -> None:
+        """Learn from a batch, ``[P, T, ...]``."""
+        rollout = {name: torch.as_tensor(fields[name]) for name in _READ}
+        after = fields["last"] if "last" in fields else fields["next.observation"][:, -1]
+        gain, target = self._advantages(
+            rollout["observation"], rollout["next.reward"], rollout["next.done"], after
+        )
+        columns = (*(rollout[name] for name in _READ[:3]), gain, target)
         flat = [column.flatten(0, 1) for column in columns]
         frames = len(flat[0])
         for _ in range(self._epochs):
             for index in torch.randperm(frames).split(frames // self._minibatches):
                 self._step(*(column[index] for column in flat))
 
-    def _advantages(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    def _advantages(
+        self, observation: Tensor, reward: Tensor, done: Tensor, last: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return gains and targets; ``last``, ``[P, ...]``, is what is observed next."""
         with torch.no_grad():
-            value = self._critic(rollout.observation).squeeze(-1)
-            after = torch.cat([value[:, 1:], self._critic(rollout.last)], 1)
-        alive = 1.0 - rollout.done.float()
-        delta = rollout.reward + GAMMA * after * alive - value
+            value = self._critic(observation).squeeze(-1)
+            after = torch.cat([value[:, 1:], self._critic(torch.as_tensor(last))], 1)
+        alive = 1.0 - done.float()
+        delta = reward + GAMMA * after * alive - value
         decay, gain = GAMMA * LAMBDA * alive, torch.empty_like(delta)
         later = torch.zeros_like(delta[:, 0])
         for t in reversed(range(delta.shape[1])):
@@ -98,48 +79,24 @@ class PPO:
         self._optimizer.step()
 
 
-def of_batches(source: Batches) -> Rollout:
-    """Read a TensorDict batch, ours or TorchRL's."""
-    batch = source.batch
-    after = batch["next"]
-    return Rollout(
-        batch["observation"],
-        batch["action"],
-        batch["action_log_prob"],
-        after["reward"].squeeze(-1),
-        after["done"].squeeze(-1),
-        after["observation"][:, -1],
-    )
+def trained(system: System, update: Callable[[Fields], None]) -> System:
+    """Return ``system`` with an update after each batch."""
 
-
-def of_cleanrl(source: CleanRL) -> Rollout:
-    """Read the tensors of a CleanRL-style loop."""
-    stored = {name: tensor.transpose(0, 1) for name, tensor in source.stored.items()}
-    done = torch.cat([stored.pop("before")[:, 1:], source.next_done.unsqueeze(1)], 1)
-    return Rollout(**stored, done=done, last=source.next_obs)
-
-
-def of_sb3(source: SB3) -> Rollout:
-    """Read SB3's rollout buffer."""
-    model, buffer = source.model, source.model.rollout_buffer
-    arrays = (buffer.observations, buffer.actions, buffer.log_probs, buffer.rewards)
-    observation, action, log_prob, reward = (
-        torch.as_tensor(array).transpose(0, 1) for array in arrays
-    )
-    ended = np.concatenate([buffer.episode_starts[1:], model._last_episode_starts[None]])
-    done, last = torch.as_tensor(ended).transpose(0, 1), torch.as_tensor(model._last_obs)
-    discrete = isinstance(model.action_space, gym.spaces.Discrete)
-    action = action.squeeze(-1).long() if discrete else action
-    return Rollout(observation, action, log_prob, reward, done, last)
-
-
-class SB3Training(SB3):
-    """SB3 as it is: its rollouts and its own update, of the same size."""
-
-    def collect_batch(self) -> int:
-        frames = super().collect_batch()
-        self.model.train()
+    def learn(frames: int) -> int:
+        update(system.fields())
         return frames
+
+    return system.then(learn)
+
+
+def sb3_training(sb3: SB3) -> SB3:
+    """Return SB3 as it is: its rollouts and its own update, of the same size."""
+
+    def learn(frames: int) -> int:
+        sb3.model.train()
+        return frames
+
+    return sb3.then(learn)
 
 
 # -- DQN -------------------------------------------------------------------------------------------
@@ -208,105 +165,88 @@ class DQN:
             self._optimizer.step()
 
 
-class Replayed(Around):
-    """A collector that fills a replay buffer of its own library, which is sampled from."""
+def replayed(batches: Batches, buffer: Any, update: DQN) -> Batches:
+    """Return a collector that fills a buffer of its own library, which is sampled from."""
 
-    def __init__(self, batches: Batches, buffer: Any, update: DQN) -> None:
-        super().__init__(batches)
-        self._buffer, self._update = buffer, update
+    def sample() -> Sample:
+        rows = buffer.sample()
+        after = rows["next"]
+        seen = rows["observation"], rows["action"]
+        return *seen, after["reward"], after["observation"], after["terminated"]
 
-    def collect_batch(self) -> int:
-        frames = super().collect_batch()
-        self._buffer.extend(self.inner.batch.reshape(-1))
-        self._update(self._sample)
+    def learn(frames: int) -> int:
+        buffer.extend(batches.batch.reshape(-1))
+        update(sample)
         return frames
 
-    def _sample(self) -> Sample:
-        rows = self._buffer.sample()
-        after = rows["next"]
-        return (
-            rows["observation"],
-            rows["action"],
-            after["reward"],
-            after["observation"],
-            after["terminated"],
-        )
+    return batches.then(learn)
 
 
-class CleanRLReplay(System):
-    """The loop of CleanRL's ``dqn_atari.py``: ``SyncVectorEnv`` and SB3's ``ReplayBuffer``."""
+def cleanrl_replay(
+    factories: Sequence[EnvFactory], act: nn.Module, steps: int, update: DQN
+) -> System:
+    """Return the loop of CleanRL's ``dqn_atari.py``: ``SyncVectorEnv``, SB3's ``ReplayBuffer``."""
+    from stable_baselines3.common.buffers import ReplayBuffer
 
-    def __init__(
-        self, factories: Sequence[EnvFactory], act: nn.Module, steps: int, update: DQN
-    ) -> None:
-        from stable_baselines3.common.buffers import ReplayBuffer
+    envs = sync_vector_env(factories)
+    space: Any = envs.single_observation_space
+    actions: Any = envs.single_action_space
+    buffer = ReplayBuffer(
+        ROWS, space, actions, "cpu", n_envs=envs.num_envs, handle_timeout_termination=False
+    )
+    obs = envs.reset()[0]
 
-        same = gym.vector.AutoresetMode.SAME_STEP
-        self._envs = gym.vector.SyncVectorEnv(list(factories), autoreset_mode=same)
-        self._act, self._steps, self._update = act, steps, update
-        space: Any = self._envs.single_observation_space
-        actions: Any = self._envs.single_action_space
-        count = self._envs.num_envs
-        self._buffer = ReplayBuffer(
-            ROWS, space, actions, "cpu", n_envs=count, handle_timeout_termination=False
-        )
-        self._obs = self._envs.reset()[0]
+    def sample() -> Sample:
+        rows = buffer.sample(SAMPLE)
+        return rows.observations, rows.actions, rows.rewards, rows.next_observations, rows.dones
 
-    def collect_batch(self) -> int:
-        for _ in range(self._steps):
+    def collect() -> int:
+        nonlocal obs
+        for _ in range(steps):
             with torch.no_grad():
-                action = self._act(torch.as_tensor(self._obs)).numpy()
-            seen, reward, terminated, truncated, info = self._envs.step(action)
+                action = act(torch.as_tensor(obs)).numpy()
+            seen, reward, terminated, truncated, info = envs.step(action)
             after = seen.copy()
             for env in np.flatnonzero(terminated | truncated):
                 after[env] = info["final_obs"][env]
-            self._buffer.add(self._obs, after, action, reward, terminated, [])
-            self._obs = seen
-        self._update(self._sample)
-        return self._steps * self._envs.num_envs
+            buffer.add(obs, after, action, reward, terminated, [])
+            obs = seen
+        update(sample)
+        return steps * envs.num_envs
 
-    def _sample(self) -> Sample:
-        rows = self._buffer.sample(SAMPLE)
-        return rows.observations, rows.actions, rows.rewards, rows.next_observations, rows.dones
-
-    def close(self) -> None:
-        self._envs.close()
+    return System(collect, end=envs.close)
 
 
-class SB3Replay(System):
-    """SB3's DQN as it is, of the same size."""
+def sb3_replay(factories: Sequence[EnvFactory], steps: int) -> System:
+    """Return SB3's DQN as it is, of the same size."""
+    from stable_baselines3 import DQN as Model
+    from stable_baselines3.common.vec_env import DummyVecEnv
 
-    def __init__(self, factories: Sequence[EnvFactory], steps: int) -> None:
-        from stable_baselines3 import DQN as Model
-        from stable_baselines3.common.vec_env import DummyVecEnv
+    env: Any = DummyVecEnv(list(factories))
+    model: Any = Model(
+        "CnnPolicy",
+        env,
+        buffer_size=ROWS,
+        batch_size=SAMPLE,
+        learning_starts=0,
+        train_freq=(steps, "step"),
+        target_update_interval=10**9,
+        exploration_initial_eps=EPSILON,
+        exploration_final_eps=EPSILON,
+        device="cpu",
+    )
+    _, callback = model._setup_learn(total_timesteps=10**12)
+    frames = steps * len(factories)
 
-        self._model = model = Model(
-            "CnnPolicy",
-            DummyVecEnv(list(factories)),
-            buffer_size=ROWS,
-            batch_size=SAMPLE,
-            learning_starts=0,
-            train_freq=(steps, "step"),
-            target_update_interval=10**9,
-            exploration_initial_eps=EPSILON,
-            exploration_final_eps=EPSILON,
-            device="cpu",
-        )
-        _, self._callback = model._setup_learn(total_timesteps=10**12)
-        self._frames = steps * len(factories)
-
-    def collect_batch(self) -> int:
-        model: Any = self._model
+    def collect() -> int:
         model.collect_rollouts(
-            model.env,
+            env,
             train_freq=model.train_freq,
-            callback=self._callback,
+            callback=callback,
             learning_starts=0,
             replay_buffer=model.replay_buffer,
         )
-        model.train(batch_size=SAMPLE, gradient_steps=self._frames // EVERY)
-        return self._frames
+        model.train(batch_size=SAMPLE, gradient_steps=frames // EVERY)
+        return frames
 
-    def close(self) -> None:
-        assert self._model.env is not None
-        self._model.env.close()
+    return System(collect, end=env.close)

@@ -172,7 +172,7 @@ class Stress(rig.Count):
 
     def read(self, path, ref, times):
         with open(path, "r+b", buffering=0) as file:
-            boards = SharedWeightReceiver(SharedMemory(file.fileno()))
+            boards = SharedWeightReceiver(SharedMemory(os.dup(file.fileno())))
             boards.bind("policy", ref)
             reads, last = 0, 0
             while reads < times:

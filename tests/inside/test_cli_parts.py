@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import shlex
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,6 @@ from gleanrl.cli.bench import plan as plan_bench
 from gleanrl.cli.collect import plan
 from gleanrl.cli.main import parser
 from gleanrl.cli.options import BenchOptions, CollectOptions
-from gleanrl.cli.topology import Topology
 from gleanrl.recording.episodes import EpisodeStats, summary
 from gleanrl.watch.progress import Display, describe, plain
 
@@ -195,37 +195,44 @@ def test_text_from_files_cannot_drive_the_terminal():
 # -- what bench tries and says ---------------------------------------------------------------------
 
 
+def setting(workers=None, num_envs=1, asynchronous=False, **more):
+    more = {"env": "CartPole-v1", **more}
+    return CollectOptions(workers=workers, num_envs=num_envs, asynchronous=asynchronous, **more)
+
+
 SETTINGS = [
-    Topology(),
-    Topology(0, 4),
-    Topology(2, 1),
-    Topology(2, 3),
-    Topology(3, 16, asynchronous=True),
+    setting(),
+    setting(num_envs=4),
+    setting(2),
+    setting(2, 3),
+    setting(3, 16, asynchronous=True),
 ]
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_the_advised_command_means_the_setting(setting):
-    words = shlex.split(setting.command("my module:Env-v0", "a b.py:act"))
+@pytest.mark.parametrize("asked", SETTINGS, ids=topology.described)
+def test_the_advised_command_means_the_setting(asked):
+    asked = replace(asked, env="my module:Env-v0", policy="a b.py:act")
+    words = shlex.split(topology.command(asked))
     options = parser().parse_args(words[1:])
     assert words[:2] == ["gleanrl", "collect"]
-    assert (options.env, options.policy) == ("my module:Env-v0", "a b.py:act")
-    found = Topology(options.workers or 0, options.num_envs, options.asynchronous)
-    assert found == setting
+    assert asked == CollectOptions(
+        **{item.name: getattr(options, item.name, "") for item in fields(asked)}
+    )
 
 
-@pytest.mark.parametrize("setting", [*SETTINGS[:4], Topology(1, 2, asynchronous=True)], ids=str)
-def test_the_advised_call_makes_the_collector(setting):
+@pytest.mark.parametrize("asked", [*SETTINGS[:4], setting(1, 2, True)], ids=topology.described)
+def test_the_advised_call_makes_the_collector(asked):
     names = {
         "Collector": Collector,
         "MultiSyncCollector": MultiSyncCollector,
         "MultiAsyncCollector": MultiAsyncCollector,
         "policy": lambda observation: torch.ones(observation.shape[:-1], dtype=torch.int64),
     }
-    frames = setting.steps(5) * setting.num_envs_total
+    frames = topology.batch_steps(asked, 5) * asked.num_envs_total
+    asked = replace(asked, policy="x.py:policy")
     with (
-        eval(setting.call("CartPole-v1", "x.py:policy", frames), names) as called,
-        setting.make("CartPole-v1", names["policy"], frames) as made,
+        eval(topology.call(asked, frames), names) as called,
+        topology.make(asked, names["policy"], frames) as made,
     ):
         assert type(called) is type(made)
         batch = called.next()
@@ -235,10 +242,10 @@ def test_the_advised_call_makes_the_collector(setting):
 
 
 def test_what_is_tried_suits_the_cores(monkeypatch, tmp_path):
-    tried = plan_bench(BenchOptions(env="e", num_envs=(1, 8)), cores=8)
-    assert tried == [Topology(w, n) for w in (0, 4, 8) for n in (1, 8)]
-    tried = plan_bench(BenchOptions(env="e", num_envs=(2,), workers=(3,)), cores=8)
-    assert tried == [Topology(0, 2), Topology(3, 2)]
+    tried = plan_bench(BenchOptions(env="CartPole-v1", num_envs=(1, 8)), cores=8)
+    assert tried == [setting(w, n) for w in (None, 4, 8) for n in (1, 8)]
+    tried = plan_bench(BenchOptions(env="CartPole-v1", num_envs=(2,), workers=(3,)), cores=8)
+    assert tried == [setting(None, 2), setting(3, 2)]
     own = len(os.sched_getaffinity(0))
     for text, cores in (("max 100000", own), ("50000 100000", 1), ("90000000 100000", own)):
         (tmp_path / "cpu.max").write_text(text)
@@ -247,17 +254,15 @@ def test_what_is_tried_suits_the_cores(monkeypatch, tmp_path):
 
 
 def results(*rows):
-    found = Results("CartPole-v1", "random", 1.0, 2)
-    found.rows += rows
-    return found
+    return Results(BenchOptions(env="CartPole-v1", seconds=1.0), 2, list(rows))
 
 
 def test_a_setting_that_fails_is_a_row_and_the_others_count():
-    failed = Result(Topology(9, 99), 8, error="ConfigError: too much memory")
-    good = Result(Topology(2, 4), 8, frames=500, seconds=1.0, start_s=0.2)
-    found = results(failed, good, Result(Topology(), 8, frames=250, seconds=1.0))
+    failed = Result(setting(9, 99), 8, error="ConfigError: too much memory")
+    good = Result(setting(2, 4), 8, frames=500, seconds=1.0, start_s=0.2)
+    found = results(failed, good, Result(setting(), 8, frames=250, seconds=1.0))
     assert found.best is good
-    assert found.asynchronous_twin() == Topology(2, 4, asynchronous=True)
+    assert found.asynchronous_twin() == setting(2, 4, asynchronous=True)
     assert [cells[0] for cells in found.cells()] == ["", "best", ""]
     assert [cells[3] for cells in found.cells()] == ["", "100 %", "50 %"]
     assert found.advice()[:2] == [

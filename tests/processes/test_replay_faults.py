@@ -159,16 +159,16 @@ def test_a_child_forked_while_a_list_was_written_can_write_it():
 
 
 OPEN_TWICE = """
-import gleanrl.memory.replay.locks as locks, threading, contextlib
+import gleanrl.memory.shared as shared, threading, contextlib
 both, opened = threading.Barrier(2), []
-open_file = locks.Handle.open
+open_file = shared.Handle.open
 
 def slow(self):
     with contextlib.suppress(threading.BrokenBarrierError):
         both.wait(2)  # both threads get here, unless one waits for the other
     return open_file(self)
 
-locks.Handle.open = slow
+shared.Handle.open = slow
 threads = [threading.Thread(target=lambda: opened.append(pickle.loads(blob))) for _ in range(2)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()

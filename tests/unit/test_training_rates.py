@@ -35,7 +35,7 @@ def test_updates_change_the_weights_that_collect():
     before = net[0].weight.detach().clone()
     update = training.PPO(net, 4, lambda logits: Categorical(logits=logits), 1, 2)
     source = inline("CartPole-v1", policies.categorical_policy(net), 32, num_envs=2)
-    system = training.Trained(source, lambda batches: update(training.of_batches(batches)))
+    system = training.trained(source, update)
     try:
         assert system.collect_batch() == 32
         assert not net[0].weight.equal(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,8 +13,18 @@ from typing import Any
 
 from gleanrl.cli.display import print_table
 from gleanrl.cli.main import INTERRUPTED
-from gleanrl.cli.options import BenchOptions
-from gleanrl.cli.topology import Topology, default_workers, load_policy, usable_cores
+from gleanrl.cli.options import BenchOptions, CollectOptions
+from gleanrl.cli.topology import (
+    batch_steps,
+    call,
+    check,
+    command,
+    default_workers,
+    described,
+    load_policy,
+    make,
+    usable_cores,
+)
 from gleanrl.collectors import BaseCollector
 from gleanrl.core.errors import ConfigError, WorkerError
 from gleanrl.memory import tensor_files
@@ -32,7 +42,7 @@ _HEADERS = ("", "setting", "frames/s", "of best", "start")
 class Result:
     """How fast one setting was."""
 
-    topology: Topology
+    setting: CollectOptions
     frames_per_batch: int
     frames: int = 0
     seconds: float = 0.0
@@ -51,9 +61,7 @@ class Result:
 class Results:
     """All that was measured."""
 
-    env: str
-    policy: str
-    seconds: float
+    options: BenchOptions
     cores: int
     rows: list[Result] = field(default_factory=list)
 
@@ -62,12 +70,12 @@ class Results:
         """The fastest, ``None`` if nothing could be measured."""
         return max((row for row in self.rows if row.rate), key=lambda row: row.rate, default=None)
 
-    def asynchronous_twin(self) -> Topology | None:
+    def asynchronous_twin(self) -> CollectOptions | None:
         """Return the fastest setting with workers, made asynchronous."""
-        found = [row for row in self.rows if row.rate and row.topology.workers]
+        found = [row for row in self.rows if row.rate and row.setting.workers]
         if not found:
             return None
-        return replace(max(found, key=lambda row: row.rate).topology, asynchronous=True)
+        return replace(max(found, key=lambda row: row.rate).setting, asynchronous=True)
 
     def cells(self) -> list[tuple[str, ...]]:
         """Return the table row by row, as text."""
@@ -77,16 +85,16 @@ class Results:
             if best is not None and row.error is None:
                 share = f"{100 * row.rate / best.rate:.0f} %"
                 figures = (f"{row.rate:,.0f}", share, f"{row.start_s:.2f} s")
-            rows.append(("best" if row is best else "", str(row.topology), *figures))
+            rows.append(("best" if row is best else "", described(row.setting), *figures))
         return rows
 
     def advice(self) -> list[tuple[str, str]]:
         """Return what failed, and what to use."""
-        lines = [("failed", f"{row.topology}: {row.error}") for row in self.rows if row.error]
+        failed = [row for row in self.rows if row.error]
+        lines = [("failed", f"{described(row.setting)}: {row.error}") for row in failed]
         if best := self.best:
-            lines.append(("command", best.topology.command(self.env, self.policy)))
-            call = best.topology.call(self.env, self.policy, best.frames_per_batch)
-            lines.append(("in Python", call))
+            lines.append(("command", command(best.setting)))
+            lines.append(("in Python", call(best.setting, best.frames_per_batch)))
         return lines
 
     def as_json(self) -> dict[str, Any]:
@@ -94,17 +102,17 @@ class Results:
         best = self.best
         return {
             "format": "gleanrl-bench",
-            "env": self.env,
-            "policy": self.policy,
-            "seconds_per_setting": self.seconds,
+            "env": self.options.env,
+            "policy": self.options.policy,
+            "seconds_per_setting": self.options.seconds,
             "cores": self.cores,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": versions(),
             "settings": [
                 {
-                    "workers": row.topology.workers,
-                    "num_envs": row.topology.num_envs,
-                    "async": row.topology.asynchronous,
+                    "workers": row.setting.processes,
+                    "num_envs": row.setting.num_envs,
+                    "async": row.setting.asynchronous,
                     "frames_per_batch": row.frames_per_batch,
                     "frames": row.frames,
                     "seconds": round(row.seconds, 3),
@@ -129,28 +137,31 @@ def run(options: BenchOptions) -> int:
     """
     _check_file(options.out)
     policy = load_policy(options.policy)
-    cores = usable_cores()
-    results = Results(options.env, options.policy, options.seconds, cores)
-    code = 0
+    results, code = Results(options, usable_cores()), 0
     try:
-        _measure_all(options, policy, results)
+        _measure_all(results, policy)
     except KeyboardInterrupt:
         if not results.rows:
             raise
         code = INTERRUPTED
     print_table(results.cells(), _HEADERS, numbers_from=2)
-    print_table([("cores", str(cores)), *results.advice()])
+    print_table([("cores", str(results.cores)), *results.advice()])
     if options.out is not None:
         tensor_files.replace(options.out, json.dumps(results.as_json(), indent=2) + "\n")
     return code
 
 
-def plan(options: BenchOptions, cores: int) -> list[Topology]:
+def plan(options: BenchOptions, cores: int) -> list[CollectOptions]:
     """Return the settings to try: in this process, then with workers."""
     workers = default_workers(cores) if options.workers is None else options.workers
-    found = [Topology(number, envs) for number in (0, *workers) for envs in options.num_envs]
+    blank = CollectOptions(env=options.env, policy=options.policy)
+    found = [
+        replace(blank, workers=number, num_envs=envs)
+        for number in (None, *workers)
+        for envs in options.num_envs
+    ]
     for each in found:
-        each.check_memory()
+        check(each)
     return found
 
 
@@ -163,58 +174,56 @@ def _check_file(path: Path | None) -> None:
         raise ConfigError(f"--out {path}: {path.parent} is not a directory that can be written to")
 
 
-def _measure_all(options: BenchOptions, policy: Any, results: Results) -> None:
+def _measure_all(results: Results, policy: Any) -> None:
     """Measure the planned settings, and the fastest of those with workers asynchronously."""
-    total = len(plan(options, results.cores)) + 1
+    options, settings = results.options, plan(results.options, results.cores)
+    total = len(settings) + 1
     with Display(options.env, total) as display:
         # Roughly how many steps one environment makes per second here.
-        with Topology().make(options.env, policy, _PILOT_STEPS) as collector:
+        with make(replace(settings[0], num_envs=1), policy, _PILOT_STEPS) as collector:
             frames, seconds = _collect_for(collector, min(_PILOT_SECONDS, options.seconds))
-        for done, setting in enumerate(_settings(options, results)):
-            display.show(done, f"{setting}: starting")
+        # Batches of a size that `collect` would use, unless the environment is slow.
+        most = frames / seconds * options.seconds / _BATCHES
+        for done in range(total):
+            setting = settings[done] if done < len(settings) else results.asynchronous_twin()
+            if setting is None:
+                break
+            name = described(setting)
+            display.show(done, f"{name}: starting")
 
-            def watch(share: float, rate: float, done: int = done, name: Any = setting) -> None:
+            def watch(share: float, rate: float, done: int = done, name: str = name) -> None:
                 display.show(done + share, f"{name}: {rate:,.0f} frames/s")
 
-            result = _measure(setting, options, policy, frames / seconds, watch)
+            result = _measure(setting, policy, int(most / setting.num_envs), options.seconds, watch)
             results.rows.append(result)
             rate = f"{result.rate:,.0f} frames/s" if result.error is None else "failed"
-            text = f"{setting}: {rate}"
+            text = f"{name}: {rate}"
             display.show(done + 1, text, f" {done + 1}/{total}: {text}")
 
 
-def _settings(options: BenchOptions, results: Results) -> Iterator[Topology]:
-    yield from plan(options, results.cores)
-    twin = results.asynchronous_twin()  # of what has been measured by now
-    if twin is not None:
-        yield twin
-
-
 def _measure(
-    setting: Topology,
-    options: BenchOptions,
+    setting: CollectOptions,
     policy: Any,
-    pace: float,
+    most: int,
+    seconds: float,
     watch: Callable[[float, float], None],
 ) -> Result:
     """Measure a setting; one that cannot run (too much memory, say) is a result too."""
-    # Batches of a size that `collect` would use, unless the environment is slow.
-    most = max(1, int(pace * options.seconds / _BATCHES / setting.num_envs))
-    frames = setting.steps(most) * setting.num_envs_total
+    frames = batch_steps(setting, max(1, most)) * setting.num_envs_total
     blank = Result(setting, frames)
     start = time.perf_counter()
     try:
-        with setting.make(options.env, policy, frames) as collector:
+        with make(setting, policy, frames) as collector:
             collector.next()
             started = time.perf_counter() - start
-            for _ in range(setting.workers if setting.asynchronous else 0):
+            for _ in range(setting.processes if setting.asynchronous else 0):
                 collector.next()  # what was made while others were starting
-            count, seconds = _collect_for(collector, options.seconds, watch)
+            count, passed = _collect_for(collector, seconds, watch)
     except WorkerError as err:
         return replace(blank, error=err.headline)
     except Exception as err:
         return replace(blank, error=f"{type(err).__name__}: {err}")
-    return replace(blank, frames=count, seconds=seconds, start_s=started)
+    return replace(blank, frames=count, seconds=passed, start_s=started)
 
 
 def _collect_for(

@@ -17,9 +17,8 @@ import torch
 from gleanrl.cli.display import plural, print_histogram, print_table
 from gleanrl.cli.main import INTERRUPTED
 from gleanrl.cli.options import CollectOptions
-from gleanrl.cli.topology import Topology, load_policy
+from gleanrl.cli.topology import batch_steps, check, described, load_policy, make
 from gleanrl.collectors import BaseCollector, Interruptor, MultiAsyncCollector
-from gleanrl.core.errors import ConfigError
 from gleanrl.recording.dataset import size
 from gleanrl.recording.episodes import EpisodeStats, describe_episodes
 from gleanrl.recording.formats import check_target
@@ -29,61 +28,25 @@ from gleanrl.watch.progress import Display, describe
 _LINE_EVERY_S = 5.0
 
 
-def topology(options: CollectOptions) -> Topology:
-    """Return the environments that were asked for, and the processes they are in.
-
-    Raises:
-        ConfigError: options contradict each other, or ask for more memory than there is.
-    """
-    over_nodes = options.backend != "process"
-    if over_nodes and options.nodes is None:
-        raise ConfigError(f"--backend {options.backend} needs --nodes N")
-    if over_nodes and options.workers is not None:
-        raise ConfigError(
-            "--workers counts processes of this machine: use --nodes for nodes, and --num-envs for "
-            "the environments of each"
-        )
-    if options.nodes is not None and not over_nodes:
-        raise ConfigError("--nodes needs --backend distributed or --backend ray")
-    count = options.workers or options.nodes or 0
-    if options.asynchronous and not count:
-        raise ConfigError("--async is about worker processes: say how many with --workers N")
-    found = Topology(
-        count, options.num_envs, options.asynchronous, options.backend, options.launcher
-    )
-    found.check_memory()
-    return found
-
-
 def plan(options: CollectOptions) -> tuple[int, int]:
     """Return frames per batch and frames in total, both rounded up to whole steps and batches."""
-    where = topology(options)
-    envs = where.num_envs_total
+    envs = options.num_envs_total
     if options.frames_per_batch is not None:
         batch = -(-options.frames_per_batch // envs) * envs
         return batch, -(-options.frames // batch) * batch
     steps = -(-options.frames // envs)
-    most = where.steps(steps)
+    most = batch_steps(options, steps)
     # Of the sizes up to twice as small, the one that overshoots least, then the largest.
     best = min(range((most + 1) // 2, most + 1), key=lambda size: (-steps % size, -size))
     return best * envs, -(-steps // best) * best * envs
 
 
-class _Drained:
-    """Tells when what asynchronous workers had collected at an interrupt has been delivered."""
-
-    _goals: list[int] | None = None
-
-    def __call__(self, collector: BaseCollector) -> bool:
-        """Return whether everything is here; call after each batch, from the interrupt on."""
-        if not isinstance(collector, MultiAsyncCollector):
-            return True
-        stats = collector.stats("per_worker")
-        counts = [int(stats[f"worker_{w}/batches"]) for w in range(collector.num_workers)]
-        if self._goals is None:
-            # A worker is at most two rollouts ahead: one that is complete, one under way.
-            self._goals = [count + 2 for count in counts]
-        return all(count >= goal for count, goal in zip(counts, self._goals, strict=True))
+def _delivered(collector: BaseCollector) -> list[int]:
+    """Return how many batches each asynchronous worker has delivered; none of other collectors."""
+    if not isinstance(collector, MultiAsyncCollector):
+        return []
+    stats = collector.stats("per_worker")
+    return [int(stats[f"worker_{w}/batches"]) for w in range(collector.num_workers)]
 
 
 def run(options: CollectOptions) -> int:
@@ -93,7 +56,7 @@ def run(options: CollectOptions) -> int:
         ConfigError: an option is wrong or the environment is not known.
         Exception: what the environment or the policy raises.
     """
-    where = topology(options)
+    check(options)
     if options.out is not None:
         make_way(options.out)
         check_target(options.format, options.out.resolve())
@@ -102,7 +65,7 @@ def run(options: CollectOptions) -> int:
     policy = load_policy(options.policy)
     frames_per_batch, total = plan(options)
     interruptor = Interruptor()
-    with where.make(options.env, policy, frames_per_batch, total, interruptor) as collector:
+    with make(options, policy, frames_per_batch, total, interruptor) as collector:
         if options.explain:
             print(collector.explain())  # noqa: T201  # this is the command's output
             return 0
@@ -116,7 +79,7 @@ def run(options: CollectOptions) -> int:
     rate = stats.frames / max(seconds, 1e-9)
     lines = [
         ("environment", options.env),
-        ("setting", str(where)),
+        ("setting", described(options)),
         ("policy", options.policy),
         ("seed", str(seed)),
         ("frames", f"{stats.frames:,} in {seconds:,.1f} s ({rate:,.0f} per second)"),
@@ -132,9 +95,8 @@ def run(options: CollectOptions) -> int:
 
 
 def _recorder(options: CollectOptions, path: Path, seed: int, total: int) -> Recorder:
-    workers = options.workers or options.nodes or 0
     facts = {
-        "workers": workers,
+        "workers": options.processes,
         "backend": options.backend,
         "async": options.asynchronous,
         "policy": options.policy,
@@ -144,7 +106,7 @@ def _recorder(options: CollectOptions, path: Path, seed: int, total: int) -> Rec
         path,
         options.format,
         env=options.env,
-        num_envs=options.num_envs * max(1, workers),
+        num_envs=options.num_envs * max(1, options.processes),
         seed=seed,
         total_frames=total,
         facts=facts,
@@ -159,7 +121,8 @@ def _collect(
     display: Display,
 ) -> tuple[EpisodeStats, float]:
     """Take batches until all frames are there or ``interruptor`` says stop; time it in seconds."""
-    stats, seconds, start, drained = EpisodeStats(), 0.0, time.perf_counter(), _Drained()
+    stats, seconds, start = EpisodeStats(), 0.0, time.perf_counter()
+    goals: list[int] = []
     for batch in collector:
         stats.update(batch)
         if recorder is not None:
@@ -173,8 +136,12 @@ def _collect(
         if display.due or stopped or stats.frames >= total:
             beside, line = describe(collector.stats(), total, last=True)
             display.show(stats.frames, beside, f": {line}")
-        if stopped and drained(collector):
-            break
+        if stopped:
+            counts = _delivered(collector)
+            # A worker is at most two rollouts ahead: one that is complete, one under way.
+            goals = goals or [count + 2 for count in counts]
+            if all(count >= goal for count, goal in zip(counts, goals, strict=True)):
+                break
     return stats, seconds
 
 

@@ -1,4 +1,4 @@
-"""What ``collect`` runs and ``bench`` compares: workers with environments, and a policy."""
+"""What ``collect`` runs and ``bench`` compares: the collector of some options, and its policy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import os
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from gleanrl.cli.display import plural
+from gleanrl.cli.options import CollectOptions
 from gleanrl.collectors import BaseCollector, Collector, Interruptor
 from gleanrl.core.errors import ConfigError
 from gleanrl.memory.shared import check_memory
@@ -31,94 +31,88 @@ _ENV_BYTES, _WORKER_BYTES = 5_000, 20_000_000
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """Environments, and the processes they are in."""
+def described(options: CollectOptions) -> str:
+    """Say in a few words where the environments are."""
+    envs, count = plural(options.num_envs, "environment"), options.processes
+    if not count:
+        return f"{envs} in this process"
+    kind = "worker" if options.backend == "process" else f"{options.backend} node"
+    kind = f"asynchronous {kind}" if options.asynchronous else kind
+    return f"{plural(count, kind)} with {envs}{' each' * (count > 1)}"
 
-    workers: int = 0
-    """Worker processes or nodes; 0 for this process."""
-    num_envs: int = 1
-    """Environments of each worker, or of this process."""
-    asynchronous: bool = False
-    backend: str = "process"
-    """Where workers are: ``"process"``, ``"distributed"`` or ``"ray"``."""
-    launcher: str = "mp"
-    """What starts distributed nodes."""
 
-    @property
-    def num_envs_total(self) -> int:
-        """Environments that one batch spans."""
-        return self.num_envs * (1 if self.asynchronous else max(1, self.workers))
+def check(options: CollectOptions) -> None:
+    """Refuse what makes no sense, or what this machine cannot hold, before anything is built.
 
-    def __str__(self) -> str:
-        """Spell it in a few words."""
-        envs = plural(self.num_envs, "environment")
-        if not self.workers:
-            return f"{envs} in this process"
-        kind = "worker" if self.backend == "process" else f"{self.backend} node"
-        kind = f"asynchronous {kind}" if self.asynchronous else kind
-        return f"{plural(self.workers, kind)} with {envs}{' each' * (self.workers > 1)}"
-
-    def check_memory(self) -> None:
-        """Refuse what this machine cannot hold, before anything is built.
-
-        Raises:
-            ConfigError: the least memory that it would take is more than there is.
-        """
-        if self.workers and self.backend != "process":
-            return  # it may be on other machines
-        least = max(1, self.workers) * self.num_envs * _ENV_BYTES + self.workers * _WORKER_BYTES
-        check_memory(least, str(self), "ask for fewer (--num-envs, --workers)", "memory")
-
-    def steps(self, most: int) -> int:
-        """Return the steps of a batch that shows progress often, at most ``most``."""
-        frames = _WORKER_FRAMES if self.workers else _BATCH_FRAMES
-        return min(most, max(_MIN_STEPS, frames // self.num_envs))
-
-    def make(
-        self,
-        env: str,
-        policy: Any,
-        frames_per_batch: int,
-        total_frames: int = -1,
-        interruptor: Interruptor | None = None,
-    ) -> BaseCollector:
-        """Start a collector."""
-        more: dict[str, Any] = {}
-        if self.workers:
-            more = {
-                "backend": self.backend,
-                "num_collectors": self.workers,
-                "sync": not self.asynchronous,
-            }
-        if self.backend == "distributed":
-            more["backend_options"] = {"launcher": self.launcher}
-        if self.backend == "process":
-            more["interruptor"] = interruptor
-        return Collector(
-            env,
-            policy,
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            num_envs=self.num_envs if self.num_envs > 1 else None,
-            **more,
+    Raises:
+        ConfigError: options contradict each other, or the least memory that they would take is more
+            than there is.
+    """
+    over_nodes, count = options.backend != "process", options.processes
+    if over_nodes and options.nodes is None:
+        raise ConfigError(f"--backend {options.backend} needs --nodes N")
+    if over_nodes and options.workers is not None:
+        raise ConfigError(
+            "--workers counts processes of this machine: use --nodes for nodes, and --num-envs for "
+            "the environments of each"
         )
+    if options.nodes is not None and not over_nodes:
+        raise ConfigError("--nodes needs --backend distributed or --backend ray")
+    if options.asynchronous and not count:
+        raise ConfigError("--async is about worker processes: say how many with --workers N")
+    if not over_nodes:  # nodes may be on other machines
+        least = max(1, count) * options.num_envs * _ENV_BYTES + count * _WORKER_BYTES
+        check_memory(least, described(options), "ask for fewer (--num-envs, --workers)", "memory")
 
-    def command(self, env: str, policy: str) -> str:
-        """Return the ``gleanrl collect`` command that collects like this."""
-        parts = ["gleanrl", "collect", env]
-        parts += [] if policy == RANDOM else ["--policy", policy]
-        parts += ["--workers", str(self.workers)] if self.workers else []
-        parts += ["--num-envs", str(self.num_envs)] if self.num_envs > 1 else []
-        return shlex.join([*parts, *(["--async"] if self.asynchronous else [])])
 
-    def call(self, env: str, policy: str, frames_per_batch: int) -> str:
-        """Return the Python call that collects like this; ``policy`` stands for the user's."""
-        parts = [repr(env)] if policy == RANDOM else [repr(env), "policy"]
-        parts += [f"num_workers={self.workers}"] if self.workers else []
-        parts += [f"num_envs={self.num_envs}"] if self.num_envs > 1 else []
-        kind = f"Multi{'Async' if self.asynchronous else 'Sync'}" if self.workers else ""
-        return f"{kind}Collector({', '.join(parts)}, frames_per_batch={frames_per_batch})"
+def batch_steps(options: CollectOptions, most: int) -> int:
+    """Return the steps of a batch that shows progress often, at most ``most``."""
+    frames = _WORKER_FRAMES if options.processes else _BATCH_FRAMES
+    return min(most, max(_MIN_STEPS, frames // options.num_envs))
+
+
+def make(
+    options: CollectOptions,
+    policy: Any,
+    frames_per_batch: int,
+    total_frames: int = -1,
+    interruptor: Interruptor | None = None,
+) -> BaseCollector:
+    """Start a collector."""
+    more: dict[str, Any] = {}
+    if options.processes:
+        more |= {"backend": options.backend, "num_collectors": options.processes}
+        more["sync"] = not options.asynchronous
+    if options.backend == "distributed":
+        more["backend_options"] = {"launcher": options.launcher}
+    if options.backend == "process":
+        more["interruptor"] = interruptor
+    return Collector(
+        options.env,
+        policy,
+        frames_per_batch=frames_per_batch,
+        total_frames=total_frames,
+        num_envs=options.num_envs if options.num_envs > 1 else None,
+        **more,
+    )
+
+
+def command(options: CollectOptions) -> str:
+    """Return the ``gleanrl collect`` command that collects like this."""
+    parts = ["gleanrl", "collect", options.env]
+    parts += [] if options.policy == RANDOM else ["--policy", options.policy]
+    parts += ["--workers", str(options.workers)] if options.workers else []
+    parts += ["--num-envs", str(options.num_envs)] if options.num_envs > 1 else []
+    return shlex.join([*parts, *(["--async"] if options.asynchronous else [])])
+
+
+def call(options: CollectOptions, frames_per_batch: int) -> str:
+    """Return the Python call that collects like this; ``policy`` stands for the user's."""
+    parts = [repr(options.env)] + ["policy"] * (options.policy != RANDOM)
+    parts += [f"num_workers={options.workers}"] if options.workers else []
+    parts += [f"num_envs={options.num_envs}"] if options.num_envs > 1 else []
+    kind = f"Multi{'Async' if options.asynchronous else 'Sync'}" if options.workers else ""
+    return f"{kind}Collector({', '.join(parts)}, frames_per_batch={frames_per_batch})"
 
 
 def usable_cores() -> int:

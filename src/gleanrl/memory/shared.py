@@ -8,15 +8,19 @@ import os
 import platform
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.platforms import require_linux
 
 _HUGE = 4 << 20
 """Bytes from which on huge pages are worth it, as numpy has it."""
+Identity: TypeAlias = tuple[int, int]
+"""Device and inode: what a file is, whatever descriptor leads to it."""
 
 
 def use_huge_pages(memory: mmap.mmap) -> None:
@@ -26,12 +30,62 @@ def use_huge_pages(memory: mmap.mmap) -> None:
             memory.madvise(mmap.MADV_HUGEPAGE)
 
 
+def identity_of(status: os.stat_result) -> Identity:
+    """Return which file ``status`` is of."""
+    return status.st_dev, status.st_ino
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Where another process of the same user finds a file of this one; can be pickled."""
+
+    pid: int
+    fd: int
+    identity: Identity
+
+    @classmethod
+    def of(cls, fd: int) -> Handle:
+        """Describe a descriptor of this process, which keeps it open."""
+        return cls(os.getpid(), fd, identity_of(os.fstat(fd)))
+
+    def open(self) -> int:
+        """Return a descriptor of our own for the same file.
+
+        Raises:
+            ReplayError: the process has ended, or has another file there now.
+        """
+        path, cause = f"/proc/{self.pid}/fd/{self.fd}", None
+        try:
+            # Looked at before it is opened: opening and closing gives up locks on the file.
+            if identity_of(os.stat(path)) == self.identity:
+                return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as err:
+            cause = err
+        raise ReplayError(
+            f"this shared memory was handed on by process {self.pid}, which has ended or "
+            "dropped it; a process has to keep what it shares until those it gave it to have "
+            "opened it" + (f" ({cause})" if cause else "")
+        ) from cause
+
+
+def anonymous_file() -> int:
+    """Return the descriptor of a new file in memory, which has no name anywhere.
+
+    Raises:
+        GleanError: the platform has no anonymous files.
+    """
+    require_linux("shared replay buffers")
+    return os.memfd_create("gleanrl", os.MFD_CLOEXEC)
+
+
 class SharedMemory:
     """An anonymous file in memory. Nothing of it can stay behind: it has no name anywhere.
 
     Made empty, so that its descriptor can be handed to workers before it is known how much is
     needed; it only grows. Mappings are never closed while anything points into them; the pages go
-    when the last process is done.
+    when the last process is done. The descriptor is closed with the last reference at the latest.
+
+    Pickled into another process of the same user, it is the same memory there.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -40,10 +94,9 @@ class SharedMemory:
         Raises:
             GleanError: the platform has no anonymous files.
         """
-        if fd is None:
-            require_linux("shared replay buffers")
-            fd = os.memfd_create("gleanrl", os.MFD_CLOEXEC)
-        self.fd = fd
+        self.fd = anonymous_file() if fd is None else fd
+        self._closing = weakref.finalize(self, os.close, self.fd)
+        self._closing.atexit = False
         self._mapping: mmap.mmap | None = None
 
     @property
@@ -62,8 +115,8 @@ class SharedMemory:
             os.ftruncate(self.fd, start + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         except (OSError, OverflowError) as err:
             raise ConfigError(
-                f"{nbytes:,} bytes of shared memory cannot be reserved ({err}); lower "
-                "frames_per_batch or the number of workers"
+                f"{nbytes:,} bytes of shared memory cannot be reserved ({err}); lower max_size of "
+                "a replay buffer, frames_per_batch or the number of workers"
             ) from err
         return start
 
@@ -81,9 +134,15 @@ class SharedMemory:
 
     def close(self) -> None:
         """Close the descriptor. What is mapped stays valid."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self.fd = -1
+        self._closing()
+
+    def __reduce__(self) -> Any:
+        return _opened, (Handle.of(self.fd),)
+
+
+def _opened(handle: Handle) -> SharedMemory:
+    return SharedMemory(handle.open())
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.queues import Queue
-from multiprocessing.reduction import DupFd
 from threading import Condition
 from typing import Any, TypeAlias
 
@@ -184,7 +183,7 @@ class WeightSyncScheme:
             params_map = dict.fromkeys(range(count), sources[0])
         elif any(value is not None for value in (devices, device_map_fn, num_workers)):
             raise ConfigError("params_map says it all: no devices, device_map_fn, num_workers")
-        ctx, memory = ctx or multiprocessing.get_context(), _Memory()
+        ctx, memory = ctx or multiprocessing.get_context(), SharedMemory()
         self._workers = {
             worker: _Worker(worker, source, device_map_fn, memory, ctx)
             for worker, source in params_map.items()
@@ -494,17 +493,6 @@ _SCHEMES: Mapping[str, type[WeightSyncScheme]] = {
 # -- without a collector -------------------------------------------------------------------------
 
 
-class _Memory(SharedMemory):
-    """Shared memory that can be an argument of a process."""
-
-    def __reduce__(self) -> Any:
-        return _adopt, (DupFd(self.fd),)
-
-
-def _adopt(handle: Any) -> _Memory:
-    return _Memory(handle.detach())
-
-
 @dataclass
 class _Link:
     """What both processes have of one worker; it travels as an argument of its process."""
@@ -512,7 +500,7 @@ class _Link:
     messages: Queue[bytes | None]
     acks: Connection
     replies: Connection
-    memory: _Memory
+    memory: SharedMemory
     ref: WeightsRef
 
 
@@ -543,7 +531,7 @@ class _Worker:
         index: int,
         source: Any,
         map_fn: _MapFn | None,
-        memory: _Memory,
+        memory: SharedMemory,
         ctx: BaseContext,
     ) -> None:
         self.index, self._source, self._map_fn = index, source, map_fn

@@ -17,11 +17,11 @@ import struct
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol
 
-from gleanrl.core.errors import CollectorTimeout, ReplayError
+from gleanrl.core.errors import CollectorTimeout
+from gleanrl.memory.shared import Handle, Identity, anonymous_file, identity_of
 
 _FORK_TIMEOUT_S = 1.0
 """How long a fork waits for threads to leave, all locks together."""
@@ -31,8 +31,6 @@ _SHORTEST_S, _LONGEST_S = 2e-5, 2e-3
 """Pauses between two tries: sections are short."""
 _FLOCK = "hhqqi4x"
 """The kernel's ``struct flock``, on 64-bit systems."""
-Identity: TypeAlias = tuple[int, int]
-"""Device and inode: what a file is, whatever descriptor leads to it."""
 
 
 class Forkable(Protocol):
@@ -92,43 +90,6 @@ os.register_at_fork(
 )
 
 
-def _identity_of(status: os.stat_result) -> Identity:
-    return status.st_dev, status.st_ino
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """Where another process of the same user finds a file of this one; can be pickled."""
-
-    pid: int
-    fd: int
-    identity: Identity
-
-    @classmethod
-    def of(cls, fd: int) -> Handle:
-        """Describe a descriptor of this process, which keeps it open."""
-        return cls(os.getpid(), fd, _identity_of(os.fstat(fd)))
-
-    def open(self) -> int:
-        """Return a descriptor of our own for the same file.
-
-        Raises:
-            ReplayError: the process has ended, or has another file there now.
-        """
-        path, cause = f"/proc/{self.pid}/fd/{self.fd}", None
-        try:
-            # Looked at before it is opened: opening and closing gives up locks on the file.
-            if _identity_of(os.stat(path)) == self.identity:
-                return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as err:
-            cause = err
-        raise ReplayError(
-            f"this shared replay buffer was handed on by process {self.pid}, which has ended or "
-            "dropped it; a process has to keep its buffer until those it gave it to have opened it"
-            + (f" ({cause})" if cause else "")
-        ) from cause
-
-
 class ThreadLock:
     """Lets one thread of this process in at a time; that thread may enter again."""
 
@@ -166,24 +127,20 @@ class ProcessLock(ThreadLock):
     process has on it, so this object alone opens and closes them.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int | None = None) -> None:
         """Take over ``fd``, the descriptor of a file that nothing else in this process opens."""
         super().__init__()
-        self.fd = fd
+        self.fd = fd = anonymous_file() if fd is None else fd
         self.timeout = 60.0
         """Seconds to wait for a holder that makes no progress."""
         self._depth = 0
         self._open = [fd]
-        identity = _identity_of(os.fstat(fd))
+        identity = identity_of(os.fstat(fd))
         _process_locks[identity] = self
         weakref.finalize(self, _close, identity, self._open).atexit = False
 
-    @staticmethod
-    def of(handle: Handle) -> ProcessLock:
-        """Return the one lock of this process on a file, wherever it was opened first."""
-        with _opening:
-            known = _process_locks.get(handle.identity)
-            return ProcessLock(handle.open()) if known is None else known
+    def __reduce__(self) -> Any:
+        return _lock_of, (Handle.of(self.fd),)
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -254,6 +211,13 @@ class ProcessLock(ThreadLock):
         super()._after_fork(consistent)
         if not consistent:
             self._depth = 0
+
+
+def _lock_of(handle: Handle) -> ProcessLock:
+    """Return the one lock of this process on a file, wherever it was opened first."""
+    with _opening:
+        known = _process_locks.get(handle.identity)
+        return ProcessLock(handle.open()) if known is None else known
 
 
 def _lock_holder(fd: int) -> int | None:

@@ -31,7 +31,6 @@ STEP = 1 << _OWNER_BITS
 """Difference between the sequence numbers of rows that one process wrote one after the other."""
 _OWNER_MASK = STEP - 1
 _ENTRIES = 1024
-_LOG = 4096
 _LAYOUT_WORDS = 16384
 _HEADER = 64
 # Header words.
@@ -51,6 +50,16 @@ class Reservation(NamedTuple):
     first: int
     """Position of the first row; its place is ``first % slots``."""
     rows: int
+
+
+class Version(NamedTuple):
+    """What a ring was at one moment; a copy of it is no version of any ring."""
+
+    ring: object
+    epoch: int
+    changes: int
+    oldest: int
+    """Rows before this position do not change any more, unless they are overwritten."""
 
 
 class _Word:
@@ -90,8 +99,6 @@ class RingIndex:
         start = _HEADER
         self._table = words[start : start + 3 * _ENTRIES].reshape(_ENTRIES, 3)
         start += 3 * _ENTRIES
-        self._log = words[start : start + 2 * _LOG].reshape(_LOG, 2)
-        start += 2 * _LOG
         self._layout = words[start : start + _LAYOUT_WORDS].view(np.uint8)
         start += _LAYOUT_WORDS
         self._all = words[: self.words_for(max_slots)]  # a mapping ends at the end of a page
@@ -104,7 +111,7 @@ class RingIndex:
     @staticmethod
     def words_for(max_slots: int) -> int:
         """Return how many words the index of ``max_slots`` rows needs."""
-        return _HEADER + 3 * _ENTRIES + 2 * _LOG + _LAYOUT_WORDS + max_slots
+        return _HEADER + 3 * _ENTRIES + _LAYOUT_WORDS + max_slots
 
     @property
     def ready(self) -> bool:
@@ -116,13 +123,13 @@ class RingIndex:
         """Rows that were ever reserved lie below this place."""
         return min(int(self._h[_CURSOR] - self._h[_BASE]), int(self._h[_SLOTS]))
 
-    @property
-    def version(self) -> tuple[object, int, int]:
-        """Differs after every change of any sequence number; what `changes` takes.
-
-        A copy of it is no version of any ring: who has that looks at all rows anew.
-        """
-        return self._identity, int(self._h[_EPOCH]), int(self._h[_CHANGES])
+    def is_at(self, version: Version | None) -> bool:
+        """Tell whether no sequence number has changed since ``version``."""
+        return version is not None and version[:3] == (
+            self._identity,
+            self._h[_EPOCH],
+            self._h[_CHANGES],
+        )
 
     @contextmanager
     def section(self) -> Iterator[None]:
@@ -216,21 +223,23 @@ class RingIndex:
         if before_end < count:
             yield 0, count - before_end, before_end
 
-    def changes(self, since: Any, beyond: int = 0) -> Words | None:
-        """Return the slots that changed since a `version`, and so many behind each stretch.
+    def changes(self, since: Version | None) -> tuple[Version, Words | None]:
+        """Return the version now, and the slots that may have changed since another one.
+
+        Positions are given out in order: what changes is what is being written, and what follows;
+        the slot behind that is among them.
 
         Returns:
-            ``None`` if everything has to be looked at.
+            ``None`` for slots if everything has to be looked at.
         """
+        h = self._h
         with self.section():
-            identity, epoch, now = self.version
-            if since is None or since[:2] != (identity, epoch) or now - since[2] > _LOG:
-                return None
-            places = np.arange(since[2], now) % _LOG
-            recent = dict.fromkeys(map(tuple, self._log[places].tolist()))
-        stretches = [np.arange(first, first + count + beyond) for first, count in recent]
-        slots: Words = np.concatenate(stretches or [np.empty(0, np.int64)]) % self.slots
-        return slots
+            cursor, held = int(h[_CURSOR]), self._table[self._table[:, 0] != 0, 1]
+            oldest = min([cursor, *held.tolist()])
+            now = Version(self._identity, int(h[_EPOCH]), int(h[_CHANGES]), oldest)
+        if since is None or since[:2] != now[:2] or cursor - since.oldest >= self.slots:
+            return now, None
+        return now, np.arange(since.oldest, cursor + 1) % self.slots
 
     def snapshot(self) -> dict[str, Any]:
         """Return cursor, counters and sequence numbers; incomplete rows count as nothing."""
@@ -403,7 +412,6 @@ class RingIndex:
             row = self._table[int(h[_ENTRY])]
             row[1], row[2] = first, count
             row[0] = owner if op == _RESERVE else 0
-            self._log[(int(h[_TO_CHANGES]) - 1) % _LOG] = first, count
         h[_CURSOR], h[_COUNT], h[_LIVE] = h[_TO_CURSOR], h[_TO_COUNT], h[_TO_LIVE]
         h[_CHANGES] = h[_TO_CHANGES]
         h[_OP] = 0

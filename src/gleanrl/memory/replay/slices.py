@@ -10,7 +10,8 @@ import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import TRAJ_IDS, Key, NestedKey, as_key, format_key
-from gleanrl.memory.replay.ring import STEP
+from gleanrl.core.options import check_int
+from gleanrl.memory.replay.ring import STEP, Version
 from gleanrl.memory.replay.samplers import (
     Draw,
     Sampler,
@@ -62,10 +63,10 @@ class SliceSampler(Sampler):
             raise ConfigError(
                 f"give num_slices ({num_slices}) or slice_len ({slice_len}), and not both"
             )
-        if (num_slices or slice_len or 0) < 1:
+        self.num_slices = num_slices and check_int("num_slices", num_slices)
+        self.slice_len = slice_len and check_int("slice_len", slice_len)
+        if (self.num_slices or self.slice_len or 0) < 1:
             raise ConfigError(f"num_slices and slice_len are positive, not {num_slices, slice_len}")
-        self.num_slices = num_slices
-        self.slice_len = slice_len
         self.strict_length = strict_length
         self.truncated_key = None if truncated_key is None else as_key(truncated_key)
         self._traj_key = None if traj_key is None else as_key(traj_key)
@@ -207,7 +208,7 @@ class SegmentIndex:
     def __init__(self, same: Same) -> None:
         """Ask ``same`` where trajectories end."""
         self._same = same
-        self._version: Any = None
+        self._version: Version | None = None
         self._numbers: Places = np.empty(0, np.int64)
         self._tensor = self._segments = torch.empty(0)
 
@@ -218,12 +219,10 @@ class SegmentIndex:
         frame and its length, ``[2, segments]``.
         """
         ring = storage.ring
-        # Taken first: what changes while we look is looked at again the next time.
-        version = ring.version
-        if version == self._version:
+        if ring.is_at(self._version):
             return self._segments, self._tensor
-        # The row behind the last one of a stretch may not follow it any more.
-        recent = ring.changes(self._version, beyond=1)
+        # Taken first: what changes while we look is looked at again the next time.
+        version, recent = ring.changes(self._version)
         if recent is None:
             recent = np.arange(ring.slots)
             self._numbers = np.zeros(ring.slots, np.int64)
