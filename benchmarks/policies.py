@@ -76,3 +76,8 @@ def distribution(kind: str) -> type[Any]:
 
     found: type[Any] = {"normal": modules.IndependentNormal, "tanh": modules.TanhNormal}[kind]
     return found
+
+
+NET = mlp(4, 2)
+"""For CartPole."""
+POLICY = categorical_policy(NET)

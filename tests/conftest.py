@@ -78,6 +78,25 @@ def python():
 
 
 @pytest.fixture(scope="module")
+def _warm_workers(python):
+    """Have the zygote up: it stays for the life of the process."""
+    import rig
+
+    from gleanrl import MultiSyncCollector
+
+    MultiSyncCollector([rig.counting()], frames_per_batch=4).shutdown()
+
+
+@pytest.fixture
+def tidy_workers(_warm_workers):
+    """Nothing that worker processes used is left behind by a test."""
+    import rig
+
+    with rig.nothing_left_behind():
+        yield
+
+
+@pytest.fixture(scope="module")
 def _warm_nodes(python):
     """Have the zygote and all that torch opens once per process up."""
     import rig

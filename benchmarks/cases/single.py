@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import checks, envs, policies
 from benchmarks.harness import Build, Case, Reference, System
+from benchmarks.policies import NET, POLICY
 from benchmarks.systems import hand, ours, peers
 
 STEPS = 64
@@ -73,46 +74,42 @@ def cartpole_random() -> Case:
 def cartpole_mlp_16() -> Case:
     """The case most people have."""
     some, checked = envs.seeded(envs.cartpole, 16), envs.seeded(envs.cartpole_checked, 16)
-    net = policies.mlp(4, 2)
-    policy = policies.categorical_policy(net)
-    actor = partial(hand.CategoricalActor, net)
+    actor = partial(hand.CategoricalActor, NET)
 
     def serial(factories: Any) -> Build:
-        return lambda: peers.torchrl(peers.torchrl_serial(factories), policy, 16 * STEPS)
+        return lambda: peers.torchrl(peers.torchrl_serial(factories), POLICY, 16 * STEPS)
 
     return case(
         "cartpole-mlp-x16",
         "CartPole-v1 x16, 64-64 MLP, Categorical",
-        lambda: ours.inline(some, policy, 16 * STEPS),
+        lambda: ours.inline(some, POLICY, 16 * STEPS),
         Reference("hand loop", loop(some, actor, 2), 0.9),
-        Reference("hand loop, addmm(out=)", loop(some, partial(hand.AddmmActor, net), 2)),
+        Reference("hand loop, addmm(out=)", loop(some, partial(hand.AddmmActor, NET), 2)),
         Reference(f"hand loop, {CHECKED}", loop(checked, actor, 2)),
         Reference("TorchRL SerialEnv", serial(some), 15.0),
         Reference(f"TorchRL SerialEnv, {CHECKED}", serial(checked)),
-        Reference("CleanRL loop", lambda: peers.cleanrl(some, net, STEPS), 1.3),
-        Reference(f"CleanRL loop, {CHECKED}", lambda: peers.cleanrl(checked, net, STEPS)),
-        Reference("SB3 PPO", lambda: peers.SB3(some, net, STEPS), 3.0),
-        Reference(f"SB3 PPO, {CHECKED}", lambda: peers.SB3(checked, net, STEPS)),
-        Reference("SB3 PPO, lean critic", lambda: peers.SB3(some, net, STEPS, lean=True)),
+        Reference("CleanRL loop", lambda: peers.cleanrl(some, NET, STEPS), 1.3),
+        Reference(f"CleanRL loop, {CHECKED}", lambda: peers.cleanrl(checked, NET, STEPS)),
+        Reference("SB3 PPO", lambda: peers.SB3(some, NET, STEPS), 3.0),
+        Reference(f"SB3 PPO, {CHECKED}", lambda: peers.SB3(checked, NET, STEPS)),
+        Reference("SB3 PPO, lean critic", lambda: peers.SB3(some, NET, STEPS, lean=True)),
     )
 
 
 def cartpole_mlp_1() -> Case:
     """One environment: the policy call dominates."""
     factories = envs.seeded(envs.cartpole, 1)
-    net = policies.mlp(4, 2)
-    policy = policies.categorical_policy(net)
 
     def theirs() -> System:
-        return peers.torchrl(peers.torchrl_gym(factories[0]), policy, ALONE)
+        return peers.torchrl(peers.torchrl_gym(factories[0]), POLICY, ALONE)
 
     return case(
         "cartpole-mlp-x1",
         "CartPole-v1 x1, 64-64 MLP, Categorical",
-        lambda: ours.inline(factories[0], policy, ALONE),
-        Reference("hand loop", loop(factories, partial(hand.CategoricalActor, net), 2, ALONE), 0.9),
+        lambda: ours.inline(factories[0], POLICY, ALONE),
+        Reference("hand loop", loop(factories, partial(hand.CategoricalActor, NET), 2, ALONE), 0.9),
         Reference(
-            "hand loop, addmm(out=)", loop(factories, partial(hand.AddmmActor, net), 2, ALONE)
+            "hand loop, addmm(out=)", loop(factories, partial(hand.AddmmActor, NET), 2, ALONE)
         ),
         Reference("TorchRL GymEnv", theirs, 6.0),
     )
@@ -152,9 +149,8 @@ def pool(
     name: str, title: str, make: Callable[[int], Any], count: int, dtype: Any, mlp: bool
 ) -> Case:
     """A vector environment that resets on the next step."""
-    net = policies.mlp(4, 2)
-    policy = policies.categorical_policy(net) if mlp else None
-    actor = partial(hand.CategoricalActor, net) if mlp else hand.RandomActor
+    policy = POLICY if mlp else None
+    actor = partial(hand.CategoricalActor, NET) if mlp else hand.RandomActor
 
     def bare() -> System:
         return hand.pool_loop(make(count), STEPS, actor(STEPS, count, 2, arrays=dtype))
@@ -173,7 +169,6 @@ def torchrl_env(transforms: bool) -> Case:
     With transforms it is no Gymnasium environment in disguise: every step goes through TensorDicts.
     """
     factory = envs.seeded(envs.cartpole, 1)[0]
-    policy = policies.categorical_policy(policies.mlp(4, 2))
 
     def make() -> Any:
         env = peers.torchrl_gym(factory)
@@ -182,6 +177,6 @@ def torchrl_env(transforms: bool) -> Case:
     return case(
         "torchrl-env-transforms" if transforms else "torchrl-env",
         f"TorchRL GymEnv x1{' + StepCounter, RewardSum' if transforms else ''}, 64-64 MLP",
-        lambda: ours.inline(make(), policy, ALONE),
-        Reference("TorchRL Collector", lambda: peers.torchrl(make(), policy, ALONE), 1.5),
+        lambda: ours.inline(make(), POLICY, ALONE),
+        Reference("TorchRL Collector", lambda: peers.torchrl(make(), POLICY, ALONE), 1.5),
     )

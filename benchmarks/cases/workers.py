@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checks, envs, policies
+from benchmarks import checks, envs
 from benchmarks.harness import Build, Case, Reference
+from benchmarks.policies import NET, POLICY
 from benchmarks.systems import bare, ours, peers
 
 STEPS = 64
@@ -26,8 +27,6 @@ SIZES = {"1KB": 2**10, "64KB": 2**16, "1MB": 2**20, "8MB": 2**23}
 ROLLOUTS = {"1MB": (2**15, 16), "64MB": (2**20, 32)}
 """For nodes: bytes of an observation and steps of a rollout. Each observation is delivered twice.
 """
-NET = policies.mlp(4, 2)
-POLICY = policies.categorical_policy(NET)
 
 
 def multi() -> list[Case]:

@@ -27,11 +27,13 @@ _FLAGS = ("done", "terminated", "truncated")
 class Actor:
     """Chooses the actions of ``P`` environments and keeps what a policy delivers."""
 
-    outputs: dict[str, torch.Tensor]
-    """``[T, P, ...]`` by dotted name, valid after `finish`."""
     _observations: Sequence[torch.Tensor] = ()
     _seen: list[Any]
     """What the network returned, row by row."""
+
+    def __init__(self, **outputs: torch.Tensor) -> None:
+        """Keep memory for ``outputs``, ``[T, P, ...]``, valid after `finish`."""
+        self.outputs = outputs
 
     def begin(self, observations: Sequence[torch.Tensor]) -> None:
         """Start a batch on these ``T`` rows ``[P, ...]``."""
@@ -52,7 +54,7 @@ class RandomActor(Actor):
         """Draw from ``range(actions)``; hand out lists, or numpy rows of dtype ``arrays``."""
         self._high, self._arrays = actions, arrays
         self._action = torch.zeros(steps, envs, dtype=torch.int64)
-        self.outputs = {"action": self._action}
+        super().__init__(action=self._action)
         self._rows: Any = []
 
     def begin(self, observations: Sequence[torch.Tensor]) -> None:
@@ -74,14 +76,12 @@ class CategoricalActor(Actor):
     ) -> None:
         """Hand out lists, or numpy rows of dtype ``arrays``."""
         self._net, self._arrays = net, arrays
-        self._action = torch.zeros(steps, envs, dtype=torch.int64)
-        self._log_prob = torch.zeros(steps, envs)
-        self._logits = torch.zeros(steps, envs, actions)
-        self.outputs = {
-            "action": self._action,
-            "action_log_prob": self._log_prob,
-            "logits": self._logits,
-        }
+        super().__init__(
+            action=torch.zeros(steps, envs, dtype=torch.int64),
+            action_log_prob=torch.zeros(steps, envs),
+            logits=torch.zeros(steps, envs, actions),
+        )
+        self._action, self._log_prob, self._logits = self.outputs.values()
         self._columns = self._action.unsqueeze(-1).unbind()
         self._flat = self._action.unbind()
         self._numpy = list(self._action.numpy())
@@ -138,16 +138,13 @@ class NormalActor(Actor):
     ) -> None:
         """``net`` returns ``(loc, scale)``, each ``[P, size]``."""
         self._net, self._squash = net, squash
-        self._action = torch.zeros(steps, envs, size)
+        names = "action", "loc", "scale"
+        super().__init__(
+            action_log_prob=torch.zeros(steps, envs),
+            **{name: torch.zeros(steps, envs, size) for name in names},
+        )
+        self._log_prob, self._action, self._loc, self._scale = self.outputs.values()
         self._raw = torch.zeros(steps, envs, size) if squash else self._action
-        self._log_prob = torch.zeros(steps, envs)
-        self._loc, self._scale = torch.zeros(steps, envs, size), torch.zeros(steps, envs, size)
-        self.outputs = {
-            "action": self._action,
-            "action_log_prob": self._log_prob,
-            "loc": self._loc,
-            "scale": self._scale,
-        }
         self._raw_rows, self._rows = self._raw.unbind(), self._action.unbind()
         self._numpy = [list(row) for row in self._action.numpy()]
 

@@ -53,18 +53,14 @@ def in_turn(name, values):
     return pytest.mark.parametrize(("kind", name), cases)
 
 
+pytestmark = pytest.mark.usefixtures("tidy_workers")
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _warm(python):
-    """Have the zygote up: it stays for the life of the process."""
-    MultiSyncCollector([rig.counting()], frames_per_batch=4).shutdown()
+def _warm(_warm_workers):
+    """Have TorchRL's storages up, too: they open files that stay."""
     rb = torchrl.data.ReplayBuffer(storage=torchrl.data.LazyTensorStorage(10))
-    rb.extend(TensorDict({"a": torch.zeros(2)}, [2]))  # it too opens files that stay
-
-
-@pytest.fixture(autouse=True)
-def _tidy(_warm):
-    with rig.nothing_left_behind():
-        yield
+    rb.extend(TensorDict({"a": torch.zeros(2)}, [2]))
 
 
 @pytest.fixture

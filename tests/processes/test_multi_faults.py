@@ -29,16 +29,7 @@ from gleanrl import (
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _warm(python):
-    """Have the zygote up: it stays for the life of the process."""
-    MultiSyncCollector([rig.counting()], frames_per_batch=4).shutdown()
-
-
-@pytest.fixture(autouse=True)
-def _tidy(_warm):
-    with rig.nothing_left_behind():
-        yield
+pytestmark = pytest.mark.usefixtures("tidy_workers")
 
 
 @pytest.fixture(params=sorted(KINDS))

@@ -286,6 +286,47 @@ def test_partial_resets_keep_the_others_data(batch):
     assert same(*rolled)
 
 
+class Pair(EnvBase):
+    """Two environments of three agents each, which last two and three steps."""
+
+    def __init__(self):
+        super().__init__(batch_size=(2,))
+        for name, spec in (
+            ("observation", our_data.Unbounded((2, 3, 1))),
+            ("action", our_data.Categorical(2, (2, 3))),
+        ):
+            group = our_data.Composite({name: spec}, shape=(2, 3))
+            setattr(self, f"{name}_spec", our_data.Composite(agents=group, shape=(2,)))
+        self.taken = torch.zeros(2, 1)
+
+    def shown(self):
+        seen = self.taken[..., None].expand(2, 3, 1).clone()
+        return TensorDict({"agents": TensorDict({"observation": seen}, (2, 3))}, (2,))
+
+    def _reset(self, tensordict=None, **options):
+        mask = True if tensordict is None else tensordict.get("_reset", True)
+        self.taken = torch.where(torch.as_tensor(mask), 0, self.taken)
+        return self.shown()
+
+    def _step(self, tensordict):
+        self.taken = self.taken + 1
+        done = self.taken >= torch.tensor([[2], [3]])
+        return self.shown().update({"reward": self.taken, "done": done})
+
+    def _set_seed(self, seed):
+        pass
+
+
+@pytest.mark.parametrize("fast", [None, True, False])
+def test_partial_resets_keep_the_data_of_groups_that_have_actions(fast):
+    if fast is None:
+        data = Pair().rollout(6, break_when_any_done=False)
+    else:
+        (data,) = Collector(Pair, frames_per_batch=12, total_frames=12, fast=fast)
+    seen = data["agents", "observation"][..., 0, 0]
+    assert seen.tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
+
+
 def test_groups_keep_their_batch_size_everywhere():
     env = agents(OURS)()
     assert env.fake_tensordict()["agents"].batch_size == (3,)

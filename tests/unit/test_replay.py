@@ -8,7 +8,7 @@ import torch
 import torchrl.data as theirs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 import gleanrl
 from gleanrl import (
@@ -16,9 +16,11 @@ from gleanrl import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedSampler,
     ReplayBuffer,
     ReplayError,
     SamplerWithoutReplacement,
+    SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
@@ -159,10 +161,39 @@ def test_data_unlike_the_first_is_named(change, message):
     assert rb.write_count == 3
 
 
-def test_what_is_no_tensor_is_named():
+UNEVEN = lazy_stack([TensorDict({"a": torch.zeros(1)}), TensorDict({"a": torch.zeros(1), "b": 1})])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (TensorDict({"a": torch.zeros(3), "s": "x"}, [3]), "'s' is NonTensorData.*ListStorage"),
+        (TensorDict({"a": torch.zeros(2), "s": ["x", "y"]}, [2]), "'s' is NonTensorStack"),
+        (UNEVEN, "only some rows of the data have 'b'"),
+        ({"a": torch.zeros(3), "b": torch.zeros(1)}, "different numbers of rows"),
+        ({"a": torch.eye(3).to_sparse()}, "'a' is a torch.sparse_coo tensor"),
+        ({"a": torch.zeros(3, dtype=torch.uint3)}, "'a' is .* torch.uint3"),
+        ({"a": 1.0}, "'a' is float"),
+    ],
+)
+def test_data_that_rows_cannot_hold_are_refused_and_change_nothing(data, message):
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
-    with pytest.raises(ConfigError, match="'name' is NonTensorData.*ListStorage"):
-        rb.extend(TensorDict({"a": torch.zeros(3), "name": "x"}, [3]))
+    for store in (rb.extend, rb.extend if message != "'a' is float" else rb.add):
+        with pytest.raises(ConfigError, match=message):
+            store(data)
+    rb.extend(rows(0, 3))
+    assert len(rb) == 3
+
+
+def test_the_keys_of_a_mapping_are_no_items_of_a_list():
+    with pytest.raises(ConfigError, match="mapping"):
+        ReplayBuffer(storage=ListStorage(10)).extend({"a": torch.zeros(3)})
+
+
+def test_one_row_may_be_a_nested_mapping():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.add({"a": torch.ones(2), "next": {"a": torch.zeros(2)}})
+    assert rb[0]["next", "a"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +202,10 @@ def test_what_is_no_tensor_is_named():
         lambda: LazyTensorStorage(0),
         lambda: LazyTensorStorage(5, ndim=3),
         lambda: ReplayBuffer(storage=LazyTensorStorage(5), batch_size=0),
+        lambda: ReplayBuffer(storage=LazyTensorStorage(5), batch_size=2.5),
         lambda: ReplayBuffer(storage=LazyTensorStorage(5), prefetch=-1),
+        lambda: SliceSampler(num_slices=2.5),
+        lambda: PrioritizedSampler(5, alpha=float("nan"), beta=1.0),
         lambda: ReplayBuffer(storage=LazyTensorStorage(5), dim_extend=1),
     ],
 )
@@ -188,10 +222,11 @@ def test_too_large_a_buffer_is_refused_before_it_swaps():
 
 def test_nothing_to_sample():
     rb = ReplayBuffer(storage=LazyTensorStorage(5))
-    with pytest.raises(ReplayError, match="nothing to sample"):
-        rb.sample(2)
+    for ask in (lambda: rb.sample(2), lambda: rb[:], lambda: rb[0]):
+        with pytest.raises(ReplayError, match="nothing to sample"):
+            ask()
     rb.extend(rows(0, 3))
-    for size in (None, 0, -1):
+    for size in (None, 0, -1, 2.5, True):
         with pytest.raises(ConfigError, match="batch_size"):
             rb.sample(size)
     rb.empty()

@@ -309,11 +309,24 @@ def test_priorities_in_env_time_storages():
     assert set(rb.sample(100)["number"].tolist()) == {1, 7}
 
 
-@pytest.mark.parametrize("priority", [-1.0, float("nan"), float("inf")])
-def test_priorities_are_not_negative(priority):
-    rb = PrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=LazyTensorStorage(5))
+@pytest.mark.parametrize("priority", [-1.0, float("nan"), float("inf"), 1e160])
+def test_priorities_are_not_negative_and_have_a_sum(priority):
+    rb = TensorDictPrioritizedReplayBuffer(alpha=2.0, beta=0.9, storage=LazyTensorStorage(5))
     rb.extend(steps([0, 1], [0] * 2))
+    values = torch.full((2,), priority, dtype=torch.float64)
     with pytest.raises(ConfigError, match="not negative"):
-        rb.update_priority(torch.tensor([0, 1]), priority)
+        rb.update_priority(torch.tensor([0, 1]), values)
+    with pytest.raises(ConfigError, match="not negative"):  # before any row is stored
+        rb.extend(steps([0, 1], [0] * 2).set("td_error", values))
+    assert len(rb) == 2
     with pytest.raises(ConfigError, match="from 0 to 4"):
         rb.update_priority(7, 1.0)
+    with pytest.raises(ConfigError, match="2 priorities for 1 rows"):
+        rb.update_priority([1], [1.0, 2.0])
+
+
+def test_places_without_rows_get_no_priority():
+    rb = PrioritizedReplayBuffer(alpha=1.0, beta=0.9, storage=LazyTensorStorage(5))
+    rb.extend(steps([0, 1], [0] * 2))
+    rb.update_priority([1, 4], 1000.0)
+    assert set(rb.sample(50)["number"].tolist()) <= {0, 1}

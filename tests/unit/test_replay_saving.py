@@ -215,6 +215,25 @@ def test_a_second_dump_replaces_the_first(tmp_path):
     assert fresh[:]["number"].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_dump_replaces_nothing_that_another_program_wrote(tmp_path):
+    (tmp_path / "meta.json").write_text("{}")
+    rb = ReplayBuffer(storage=LazyTensorStorage(5))
+    with pytest.raises(ConfigError, match="another directory"):
+        rb.dumps(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["meta.json"]
+
+
+def test_a_dump_has_all_rows_though_others_write_while_the_disk_is_slow(tmp_path, monkeypatch):
+    rb = ReplayBuffer(storage=LazyTensorStorage(5), shared=True)
+    rb.extend(rows(0, 5))
+    flush = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (rb.extend(rows(5, 5)), flush(fd)))
+    rb.dumps(tmp_path)
+    fresh = ReplayBuffer(storage=LazyTensorStorage(5))
+    fresh.loads(tmp_path)
+    assert fresh[:]["number"].tolist() == [0, 1, 2, 3, 4]
+
+
 POISON = [
     {"cursor": 2**60},
     {"cursor": -1},

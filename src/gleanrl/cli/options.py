@@ -72,21 +72,21 @@ def address(text: str) -> tuple[str, int]:
 # -- fields ----------------------------------------------------------------------------------------
 
 
-def option(metavar: str, read: Any, default: Any, help: str, flag: str = "") -> Any:
+def option(metavar: str, read: Any, help: str, default: Any = None, flag: str = "") -> Any:
     """Return the field of an option.
 
     Args:
         metavar: What stands for its value in ``--help``.
         read: The reader of the value, or the values to choose from; ``bool`` for a flag alone.
-        default: Its value if it is not given; ``--help`` shows it.
         help: What it means.
+        default: Its value if it is not given; ``--help`` shows it.
         flag: How it is written, if not as the field is called.
     """
     settings: dict[str, Any] = {"flag": flag, "help": help}
-    if default not in (None, False):
+    if default is not None:
         settings["help"] += f" (default: {_shown(default)})"
     if read is bool:
-        settings["action"] = "store_true"
+        default, settings["action"] = False, "store_true"
     elif isinstance(read, Collection):
         settings["choices"] = read
     else:
@@ -130,9 +130,9 @@ class RunOptions:
     policy: str = option(
         "random|FILE.py:NAME",
         str,
-        "random",
         "what acts: 'random', or NAME in a Python file: an nn.Module, a callable, or a class or "
         "function that makes one when called without arguments",
+        "random",
     )
 
 
@@ -163,53 +163,48 @@ class CollectOptions(RunOptions):
     Ctrl-C stops after the current step; what was collected until then is kept.
     """
 
-    num_envs: int = option("N", count, 1, "environments at once, of each worker if there are any")
+    num_envs: int = option("N", count, "environments at once, of each worker if there are any", 1)
     workers: int | None = option(
         "N",
         count,
-        None,
         "worker processes, with --num-envs environments each (default: none, everything in this "
         "process)",
     )
     explain: bool = option(
-        "",
-        bool,
-        False,
-        "say which parts of ENV and policy are called as they are; collect nothing",
+        "", bool, "say which parts of ENV and policy are called as they are; collect nothing"
     )
     asynchronous: bool = option(
         "",
         bool,
-        False,
         "take the rollouts of workers or nodes as they come, instead of one of each at a time",
-        "--async",
+        flag="--async",
     )
     backend: str = option(
         "",
         ("process", "distributed", "ray"),
-        "process",
         "where workers are: processes here, nodes over torch.distributed, or actors of Ray",
+        "process",
     )
     nodes: int | None = option(
-        "N", count, None, "nodes of --backend distributed or ray, with --num-envs environments each"
+        "N", count, "nodes of --backend distributed or ray, with --num-envs environments each"
     )
     launcher: str = option(
         "",
         ("mp", "submitit"),
-        "mp",
         "what starts distributed nodes: processes of this machine, or Slurm jobs",
+        "mp",
     )
     frames: int = option(
-        "N", count, 10_000, "frames over all environments, rounded up to whole batches"
+        "N", count, "frames over all environments, rounded up to whole batches", 10_000
     )
     frames_per_batch: int | None = option(
-        "N", count, None, "frames between two updates of the display (default: chosen to fit)"
+        "N", count, "frames between two updates of the display (default: chosen to fit)"
     )
     seed: int | None = option(
-        "S", seed, None, "seed of environments and policy (default: drawn, and printed)"
+        "S", seed, "seed of environments and policy (default: drawn, and printed)"
     )
-    out: Path | None = option("DIR", Path, None, "keep the frames in DIR, a new directory")
-    format: str = option("", FORMATS, "tensordict", "what --out writes; see convert --help")
+    out: Path | None = option("DIR", Path, "keep the frames in DIR, a new directory")
+    format: str = option("", FORMATS, "what --out writes; see convert --help", "tensordict")
     command: str = ""
     """The command as it can be typed again."""
 
@@ -239,14 +234,14 @@ class BenchOptions(RunOptions):
       gleanrl bench Pendulum-v1 --workers 1,2,4 --num-envs 1,8,32 --out bench.json
     """
 
-    seconds: float = option("S", seconds, 3.0, "how long each setting runs")
+    seconds: float = option("S", seconds, "how long each setting runs", 3.0)
     workers: tuple[int, ...] | None = option(
-        "LIST", counts, None, "numbers of worker processes to try (default: half the cores and all)"
+        "LIST", counts, "numbers of worker processes to try (default: half the cores and all)"
     )
     num_envs: tuple[int, ...] = option(
-        "LIST", counts, (1, 4, 16), "numbers of environments to try, of each worker"
+        "LIST", counts, "numbers of environments to try, of each worker", (1, 4, 16)
     )
-    out: Path | None = option("FILE.json", Path, None, "keep the figures in a new file")
+    out: Path | None = option("FILE.json", Path, "keep the figures in a new file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,22 +261,20 @@ class InspectOptions:
 
     directory: Path = argument("DIR", Path, "written by collect --out")
     plot: Path | None = option(
-        "FILE.png", Path, None, "where to plot returns over frames (default: DIR/returns.png)"
+        "FILE.png", Path, "where to plot returns over frames (default: DIR/returns.png)"
     )
     html: Path | None = option(
-        "FILE.html", Path, None, "write a page of plots: one file that needs no network"
+        "FILE.html", Path, "write a page of plots: one file that needs no network"
     )
     play: int | None = option(
         "EPISODE",
         index,
-        None,
         "write a video of this episode (from 0): make the registered environment that the card "
         "names again, with the recorded seed and actions, and compare observations",
     )
     video: Path | None = option(
         "FILE.mp4",
         Path,
-        None,
         "where to write the video, .mp4 or .gif (default: DIR/episode-EPISODE.mp4)",
     )
 
@@ -303,9 +296,9 @@ class ConvertOptions:
     format: str = option(
         "",
         FORMATS,
-        "tensordict",
         "what TARGET holds: a memory-mapped TensorDict, a Minari dataset (its directory ends in "
         "NAME-v0), or Parquet files",
+        "tensordict",
     )
 
 
@@ -330,9 +323,9 @@ class TopOptions:
     pid: int | None = argument(
         "PID", count, "the process to watch (default: the only one that collects)", None
     )
-    once: bool = option("", bool, False, "print the state once, as text, and end")
-    json: bool = option("", bool, False, "print the state once, as JSON, and end")
-    every_s: float = option("S", seconds, 1.0, "seconds between two looks", "--every")
+    once: bool = option("", bool, "print the state once, as text, and end")
+    json: bool = option("", bool, "print the state once, as JSON, and end")
+    every_s: float = option("S", seconds, "seconds between two looks", 1.0, "--every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,9 +345,9 @@ class NodeOptions:
 
     address: tuple[str, int] = argument("HOST:PORT", address, "where the learner waits")
     node: int | None = option(
-        "N", index, None, "which of its nodes, from 0 (default: what the environment says)"
+        "N", index, "which of its nodes, from 0 (default: what the environment says)"
     )
-    wait_s: float = option("S", seconds, 120.0, "seconds to look for the learner", "--wait")
+    wait_s: float = option("S", seconds, "seconds to look for the learner", 120.0, "--wait")
 
 
 COMMANDS: dict[str, type[Any]] = {

@@ -12,6 +12,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError, GleanError
 from gleanrl.core.keys import NEXT
+from gleanrl.core.platforms import imported
 from gleanrl.core.window import Array
 from gleanrl.envs.spaces import Actions, Leaf, observation_leaves
 from gleanrl.recording.dataset import Dataset
@@ -32,12 +33,7 @@ def play(dataset: Dataset, number: int, path: Path | None) -> list[tuple[str, st
         ConfigError: there is no such episode.
         ReplayError: its environment cannot be made again, and its observations are no images.
     """
-    try:
-        import imageio.v2 as imageio
-    except ImportError as err:
-        raise ReplayError(
-            "--play needs imageio; install it with: pip install 'gleanrl[video]'"
-        ) from err
+    imageio = imported("imageio.v2", "video", "--play", ReplayError)
     episodes = episodes_of(dataset)
     if number >= len(episodes):
         raise ConfigError(f"there is no episode {number}: {len(episodes)} are numbered from 0")
@@ -45,22 +41,21 @@ def play(dataset: Dataset, number: int, path: Path | None) -> list[tuple[str, st
     if path.is_symlink():  # the directory may come from anyone
         raise ReplayError(f"{path} is a link; choose another file with --video")
     images = _image_key(episodes[number])
-    note = ""
+    replay, note, fps = None, "", _FPS
     try:
-        replay: Replay | None = Replay(dataset, episodes, number)
+        replay = Replay(dataset, episodes, number)
+        frames, fps = replay.frames(), replay.fps
     except GleanError as err:
         if images is None:
             raise
-        replay, note = None, f"recorded images: {err}"
-    frames = episodes[number].read(images) if replay is None and images else ()
-    fps = _FPS if replay is None else replay.fps
+        frames, note = iter(episodes[number].read(images)), f"recorded images: {err}"
     gif = path.suffix == ".gif"
     more: dict[str, Any] = {"duration": 1000 / fps} if gif else {"fps": fps, "macro_block_size": 2}
     with contextlib.ExitStack() as end:
         if replay is not None:
             end.callback(replay.env.close)
         video: Any = end.enter_context(imageio.get_writer(path, **more))
-        for image in frames if replay is None else replay.frames():
+        for image in frames:
             video.append_data(_picture(image))
     if replay is not None:
         note = replay.verdict()

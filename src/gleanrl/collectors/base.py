@@ -19,14 +19,14 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from gleanrl.collectors.arguments import (
-    Arguments,
     check_schemes,
+    read,
     read_devices,
     read_seed,
     shown,
 )
 from gleanrl.collectors.background import BackgroundFilling
-from gleanrl.collectors.handle import Handle, PostHook, one_of
+from gleanrl.collectors.handle import Handle, one_of
 from gleanrl.collectors.states import entries_of, number_lives, restoring
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.core import messages as m
@@ -104,6 +104,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     ARGUMENTS: ClassVar[Any]
     """The dictionary of the constructor's arguments."""
+    _calls_hooks = True
+    """Whether hooks are called here, with batches, and not in workers, with rollouts."""
     _as_gathered = False
     """Whether batches are those of the engine. A class says so of itself: subclasses of the user's
     may do anything with them."""
@@ -125,22 +127,22 @@ class BaseCollector(Handle, IterableDataset[Any]):
     _receivers: Mapping[str, WeightSyncScheme] = {}
     """Which models a parent may update, by model id; all if there are none."""
 
-    def __init__(self, arguments: Arguments) -> None:
-        """Take what stays if the workers are started anew."""
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """Complete the arguments that were given."""
+        self._arguments = arguments = read(self.ARGUMENTS, type(self).__name__, given)
         super().__init__(arguments["pre_collect_hook"], arguments["post_collect_hook"])
 
     # -- the beginning ---------------------------------------------------------------------------
 
-    def _start(self, arguments: Arguments, launch: Launch, make: MakeBackend) -> None:
+    def _start(self, launch: Launch, make: MakeBackend) -> None:
         """Start the workers and set up everything around them.
 
         Args:
-            arguments: The arguments, as `read` has completed them.
             launch: What is started.
             make: Builds the backend that starts and reaches the workers.
         """
-        self._arguments, self._launch, self._plan = arguments, launch, launch.plan
-        plan = launch.plan
+        arguments, plan = self._arguments, launch.plan
+        self._launch, self._plan = launch, plan
         self._version, self._timeout = launch.version, arguments["timeout"]
         self._worker_idx = arguments["worker_idx"]
         self._sink, self._pipeline = launch.sink, launch.pipeline
@@ -163,13 +165,13 @@ class BaseCollector(Handle, IterableDataset[Any]):
                 )
             undo.callback(engine.close, 5.0)
             undo.callback(self._watching.end_progress)
-            self._set_up(arguments)
+            self._set_up()
             undo.pop_all()
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, engine.close, CLOSE_TIMEOUT_S)
         self._watching.begin(engine, self._budget, self._status)
 
-    def _set_up(self, arguments: Arguments) -> None:
+    def _set_up(self) -> None:
         """Set up memory, weights and counters, now that the workers are up."""
         engine, launch, plan = self._engine, self._launch, self._plan
         stopped: Callable[[], bool] = bool
@@ -181,15 +183,15 @@ class BaseCollector(Handle, IterableDataset[Any]):
             launch.limits, launch.asked, launch.batches, enough=plan.enough, stopped=stopped
         )
         self._pipeline.share_out(engine.num_envs)
-        self._models = self._make_models(arguments)
+        self._models = self._make_models()
         self._background = BackgroundFilling(engine, self._budget, self._timeout)
         self.weight_updater = launch.updater
         if self._sink is not None:
             self._sink.attach(self, self._env_to_record, engine.num_envs)
 
-    def _make_models(self, arguments: Arguments) -> Models:
+    def _make_models(self) -> Models:
         """Return what publishes weights."""
-        schemes = arguments["weight_sync_schemes"]
+        schemes = self._arguments["weight_sync_schemes"]
         return Models(self._engine, self._plan.policy, schemes, self._version)
 
     def _env_to_record(self) -> Any:
@@ -304,7 +306,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _announce(self) -> None:
         """Call the hook that runs before a batch is collected, once for each."""
-        if self._pre_hook is not None and not self._announced:
+        if self._calls_hooks and self._pre_hook is not None and not self._announced:
             self._pre_hook()
         self._announced = True
 
@@ -315,11 +317,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         batch = self._gather(feed)
         if batch is None:  # workers have put it into the buffer themselves
             return deque([None])
-        return self._pipeline(batch, self._batch_hook())
-
-    def _batch_hook(self) -> PostHook | None:
-        """Return what is called with each batch."""
-        return self._post_hook
+        return self._pipeline(batch, self._post_hook if self._calls_hooks else None)
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         """Collect a batch as it comes from the workers."""
@@ -329,7 +327,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
             sending.before(self)
         asked = time.monotonic()
         batch, reports = self._engine.collect(self._budget, self._timeout, feed)
-        if self._cut_short(reports) and batch is not None and MASK not in batch.keys(True):
+        cut_short = any(r.steps < self._engine.steps[worker] for worker, r in reports.items())
+        if cut_short and batch is not None and MASK not in batch.keys(True):
             # Shutting down stopped it, and nothing in it says which of its frames are valid.
             frames = sum(report.frames for report in reports.values())
             self._budget.delivered -= frames
@@ -341,9 +340,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
         if sending is not None:
             sending.after(self, reports)
         return batch
-
-    def _cut_short(self, reports: Rollouts) -> bool:
-        return any(report.steps < self._engine.steps[worker] for worker, report in reports.items())
 
     @for_users
     def rollout(self) -> TensorDictBase | None:
@@ -387,7 +383,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
         It can where batches are delivered as they were collected: not with ``postproc``, a hook, a
         replay buffer, trajectories cut out, or data of no fixed shape, and not by a subclass.
         """
-        own = vars(type(self)).get("_as_gathered", False) and self._batch_hook() is None
+        hooked = self._calls_hooks and self._post_hook is not None
+        own = vars(type(self)).get("_as_gathered", False) and not hooked
         here = self.storing_device is None or self.storing_device.type == "cpu"
         if not (own and here and self._pipeline.plain and self._engine.batches.uniform):
             return None

@@ -11,7 +11,6 @@ from torch import nn
 from gleanrl.collectors import selectors
 from gleanrl.collectors.arguments import (
     CollectorArguments,
-    read,
     read_index,
     shown,
     shows,
@@ -65,9 +64,8 @@ class Collector(BaseCollector):
             UnknownEnvError: the id is not registered (a `KeyError` too).
             PolicyError: the policy does not fit the environment.
         """
-        arguments = read(CollectorArguments, type(self).__name__, kwargs)
-        super().__init__(arguments)
-        interruptor = arguments["interruptor"]
+        super().__init__(kwargs)
+        interruptor = self._arguments["interruptor"]
         plan = WorkerPlan(
             create_env_fn=create_env_fn,
             functions=[create_env_fn],
@@ -77,8 +75,7 @@ class Collector(BaseCollector):
             num_threads=torch.get_num_threads(),  # as they are: there is no other process
         )
         self._start(
-            arguments,
-            launch_workers(arguments, plan),
+            launch_workers(self._arguments, plan),
             lambda windows: InlineBackend(windows, stop_byte(interruptor)),
         )
         self.policy_device, self.env_device = self.policy_device[0], self.env_device[0]

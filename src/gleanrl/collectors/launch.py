@@ -308,7 +308,8 @@ def _warn_of_copies(functions: Sequence[Any]) -> None:
 
 def env_functions_of(create_env_fn: Any, num_collectors: int | None) -> list[Any]:
     """Return what each worker collects from, where a list has to match ``num_collectors``."""
-    functions = env_functions(create_env_fn, None, default=num_collectors or 1)
+    default = 1 if num_collectors is None else check_int("num_collectors", num_collectors, least=1)
+    functions = env_functions(create_env_fn, None, default)
     if num_collectors not in (None, len(functions)):
         raise ConfigError(
             f"num_collectors ({num_collectors}) does not match create_env_fn, which lists "

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Unpack
 from tensordict import TensorDictBase
 from torch import nn
 
-from gleanrl.collectors.arguments import MultiArguments, read, shows, typed
+from gleanrl.collectors.arguments import MultiArguments, shows, typed
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.launch import WorkerPlan, env_functions, launch_workers, read_threshold
 from gleanrl.collectors.selectors import like, unknown_backend
@@ -56,8 +56,8 @@ class MultiCollector(CollectorWithWorkers):
             WorkerDied: a worker's process ended while starting.
             CollectorTimeout: workers did not come up in time.
         """
-        arguments = read(MultiArguments, type(self).__name__, kwargs)
-        super().__init__(arguments)
+        super().__init__(kwargs)
+        arguments = self._arguments
         functions = env_functions(create_env_fn, arguments["num_workers"])
         kind = Collector if arguments["collector_class"] is None else arguments["collector_class"]
         plan = WorkerPlan(
@@ -75,7 +75,7 @@ class MultiCollector(CollectorWithWorkers):
         make = _make_backend(
             arguments["backend"], arguments["num_sub_threads"], arguments["start_timeout"]
         )
-        self._start(arguments, launch_workers(arguments, plan), make)
+        self._start(launch_workers(arguments, plan), make)
 
     def get_cached_weights(self, model_id: str) -> TensorDictBase | None:
         """Return the learner's weights, which the next update sends; ``None`` if it has none.

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from gleanrl.collectors.arguments import Arguments, read_flags
+from gleanrl.collectors.arguments import read_flags
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.handle import PostHook, PreHook
 from gleanrl.collectors.states import states_of
@@ -23,15 +23,17 @@ from gleanrl.transport.network import NetworkBackend
 class CollectorWithWorkers(BaseCollector):
     """Base of the collectors whose environments, policies and hooks are in workers."""
 
+    _calls_hooks = False
     _models: WeightSync
 
-    def _set_up(self, arguments: Arguments) -> None:
-        super()._set_up(arguments)
+    def _set_up(self) -> None:
+        super()._set_up()
         if (relaunches := self._plan.relaunches) is not None:
             backend = cast("NetworkBackend", self._engine.backend)
             self._replacements = Replacements(self._engine, backend, self._models, relaunches)
 
-    def _make_models(self, arguments: Arguments) -> WeightSync:
+    def _make_models(self) -> WeightSync:
+        arguments = self._arguments
         return WeightSync(
             self._engine,
             self._plan.policy,
@@ -106,12 +108,6 @@ class CollectorWithWorkers(BaseCollector):
         if not self._engine.closed:
             self._engine.standing[method] = m.Call(method, args)
             self._engine.request_all(self._engine.standing[method])
-
-    def _announce(self) -> None:
-        """Leave it to the workers."""
-
-    def _batch_hook(self) -> None:
-        """Return nothing: workers call the hook with their rollouts."""
 
     def _begin_profile(self, config: Mapping[str, Any]) -> None:
         self._engine.request_all(m.Call("enable_profile", (), config))

@@ -237,7 +237,6 @@ class SlabSlots(Slots):
         self._windows = [[arena.reference(slot, w) for w in workers] for slot in range(slots)]
 
     def acquire(self) -> int:
-        """Take a free slot for writing."""
         if self._same_memory:
             return 0
         slot = self._arena.acquire()
@@ -253,7 +252,6 @@ class SlabSlots(Slots):
         self._prepared = slot, base, self._parts(groups)
 
     def release(self, slot: int) -> None:
-        """Give back a slot that was not handed over."""
         if not self._same_memory:
             self._arena.release(slot)
 

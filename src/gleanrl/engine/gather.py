@@ -271,12 +271,10 @@ class SyncGather(Gather):
 
     @property
     def idle(self) -> bool:
-        """Whether no rollout is under way."""
         return self._begun is None
 
     @property
     def queued(self) -> int:
-        """Rollouts that have arrived and wait for those of other workers."""
         begun = self._begun
         return 0 if begun is None else begun.finished
 
@@ -348,7 +346,6 @@ class AsyncGather(Gather):
         return batch, {worker: report}
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
-        """Tell whether a rollout has arrived."""
         if feed and self._dispatcher.intact:
             self._feed_all(budget)
         if timeout is None:
@@ -363,12 +360,10 @@ class AsyncGather(Gather):
 
     @property
     def idle(self) -> bool:
-        """Whether no rollout is under way."""
         return not any(self._queues)
 
     @property
     def queued(self) -> int:
-        """Rollouts that have arrived and wait for the learner."""
         return sum(t.reply is not None for queue in self._queues for t, *_ in queue.copy())
 
     def renew(self, worker: int) -> None:
@@ -452,7 +447,6 @@ class AsyncGather(Gather):
             self._give_up(late, timeout)
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
-        """Drop the rollouts that arrived before their worker's arrival number in ``since``."""
         frames = 0
         for worker, mark in since.items():
             queue = self._queues[worker]

@@ -100,13 +100,16 @@ class Models:
         """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
 
         Args:
-            sources: Per model id a module, a `TensorDict`, a state dict or ``None``.
+            sources: Per model id a module, a `TensorDict`, a state dict or ``None``; with workers
+                also, by worker index, a dictionary of these.
             version: The version they get, which is not counted then; the next one by default.
-            worker_ids: See `chosen`.
+            worker_ids: Which workers: indices, devices, or a list of them; ``None`` for all.
 
         Raises:
             UnknownModelError: no model of that id.
             WeightsError: weights that do not fit; nothing was changed.
+            PolicyTypeError: nothing was given, and there is no policy to take weights from.
+            WorkerDied: a worker's process ended.
         """
         models: dict[str, Any] = {}
         for model_id, source in sources.items():
@@ -229,20 +232,6 @@ class WeightSync(Models):
     def update(
         self, sources: Mapping[str, Any], version: int | None = None, worker_ids: Any = None
     ) -> None:
-        """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
-
-        Args:
-            sources: Per model id a module, a `TensorDict`, a state dict or ``None``; or, by worker
-                index, a dictionary of these.
-            version: The version they get, which is not counted then; the next one by default.
-            worker_ids: Which workers: indices, devices, or a list of them; ``None`` for all.
-
-        Raises:
-            UnknownModelError: no model of that id.
-            WeightsError: weights that do not fit; nothing was sent.
-            PolicyTypeError: nothing was given, and there is no policy to take weights from.
-            WorkerDied: a worker's process ended.
-        """
         self._engine.check_alive()
         all_workers = range(self._engine.workers)
         workers = all_workers if worker_ids is None else self.chosen(worker_ids)
@@ -392,7 +381,6 @@ class WeightSync(Models):
     # -- restoring -------------------------------------------------------------------------------
 
     def check_restore(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `WeightsError` unless all policy states fit; empty ones do."""
         for state in states:
             if state:
                 self._check(_POLICY, weights_of(state))

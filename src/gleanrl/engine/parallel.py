@@ -21,13 +21,13 @@ from gleanrl.core.layout import Layout
 from gleanrl.core.options import check_int, seconds
 from gleanrl.engine.dispatch import Ticket
 from gleanrl.engine.engine import Engine
-from gleanrl.envs.base import EnvBase
+from gleanrl.envs.base import EnvBase, keep_unset
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
 from gleanrl.envs.stock import Methods
 from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, check_alike, widened
 from gleanrl.memory.arena import Order, Slab
-from gleanrl.memory.trees import copied, stacked
-from gleanrl.rollout.env_worker import RESET, TODO, EnvWorkerBuilder, EnvWorkerInfo, Todo, grouped
+from gleanrl.memory.trees import copied, stacked, tensordict_over
+from gleanrl.rollout.env_worker import RESET, TODO, EnvWorkerBuilder, EnvWorkerInfo, Todo
 from gleanrl.transport.interrupts import Deferred
 from gleanrl.transport.process import ProcessBackend
 
@@ -48,14 +48,12 @@ class Exchange:
         self,
         engine: Engine,
         layouts: Sequence[Layout],
-        groups: Mapping[Key, tuple[int, ...]],
     ) -> None:
         """Reserve the row.
 
         Args:
             engine: Its workers are up.
             layouts: Of each worker; the same fields everywhere.
-            groups: Per nested group, the dimensions its batch has beyond those of environments.
         """
         memory = engine.backend.memory
         if memory is None:
@@ -81,7 +79,8 @@ class Exchange:
         batch = tuple(self.views[TODO].shape)
         after = {key[1:]: view for key, view in self.views.items() if key[0] == NEXT}
         root = {key: view for key, view in self.views.items() if (NEXT, *key) in self.views}
-        self.results = grouped(after, batch, groups), grouped(root, batch, groups)
+        names, groups = [None] * len(batch), layouts[0].groups
+        self.results = tuple(tensordict_over(d, batch, names, groups) for d in (after, root))
         """What a step led to, and what the next one begins with."""
 
     def write(self, data: TensorDictBase, keys: Iterable[Key]) -> bool:
@@ -260,7 +259,7 @@ class ParallelEnv(EnvBase):
         # Workers may step their environments in different ways, of which each has its own fields.
         alike = all((d.inputs, d.masked) == (first.inputs, first.masked) for d in found)
         shared = alike and len(layouts) == self.num_workers
-        self._exchange = Exchange(engine, layouts, first.groups) if shared else None
+        self._exchange = Exchange(engine, layouts) if shared else None
         self._inputs, self._masked = first.inputs, first.masked
 
     def _check_open(self) -> None:
@@ -375,26 +374,21 @@ class ParallelEnv(EnvBase):
     ) -> TensorDictBase:
         """Reset the environments in whose masks anything is set; the others keep their data."""
         flat = [data.get(key).reshape(self.num_envs, -1).any(1) for key in keys]
-        chosen = torch.stack(flat).any(0).cpu()
+        chosen = torch.stack(flat).any(0)
         workers = [w for w, part in enumerate(self._parts) if bool(chosen[part].any())]
-        kept = data.exclude(*keys)
         found = self._carry_out(
             Todo.RESET_MASKED, data, [RESET], options, fits=self._masked, workers=workers
         )
+        kept = data.exclude(*keys)
         if found or self._exchange is None:
             roots = list(kept.unbind(0))
             for worker, (_, part) in found.items():
                 for env, root in enumerate(part.unbind(0), self._parts[worker].start):
                     roots[env] = root.exclude(*keys) if chosen[env] else roots[env]
             return self._stack(roots)
-        kept, fresh = kept.copy(), self._whole(found, 1)
-        for key, value in fresh.items(True, True):
-            old = kept.get(key, None)
-            if old is not None:
-                where = chosen.to(value.device).view(-1, *[1] * (value.ndim - 1))
-                value = torch.where(where, value, old)
-            kept.set(key, value)
-        return kept
+        fresh = self._whole(found, 1)
+        keep_unset(fresh, kept, chosen)
+        return fresh
 
     # -- results ---------------------------------------------------------------------------------
 
@@ -428,11 +422,11 @@ class ParallelEnv(EnvBase):
         Raises:
             AttributeError: there is nothing of that name.
         """
-        return self._all(m.Call("get_attr", (path,)))
+        return self._all(m.Call("envs.get_attr", (path,)))
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the method that ``path`` names in every environment; one result for each."""
-        return self._all(m.Call("call_each", (path, args, kwargs)))
+        return self._all(m.Call("envs.call", (path, *args), kwargs))
 
     def _all(self, command: m.Command) -> list[Any]:
         with self._workers() as engine:

@@ -365,7 +365,8 @@ class EnvBase(nn.Module, abc.ABC):
             new = root.get(prefix) if prefix else root
             if old is not None and not mask.all():
                 inner = {key[len(prefix)] for key in masks if len(key) > len(prefix) + 1}
-                _keep(new, old, mask, inner if not prefix else set())
+                chosen = mask.reshape(*new.batch_size, -1).any(-1)
+                keep_unset(new, old, chosen, inner if not prefix else ())
         if not self._may_begin_done and self._env_specs.ends.any(root):
             for group in self._env_specs.ends.groups:
                 part = masks.get((*group.prefix, "_reset"))
@@ -616,18 +617,17 @@ class EnvBase(nn.Module, abc.ABC):
         self.close()
 
 
-def _keep(
-    new: TensorDictBase, old: TensorDictBase, mask: torch.Tensor, apart: Container[str]
+def keep_unset(
+    new: TensorDictBase, old: TensorDictBase, chosen: torch.Tensor, apart: Container[str] = ()
 ) -> None:
-    """Put back into ``new`` what ``old`` has where ``mask`` is not set."""
-    chosen = mask.reshape(*new.batch_size, -1).any(-1)
+    """Put back into ``new`` what ``old`` has where ``chosen`` is not set, but for ``apart``."""
     for name, value in new.items():
         was = old.get(name, None)
         if was is None or name in apart:
             continue
-        if isinstance(value, TensorDictBase):
-            new.set(name, torch.where(chosen, value, was))
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, TensorDictBase) and not isinstance(value, LazyStackedTensorDict):
+            keep_unset(value, was, chosen)  # the old part may have more, its actions say
+        elif isinstance(value, torch.Tensor | TensorDictBase):
             where = chosen.reshape(*chosen.shape, *[1] * (value.ndim - chosen.ndim))
             new.set(name, torch.where(where, value, was))
 

@@ -28,7 +28,7 @@ from gleanrl.core.keys import (
     next_key,
     outermost,
 )
-from gleanrl.core.layout import DoneGroup, EnvLayout, Field
+from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group
 from gleanrl.envs.specs import Composite
 
 
@@ -89,13 +89,23 @@ def spec_leaves(spec: Any, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
             yield key, item
 
 
-def spec_groups(spec: Any, prefix: Key = ()) -> Iterator[tuple[Key, tuple[int, ...]]]:
-    """Yield the key and the shape of every group of nested specs that has a shape of its own."""
+def spec_groups(spec: Any, ndim: int, prefix: Key = ()) -> Iterator[Group]:
+    """Yield every group of nested specs with dimensions of its own behind the first ``ndim``."""
     for name, item in spec.items():
         if isinstance(item, _SpecTree):
-            key = (*prefix, *as_key(name))
-            yield key, tuple(item.shape)
-            yield from spec_groups(item, key)
+            key, more = (*prefix, *as_key(name)), tuple(item.shape[ndim:])
+            if more:
+                yield Group(key, more, (None,) * len(more))
+            yield from spec_groups(item, ndim, key)
+
+
+def spec_fields(spec: Any, batch: tuple[int, ...]) -> tuple[Field, ...]:
+    """Return the field of every leaf of nested specs that begin with ``batch``.
+
+    Raises:
+        EnvError: one that begins otherwise.
+    """
+    return tuple(_field(key, leaf, None, batch) for key, leaf in spec_leaves(spec))
 
 
 def spec_trees(env: Any) -> tuple[Any, Any, Any, Any]:
@@ -169,9 +179,7 @@ def learn_layout(env: Any, first: TensorDictBase) -> EnvLayout:
     """
     batch = tuple(env.batch_size)
     ends = EndFlags(env.full_done_spec, batch)
-    actions = tuple(
-        _field(key, spec, None, batch) for key, spec in spec_leaves(env.full_action_spec)
-    )
+    actions = spec_fields(env.full_action_spec, batch)
     taken = {*ends.keys, *(item.key for item in actions)}
     seen: dict[Key, Field] = {}
     for key, spec in spec_leaves(env.full_observation_spec):
@@ -181,11 +189,7 @@ def learn_layout(env: Any, first: TensorDictBase) -> EnvLayout:
         value = first.get(key, None)
         if value is not None and key not in taken and key not in seen and not is_private(key):
             seen[key] = _field(key, spec, value, batch)
-    rewards = (
-        _field(key, spec, None, batch)
-        for key, spec in spec_leaves(env.full_reward_spec)
-        if key not in seen
-    )
+    rewards = [f for f in spec_fields(env.full_reward_spec, batch) if f.key not in seen]
     return EnvLayout(
         batch_shape=batch,
         observations=(*seen.values(), *ends.odd),
@@ -231,7 +235,7 @@ class EndFlags:
             batch: The dimensions that all of them begin with.
             locked: Whether data always have these shapes.
         """
-        fields = {key: _field(key, leaf, None, batch) for key, leaf in spec_leaves(spec)}
+        fields = {field.key: field for field in spec_fields(spec, batch)}
         names: dict[Key, set[str]] = {}
         for key in fields:
             names.setdefault(key[:-1], set()).add(key[-1])

@@ -115,8 +115,8 @@ class SharedMemory:
             os.ftruncate(self.fd, start + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         except (OSError, OverflowError) as err:
             raise ConfigError(
-                f"{nbytes:,} bytes of shared memory cannot be reserved ({err}); lower "
-                "frames_per_batch or the number of workers"
+                f"{nbytes:,} bytes of shared memory cannot be reserved ({err}); lower max_size of "
+                "a replay buffer, frames_per_batch or the number of workers"
             ) from err
         return start
 

@@ -152,13 +152,13 @@ def inside(directory: Path, file: str) -> Path:
 
 
 def save(directory: Path, key: Key, tensor: torch.Tensor, file: str) -> TensorFile:
-    """Write ``tensor`` to the new file ``file`` of ``directory``.
+    """Write ``tensor`` to the new file ``file`` of ``directory``; `sync_tree` flushes it.
 
     Raises:
         OSError: the disk is full.
     """
     data = tensor.detach().cpu().contiguous()
-    write_new(directory / file, data.reshape(-1).view(torch.uint8).numpy())
+    write_new(directory / file, data.reshape(-1).view(torch.uint8).numpy(), sync=False)
     return TensorFile(key, tuple(data.shape), data.dtype, file)
 
 
@@ -200,12 +200,13 @@ def stays_inside(file: str) -> bool:
     return tame and all(part not in ("", ".", "..") for part in parts)
 
 
-def write_new(path: Path, data: Any) -> None:
-    """Write a new file and flush it to the disk; a write that fails leaves no file.
+def write_new(path: Path, data: Any, sync: bool = True) -> None:
+    """Write a new file; a write that fails leaves no file.
 
     Args:
         path: Of a file that does not exist.
         data: Bytes, or anything contiguous with the buffer protocol.
+        sync: Flush it to the disk; otherwise `sync_tree` does.
 
     Raises:
         OSError: the disk is full, or another failure; names the file.
@@ -216,6 +217,8 @@ def write_new(path: Path, data: Any) -> None:
     try:
         with _naming(path):
             _write_all(fd, view)
+            if sync:
+                os.fsync(fd)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -227,7 +230,6 @@ def _write_all(fd: int, view: memoryview) -> None:
     done = 0
     while done < len(view):
         done += os.write(fd, view[done : done + _BYTES_PER_WRITE])
-    os.fsync(fd)
     size = os.fstat(fd).st_size
     if size != len(view):
         raise OSError(errno.EIO, f"{size:,} of {len(view):,} bytes written")
@@ -272,19 +274,6 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def take_room(fd: int, start: int, nbytes: int) -> None:
-    """Take blocks of the disk for a part of a file, which grows to hold it.
-
-    Without them, writing to a mapping of the file ends the process (``SIGBUS``) when the disk is
-    full.
-
-    Raises:
-        OSError: the disk, a quota or a limit does not allow that much.
-    """
-    if nbytes > 0:
-        os.posix_fallocate(fd, start, nbytes)
 
 
 @contextlib.contextmanager

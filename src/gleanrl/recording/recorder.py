@@ -158,7 +158,6 @@ class Recorder(Sink):
         self._shard.write(frames)
 
     def store(self, batch: TensorDictBase) -> int:
-        """Write a batch of a collector; return the frames that could not be stored: none."""
         self.write(batch)
         return 0
 
@@ -212,7 +211,6 @@ class Recorder(Sink):
         self._shard = Shard(self.path / SHARDS / f"copy-{uuid.uuid4().hex[:8]}", {}, None)
 
     def by_workers(self, remote: bool) -> bool:
-        """Tell whether workers write files of their own, as `where` says."""
         return self.where == "workers"
 
     def serve(self, worker: int, source: Source) -> None:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import enum
 import random as python_random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core import paths
 from gleanrl.core.errors import WeightsError
 from gleanrl.core.keys import DONE, NEXT, REWARD, Key, next_key
-from gleanrl.core.layout import Field, Layout
+from gleanrl.core.layout import Field, Group, Layout
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, Stop
 from gleanrl.core.window import Window
@@ -34,13 +34,14 @@ from gleanrl.envs.tensordict import (
     EnvMetaData,
     describe,
     needs_carrier,
+    spec_fields,
     spec_groups,
     spec_leaves,
     spec_trees,
     state_leaves,
     widened,
 )
-from gleanrl.memory.trees import copied, nest
+from gleanrl.memory.trees import copied, tensordict_over
 
 TODO: Key = ("_todo",)
 """What a worker is to do, in the row of each of its environments."""
@@ -64,8 +65,6 @@ class Todo(enum.IntEnum):
 class EnvWorkerInfo:
     """What the learner has to know of one worker's environments."""
 
-    number: int
-    """How many environments there are."""
     batch: tuple[int, ...]
     """Shape of one of them."""
     device: torch.device | None
@@ -73,8 +72,6 @@ class EnvWorkerInfo:
     """Of one environment: observations, actions, rewards, end flags."""
     inputs: tuple[Key, ...]
     """What has to be in the window for a step."""
-    groups: Mapping[Key, tuple[int, ...]]
-    """Per nested group, the dimensions its batch has beyond those of the environments."""
     masked: bool
     """Whether the window takes masks for partial resets."""
 
@@ -114,35 +111,32 @@ class EnvWorker:
         Raises:
             ConfigError: they do not fit together.
         """
-        self.envs = list(envs)
-        self._all = SerialEnv.of(self.envs)
-        self.num_envs = self._all.batch_size.numel()
-        self._row: _GymRow | _TensorDictRow | None = _make_row(self._all)
-        self._env: Any = self._row.env if isinstance(self._row, _GymRow) else self._all
+        self.envs = SerialEnv.of(envs)
+        self.num_envs = self.envs.batch_size.numel()
+        self._row: _GymRow | _TensorDictRow | None = _make_row(self.envs)
+        self._env: Any = self._row.env if isinstance(self._row, _GymRow) else self.envs
         self._window: Window | None = None
 
     def layout(self) -> Layout | None:
         """Describe the window; ``None`` if the data have no fixed shapes."""
         if self._row is None:
             return None
-        return Layout(tuple(self._all.batch_size), self._row.fields)
+        return Layout(tuple(self.envs.batch_size), self._row.fields, groups=self._row.groups)
 
     def described(self) -> EnvWorkerInfo:
         """Tell the learner what it has to know."""
-        first, row = self.envs[0], self._row
+        first, row = self.envs.members[0], self._row
         return EnvWorkerInfo(
-            number=len(self.envs),
             batch=tuple(first.batch_size),
             device=first.device,
             specs=tuple(widened(tree) for tree in spec_trees(first)),
             inputs=() if row is None else row.inputs,
-            groups={} if row is None else row.groups,
             masked=isinstance(row, _GymRow),
         )
 
     def meta_data(self) -> EnvMetaData:
         """Describe the first environment to a user."""
-        return describe(self.envs[0])
+        return describe(self.envs.members[0])
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -189,19 +183,19 @@ class EnvWorker:
         """Reset environments."""
         data = None
         if envs is not None:
-            batch = tuple(self._all.batch_size)
-            data = self._all.fake_tensordict().exclude(NEXT)
-            for key, mask in EndFlags(self._all.full_done_spec, batch).masks(envs).items():
+            batch = tuple(self.envs.batch_size)
+            data = self.envs.fake_tensordict().exclude(NEXT)
+            for key, mask in EndFlags(self.envs.full_done_spec, batch).masks(envs).items():
                 data.set(key, mask)
         self._env.reset(data, **options)
 
     def state(self) -> dict[str, Any]:
         """Return what the environments keep, ``"worker0"`` and so on."""
-        return self._all.state_dict()
+        return self.envs.state_dict()
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Restore what `state` returned."""
-        self._all.load_state_dict(state, strict)
+        self.envs.load_state_dict(state, strict)
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
         """Resolve ``path`` here and call it."""
@@ -211,17 +205,9 @@ class EnvWorker:
         """Return what ``path`` names here."""
         return paths.resolve(self, path)
 
-    def get_attr(self, path: str) -> list[Any]:
-        """Return what ``path`` names in every environment."""
-        return self._all.get_attr(path)
-
-    def call_each(self, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Call what ``path`` names in every environment."""
-        return self._all.call(path, *args, **kwargs)
-
     def close(self) -> None:
         """Close the environments."""
-        self._all.close()
+        self.envs.close()
 
 
 # -- environments whose data lie in a window of one step -------------------------------------------
@@ -246,8 +232,8 @@ class _GymRow:
     def __init__(self, env: GymEnv) -> None:
         self.env = env
         self._batch = env.batch
-        self.groups: Mapping[Key, tuple[int, ...]] = {}
-        actions, shown = _fields(env.full_action_spec, env), self._batch.layout.observations
+        self.groups: tuple[Group, ...] = ()
+        actions, shown = self._batch.layout.actions, self._batch.layout.observations
         flags = tuple(Field(key, (1,), torch.bool) for key in FLAGS)
         after = (*shown, Field(REWARD, (1,), torch.float32), *flags)
         self.inputs = tuple(field.key for field in actions)
@@ -285,16 +271,11 @@ class _TensorDictRow:
 
     def __init__(self, env: SerialEnv) -> None:
         self._env = env
-        actions = _fields(env.full_action_spec, env)
-        flags = _fields(env.full_done_spec, env)
-        shown = _fields(env.full_observation_spec, env)
-        rewards = _fields(env.full_reward_spec, env)
-        found = spec_trees(env.members[0])
-        inner = len(env.members[0].batch_size)
-        self.groups: Mapping[Key, tuple[int, ...]] = {
-            key: shape[inner:] for tree in found for key, shape in spec_groups(tree)
-        }
-        self._shapes = {key: (*env.batch_size, *more) for key, more in self.groups.items()}
+        batch, trees = tuple(env.batch_size), spec_trees(env)
+        shown, actions, rewards, flags = (spec_fields(tree, batch) for tree in trees)
+        groups = {group.key: group for tree in trees for group in spec_groups(tree, len(batch))}
+        self.groups = tuple(groups.values())
+        self._shapes = {group.key: (*batch, *group.shape) for group in self.groups}
         self._actions = [field.key for field in actions]
         root = {field.key: field for field in (*shown, *flags)}
         after = {next_key(f.key): f for f in (*shown, *rewards, *flags)}
@@ -316,7 +297,7 @@ class _TensorDictRow:
             return tensor.view((*batch, *tensor.shape[1:]))
 
         given = {key: view(key) for key in self.inputs}
-        self._given = grouped(given, batch, self.groups)
+        self._given = tensordict_over(given, batch, [None] * len(batch), self.groups)
         self._root = {key: view(key) for key in self._roots}
         self._after = {key[1:]: view(key) for key in self._afters}
 
@@ -361,20 +342,3 @@ class _TensorDictRow:
             elif not isinstance(value, TensorDictBase) or not self._take_apart(value, key, found):
                 return False
         return True
-
-
-def grouped(
-    views: Mapping[Key, torch.Tensor], batch: tuple[int, ...], groups: Mapping[Key, tuple[int, ...]]
-) -> TensorDict:
-    """Return ``views`` as a TensorDict whose nested ones have the batch sizes of ``groups``."""
-    data = TensorDict(nest(views), batch)
-    for key, more in groups.items():
-        if data.get(key, None) is not None:
-            data.get(key).batch_size = (*batch, *more)
-    return data
-
-
-def _fields(tree: Any, env: Any) -> tuple[Field, ...]:
-    ndim = len(env.batch_size)
-    leaves: Iterable[tuple[Key, Any]] = spec_leaves(tree)
-    return tuple(Field(key, tuple(spec.shape[ndim:]), spec.dtype) for key, spec in leaves)

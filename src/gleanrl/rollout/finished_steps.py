@@ -126,8 +126,7 @@ def _groups(env: Any, root: TensorDictBase, size: int) -> Iterable[Group]:
     Data are believed where they differ from specs.
     """
     trees = (env.full_observation_spec, env.full_action_spec, env.full_reward_spec)
-    shapes = {key: shape[size:] for tree in trees for key, shape in spec_groups(tree)}
-    found = {key: Group(key, more, (None,) * len(more)) for key, more in shapes.items() if more}
+    found = {group.key: group for tree in trees for group in spec_groups(tree, size)}
     own = {group.key: group for group in groups_of(root)}
     nested = {as_key(key) for key in root.keys(True) if isinstance(root.get(key), TensorDictBase)}
     found = {key: group for key, group in found.items() if key not in nested} | own

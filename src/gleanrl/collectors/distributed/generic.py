@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack, cast
 
 import torch
 
@@ -15,7 +15,6 @@ from gleanrl.collectors.arguments import (
     RayArguments,
     RPCArguments,
     defaults,
-    read,
     shows,
     typed,
 )
@@ -25,7 +24,6 @@ from gleanrl.collectors.distributed.default_configs import (
     DEFAULT_SLURM_CONF_MAIN,
     TCP_PORT,
 )
-from gleanrl.collectors.episodes import EpisodesPlan
 from gleanrl.collectors.launch import WorkerPlan, deal, env_functions, launch_workers
 from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from gleanrl.collectors.weight_update import DistributedWeightUpdater
@@ -65,6 +63,8 @@ class DistributedCollector(CollectorWithWorkers):
     ARGUMENTS: ClassVar[Any] = DistributedArguments
     _can_replace = True
     """Whether nodes can be let in later on."""
+    _sync = False
+    """Whether batches are synchronous whatever ``sync`` says."""
 
     @shows(DistributedArguments)
     def __init__(
@@ -84,19 +84,17 @@ class DistributedCollector(CollectorWithWorkers):
             WorkerDied: a node ended while starting.
             CollectorTimeout: nodes did not come up in time.
         """
-        arguments = read(self.ARGUMENTS, type(self).__name__, kwargs)
-        if arguments["update_interval"] is not None:
+        super().__init__(kwargs)
+        arguments = self._arguments
+        arguments["sync"] = arguments["sync"] or self._sync
+        if self._sync or arguments["update_interval"] is not None:
             if arguments["max_weight_update_interval"] not in (None, -1):
                 raise ConfigError("update_interval is max_weight_update_interval: give one of them")
-            _use_interval(arguments)
-        self._start_nodes(create_env_fn, policy, arguments)
-
-    def _start_nodes(self, create_env_fn: Any, policy: Any, arguments: Arguments) -> None:
-        """Check the arguments and have the nodes started."""
+            interval = check_int("update_interval", arguments["update_interval"], least=1)
+            arguments["max_weight_update_interval"] = interval
         if arguments["on_failure"] == "relaunch":
             check_replaces(arguments["launcher"])
         serve_elsewhere(arguments["launcher"], arguments["start_timeout"])
-        super().__init__(arguments)
         functions = env_functions(create_env_fn, None, default=1)
         plan = plan_nodes(
             type(self).__name__, create_env_fn, policy, arguments, functions, self._can_replace
@@ -110,12 +108,11 @@ class DistributedCollector(CollectorWithWorkers):
         ports = ports_to_try(arguments["tcp_port"])
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         self._start(
-            arguments,
             launch_workers(arguments, plan),
             lambda windows: NetworkBackend(
                 windows,
                 launcher,
-                self._data_plane(arguments, launcher),
+                self._data_plane(launcher),
                 replaces=plan.relaunches is not None,
                 host=arguments["host"],
                 ports=ports,
@@ -125,9 +122,9 @@ class DistributedCollector(CollectorWithWorkers):
             ),
         )
 
-    def _data_plane(self, arguments: Arguments, launcher: Launcher) -> DataPlane:
+    def _data_plane(self, launcher: Launcher) -> DataPlane:
         """Return what carries data."""
-        return ProcessGroups(arguments["backend"])
+        return ProcessGroups(self._arguments["backend"])
 
 
 class DistributedSyncCollector(DistributedCollector):
@@ -142,6 +139,7 @@ class DistributedSyncCollector(DistributedCollector):
     """
 
     ARGUMENTS = DistributedSyncArguments
+    _sync = True
 
     @shows(DistributedSyncArguments)
     def __init__(
@@ -158,16 +156,7 @@ class DistributedSyncCollector(DistributedCollector):
             TypeError: ``sync`` and the like, which this class decides.
             ConfigError: see `DistributedCollector`.
         """
-        arguments = read(DistributedSyncArguments, type(self).__name__, kwargs)
-        _use_interval(arguments)
-        arguments["sync"], arguments["update_after_each_batch"] = True, False
-        self._start_nodes(create_env_fn, policy, arguments)
-
-
-def _use_interval(arguments: Arguments) -> None:
-    """Read ``update_interval``, a name of ``max_weight_update_interval``."""
-    interval = check_int("update_interval", arguments["update_interval"], least=1)
-    arguments["max_weight_update_interval"] = interval
+        super().__init__(create_env_fn, policy, **cast("DistributedArguments", kwargs))
 
 
 def ports_to_try(arguments: int | str | None) -> Sequence[int]:
@@ -284,17 +273,13 @@ def _check_failure(owner: str, arguments: Arguments, replaces: bool) -> None:
 def _read_class(collector_class: Any) -> Any:
     if collector_class is None:
         return Collector
-    if isinstance(collector_class, EpisodesPlan):
+    if not isinstance(collector_class, str):
         return collector_class
-    if isinstance(collector_class, str):
-        if collector_class not in KINDS:
-            raise ConfigError(
-                f"collector_class ({collector_class!r}) must be a class or one of {sorted(KINDS)}"
-            )
-        collector_class = KINDS[collector_class]
-    if not callable(collector_class):
-        raise ConfigError(f"collector_class ({collector_class!r:.100}) must be a class or a name")
-    return collector_class
+    if collector_class not in KINDS:
+        raise ConfigError(
+            f"collector_class ({collector_class!r}) must be a class or one of {sorted(KINDS)}"
+        )
+    return KINDS[collector_class]
 
 
 def _read_kwargs(kind: Any, kwargs: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:

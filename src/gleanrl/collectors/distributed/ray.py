@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Unpack, cast
 
-from gleanrl.collectors.arguments import Arguments, RayArguments, read, shows
+from gleanrl.collectors.arguments import Arguments, RayArguments, shows
 from gleanrl.collectors.distributed.generic import plan_nodes
 from gleanrl.collectors.launch import deal, env_functions_of, launch_workers
 from gleanrl.collectors.workers import CollectorWithWorkers
@@ -63,13 +63,14 @@ class RayCollector(CollectorWithWorkers):
             WorkerDied: an actor died while starting.
             CollectorTimeout: actors did not come up in time.
         """
-        arguments = read(RayArguments, type(self).__name__, kwargs)
+        super().__init__(kwargs)
         require_ray()
-        super().__init__(arguments)
-        self._start_actors(_actors(create_env_fn, arguments["num_collectors"]), policy, arguments)
+        functions = env_functions_of(create_env_fn, self._arguments["num_collectors"])
+        self._start_actors(functions, policy)
 
-    def _start_actors(self, functions: list[Any], policy: Any, arguments: Arguments) -> None:
+    def _start_actors(self, functions: list[Any], policy: Any) -> None:
         """Check the arguments and create the actors."""
+        arguments = self._arguments
         configs = deal("remote_configs", arguments["remote_configs"] or {}, len(functions))
         options = [check_options(config) for config in configs]
         owner = type(self).__name__
@@ -79,7 +80,6 @@ class RayCollector(CollectorWithWorkers):
         start_timeout = arguments["start_timeout"]
         try:
             self._start(
-                arguments,
                 launch_workers(arguments, plan),
                 lambda windows: NetworkBackend(
                     windows,
@@ -138,7 +138,7 @@ class RayCollector(CollectorWithWorkers):
             )
         if policy is not None and policy is not self._plan.policy:
             raise ConfigError("add_collectors: all actors run the collector's own policy")
-        new, before = _actors(create_env_fn, num_envs), list(self._plan.functions)
+        new, before = env_functions_of(create_env_fn, num_envs), list(self._plan.functions)
         arguments: dict[str, Any] = {**self._arguments}
         for name, added in (
             ("collector_kwargs", collector_kwargs),
@@ -149,7 +149,8 @@ class RayCollector(CollectorWithWorkers):
         session.enter(self, None)  # so that it does not end in between
         try:
             self.shutdown()
-            self._start_actors([*before, *new], self._plan.policy, cast("Arguments", arguments))
+            self._arguments = cast("Arguments", arguments)
+            self._start_actors([*before, *new], self._plan.policy)
         finally:
             session.leave(self, True)
 
@@ -203,9 +204,3 @@ class Settled:
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()
-
-
-def _actors(create_env_fn: Any, count: int | None) -> list[Any]:
-    """Return what each actor collects from."""
-    count = None if count is None else check_int("num_collectors", count, least=1)
-    return env_functions_of(create_env_fn, count)

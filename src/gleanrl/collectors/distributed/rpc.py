@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Unpack, cast
 
 from gleanrl.collectors.arguments import (
-    Arguments,
     DistributedArguments,
     RPCArguments,
     shows,
@@ -67,10 +66,11 @@ class RPCCollector(DistributedCollector):
         """
         super().__init__(create_env_fn, policy, **cast("DistributedArguments", kwargs))
 
-    def _data_plane(self, arguments: Arguments, launcher: Launcher) -> DataPlane:
+    def _data_plane(self, launcher: Launcher) -> DataPlane:
         # Only here: torch.distributed.rpc takes a while to import, and not every build has it.
         from gleanrl.transport.rpc import RpcPlane
 
+        arguments = self._arguments
         options, devices = _read_options(arguments["tensorpipe_options"]), None
         if arguments["visible_devices"] is not None:
             dealt = deal("visible_devices", list(arguments["visible_devices"]), self.num_workers)

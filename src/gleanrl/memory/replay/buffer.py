@@ -17,10 +17,18 @@ from tensordict import TensorDictBase, lazy_stack
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import NestedKey, as_key, format_key
+from gleanrl.core.options import check_int
 from gleanrl.memory.replay import saving
 from gleanrl.memory.replay.limiter import RateLimiter
 from gleanrl.memory.replay.locks import guarded
-from gleanrl.memory.replay.samplers import Draw, PrioritizedSampler, RandomSampler, Sampler
+from gleanrl.memory.replay.rows import flatten
+from gleanrl.memory.replay.samplers import (
+    Draw,
+    PrioritizedSampler,
+    RandomSampler,
+    Sampler,
+    empty_error,
+)
 from gleanrl.memory.replay.slices import SliceSampler
 from gleanrl.memory.replay.storages import ListStorage, Storage
 from gleanrl.memory.replay.writers import RoundRobinWriter, Writer
@@ -94,25 +102,23 @@ class ReplayBuffer:
         self._writer: Writer = _made(writer, RoundRobinWriter)
         self._collate = collate_fn
         self._transforms: list[Transform] = [] if transform is None else [transform]
-        self.batch_size = batch_size
-        self._prefetch = prefetch or 0
+        self.batch_size = (
+            None if batch_size is None else check_int("batch_size", batch_size, least=1)
+        )
+        self._prefetch = check_int("prefetch", prefetch or 0, least=0)
         self._pin = pin_memory
         self._generator = generator
         self.limiter = limiter
         self._dim = self._storage.ndim - 1 if dim_extend is None else dim_extend
         self._with_index = isinstance(self._sampler, PrioritizedSampler)
         self._reset_local()
-        self._check(batch_size, prefetch)
+        self._check()
         if lock_timeout is not None:
             self._storage.lock_timeout = lock_timeout
         if shared:
             self.share()
 
-    def _check(self, batch_size: int | None, prefetch: int | None) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"batch_size is positive, not {batch_size}")
-        if prefetch is not None and prefetch < 0:
-            raise ConfigError(f"prefetch is a number of samples, not {prefetch}")
+    def _check(self) -> None:
         if not 0 <= self._dim < self._storage.ndim:
             raise ConfigError(f"dim_extend ({self._dim}) in a {self._storage.ndim}-D storage")
         if self._pin and not torch.accelerator.is_available():
@@ -178,8 +184,8 @@ class ReplayBuffer:
 
         Args:
             data: A TensorDict, mapping or tensor ``[rows, ...]`` (``[env, time, ...]`` for 2-D
-                storages), or a sequence for `ListStorage`. Copied. The first data decides keys,
-                shapes and dtypes.
+                storages), which is copied; or a sequence for `ListStorage`, which keeps the very
+                items. The first data decides keys, shapes and dtypes.
 
         Returns:
             Where they are: places, int64 ``[rows]``; (step, env) pairs for 2-D storages.
@@ -208,10 +214,10 @@ class ReplayBuffer:
                 still while it holds the lock of this shared buffer.
         """
         size = self.batch_size if batch_size is None else batch_size
-        if size is None or size < 1:
-            raise ConfigError(
-                f"sample() needs a positive batch_size, here or at construction, not {size}"
-            )
+        if size is None:
+            raise ConfigError("sample() needs a batch_size, here or at construction")
+        if size.__class__ is not int or size < 1:
+            size = check_int("batch_size", size, least=1)
         draw, data = self._next(size)
         if not return_info:
             return data
@@ -273,13 +279,18 @@ class ReplayBuffer:
         """Give rows new priorities; without effect unless the sampler has such.
 
         Args:
-            index: Places as in a sample's ``"index"``.
+            index: Places as in a sample's ``"index"``; those without a row are left out.
             priority: One each, or one for all.
+
+        Raises:
+            ConfigError: other numbers than finite ones from 0 on, or not one each.
         """
         places = to_storage_index(self._storage, index)
         values = torch.as_tensor(priority).detach().cpu()
         if values.ndim > 1:
             values = values.reshape(len(values), -1).amax(1)
+        if values.numel() not in (1, len(places)):
+            raise ConfigError(f"{len(values)} priorities for {len(places)} rows")
         with self._lock:
             self._sampler.update_priority(self._storage, places, values.expand(len(places)))
 
@@ -514,6 +525,8 @@ def to_storage_index(storage: Storage, index: Any) -> torch.Tensor:
 
 def _select(storage: Storage, index: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the flat places that ``index`` selects and their sequence numbers."""
+    if not storage.ring.ready:
+        raise empty_error(storage)
     if isinstance(index, slice):
         slots = np.flatnonzero(storage.ring.sequence[: storage.ring.top] > 0)
         places = storage.frames_of(torch.from_numpy(slots))
@@ -534,7 +547,7 @@ def _as_one_row(storage: Storage, data: Any) -> tuple[Any, int]:
         return [data], 0
     if isinstance(data, (TensorDictBase, torch.Tensor)):
         return data.unsqueeze(0), 0
-    return {key: value.unsqueeze(0) for key, value in data.items()}, 0
+    return {key: value.unsqueeze(0) for key, value in flatten(data).items()}, 0
 
 
 def _stack(items: Sequence[Any]) -> Any:
@@ -563,8 +576,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def extend(self, data: Any) -> torch.Tensor:
         """Store many rows; their priorities are those in the data, if there are any."""
+        priority = self._priorities_in(data)
         places = super().extend(data)
-        self._take_priorities(data, places)
+        if priority is not None and len(places):
+            self.update_priority(places, priority[-len(places) :])
         return places
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -576,12 +591,16 @@ class TensorDictReplayBuffer(ReplayBuffer):
             )
         self.update_priority(data.get("index"), priority.reshape(data.shape[0], -1))
 
-    def _take_priorities(self, data: Any, places: torch.Tensor) -> None:
+    def _priorities_in(self, data: Any) -> torch.Tensor | None:
+        """Return the checked priorities of new rows, ``[rows]``."""
         if not isinstance(self._sampler, PrioritizedSampler) or self._storage.ndim != 1:
-            return
+            return None
         priority = data.get(self._priority_key, None) if isinstance(data, TensorDictBase) else None
-        if priority is not None and len(places):
-            self.update_priority(places, priority[-len(places) :].reshape(len(places), -1))
+        if priority is None or not priority.numel():
+            return None
+        priorities: torch.Tensor = priority.detach().cpu().reshape(len(priority), -1).amax(1)
+        self._sampler.raised(priorities)
+        return priorities
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):

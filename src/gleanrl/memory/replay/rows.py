@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import END_FLAGS, Key, NestedKey, as_key, format_key, next_key
@@ -145,17 +145,30 @@ def flatten(data: Any) -> dict[Key, torch.Tensor]:
 
 
 def _leaves(data: Any, prefix: Key) -> Iterator[tuple[Key, torch.Tensor]]:
-    if not isinstance(data, (TensorDictBase, Mapping)):
-        raise ConfigError(
-            f"a tensor storage stores tensors and TensorDicts of them, {_name(prefix)} is "
-            f"{type(data).__name__}: use ListStorage, or leave it out"
-        )
+    if data.__class__ is not TensorDict:
+        _check_kind(data, prefix)
     for name, value in data.items():
         key = (*prefix, name) if isinstance(name, str) else (*prefix, *name)
         if isinstance(value, torch.Tensor):
             yield key, value
         else:
             yield from _leaves(value, key)
+
+
+def _check_kind(data: Any, prefix: Key) -> None:
+    """Refuse what is no nest of tensors, or has entries in some rows only."""
+    if not isinstance(data, (TensorDictBase, Mapping)) or is_non_tensor(data):
+        raise ConfigError(
+            f"a tensor storage stores tensors and TensorDicts of them, {_name(prefix)} is "
+            f"{type(data).__name__}: use ListStorage, or leave it out"
+        )
+    if isinstance(data, LazyStackedTensorDict):
+        found = [set(part.keys()) for part in data.tensordicts]
+        if odd := sorted(set().union(*found).difference(set(found[0]).intersection(*found))):
+            raise ConfigError(
+                f"only some rows of {_name(prefix)} have {', '.join(map(repr, odd))}, and a tensor "
+                "storage has all entries in every row: use ListStorage, or leave them out"
+            )
 
 
 def _name(key: Key) -> str:
@@ -167,8 +180,10 @@ def batch_shape(data: Any, ndim: int) -> tuple[int, ...]:
     if isinstance(data, TensorDictBase):
         shape = tuple(data.batch_size)
     else:
-        first = next(iter(flatten(data).values()), None)
-        shape = () if first is None else tuple(first.shape[:ndim])
+        sizes = {key: tuple(value.shape[:ndim]) for key, value in flatten(data).items()}
+        if len(set(sizes.values())) > 1:
+            raise ConfigError(f"entries of different numbers of rows: {sizes}")
+        shape = next(iter(sizes.values()), ())
     if len(shape) < ndim:
         raise ConfigError(
             f"data of batch size {list(shape)} for a storage of {ndim} dimension(s): "
@@ -185,6 +200,13 @@ def describe(data: Any, ndim: int, time: int) -> RowLayout:
     flat = flatten(data)
     if not flat:
         raise ConfigError("data without a single tensor cannot be stored")
+    for key, value in flat.items():
+        plain = value.layout == torch.strided and not (value.is_nested or value.is_meta)
+        if not plain or dtype_named(dtype_name(value.dtype)) is None:
+            raise ConfigError(
+                f"{_name(key)} is a {value.layout} tensor of {value.dtype} on {value.device}"
+                f"{', nested' * value.is_nested}: a tensor storage stores dense ones, with values"
+            )
     shape = batch_shape(data, ndim)
     return RowLayout(
         tuple(Field(key, tuple(v.shape[ndim:]), v.dtype) for key, v in sorted(flat.items())),

@@ -92,7 +92,6 @@ class RandomSampler(Sampler):
     """Every complete row with the same probability, with replacement."""
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
-        """Choose uniformly."""
         ring = storage.ring
         top = ring.top
         if top == 0:
@@ -125,7 +124,6 @@ class SamplerWithoutReplacement(Sampler):
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new epoch with the next draw."""
         self._order = torch.empty(self._SHAPE, dtype=torch.int64)
         """What the epoch holds, along the last dimension."""
         self._numbers = torch.empty(0, dtype=torch.int64)
@@ -205,7 +203,6 @@ class SamplerWithoutReplacement(Sampler):
             raise ConfigError(f"an epoch over other places than those of {frames} frames: {order}")
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
-        """Continue the epoch."""
         numbers = storage.ring.sequence_tensor[: storage.ring.slots]
         # No row ever has the number 1: those that are not complete are none of the epoch's.
         self._order, self._numbers, self._next = state["order"], numbers.where(numbers > 0, 1), 0
@@ -282,8 +279,10 @@ class PrioritizedSampler(Sampler):
     """
 
     def __init__(self, max_capacity: int, alpha: float, beta: float, eps: float = 1e-8) -> None:
-        if alpha < 0 or beta < 0 or eps < 0:
-            raise ConfigError(f"alpha, beta and eps are not negative: {alpha}, {beta}, {eps}")
+        if not all(0 <= value < math.inf for value in (alpha, beta, eps)):
+            raise ConfigError(
+                f"alpha, beta and eps are finite and not negative: {alpha}, {beta}, {eps}"
+            )
         self.max_capacity = max_capacity
         self.alpha = alpha
         self.beta = beta
@@ -299,14 +298,15 @@ class PrioritizedSampler(Sampler):
         return self._max
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
-        """Choose by priority."""
         self._follow(storage)
 
         def propose(number: int) -> torch.Tensor:
             places = self._tree.draw(number, generator)
-            if places is None:
-                raise empty_error(storage)
-            return places
+            if places is not None:
+                return places
+            if storage.ring.live:
+                raise ReplayError("nothing to sample: the priorities of all rows are zero")
+            raise empty_error(storage)
 
         for _ in range(_TRIES // 2):
             if not storage.shared and storage.ring.live == storage.ring.top:
@@ -333,21 +333,32 @@ class PrioritizedSampler(Sampler):
     def update_priority(
         self, storage: Storage, index: torch.Tensor, priority: torch.Tensor
     ) -> None:
-        """Set the priorities of flat places.
+        """Set the priorities of flat places; those that hold no complete row are left out.
 
         Raises:
-            ConfigError: a priority is negative or not a number.
+            ConfigError: as `raised`.
         """
         self._follow(storage)
+        raised = self.raised(priority)
         if len(priority):
-            least, largest = torch.aminmax(priority)
-            if not 0 <= float(least) <= float(largest) < math.inf:  # NaN fails this too
-                raise ConfigError(f"priorities are finite and not negative: {priority}")
-            self._max = max(self._max, float(largest))
-        self._tree.set(index, self._raised(priority))
+            self._max = max(self._max, float(priority.max()))
+        self._tree.set(index, raised.mul_(storage.sequence_of(index) > 0))
 
-    def _raised(self, priority: torch.Tensor) -> torch.Tensor:
-        return priority.to(torch.float64).add(self.eps).pow_(self.alpha)
+    def raised(self, priority: torch.Tensor) -> torch.Tensor:
+        """Return ``(priority + eps) ** alpha``, float64.
+
+        Raises:
+            ConfigError: one is negative, not a number, or so large that their sum might overflow.
+        """
+        raised = priority.to(torch.float64).add(self.eps).pow_(self.alpha)
+        if len(raised):
+            least, most = float(priority.min()), float(raised.max()) * self.max_capacity
+            if not (least >= 0 and most < math.inf):  # NaN fails this too
+                raise ConfigError(
+                    f"priorities are finite and not negative, and so is their sum: {priority}, to "
+                    f"the power of {self.alpha}"
+                )
+        return raised
 
     def _follow(self, storage: Storage) -> None:
         """Give rows that were committed since the last time their first priority.
@@ -392,14 +403,13 @@ class PrioritizedSampler(Sampler):
         saved, most = saved_tensor(state, "priorities", torch.float64), state.get("max_priority")
         if len(saved) != self.max_capacity:
             raise ConfigError(f"{len(saved)} priorities for a capacity of {self.max_capacity}")
-        largest = float(saved.max()) if len(saved) else 0.0
-        if not isinstance(most, float) or not (saved >= 0).all() or max(most, largest) == math.inf:
+        if not isinstance(most, float) or not (saved >= 0).all() or not saved.sum() < math.inf:
             raise ConfigError(f"priorities are finite and not negative: {saved}, at most {most!r}")
+        self.raised(torch.tensor([most], dtype=torch.float64))
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
-        """Put priorities back."""
         self._follow(storage)
-        self._tree.fill(state["priorities"])
+        self._tree.set(torch.arange(self.max_capacity), state["priorities"])
         self._max = state["max_priority"]
 
 
@@ -448,10 +458,6 @@ class SumTree:
         self._top.index_copy_(0, index, values)
         if not self._rows:
             self._least.copy_(torch.where(self._top > 0, self._top, torch.inf))
-
-    def fill(self, values: torch.Tensor) -> None:
-        """Replace all numbers."""
-        self.set(torch.arange(self.size), values)
 
     def draw(self, count: int, generator: torch.Generator | None = None) -> torch.Tensor | None:
         """Draw ``count`` places, each in proportion to its number; ``None`` if all are zero."""

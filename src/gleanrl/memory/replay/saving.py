@@ -55,20 +55,23 @@ def write(
         sampling: Returns what is saved beside them; called after they were written.
 
     Raises:
-        ConfigError: the storage is a list of objects.
+        ConfigError: the storage is a list of objects, or ``path`` has a ``meta.json`` of another
+            program.
         OSError: the disk is full; what an earlier call left there is still there.
     """
     if not isinstance(storage, LazyTensorStorage):
         raise ConfigError("ListStorage holds any object, and files hold tensors: use state_dict()")
     root, name = Path(path), f"data-{uuid.uuid4().hex}"
     draft, folder = root / f".{name}", root / name
+    if (root / META).exists() and _current_folder(root) is None:
+        raise ConfigError(f"{root / META} is none of dumps(): choose another directory")
     draft.mkdir(parents=True)
     with _locked(draft):  # others take a folder that is not locked for one that was left behind
         try:
             draft.rename(folder)
             text = _write_state(folder, storage, sampling)
             tensor_files.write_new(folder / META, text.encode())
-            tensor_files.sync_directory(folder)
+            tensor_files.sync_tree(folder)
             tensor_files.publish(folder / META, root / META)
         except BaseException:
             if _current_folder(root) != name:
@@ -103,7 +106,8 @@ def _write_state(
     folder: Path, storage: LazyTensorStorage, sampling: Callable[[], dict[str, Any]]
 ) -> str:
     """Write all tensors; return the description, which has the entry of a file for each."""
-    state, count = storage.state_dict(copied=False), itertools.count()
+    copied, count = storage.copied_at_once, itertools.count()
+    state = storage.state_dict(copied)
 
     def save(tensor: torch.Tensor) -> dict[str, Any]:
         name = f"{next(count)}.bin"
@@ -111,7 +115,8 @@ def _write_state(
 
     if "tensors" in state:
         state["tensors"] = [save(tensor) for tensor in state["tensors"]]
-        storage.drop_overwritten(state)
+        if not copied:
+            storage.drop_overwritten(state)
     meta = {"format": _FORMAT, "version": _VERSION, "folder": folder.name}
     return json.dumps({**meta, "storage": state, **sampling()}, indent=1, default=save)
 

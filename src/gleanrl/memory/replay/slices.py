@@ -10,6 +10,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import TRAJ_IDS, Key, NestedKey, as_key, format_key
+from gleanrl.core.options import check_int
 from gleanrl.memory.replay.ring import STEP, Version
 from gleanrl.memory.replay.samplers import (
     Draw,
@@ -62,10 +63,10 @@ class SliceSampler(Sampler):
             raise ConfigError(
                 f"give num_slices ({num_slices}) or slice_len ({slice_len}), and not both"
             )
-        if (num_slices or slice_len or 0) < 1:
+        self.num_slices = num_slices and check_int("num_slices", num_slices)
+        self.slice_len = slice_len and check_int("slice_len", slice_len)
+        if (self.num_slices or self.slice_len or 0) < 1:
             raise ConfigError(f"num_slices and slice_len are positive, not {num_slices, slice_len}")
-        self.num_slices = num_slices
-        self.slice_len = slice_len
         self.strict_length = strict_length
         self.truncated_key = None if truncated_key is None else as_key(truncated_key)
         self._traj_key = None if traj_key is None else as_key(traj_key)

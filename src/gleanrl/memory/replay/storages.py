@@ -8,6 +8,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, Self
 
@@ -31,11 +32,12 @@ from gleanrl.memory.replay.rows import (
     fields_at,
 )
 from gleanrl.memory.shared import SharedMemory, check_memory, fence
-from gleanrl.memory.tensor_files import take_room
 
 _ALIGN = 64
 _PART = 1024
 """Slots that are put together at a time for a storage of another size."""
+_AT_ONCE = 1 << 28
+"""Bytes that are copied while writers wait."""
 _NORESERVE = 0x4000
 """Linux: what is mapped and never touched counts as nothing."""
 
@@ -299,7 +301,6 @@ class LazyTensorStorage(Storage):
 
     @property
     def envs(self) -> int:
-        """Frames per slot of the ring."""
         rows = self.rows
         return 1 if rows is None else rows.layout.envs or 1
 
@@ -351,7 +352,6 @@ class LazyTensorStorage(Storage):
                 tensor[start:stop].copy_(values[place][first:last].detach())
 
     def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> Any:
-        """Copy frames out."""
         rows = self._rows or self.rows
         assert rows is not None
         if rows.device.type != "cpu":
@@ -360,12 +360,10 @@ class LazyTensorStorage(Storage):
         return rows.gather(index, extra)
 
     def field(self, key: Key) -> torch.Tensor | None:
-        """Return a field of all slots."""
         rows = self.rows
         return None if rows is None else rows.by_key.get(key)
 
     def share(self) -> None:
-        """Move what is stored to anonymous memory that other processes map."""
         if self.shared:
             return
         if self.device.type != "cpu":
@@ -375,20 +373,25 @@ class LazyTensorStorage(Storage):
         vars(self).update(vars(moved))
 
     def state_dict(self, copied: bool = True) -> dict[str, Any]:
-        """Return all complete rows and the counters."""
         rows = self.rows
         if rows is None:
             return {"layout": None}
-        state = self.ring.snapshot()
-        top = len(state["stamps"])
-        # Read after the sequence numbers: the overflow places of rows that they show lie below it.
-        overflow = rows.overflow(self.ring.overflow)
-        tensors = [*(tensor[:top] for tensor in rows.tensors), *overflow]
-        if copied:
-            tensors = [tensor.clone() for tensor in tensors]
-            self.drop_overwritten(state)
+        with self.ring.section() if copied and self.copied_at_once else nullcontext():
+            state = self.ring.snapshot()
+            top = len(state["stamps"])
+            # Read after the sequence numbers: the overflow places of rows that they show lie below.
+            overflow = rows.overflow(self.ring.overflow)
+            tensors = [*(tensor[:top] for tensor in rows.tensors), *overflow]
+            if copied:
+                tensors = [tensor.clone() for tensor in tensors]
+                self.drop_overwritten(state)
         layout = rows.layout.to_json().decode()
         return {**state, "slots": self.ring.slots, "layout": layout, "tensors": tensors}
+
+    @property
+    def copied_at_once(self) -> bool:
+        """Whether writers wait while rows are copied, so that none is overwritten meanwhile."""
+        return self.nbytes <= _AT_ONCE
 
     def drop_overwritten(self, state: dict[str, Any]) -> None:
         """Drop rows from ``state`` that were written while they were copied."""
@@ -420,7 +423,6 @@ class LazyTensorStorage(Storage):
                 raise ConfigError("this state links rows to successors that are not there")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put rows back: at the same places if sizes agree, else the youngest by age."""
         if state.get("layout") is None:
             self.ring.empty()
             return
@@ -539,13 +541,14 @@ class LazyMemmapStorage(LazyTensorStorage):
             )
 
     def _take_room(self, layout: RowLayout, overflow: range | None) -> None:
-        """Take blocks of the disk: one that is full must not end the process later."""
+        """Take blocks of the disk: writing to a mapping ends the process (``SIGBUS``) without."""
         assert self._memory is not None
         slots = self.max_size // (layout.envs or 1)
         starts = _starts_of(layout.shapes(slots))
         for number, first, nbytes in layout.extents(slots, overflow):
             try:
-                take_room(self._memory.fd, starts[number] + first, nbytes)
+                if nbytes:
+                    os.posix_fallocate(self._memory.fd, starts[number] + first, nbytes)
             except OSError as err:
                 raise OSError(
                     err.errno,
@@ -576,7 +579,8 @@ class ListStorage(Storage):
         return twin
 
     def prepare(self, data: Any, dim: int) -> tuple[list[Any], int]:
-        """Split ``data`` into items."""
+        if isinstance(data, Mapping) and not isinstance(data, TensorDictBase):
+            raise ConfigError("a mapping is no list of items: use LazyTensorStorage, or add() it")
         items = list(data.unbind(0)) if isinstance(data, TensorDictBase) else list(data)
         return items, len(items)
 
@@ -587,16 +591,13 @@ class ListStorage(Storage):
             self.items[start:stop] = values[offset + ahead : offset + ahead + stop - start]
 
     def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> list[Any]:
-        """Return the items at ``index``."""
         return [self.items[place] for place in index.tolist()]
 
     def state_dict(self, copied: bool = True) -> dict[str, Any]:
-        """Return all items and the counters."""
         with self.ring.section():
             return {**self.ring.snapshot(), "slots": self.max_size, "items": [*self.items]}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that a state is of items."""
         if state.get("items") is None:
             raise ConfigError("this state is of tensors, and this buffer's storage is a list")
         check_snapshot(state, state["slots"])
