@@ -96,26 +96,41 @@ def _await_end(pid: int) -> None:
 
 
 def in_fresh_process(
-    module: str, function: str, *arguments: Any, timeout_s: float | None = None
+    module: str,
+    function: str,
+    *arguments: Any,
+    timeout_s: float | None = None,
+    shown: bool = False,
 ) -> Any:
     """Call a function in an interpreter of its own, with one thread, and return its result.
 
     Threads and processes that one library leaves behind have made another one hang when it forked.
 
+    Args:
+        module: Where the function is.
+        function: Its name.
+        *arguments: What JSON can hold.
+        timeout_s: Seconds that it may take.
+        shown: Whether what it writes to standard error is shown.
+
     Raises:
         RuntimeError: it failed, or took longer than ``timeout_s``.
     """
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
+        result, errors = Path(folder) / "result.json", Path(folder) / "errors.txt"
         program = ["-m", "benchmarks.processes", module, function, json.dumps(arguments)]
         command = [sys.executable, "-W", "ignore", *program, str(result)]
-        with session(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
-            try:
-                why = f"ended with code {process.wait(timeout_s)}"
-            except subprocess.TimeoutExpired:
-                why = f"took longer than {timeout_s} s"
+        options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+        with errors.open("wb") as written:
+            options["stderr"] = None if shown else written
+            with session(command, **options) as process:
+                try:
+                    why = f"ended with code {process.wait(timeout_s)}"
+                except subprocess.TimeoutExpired:
+                    why = f"took longer than {timeout_s} s"
         if not result.exists():
-            raise RuntimeError(f"{' '.join(program)} {why}")
+            last = errors.read_text(errors="replace").strip().rpartition("\n")[2]
+            raise RuntimeError(f"{' '.join(program)} {why}: {last}".removesuffix(": "))
         return json.loads(result.read_text())
 
 

@@ -113,8 +113,8 @@ def _elsewhere(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run one case in a fresh interpreter."""
     given = options.suite, name, options.rounds, options.seconds
     try:
-        timeout_s = 60 * MINUTES
-        return dict(in_fresh_process(__name__, "run_named", *given, timeout_s=timeout_s))
+        options = {"timeout_s": 60 * MINUTES, "shown": True}
+        return dict(in_fresh_process(__name__, "run_named", *given, **options))
     except RuntimeError as err:
         nothing: dict[str, Any] = {"frames_per_second": {}, "ratios": {}, "agreement": []}
         return {"title": name, **nothing, "skipped": {OURS: f"{WRONG} {err}"}}
