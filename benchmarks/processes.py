@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -94,26 +95,45 @@ def _await_end(pid: int) -> None:
     os.close(ended)
 
 
-def in_fresh_process(module: str, function: str, *arguments: Any) -> Any:
-    """Call a function in an interpreter of its own, with one thread.
+def in_fresh_process(
+    module: str,
+    function: str,
+    *arguments: Any,
+    timeout_s: float | None = None,
+    shown: bool = False,
+) -> Any:
+    """Call a function in an interpreter of its own, with one thread, and return its result.
+
+    Threads and processes that one library leaves behind have made another one hang when it forked.
+
+    Args:
+        module: Where the function is.
+        function: Its name.
+        *arguments: What JSON can hold.
+        timeout_s: Seconds that it may take.
+        shown: Whether what it writes to standard error is shown.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: it failed, or took longer than ``timeout_s``.
     """
-    program = ["-m", "benchmarks.processes", module, function, json.dumps(arguments)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["failed"])[-1]
-        raise RuntimeError(f"{' '.join(program)}: {last}")
-    return json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        result, errors = Path(folder) / "result.json", Path(folder) / "errors.txt"
+        program = ["-m", "benchmarks.processes", module, function, json.dumps(arguments)]
+        command = [sys.executable, "-W", "ignore", *program, str(result)]
+        options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+        with errors.open("wb") as written:
+            options["stderr"] = None if shown else written
+            with session(command, **options) as process:
+                try:
+                    why = f"ended with code {process.wait(timeout_s)}"
+                except subprocess.TimeoutExpired:
+                    why = f"took longer than {timeout_s} s"
+        if not result.exists():
+            last = errors.read_text(errors="replace").strip().rpartition("\n")[2]
+            raise RuntimeError(f"{' '.join(program)} {why}: {last}".removesuffix(": "))
+        return json.loads(result.read_text())
 
 
 if __name__ == "__main__":
     called = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
-    print(json.dumps(called(*json.loads(sys.argv[3]))))
+    Path(sys.argv[4]).write_text(json.dumps(called(*json.loads(sys.argv[3]))))

@@ -6,9 +6,7 @@ import argparse
 import fnmatch
 import json
 import signal
-import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
@@ -21,7 +19,7 @@ import torch
 from benchmarks import picture, publish
 from benchmarks.harness import OURS, WRONG, Case, run_case
 from benchmarks.machine import origin
-from benchmarks.processes import session
+from benchmarks.processes import in_fresh_process
 
 SUITES = {
     "single": ("single:all_cases", 7, 1.0),
@@ -43,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         1 if ``--strict`` was given and a target was missed, else 0.
     """
     options = _parse(arguments)
-    module, _, function = SUITES[options.suite][0].partition(":")
-    cases: list[Case] = getattr(import_module(f"benchmarks.cases.{module}"), function)()
+    cases = _cases(options.suite)
     if options.list:
         print("\n".join(f"{case.name:24} {case.title}" for case in cases))
         return 0
@@ -52,10 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not names:
         print(f"no case is named {options.only}; --list shows them", file=sys.stderr)
         return 2
-    if options.part is not None:
-        (case,) = (case for case in cases if case.name == names[0])
-        options.part.write_text(json.dumps(_run(case, options)))
-        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with it end the processes of a case
     doc = {
         **origin(),
@@ -79,7 +72,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, metavar="DIR", help="where results go (benchmarks/results/SUITE)")
     add("--quick", action="store_true", help="2 short windows per system: does it run at all?")
     add("--strict", action="store_true", help="exit with 1 if a target is missed")
-    add("--part", type=Path, help=argparse.SUPPRESS)
     add("--list", action="store_true", help="print the names of everything")
     options = parser.parse_args(arguments)
     rounds, seconds = (2, 0.2) if options.quick else SUITES[options.suite][1:]
@@ -97,38 +89,35 @@ def chosen(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:
     return [name for name in names if name in found]
 
 
-def _run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+def _cases(suite: str) -> list[Case]:
+    module, _, function = SUITES[suite][0].partition(":")
+    found: list[Case] = getattr(import_module(f"benchmarks.cases.{module}"), function)()
+    return found
+
+
+def run_named(suite: str, name: str, rounds: int, seconds: float) -> dict[str, Any]:
     """Run a case with one thread, no argument checks in distributions (for everybody), silently."""
     torch.set_num_threads(1)
     torch.distributions.Distribution.set_default_validate_args(False)
     warnings.filterwarnings("ignore")
     gym.logger.min_level = gym.logger.ERROR
+    (case,) = (case for case in _cases(suite) if case.name == name)
 
     def tick(text: str) -> None:
-        print(f"\r{case.name}: {text:60}", end="", file=sys.stderr)
+        print(f"\r{name}: {text:60}", end="", file=sys.stderr)
 
-    return run_case(case, options.rounds, options.seconds, tick)
+    return run_case(case, rounds, seconds, tick)
 
 
 def _elsewhere(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one case in a fresh interpreter.
-
-    Threads and processes that one library leaves behind have made another one hang when it forked.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        part = Path(folder) / "part.json"
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks", options.suite]
-        command += ["--rounds", str(options.rounds), "--seconds", str(options.seconds)]
-        command += ["--only", name, "--part", str(part)]
-        with session(command) as process:
-            try:
-                why = f"{WRONG} ended with code {process.wait(60 * MINUTES)}"
-            except subprocess.TimeoutExpired:
-                why = f"{WRONG} took longer than {MINUTES} minutes"
-        if part.exists():
-            return dict(json.loads(part.read_text()))
-    nothing: dict[str, Any] = {"frames_per_second": {}, "ratios": {}, "agreement": []}
-    return {"title": name, **nothing, "skipped": {OURS: why}}
+    """Run one case in a fresh interpreter."""
+    given = options.suite, name, options.rounds, options.seconds
+    try:
+        options = {"timeout_s": 60 * MINUTES, "shown": True}
+        return dict(in_fresh_process(__name__, "run_named", *given, **options))
+    except RuntimeError as err:
+        nothing: dict[str, Any] = {"frames_per_second": {}, "ratios": {}, "agreement": []}
+        return {"title": name, **nothing, "skipped": {OURS: f"{WRONG} {err}"}}
 
 
 def missed(doc: dict[str, Any]) -> list[str]:

@@ -1,1 +1,1 @@
-"""What is compared: one module per suite."""
+"""What is compared: each suite is a function that returns its cases."""

@@ -46,7 +46,11 @@ class Walk(gym.Env):
     """A random walk with nested observations, that ends at random; does as ``do`` says."""
 
     observation_space = spaces.Dict(
-        {"place": spaces.Box(-np.inf, np.inf, (2,), np.float64), "count": spaces.Discrete(99)}
+        {
+            "place": spaces.Box(-np.inf, np.inf, (2,), np.float64),
+            "count": spaces.Discrete(99),
+            "depth": spaces.Box(0, 99, (2,), np.uint16),  # torch does not load what it pickled
+        }
     )
     action_space = spaces.Box(-1, 1, (2,), np.float32)
 
@@ -71,7 +75,8 @@ class Walk(gym.Env):
         return self._see(), float(self.place.sum()), over, self.count >= 9, {}
 
     def _see(self):
-        return {"place": self.place, "count": np.int64(self.count)}
+        depth = np.full(2, self.count, np.uint16)
+        return {"place": self.place, "count": np.int64(self.count), "depth": depth}
 
     def pid(self):
         return os.getpid()
@@ -278,7 +283,8 @@ def test_actions_that_need_gradients_and_other_dtypes_reach_the_environment():
 def test_several_parallel_envs_draw_different_numbers_and_leave_the_learner_alone():
     class Global(Walk):
         def reset(self, *, seed=None, options=None):
-            return {"place": np.random.rand(2), "count": np.int64(0)}, {}
+            self.place, self.count = np.random.rand(2), 0
+            return self._see(), {}
 
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -595,7 +601,7 @@ def test_meta_data_are_learnt_once_in_another_process():
     assert meta.batch_size == ()
     assert meta.action_spec.is_in(TensorDict(action=torch.zeros(2)))
     assert set(meta.tensordict["next"].keys()) == {
-        *("place", "count", "reward", "done", "terminated", "truncated")
+        *("place", "count", "depth", "reward", "done", "terminated", "truncated")
     }
     with pytest.raises(ConfigError, match="made a TensorDict"):
         EnvCreator(TensorDict).meta_data  # noqa: B018

@@ -341,19 +341,6 @@ def test_modules_see_the_batch_shape_of_the_environment():
         assert seen.pop() == (torch.Size(batch), (*batch, 4), (*batch, 1))
 
 
-def test_a_result_that_changes_its_shape_is_an_error():
-    sizes = iter([2, 2, 3])
-    policy = Mod(
-        lambda x: (x[..., :3], x[..., : next(sizes)]), ["observation"], ["action", "extra"]
-    )
-    env = layout((5,), FLOATS)
-    with (
-        make(policy, env) as collector,
-        pytest.raises(PolicyError, match=r"'extra' as torch.float32 of shape \(5, 3\); before"),
-    ):
-        next(iter(collector))
-
-
 def test_bfloat16_outputs_are_collected():
     policy = Mod(lambda x: (x[..., :3], x.to(torch.bfloat16)), ["observation"], ["action", "half"])
     env = layout((5,), FLOATS)

@@ -325,35 +325,107 @@ def steps_of(batch):
     return [{k: step.get(k) for k in step.keys(True, True)} for step in batch.unbind(-1)]
 
 
-@pytest.mark.parametrize("vectorised", [False, True])
-@pytest.mark.parametrize("name", SURPRISES)
-def test_what_a_policy_writes_later_is_delivered(name, vectorised):
+def until_it_fails(vectorised, policy, fast):
+    """Return the steps of three batches, and what ended them early."""
     env, options = "Pendulum-v1", {"num_envs": 2}
     if vectorised:
         mode = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
         env, options = partial(gym.make_vec, env, 2, vectorization_mode="sync"), {}
         env.keywords["vector_kwargs"] = mode
-    found = []
-    for kind, given, fast in (("Pendulum-v1", {"num_envs": 2}, False), (env, options, True)):
-        policy = Later(SURPRISES[name])
-        with Collector(kind, policy, frames_per_batch=12, fast=fast, **given) as collector:
-            collector.set_seed(0)
-            batches = [batch for _, batch in zip(range(3), collector, strict=False)]
-            found.append([step for batch in batches for step in steps_of(batch)])
-    for plain, ours in zip(*found, strict=True):
-        assert plain.keys() == ours.keys()
-        for key, value in plain.items():
+    steps = []
+    with Collector(env, policy, frames_per_batch=12, fast=fast, **options) as collector:
+        collector.set_seed(0)
+        try:
+            for _, batch in zip(range(3), collector, strict=False):
+                steps += steps_of(batch)
+        except Exception as error:
+            return steps, (type(error), str(error))
+    return steps, None
+
+
+def agree(plain, fast):
+    assert plain[1] == fast[1]
+    for one, other in zip(plain[0], fast[0], strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
             if isinstance(value, torch.Tensor):
-                assert value.dtype == ours[key].dtype
-                torch.testing.assert_close(ours[key], value, rtol=0, atol=0)
+                assert value.dtype == other[key].dtype
+                torch.testing.assert_close(other[key], value, rtol=0, atol=0)
             else:
-                assert value == ours[key]
+                assert value == other[key]
 
 
-def test_environments_that_reset_in_their_next_step_name_what_does_not_fit():
+@pytest.mark.parametrize("vectorised", [False, True])
+@pytest.mark.parametrize("name", SURPRISES)
+def test_what_a_policy_writes_later_is_delivered(name, vectorised):
+    plain = until_it_fails(False, Later(SURPRISES[name]), False)
+    assert plain[1] is None
+    agree(plain, until_it_fails(vectorised, Later(SURPRISES[name]), True))
+
+
+def later(surprise, count):
+    """Return a function on tensors that does something else after ``count`` calls."""
+    calls = 0
+
+    def act(observation):
+        nonlocal calls
+        calls += 1
+        action = observation[..., :1] / 2
+        return surprise(observation, action) if calls > count else (action, action * 2)
+
+    return act
+
+
+def in_place(observation, action):
+    observation.mul_(2)
+    return action, action
+
+
+FUNCTIONS = {
+    "another dtype": lambda _, action: (action, action.double()),
+    "another shape": lambda _, action: (action, action.expand(-1, 3)),
+    "another dtype of the action": lambda _, action: (action.half(), action),
+    "an output less": lambda _, action: action,
+    "an output more": lambda _, action: (action, action, action),
+    "its argument in place": in_place,
+    "a tensor without the batch's shape": lambda _, action: (action, torch.zeros(7, 1)),
+    "an object": lambda _, action: (action, "text"),
+}
+
+
+def followed(act):
+    """Return ``act`` between two that draw: nothing may be called twice."""
+    draw = Mod(lambda seen: torch.rand_like(seen[..., :1]), ["observation"], ["drawn"])
+    acting = Mod(act, ["observation"], ["action", "output1"])
+    noisy = Mod(lambda size: size.float() + torch.rand(2, 1), ["output1"], ["noisy"])
+    return Seq(draw, acting, noisy)
+
+
+@pytest.mark.parametrize(
+    ("count", "within"), [(6, lambda act: act), (6, followed), (8, followed)]
+)  # from the first step of a batch on, and from another
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_a_function_on_tensors_returns_later_means_the_same_on_every_path(name, count, within):
+    plain, fast, vectorised = (
+        until_it_fails(vectorised, within(later(FUNCTIONS[name], count)), fast)
+        for vectorised, fast in ((False, False), (False, True), (True, True))
+    )
+    agree(plain, fast)
+    agree(plain, vectorised)
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        (Later(SURPRISES["an entry"]), "wrote 'late' at step 8 "),
+        (lambda td: td.set("action", td.get("observation").mul_(0.5)[..., :1]), "changes 'obs"),
+        (lambda td: td.set_non_tensor("text", "a").set("action", torch.zeros(2, 1)), "'text'"),
+    ],
+)
+def test_environments_that_reset_in_their_next_step_name_what_does_not_fit(policy, names):
     env = gym.make_vec("Pendulum-v1", 2, vectorization_mode="sync")
     with (
-        Collector(env, Later(SURPRISES["an entry"]), frames_per_batch=24) as collector,
-        pytest.raises(PolicyError, match=r"wrote 'late' at step 8 .* num_envs="),
+        pytest.raises(PolicyError, match=rf"{names}.*SameStep"),
+        Collector(env, policy, frames_per_batch=24) as collector,
     ):
         next(iter(collector))

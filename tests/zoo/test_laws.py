@@ -59,6 +59,8 @@ BROKEN = [
     ("member-sometimes", "small-meddles"),
     ("select-out-keys", "small-mapped[3]"),
     ("odd-alias", "views[4]"),
+    ("function-clone", "vector-small-SameStep"),
+    ("odd-clamps-observation", "vector-cartpole-Disabled"),
 ]
 SAMPLE = [*sample(0), *BROKEN]
 """One pair for every policy, and pairs that the draw misses and that broke the law once."""

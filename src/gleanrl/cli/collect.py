@@ -41,21 +41,12 @@ def plan(options: CollectOptions) -> tuple[int, int]:
     return best * envs, -(-steps // best) * best * envs
 
 
-class _Drained:
-    """Tells when what asynchronous workers had collected at an interrupt has been delivered."""
-
-    _goals: list[int] | None = None
-
-    def __call__(self, collector: BaseCollector) -> bool:
-        """Return whether everything is here; call after each batch, from the interrupt on."""
-        if not isinstance(collector, MultiAsyncCollector):
-            return True
-        stats = collector.stats("per_worker")
-        counts = [int(stats[f"worker_{w}/batches"]) for w in range(collector.num_workers)]
-        if self._goals is None:
-            # A worker is at most two rollouts ahead: one that is complete, one under way.
-            self._goals = [count + 2 for count in counts]
-        return all(count >= goal for count, goal in zip(counts, self._goals, strict=True))
+def _delivered(collector: BaseCollector) -> list[int]:
+    """Return how many batches each asynchronous worker has delivered; none of other collectors."""
+    if not isinstance(collector, MultiAsyncCollector):
+        return []
+    stats = collector.stats("per_worker")
+    return [int(stats[f"worker_{w}/batches"]) for w in range(collector.num_workers)]
 
 
 def run(options: CollectOptions) -> int:
@@ -130,7 +121,8 @@ def _collect(
     display: Display,
 ) -> tuple[EpisodeStats, float]:
     """Take batches until all frames are there or ``interruptor`` says stop; time it in seconds."""
-    stats, seconds, start, drained = EpisodeStats(), 0.0, time.perf_counter(), _Drained()
+    stats, seconds, start = EpisodeStats(), 0.0, time.perf_counter()
+    goals: list[int] = []
     for batch in collector:
         stats.update(batch)
         if recorder is not None:
@@ -144,8 +136,12 @@ def _collect(
         if display.due or stopped or stats.frames >= total:
             beside, line = describe(collector.stats(), total, last=True)
             display.show(stats.frames, beside, f": {line}")
-        if stopped and drained(collector):
-            break
+        if stopped:
+            counts = _delivered(collector)
+            # A worker is at most two rollouts ahead: one that is complete, one under way.
+            goals = goals or [count + 2 for count in counts]
+            if all(count >= goal for count, goal in zip(counts, goals, strict=True)):
+                break
     return stats, seconds
 
 

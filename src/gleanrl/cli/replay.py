@@ -45,22 +45,21 @@ def play(dataset: Dataset, number: int, path: Path | None) -> list[tuple[str, st
     if path.is_symlink():  # the directory may come from anyone
         raise ReplayError(f"{path} is a link; choose another file with --video")
     images = _image_key(episodes[number])
-    note = ""
+    replay, note, fps = None, "", _FPS
     try:
-        replay: Replay | None = Replay(dataset, episodes, number)
+        replay = Replay(dataset, episodes, number)
+        frames, fps = replay.frames(), replay.fps
     except GleanError as err:
         if images is None:
             raise
-        replay, note = None, f"recorded images: {err}"
-    frames = episodes[number].read(images) if replay is None and images else ()
-    fps = _FPS if replay is None else replay.fps
+        frames, note = iter(episodes[number].read(images)), f"recorded images: {err}"
     gif = path.suffix == ".gif"
     more: dict[str, Any] = {"duration": 1000 / fps} if gif else {"fps": fps, "macro_block_size": 2}
     with contextlib.ExitStack() as end:
         if replay is not None:
             end.callback(replay.env.close)
         video: Any = end.enter_context(imageio.get_writer(path, **more))
-        for image in frames if replay is None else replay.frames():
+        for image in frames:
             video.append_data(_picture(image))
     if replay is not None:
         note = replay.verdict()

@@ -108,7 +108,8 @@ class CommonArguments(TypedDict, total=False):
         info_keys: Numeric ``info`` entries to deliver; a mapping gives their shapes and dtypes.
         check_finite: Raise on NaN or infinity in observations and rewards.
         fast: Leave out what is proven to make no difference to the data; `explain` says what.
-            ``False``: environments and policies are called as they are, on TensorDicts.
+            ``False``: policies, and all environments but vector ones, are called on TensorDicts,
+            as they are. Vector environments always are, by their own ``step``.
         timeout: Seconds one rollout of a worker may take; a worker that takes longer is killed. By
             default a worker is waited for as long as it shows signs of life, with a warning every
             minute. No effect within one process.

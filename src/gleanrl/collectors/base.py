@@ -26,7 +26,7 @@ from gleanrl.collectors.arguments import (
     shown,
 )
 from gleanrl.collectors.background import BackgroundFilling
-from gleanrl.collectors.handle import Handle, PostHook, one_of
+from gleanrl.collectors.handle import Handle, one_of
 from gleanrl.collectors.states import entries_of, number_lives, restoring
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.core import messages as m
@@ -104,6 +104,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     ARGUMENTS: ClassVar[Any]
     """The dictionary of the constructor's arguments."""
+    _calls_hooks = True
+    """Whether hooks are called here, with batches, and not in workers, with rollouts."""
     _as_gathered = False
     """Whether batches are those of the engine. A class says so of itself: subclasses of the user's
     may do anything with them."""
@@ -304,7 +306,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _announce(self) -> None:
         """Call the hook that runs before a batch is collected, once for each."""
-        if self._pre_hook is not None and not self._announced:
+        if self._calls_hooks and self._pre_hook is not None and not self._announced:
             self._pre_hook()
         self._announced = True
 
@@ -315,11 +317,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         batch = self._gather(feed)
         if batch is None:  # workers have put it into the buffer themselves
             return deque([None])
-        return self._pipeline(batch, self._batch_hook())
-
-    def _batch_hook(self) -> PostHook | None:
-        """Return what is called with each batch."""
-        return self._post_hook
+        return self._pipeline(batch, self._post_hook if self._calls_hooks else None)
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         """Collect a batch as it comes from the workers."""
@@ -387,7 +385,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
         It can where batches are delivered as they were collected: not with ``postproc``, a hook, a
         replay buffer, trajectories cut out, or data of no fixed shape, and not by a subclass.
         """
-        own = vars(type(self)).get("_as_gathered", False) and self._batch_hook() is None
+        hooked = self._calls_hooks and self._post_hook is not None
+        own = vars(type(self)).get("_as_gathered", False) and not hooked
         here = self.storing_device is None or self.storing_device.type == "cpu"
         if not (own and here and self._pipeline.plain and self._engine.batches.uniform):
             return None

@@ -23,6 +23,7 @@ from gleanrl.transport.network import NetworkBackend
 class CollectorWithWorkers(BaseCollector):
     """Base of the collectors whose environments, policies and hooks are in workers."""
 
+    _calls_hooks = False
     _models: WeightSync
 
     def _set_up(self) -> None:
@@ -107,12 +108,6 @@ class CollectorWithWorkers(BaseCollector):
         if not self._engine.closed:
             self._engine.standing[method] = m.Call(method, args)
             self._engine.request_all(self._engine.standing[method])
-
-    def _announce(self) -> None:
-        """Leave it to the workers."""
-
-    def _batch_hook(self) -> None:
-        """Return nothing: workers call the hook with their rollouts."""
 
     def _begin_profile(self, config: Mapping[str, Any]) -> None:
         self._engine.request_all(m.Call("enable_profile", (), config))

@@ -37,7 +37,7 @@ class TensorCall:
     ) -> None:
         self.fn = fn
         self.in_keys = tuple(in_keys)
-        self.out_keys = self._actions = tuple(action_keys)
+        self.out_keys = self.action_keys = tuple(action_keys)
         self.names = names
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -45,7 +45,7 @@ class TensorCall:
 
         Raises:
             PolicyTypeError: it returned something else than tensors.
-            PolicyError: it returned too few, or one that has not the batch's shape.
+            PolicyError: it returned too few.
         """
         values = [tensordict.get(key) for key in self.in_keys]
         if self.names is None:
@@ -60,21 +60,15 @@ class TensorCall:
                 "action as a tensor, or a tuple of tensors that starts with it. To work on a "
                 "TensorDict, name its argument 'tensordict'"
             )
-        if len(outs) < len(self._actions):
+        if len(outs) < len(self.action_keys):
             raise PolicyError(
-                f"the policy returned {len(outs)} tensors for {len(self._actions)} actions "
-                f"{_list(self._actions)}"
+                f"the policy returned {len(outs)} tensors for {len(self.action_keys)} actions "
+                f"{_list(self.action_keys)}"
             )
-        extra = len(outs) - len(self._actions)
-        self.out_keys = (*self._actions, *((f"output{i + 1}",) for i in range(extra)))
+        extra = len(outs) - len(self.action_keys)
+        self.out_keys = (*self.action_keys, *((f"output{i + 1}",) for i in range(extra)))
         for key, value in zip(self.out_keys, outs, strict=True):
-            try:
-                tensordict.set(key, value)
-            except RuntimeError as err:
-                raise PolicyError(
-                    f"the policy returned {format_key(key)} with shape {tuple(value.shape)}; it "
-                    f"must begin with the batch shape {tuple(tensordict.batch_size)}"
-                ) from err
+            tensordict.set(key, value)
         return tensordict
 
 

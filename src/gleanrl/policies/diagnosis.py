@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import IS_INIT, Key, format_key
+from gleanrl.core.keys import IS_INIT, Key, as_key, format_key
 from gleanrl.policies.inspect import modules_of
 
 _FLAGS = ("done", "terminated", "truncated", IS_INIT)
@@ -52,6 +53,22 @@ def diagnose(
         return None
     observed = {k: v for k, v in shown.items() if k[-1] not in _FLAGS and v is not None}
     return PolicyError(_misfit(policy, *failed, observed) + f" ({err})")
+
+
+def unbatched(err: RuntimeError) -> PolicyError | None:
+    """Name the tensor without the batch's shape, if that it was written is what raised ``err``."""
+    trace = err.__traceback__
+    while trace is not None:
+        seen, trace = trace.tb_frame.f_locals, trace.tb_next
+        td, value = seen.get("self"), seen.get("item", seen.get("value"))
+        if "key" not in seen or not isinstance(td, TensorDictBase):
+            continue
+        if isinstance(value, torch.Tensor) and value.shape[: td.ndim] != td.batch_size:
+            return PolicyError(
+                f"the policy wrote {format_key(as_key(seen['key']))} with shape "
+                f"{tuple(value.shape)}; it must begin with the batch shape {tuple(td.batch_size)}"
+            )
+    return None
 
 
 def _missing(missing: Sequence[Key], shown: Mapping[Key, Any]) -> str:

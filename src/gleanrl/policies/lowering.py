@@ -26,7 +26,6 @@ from tensordict.nn.probabilistic import interaction_type
 from torch import distributions as D
 from torch import nn
 
-from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, as_key, as_keys, format_key
 from gleanrl.policies.adapt import TensorCall
 from gleanrl.policies.inspect import (
@@ -39,7 +38,7 @@ from gleanrl.policies.inspect import (
     uses,
 )
 from gleanrl.policies.op_recorder import Check, OpRecorder, OwnStream, Slot, require
-from gleanrl.policies.probe import PolicyTrace, Unit, equal
+from gleanrl.policies.probe import PolicyTrace, Unit, call_on, equal
 
 Tensor: TypeAlias = torch.Tensor
 Written: TypeAlias = dict[Key, Tensor]
@@ -51,6 +50,20 @@ _DROPPED: Key = ("_",)
 # Their package is not imported here.
 _SAFE_MODULE = "torchrl.modules.tensordict_module.probabilistic.SafeProbabilisticModule"
 _Q_VALUES = "torchrl.modules.tensordict_module.actors.QValueModule"
+
+
+@dataclass(eq=False, slots=True)
+class Odd(Exception):
+    """A function of the user's did, in a replay, what it did not do in its first call."""
+
+    unit: int
+    """Which unit of the program it is."""
+    done: Written
+    """What the units before it wrote."""
+    changed: list[tuple[Key, Tensor]]
+    """Which of its arguments it changed, as it left them."""
+    out: Any
+    """What it returned."""
 
 
 @dataclass(slots=True)
@@ -69,6 +82,17 @@ class Program:
     checks: list[Check]
     units: list[Unit]
     """What the calls stand for."""
+
+    def resume(self, odd: Odd, td: TensorDictBase) -> TensorDictBase:
+        """Do on ``td`` what the replay that ended in ``odd`` did, then what remains."""
+        for key, cell in odd.done.items():
+            td.set(key, cell.clone())
+        for key, value in odd.changed:
+            td.get(key).copy_(value)
+        first, *rest = (unit.module for unit in self.units[odd.unit :])
+        for module in (_returning(first, odd.out), *rest):
+            td = call_on(module, td)
+        return td
 
 
 @dataclass(slots=True)
@@ -262,8 +286,19 @@ class _Segment:
             for key in kept
         }
         self._ops.changing(cells.values())
-        targets = [cells.get(key) for key in keys]
-        self._ops.add(_tensor_call(fn, args, names, targets, keys))
+        targets, done, index = [*map(cells.get, keys)], dict(self._written), len(self._units)
+
+        def call() -> None:
+            values = [arg.clone() for arg in args]
+            out = fn(*values) if names is None else fn(**dict(zip(names, values, strict=True)))
+            outs = _as_tuple(out, keys)
+            known = len(outs) == len(targets) and all(map(_fill, targets, outs))
+            if not known or any(map(_was_written, values, args)):
+                pairs = zip(reads, values, args, strict=True)
+                changed = [(key, value) for key, value, arg in pairs if _was_written(value, arg)]
+                raise Odd(index, done, changed, out)
+
+        self._ops.add(call)
         return cells
 
     def _record(self, unit: Unit, module: Any, reads: Sequence[Key]) -> Written:
@@ -423,44 +458,36 @@ def _is_dense(weight: Any) -> bool:
     )
 
 
-def _tensor_call(
-    fn: Callable[..., Any],
-    args: Sequence[Tensor],
-    names: Sequence[str] | None,
-    cells: Sequence[Tensor | None],
-    keys: Sequence[Key],
-) -> Callable[[], None]:
-    """Call ``fn`` on copies of its arguments and copy what it returns.
+def _returning(module: Any, out: Any) -> Callable[[Any], Any]:
+    """Return what writes ``out`` as ``module`` does when its function returns that."""
 
-    What ``fn`` writes into its arguments would reach other readers of the same entries, who are not
-    looked for here: that is an error.
-    """
-    wanted = list(zip(keys, cells, strict=True))
+    def fn(*_: Any, **__: Any) -> Any:
+        return out
 
-    def call() -> None:
-        values = [arg.clone() for arg in args]
-        out = fn(*values) if names is None else fn(**dict(zip(names, values, strict=True)))
-        for value, arg in zip(values, args, strict=True):
-            _check_unwritten(value, arg)
-        for (key, cell), value in zip(wanted, _as_tuple(out, keys), strict=True):
-            if cell is not None:
-                _copy(key, cell, value)
-
-    return call
+    if isinstance(module, TensorCall):
+        return TensorCall(fn, module.in_keys, module.action_keys, module.names)
+    again: Any = TensorDictModule(fn, module.in_keys, module.out_keys, inplace=module.inplace)
+    return cast("Callable[[Any], Any]", again)
 
 
-def _check_unwritten(value: Tensor, before: Tensor) -> None:
+def _was_written(value: Tensor, before: Tensor) -> bool:
+    """Tell whether ``value``, a copy of ``before``, was changed in place since."""
     if not value.is_inference() and not value._version:
-        return
+        return False
     floating = value.is_floating_point() or value.is_complex()
-    if torch.equal(value, before) or (
+    return not torch.equal(value, before) and not (
         floating and torch.allclose(value, before, rtol=0, atol=0, equal_nan=True)
-    ):
-        return
-    raise PolicyError(
-        "the policy changed a tensor that it was called with, which it did not do in its first "
-        "call; pass fast=False to have it called as it is"
     )
+
+
+def _fill(cell: Tensor | None, value: Any) -> bool:
+    """Write ``value`` into ``cell``, if there is one; tell whether it fits."""
+    if cell is None:
+        return True
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (cell.shape, cell.dtype):
+        return False
+    cell.copy_(value)
+    return True
 
 
 def _as_tuple(out: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
@@ -474,26 +501,6 @@ def _as_tuple(out: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
         values = {as_key(key): value for key, value in out.items()}
         return tuple(values.get(key) for key in keys)
     return () if out is None else (out,)
-
-
-def _copy(key: Key, cell: Tensor, value: Any) -> None:
-    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (cell.shape, cell.dtype):
-        cure = "; pass fast=False, with single environments (num_envs=), to have that delivered"
-        raise output_changed(key, value, cell.shape, cell.dtype, cure)
-    cell.copy_(value)
-
-
-def output_changed(
-    key: Key, value: Any, shape: Sequence[int], dtype: torch.dtype, cure: str = ""
-) -> PolicyError:
-    """Return the error that an entry is not what the policy wrote before."""
-    name = format_key(key)
-    if not isinstance(value, Tensor):
-        return PolicyError(f"the policy wrote {name} before, and now {value!r:.100}{cure}")
-    return PolicyError(
-        f"the policy wrote {name} as {value.dtype} of shape {tuple(value.shape)}; before, it was "
-        f"{dtype} of shape {tuple(shape)}{cure}"
-    )
 
 
 # -- draws ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, as_keys, format_key, i
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import warn
 from gleanrl.policies.adapt import Adapted
-from gleanrl.policies.diagnosis import diagnose
+from gleanrl.policies.diagnosis import diagnose, unbatched
 from gleanrl.policies.inspect import children_of, modules_of, selects, units_of
 from gleanrl.policies.untouched import untouched
 
@@ -98,8 +98,15 @@ def call_on(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
 
     Raises:
         PolicyTypeError: the policy returned something else than a TensorDict.
+        PolicyError: it wrote a tensor that has not the batch's shape.
     """
-    result = policy(td)
+    try:
+        result = policy(td)
+    except RuntimeError as err:
+        error = unbatched(err)
+        if error is None:
+            raise
+        raise error from err
     if result is None:
         return td
     if not isinstance(result, TensorDictBase):
@@ -203,12 +210,19 @@ class PolicySignature:
     """The root entries that the environment would have been given."""
 
     @property
-    def why_no_rows(self) -> str | None:
-        """What rows of known entries would lose; ``None`` if they hold all that was written."""
+    def why_unfit(self) -> str | None:
+        """Why no step fits rows of known entries; ``None`` if all do that are like the first."""
         if self.rewrites:
             return f"the policy changes {', '.join(map(format_key, self.rewrites))}"
         if self.trace.objects:
             return f"the policy writes {format_key(self.trace.objects[0])}, which is no tensor"
+        return None
+
+    @property
+    def why_no_rows(self) -> str | None:
+        """What rows of known entries would lose; ``None`` if they hold all that was written."""
+        if self.why_unfit is not None:
+            return self.why_unfit
         if set(self.policy_written_state) != set(self.states):
             return "the policy makes its own first state"
         return None

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, is_private, next_key
+from gleanrl.core.errors import PolicyError
+from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.trees import nest
 from gleanrl.policies.inspect import may_lower, selects
-from gleanrl.policies.lowering import Lowering, Parts, Program, output_changed
+from gleanrl.policies.lowering import Lowering, Odd, Parts, Program
 from gleanrl.policies.op_recorder import Check, Slot
 from gleanrl.policies.probe import PolicySignature, call_on, same_memory, writes_so_far
 
@@ -33,7 +34,8 @@ class ProgramPolicy:
     Nothing is decided between `begin` and `finish`: the exploration type, hooks, training mode and
     the identity of weights are read in `begin`, and the program is built anew where they changed.
     Values of weights are read by every call, so what an optimizer wrote shows at once. A policy
-    that is not proven equal to a program is called on a TensorDict instead.
+    that is not proven equal to a program is called on a TensorDict instead; so is one from the step
+    on at which a function in it is not what it was, until all environments begin anew.
     """
 
     def __init__(
@@ -68,11 +70,16 @@ class ProgramPolicy:
         )
         """The policy on one TensorDict, for environments that work on one, too."""
         self._called = _TensorDictOverRows(self.on_tensordict, signature, env, device)
-        self._replayed = _ProgramOverRows(env, signature, device)
+        self._replayed = _ProgramOverRows(env, signature, device, self._act_oddly)
+        self._windows: tuple[Window, Window]
+        self._last: Program | None = None
+        """What acted at the step before this rollout, if it was a program."""
+        self._odd = False
+        """Whether the policy was not what it was at some step."""
         self._lowering = Lowering(signature.trace, env.batch_shape, for_rows=True)
         written = set(signature.policy_written_state)
         self._lower = lower and not signature.rewrites and written == set(signature.states)
-        self._rows: _TensorDictOverRows | _ProgramOverRows = self._replayed
+        self._rows: _TensorDictOverRows | _ProgramOverRows = self._called
         self.act: Callable[[int], None] = self._rows.act
         """Read root row ``t``, write the outputs there and the states at root row ``t + 1``."""
         self.reset: Callable[[int, Sequence[int]], None] = self._rows.reset
@@ -84,14 +91,29 @@ class ProgramPolicy:
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``; reads the exploration type in force."""
-        program = self._current().program
-        if program is None:
-            self._rows = self._called
-            self._called.begin(window, next_root)
+        program, self._windows = self._current().program, (window, next_root)
+        self._last = self._replayed.program if self._rows is self._replayed else None
+        if self._odd or program is None:
+            self._call(self._last)
         else:
             self._rows = self._replayed
             self._replayed.begin(program, window, next_root)
         self.act, self.reset = self._rows.act, self._rows.reset
+
+    def _call(self, last: Program | None) -> None:
+        """Go on with a TensorDict, of which ``last`` wrote what the step before wrote."""
+        self._rows, self.reset = self._called, self._called.reset
+        self._called.begin(*self._windows, {} if last is None else last.written)
+
+    def _act_oddly(self, t: int, odd: Odd) -> None:
+        """Act at step ``t`` on a TensorDict, from where the replay of the program ended."""
+        if self._rows is self._called:
+            self._called.act(t)
+            return
+        program, self._odd = self._replayed.program, True
+        self._replayed.leave(t)
+        self._call(program if t else self._last)
+        self._called.act(t, partial(program.resume, odd))
 
     def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
         """Move what stayed on the device; return what does not fit the window.
@@ -103,11 +125,12 @@ class ProgramPolicy:
 
     def forget(self) -> None:
         """Drop what the policy wrote at earlier steps; all environments begin anew."""
+        self._odd, self._rows = False, self._called
         self._called.forget()
 
     def explain(self) -> list[str]:
         """Say what each unit of the policy is run as; reads the exploration type in force."""
-        if self._current().program is None:
+        if self._odd or self._current().program is None:
             return self.on_tensordict.explain()
         return self._lowering.explain(True)
 
@@ -123,8 +146,15 @@ class _ProgramOverRows:
     everything else stays there until the rollout is over.
     """
 
-    def __init__(self, env: EnvLayout, signature: PolicySignature, device: torch.device) -> None:
-        self._program: Program
+    def __init__(
+        self,
+        env: EnvLayout,
+        signature: PolicySignature,
+        device: torch.device,
+        act_oddly: Callable[[int, Odd], None],
+    ) -> None:
+        self.program: Program
+        self._act_oddly = act_oddly
         self._calls: list[Callable[[], Any]] = []
         self._loads: list[tuple[Array, Sequence[Array]]] = []
         self._stores: list[tuple[Sequence[Array], Array]] = []
@@ -143,7 +173,7 @@ class _ProgramOverRows:
 
     def begin(self, program: Program, window: Window, next_root: Window) -> None:
         """Connect ``program`` to ``window``; root row ``T`` is row 0 of ``next_root``."""
-        self._program, self._calls = program, program.calls
+        self.program, self._calls = program, program.calls
         self._loads, self._tensor_loads = [], []
         self._stores, self._tensor_stores = [], []
         self._state_rows, self._moves = [], []
@@ -166,8 +196,12 @@ class _ProgramOverRows:
             array[...] = rows[t]
         for tensor, tensor_rows in self._tensor_loads:
             tensor.copy_(tensor_rows[t])
-        for call in self._calls:
-            call()
+        try:
+            for call in self._calls:
+                call()
+        except Odd as odd:
+            self._act_oddly(t, odd)
+            return
         for rows, array in self._stores:
             rows[t][...] = array
         for tensor_rows, tensor in self._tensor_stores:
@@ -179,11 +213,21 @@ class _ProgramOverRows:
             rows[t][index] = 0
 
     def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
-        for check in self._program.checks:
+        for check in self.program.checks:
             check.finish()
         for move in self._moves:
             move(steps)
         return {}
+
+    def leave(self, t: int) -> None:
+        """End at step ``t``, of which the states are there, and nothing else."""
+        self.finish(t + 1)
+        odd = Odd(0, {}, [], None)
+
+        def call() -> None:
+            raise odd
+
+        self._calls = [call]
 
     def _store(self, window: Window, key: Key, slot: Slot) -> None:
         if self._remote and key not in self._prompt:
@@ -357,9 +401,6 @@ def _name(key: Key) -> Any:
     return key[0] if len(key) == 1 else key
 
 
-_CURE = "pass fast=False, with single environments (num_envs=), to have that delivered"
-
-
 class _TensorDictOverRows:
     """Calls a policy on a TensorDict, for environments whose data lie in rows of a window.
 
@@ -390,9 +431,13 @@ class _TensorDictOverRows:
         self._states: list[tuple[Key, Any, Sequence[torch.Tensor]]] = []
         self._unfit: dict[int, tuple[Key, TensorDictBase]] = {}
 
-    def begin(self, window: Window, next_root: Window) -> None:
+    def begin(self, window: Window, next_root: Window, last: Mapping[Key, torch.Tensor]) -> None:
+        """Bind to the rows of ``window``; ``last``: what others wrote at the step before."""
         self._policy.begin()
         self._root = self._first() if self._root is None else self._root
+        for key, value in last.items():
+            if key[0] != NEXT:
+                self._root.set(_name(key), value.clone())
         self._unfit = {}
         signature, batch = self._signature, self._env.batch_shape
         self._loads = [(_name(key), key, batch_rows(window, key, batch)) for key in self._shown]
@@ -414,7 +459,8 @@ class _TensorDictOverRows:
             for key in signature.states
         ]
 
-    def act(self, t: int) -> None:
+    def act(self, t: int, policy: Callable[[TensorDictBase], TensorDictBase] | None = None) -> None:
+        """Act at step ``t``, this once by ``policy`` if it is given."""
         root = self._root
         assert root is not None
         shown = []
@@ -422,7 +468,7 @@ class _TensorDictOverRows:
             value = rows[t].to(self._device, self._shown[key], copy=True)
             root.set(name, value)
             shown.append((name, value, writes_so_far(value)))
-        out = self._policy(root)
+        out = self._policy(root) if policy is None else policy(root)
         if out is not root:
             root.update(out)
         odd = _unknown(root, self._known) or _changed(root, shown)
@@ -462,7 +508,10 @@ class _TensorDictOverRows:
             alike = row.is_floating_point() if key in self._acted else False
             alike = alike or torch.equal(row.to(value), value)
         if not alike:
-            raise output_changed(key, value, row.shape, dtype)
+            raise PolicyError(
+                f"the policy wrote {format_key(key)} as {_described(value)}; before, it was "
+                f"{dtype} of shape {tuple(row.shape)}: give it the same dtype and shape always"
+            )
 
     def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
         self._policy.finish()
@@ -483,6 +532,12 @@ class _TensorDictOverRows:
                 flags = torch.zeros((*self._env.batch_shape, *group.shape), dtype=torch.bool)
                 root.set(_name(key), flags.to(self._device))
         return root
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return f"{value!r:.100}"
 
 
 def _entry(root: TensorDictBase, name: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,11 +93,11 @@ class SourceBuilder:
         first = Window.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
         policy = self._policy(made, first)
-        if isinstance(policy, ProgramPolicy) and (why := policy.signature.why_no_rows):
-            if isinstance(made, GymnasiumEnv):
+        if isinstance(made, GymnasiumEnv) and isinstance(policy, ProgramPolicy):
+            why = policy.signature.why_no_rows
+            if why is not None:
                 handle = TensorDictHandle(_with_tensordicts(made), root_of(made.layout, first))
                 return self._serve_tensordicts(handle, policy, judges=False, why=why)
-            _check_rewrites(policy.signature.rewrites)
         kind = NextStepRollout if isinstance(made, NextStepPool) else DenseRollout
         return kind(made, first, policy, self._policy, self.rollout)  # type: ignore[arg-type]  # each its own
 
@@ -190,17 +190,3 @@ def _shown(env: Any, root: TensorDictBase, layout: EnvLayout | None, judges: boo
 
 def _one_hot(specs: Mapping[Key, Any]) -> list[Key]:
     return [key for key, spec in specs.items() if isinstance(spec, OneHot)]
-
-
-def _check_rewrites(keys: Sequence[Key]) -> None:
-    """Refuse policies that change what a vectorised environment shows.
-
-    Raises:
-        PolicyError: one does.
-    """
-    if keys:
-        raise PolicyError(
-            f"the policy changes {', '.join(map(format_key, keys))}, which the environment shows; "
-            "that cannot be collected from vectorised environments: write it under another name, "
-            "or vectorise single environments with num_envs="
-        )

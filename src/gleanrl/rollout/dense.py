@@ -15,6 +15,7 @@ from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Stop
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Array, Window
+from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.plan import RolloutPlan
 from gleanrl.rollout.source import BaseSource, explanation
@@ -114,13 +115,13 @@ class DenseRollout(BaseSource):
         """Say which path every part takes, and why."""
         with self._exploration(), torch.no_grad():
             parts = self._policy.explain()
-        inner = self._env.inner
-        kind = type(inner[0] if isinstance(inner, list) else inner).__name__
-        return explanation(
-            "rows: each field of a step is written to its place in the batch",
-            f"{self._env.layout.num_envs} x {kind}, stepped by its own methods without TensorDicts",
-            parts,
-        )
+        inner, count = self._env.inner, self._env.layout.num_envs
+        env = f"{type(inner).__name__} of {count}, called as it is by its own step"
+        if isinstance(self._env, GymnasiumEnv):
+            kind = type(inner[0] if isinstance(inner, list) else inner).__name__
+            env = f"{count} x {kind}, stepped by its own methods without TensorDicts"
+        rows = "rows: each field of a step is written to its place in the batch"
+        return explanation(rows, env, parts)
 
     def own_policy(self) -> None:
         """Act with a copy of the policy from now on: the learner trains the original meanwhile."""

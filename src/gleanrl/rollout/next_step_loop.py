@@ -30,11 +30,16 @@ from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
+from gleanrl.policies.program import ProgramPolicy
 from gleanrl.rollout.dense import DenseRollout, MakePolicy
 from gleanrl.rollout.step_log import StepLog
 
 _KEEP_AT_LEAST = 64
 """Raw steps that may be left over however short a rollout is."""
+_ONLY_KNOWN = (
+    "; to have that delivered, make the vector environment with autoreset_mode='SameStep', or "
+    "vectorise single environments with num_envs=: this one resets in its next step"
+)
 _LATER = np.iinfo(np.int64).max // 2
 
 
@@ -151,7 +156,10 @@ class NextStepRollout(DenseRollout):
 
         Raises:
             ConfigError: a dtype that the log cannot hold, because numpy has none like it.
+            PolicyError: the policy writes what the log cannot hold.
         """
+        if isinstance(policy, ProgramPolicy) and (why := policy.signature.why_unfit):
+            raise PolicyError(f"{why}{_ONLY_KNOWN}")
         super().__init__(pool, first, policy, make_policy, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
         self._resets = ResetTracker(pool, options.max_frames_per_traj)
@@ -236,8 +244,7 @@ def _check_fits(unfit: Mapping[int, tuple[Key, Any]]) -> None:
     for t, (key, _) in unfit.items():
         raise PolicyError(
             f"the policy wrote {format_key(key)} at step {t} of the rollout otherwise than in its "
-            "first call; to have that delivered, vectorise single environments with num_envs=: "
-            "this one resets in its next step"
+            f"first call{_ONLY_KNOWN}"
         )
 
 

@@ -40,6 +40,7 @@ import numpy as np
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, WorkerDied, WorkerError, error_text, hide_frames
+from gleanrl.transport.pickling import dumps
 
 _COLLECT = struct.Struct("=cqiiq?")
 _ROLLED = struct.Struct("=cqiqqqq8d")
@@ -63,7 +64,7 @@ class CommandWriter:
                     _C, ticket, window.slot, window.worker, window.steps, command.random
                 )
             self._described.add(window.slot)
-        return _HEAD.pack(_P, ticket, 0) + bytes(cloudpickle.dumps(command))
+        return _HEAD.pack(_P, ticket, 0) + dumps(command)
 
 
 class CommandReader:
@@ -119,7 +120,7 @@ def _write_reply(reply: m.Reply) -> bytes:
         return head + report.episodes.tobytes()
     if isinstance(reply, m.Rolled):
         reply.report.ended = m.returning(reply.report.episodes)
-    return _HEAD.pack(_P, reply.ticket, reply.worker) + bytes(cloudpickle.dumps(reply))
+    return _HEAD.pack(_P, reply.ticket, reply.worker) + dumps(reply)
 
 
 def head_of(frame: bytes) -> tuple[int, int]:

@@ -43,8 +43,21 @@ class _Refused(Exception):
     """A tensor that must not travel; says why."""
 
 
+_NOT_LOADED = (torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes of tensors that torch pickles and then cannot load."""
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # no stubs
-    """Pickles functions and classes of ``__main__`` by value, and looks at tensors on the way.
+    """Pickles functions and classes of ``__main__`` by value, and tensors of any dtype."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and obj.dtype in _NOT_LOADED and obj.device.type == "cpu":
+            return torch.from_numpy, (obj.numpy(),)
+        return super().reducer_override(obj)
+
+
+class _Capturing(_Pickler):
+    """Looks at tensors on the way.
 
     Parameters and buffers of modules travel as they are, on any device; other tensors are captured.
     """
@@ -91,10 +104,14 @@ def pickled(worker: int, factory: SourceFactory) -> bytes:
         ) from err
 
 
-def _dump(value: Any) -> bytes:
+def dumps(value: Any, pickler: type[_Pickler] = _Pickler) -> bytes:
+    """Return ``value`` as bytes that ``pickle.loads`` reads."""
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
+    pickler(buffer).dump(value)
     return buffer.getvalue()
+
+
+_dump = functools.partial(dumps, pickler=_Capturing)
 
 
 def _culprit(value: Any, error: Exception) -> tuple[str, Exception]:
