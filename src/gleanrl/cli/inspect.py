@@ -10,6 +10,7 @@ from gleanrl.cli.display import print_table
 from gleanrl.cli.options import InspectOptions
 from gleanrl.cli.replay import play
 from gleanrl.core.errors import GleanError
+from gleanrl.core.platforms import imported
 from gleanrl.memory.tensor_files import dtype_name
 from gleanrl.recording.dataset import Dataset, Metadata, size
 from gleanrl.recording.episodes import EpisodeStats, describe_episodes, total
@@ -109,13 +110,8 @@ def _draw(options: InspectOptions, dataset: Dataset, stats: EpisodeStats | None)
     if options.plot is None and (path.is_symlink() or (path.exists() and not path.is_file())):
         # The directory may come from anyone: a link in it must not choose what is overwritten.
         raise PlotError(f"{path} is not an ordinary file; choose another with --plot")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as err:
-        raise PlotError(
-            "drawing needs matplotlib; install it with: pip install 'gleanrl[plot]'"
-        ) from err
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    drawn = imported("matplotlib.figure", "plot", "--plot", PlotError)
+    figure = drawn.Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     looks = (("#9db4c0", "."), ("#c8553d", "-"))
     for plot in episode_plots(stats.ends, stats.returns, stats.lengths)[:1]:

@@ -12,6 +12,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError, GleanError
 from gleanrl.core.keys import NEXT
+from gleanrl.core.platforms import imported
 from gleanrl.core.window import Array
 from gleanrl.envs.spaces import Actions, Leaf, observation_leaves
 from gleanrl.recording.dataset import Dataset
@@ -32,12 +33,7 @@ def play(dataset: Dataset, number: int, path: Path | None) -> list[tuple[str, st
         ConfigError: there is no such episode.
         ReplayError: its environment cannot be made again, and its observations are no images.
     """
-    try:
-        import imageio.v2 as imageio
-    except ImportError as err:
-        raise ReplayError(
-            "--play needs imageio; install it with: pip install 'gleanrl[video]'"
-        ) from err
+    imageio = imported("imageio.v2", "video", "--play", ReplayError)
     episodes = episodes_of(dataset)
     if number >= len(episodes):
         raise ConfigError(f"there is no episode {number}: {len(episodes)} are numbered from 0")

@@ -327,7 +327,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
             sending.before(self)
         asked = time.monotonic()
         batch, reports = self._engine.collect(self._budget, self._timeout, feed)
-        if self._cut_short(reports) and batch is not None and MASK not in batch.keys(True):
+        cut_short = any(r.steps < self._engine.steps[worker] for worker, r in reports.items())
+        if cut_short and batch is not None and MASK not in batch.keys(True):
             # Shutting down stopped it, and nothing in it says which of its frames are valid.
             frames = sum(report.frames for report in reports.values())
             self._budget.delivered -= frames
@@ -339,9 +340,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
         if sending is not None:
             sending.after(self, reports)
         return batch
-
-    def _cut_short(self, reports: Rollouts) -> bool:
-        return any(report.steps < self._engine.steps[worker] for worker, report in reports.items())
 
     @for_users
     def rollout(self) -> TensorDictBase | None:

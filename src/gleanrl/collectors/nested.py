@@ -25,7 +25,7 @@ from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.trees import batch_over, copied
 from gleanrl.rollout.build import SourceBuilder
-from gleanrl.weights.snapshot import Shapes, shapes_of
+from gleanrl.weights.snapshot import Shapes, cloned, shapes_of
 
 if TYPE_CHECKING:
     from gleanrl.collectors.launch import Launch
@@ -245,10 +245,7 @@ class NestedSource:
 
     def load(self, snapshot: Snapshot) -> None:
         """Hand the weights on to the collector, which passes them to workers of its own."""
-        copies = {
-            name: {key: _copied(value) for key, value in weights.items()}
-            for name, weights in snapshot.models.items()
-        }
+        copies = {name: cloned(weights) for name, weights in snapshot.models.items()}
         if isinstance(self.collector, BaseCollector):
             if _takes_versions(self.collector):
                 self.collector.receive_models(copies, snapshot.version)
@@ -307,10 +304,6 @@ class NestedSource:
 
 
 _OWN = ("num_envs", "describe_weights", "policy_state")
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _takes_versions(collector: BaseCollector) -> bool:

@@ -214,7 +214,7 @@ class FillingSource:
         self.call, self.close = source.call, source.close
         self._pipeline = pipeline
         # A collector of the user's class calls its hooks itself.
-        self._hook = source.hand_over_hook() if isinstance(source, WorkerSource) else _no_hook
+        self._hook = source.hand_over_hook() if isinstance(source, WorkerSource) else lambda: None
         self._layout = source.layout()
         self._window: Window | None = None
         self._batch: TensorDictBase | None = None
@@ -270,7 +270,3 @@ class FillingSource:
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         self._pipeline.forget()
         self._source.load_state(state, strict)
-
-
-def _no_hook() -> None:
-    return None

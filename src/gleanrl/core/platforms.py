@@ -1,8 +1,10 @@
-"""Where GleanRL runs: all of it on Linux, what needs no worker processes on macOS."""
+"""Where GleanRL runs: Linux, and macOS without worker processes; and what extras install."""
 
 import sys
+from importlib import import_module
+from typing import Any
 
-from gleanrl.core.errors import GleanError
+from gleanrl.core.errors import ConfigError, GleanError
 
 
 def check_import() -> None:
@@ -29,3 +31,21 @@ def require_linux(what: str) -> None:
             f"{what} need Linux, not {sys.platform}; Collector without workers, replay buffers "
             "that are not shared and Recorder need no worker processes"
         )
+
+
+def imported(module: str, extra: str, needs_it: str, error: type[Exception] = ConfigError) -> Any:
+    """Return a module of a package that one of GleanRL's extras installs.
+
+    Args:
+        module: The module's name.
+        extra: The extra's.
+        needs_it: What cannot be done without it, for the message.
+        error: Raised if it cannot be imported.
+    """
+    try:
+        return import_module(module)
+    except ImportError as err:
+        raise error(
+            f"{needs_it} needs a package that cannot be imported here ({err}); "
+            f"pip install 'gleanrl[{extra}]'"
+        ) from err

@@ -422,11 +422,11 @@ class ParallelEnv(EnvBase):
         Raises:
             AttributeError: there is nothing of that name.
         """
-        return self._all(m.Call("get_attr", (path,)))
+        return self._all(m.Call("envs.get_attr", (path,)))
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the method that ``path`` names in every environment; one result for each."""
-        return self._all(m.Call("call_each", (path, args, kwargs)))
+        return self._all(m.Call("envs.call", (path, *args), kwargs))
 
     def _all(self, command: m.Command) -> list[Any]:
         with self._workers() as engine:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.platforms import imported
 
 FORMATS = {"tensordict": None, "minari": "minari", "parquet": "pyarrow"}
 """The formats, each with the package that it needs."""
@@ -20,13 +21,8 @@ def module_of(format: str) -> Any:
         ConfigError: the format needs a package that is missing.
     """
     package = FORMATS[format]
-    try:
-        if package is not None:
-            import_module(package)
-    except ImportError as err:
-        raise ConfigError(
-            f"{format} data need {package}; install it with: pip install 'gleanrl[{format}]'"
-        ) from err
+    if package is not None:
+        imported(package, format, f"a dataset in the format {format!r}")
     return import_module(f"gleanrl.recording.in_{format}")
 
 

@@ -111,22 +111,21 @@ class EnvWorker:
         Raises:
             ConfigError: they do not fit together.
         """
-        self.envs = list(envs)
-        self._all = SerialEnv.of(self.envs)
-        self.num_envs = self._all.batch_size.numel()
-        self._row: _GymRow | _TensorDictRow | None = _make_row(self._all)
-        self._env: Any = self._row.env if isinstance(self._row, _GymRow) else self._all
+        self.envs = SerialEnv.of(envs)
+        self.num_envs = self.envs.batch_size.numel()
+        self._row: _GymRow | _TensorDictRow | None = _make_row(self.envs)
+        self._env: Any = self._row.env if isinstance(self._row, _GymRow) else self.envs
         self._window: Window | None = None
 
     def layout(self) -> Layout | None:
         """Describe the window; ``None`` if the data have no fixed shapes."""
         if self._row is None:
             return None
-        return Layout(tuple(self._all.batch_size), self._row.fields, groups=self._row.groups)
+        return Layout(tuple(self.envs.batch_size), self._row.fields, groups=self._row.groups)
 
     def described(self) -> EnvWorkerInfo:
         """Tell the learner what it has to know."""
-        first, row = self.envs[0], self._row
+        first, row = self.envs.members[0], self._row
         return EnvWorkerInfo(
             batch=tuple(first.batch_size),
             device=first.device,
@@ -137,7 +136,7 @@ class EnvWorker:
 
     def meta_data(self) -> EnvMetaData:
         """Describe the first environment to a user."""
-        return describe(self.envs[0])
+        return describe(self.envs.members[0])
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -184,19 +183,19 @@ class EnvWorker:
         """Reset environments."""
         data = None
         if envs is not None:
-            batch = tuple(self._all.batch_size)
-            data = self._all.fake_tensordict().exclude(NEXT)
-            for key, mask in EndFlags(self._all.full_done_spec, batch).masks(envs).items():
+            batch = tuple(self.envs.batch_size)
+            data = self.envs.fake_tensordict().exclude(NEXT)
+            for key, mask in EndFlags(self.envs.full_done_spec, batch).masks(envs).items():
                 data.set(key, mask)
         self._env.reset(data, **options)
 
     def state(self) -> dict[str, Any]:
         """Return what the environments keep, ``"worker0"`` and so on."""
-        return self._all.state_dict()
+        return self.envs.state_dict()
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Restore what `state` returned."""
-        self._all.load_state_dict(state, strict)
+        self.envs.load_state_dict(state, strict)
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
         """Resolve ``path`` here and call it."""
@@ -206,17 +205,9 @@ class EnvWorker:
         """Return what ``path`` names here."""
         return paths.resolve(self, path)
 
-    def get_attr(self, path: str) -> list[Any]:
-        """Return what ``path`` names in every environment."""
-        return self._all.get_attr(path)
-
-    def call_each(self, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Call what ``path`` names in every environment."""
-        return self._all.call(path, *args, **kwargs)
-
     def close(self) -> None:
         """Close the environments."""
-        self._all.close()
+        self.envs.close()
 
 
 # -- environments whose data lie in a window of one step -------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import os
 import threading
 import weakref
@@ -21,6 +20,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError, WorkerDied
 from gleanrl.core.options import warn
+from gleanrl.core.platforms import imported
 from gleanrl.core.window import Array
 from gleanrl.transport.data_plane import Connect, Connection, DataPlane, Pair, Transfer
 from gleanrl.transport.joining import Invitation
@@ -36,13 +36,7 @@ def require_ray() -> Any:
     Raises:
         ImportError: it is not installed.
     """
-    try:
-        return importlib.import_module("ray")
-    except ImportError as err:
-        raise ImportError(
-            f"collecting with Ray needs the package ray, which cannot be imported here ({err}); "
-            "pip install 'gleanrl[ray]'"
-        ) from err
+    return imported("ray", "ray", "collecting with Ray", ImportError)
 
 
 class Session:

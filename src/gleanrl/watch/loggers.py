@@ -6,7 +6,6 @@ A collector calls its loggers with `stats()` after each batch, in the thread tha
 from __future__ import annotations
 
 import csv
-import importlib
 import math
 import os
 import traceback
@@ -18,6 +17,7 @@ from time import monotonic
 from typing import Any, TypeAlias
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.platforms import imported
 
 Stats: TypeAlias = Mapping[str, int | float | bool]
 LogFunction: TypeAlias = Callable[[Any], object]
@@ -105,7 +105,9 @@ class TensorBoardLogger(Logger):
         """Write event files into the folder ``path``; names begin with ``prefix``."""
         super().__init__(every_s)
         self._prefix = prefix
-        module = _imported("torch.utils.tensorboard", "tensorboard")
+        module = imported(
+            "torch.utils.tensorboard", "tensorboard", "TensorBoardLogger", ImportError
+        )
         self._writer = module.SummaryWriter(os.fspath(path))
 
     def write(self, stats: Stats) -> None:
@@ -127,7 +129,9 @@ class WandbLogger(Logger):
         """Log to ``run``, which stays open at the end, or to one made by ``wandb.init(**init)``."""
         super().__init__(every_s)
         self._own, self._prefix = run is None, prefix
-        self._run = _imported("wandb", "wandb").init(**init) if run is None else run
+        self._run = run
+        if run is None:
+            self._run = imported("wandb", "wandb", "WandbLogger", ImportError).init(**init)
 
     def write(self, stats: Stats) -> None:
         """Log one point of every curve."""
@@ -142,15 +146,6 @@ class WandbLogger(Logger):
 def _numbers(stats: Stats) -> dict[str, int | float]:
     """Leave out what is not known yet."""
     return {name: value for name, value in stats.items() if not math.isnan(value)}
-
-
-def _imported(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as err:
-        raise ImportError(
-            f"this logger needs the package {extra}: pip install 'gleanrl[{extra}]'"
-        ) from err
 
 
 class Loggers:

@@ -20,6 +20,7 @@ from gleanrl.core.errors import ConfigError, EnvError, UnknownEnvError
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
 from gleanrl.core.layout import Group
 from gleanrl.core.options import check_int
+from gleanrl.core.platforms import imported
 from gleanrl.core.window import Array
 from gleanrl.envs.base import EnvBase, close_all
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
@@ -518,8 +519,7 @@ def _make(task: Any, parallel: bool, kwargs: Mapping[str, Any]) -> Any:
 
 def _module(task: str) -> Any:
     """Return the module of an id: ``"mpe/simple_spread_v3"``, with or without the family."""
-    if importlib.util.find_spec("pettingzoo") is None:
-        raise ConfigError(f"{task!r} needs PettingZoo; run `pip install 'gleanrl[pettingzoo]'`")
+    imported("pettingzoo", "pettingzoo", repr(task))
     family, _, name = task.rpartition("/")
     packages = ["mpe2" if each == "mpe" else f"pettingzoo.{each}" for each in _FAMILIES]
     for package in packages:

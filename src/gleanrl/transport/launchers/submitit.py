@@ -30,6 +30,7 @@ import cloudpickle
 
 from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError, WorkerDied
 from gleanrl.core.options import check_int
+from gleanrl.core.platforms import imported
 from gleanrl.transport.joining import Invitation
 from gleanrl.transport.launchers.local import LOOPBACK, outward
 from gleanrl.transport.node import run_node
@@ -50,6 +51,7 @@ _FEW, _OFTEN = 3.0, 0.2
 _LAST_JOBS = 7.0
 """Seconds after which what was told to end on this machine has: it ends itself before."""
 _LARGEST_ARRAY = 1000
+_SUBMITTING = "submitting jobs (launcher='mp' runs nodes on this machine without)"
 _LONGEST_TAIL = 300
 _MEANINGS = {
     "TIMEOUT": "it reached its time limit; slurm_kwargs={'timeout_min': ...} sets that",
@@ -75,7 +77,7 @@ class Jobs:
         Raises:
             ConfigError: submitit is not installed, or something in ``conf`` cannot be.
         """
-        self._submitit = _submitit()
+        self._submitit = imported("submitit", "submitit", _SUBMITTING)
         self._what = what
         self._conf = {**DEFAULT_SLURM_CONF, **(conf or {})}
         self._parent = Path(self._conf.pop("folder", None) or FOLDER).expanduser().absolute()
@@ -227,16 +229,6 @@ class Jobs:
             return bool(job.done())
         finished = _is_there(job.paths.result_pickle)
         return finished or bool(job.watcher.is_done(job.job_id, mode="cache"))
-
-
-def _submitit() -> Any:
-    try:
-        return importlib.import_module("submitit")
-    except ImportError as err:
-        raise ConfigError(
-            "launcher='submitit' and 'submitit_delayed' need submitit: pip install "
-            "'gleanrl[submitit]'; launcher='mp' runs nodes on this machine without it"
-        ) from err
 
 
 def _is_there(path: Path) -> bool:
