@@ -33,7 +33,8 @@ class Script:
 
 
 def _sota(path: str, *overrides: str, edits: tuple[tuple[str, str], ...] = ()) -> Script:
-    return Script(f"{_SOTA}/{path}", ("logger.backend=null", *overrides), edits=edits)
+    arguments = ("logger.backend=null", *overrides)
+    return Script(f"{_SOTA}/{path}", arguments, edits=edits, needs=("hydra",))
 
 
 def _off_policy(path: str, *overrides: str) -> Script:
@@ -60,7 +61,7 @@ def _multi_agent(name: str, *overrides: str) -> Script:
         "eval.evaluation_episodes=2",
         *overrides,
     )
-    return Script(script.path, script.arguments, needs=("vmas",))
+    return Script(script.path, script.arguments, needs=("hydra", "vmas"))
 
 
 def _tutorial(
@@ -174,7 +175,7 @@ SCRIPTS: tuple[Script, ...] = (
     _sota(
         "rnd/rnd_mujoco.py", *_ON_POLICY, f"env.env_name={_CHEETAH}", "logger.test_interval=1000000"
     ),
-    Script(f"{_SOTA}/gail/gail.py", ("logger.backend=null",), needs=("d4rl",)),
+    Script(f"{_SOTA}/gail/gail.py", ("logger.backend=null",), needs=("hydra", "d4rl")),
     _multi_agent("mappo_ippo"),
     _multi_agent("maddpg_iddpg"),
     _multi_agent("iql"),

@@ -76,7 +76,7 @@ def windows(env, policy, steps=STEPS):
 def run(policy, window, carry, kind=RANDOM, steps=None, ends=None):
     """Make one rollout; ``ends`` maps steps to the environments that end there."""
     steps = window.steps if steps is None else steps
-    with policy.context(), set_exploration_type(kind):
+    with torch.no_grad(), set_exploration_type(kind):
         policy.begin(window, carry)
         for t in range(steps):
             policy.act(t)

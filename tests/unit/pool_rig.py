@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import torch
 
@@ -37,9 +35,6 @@ class Uniform:
 
     def act(self, t):
         self.random(t)
-
-    def context(self):
-        return contextlib.nullcontext()
 
     def reset(self, t, ended):
         pass

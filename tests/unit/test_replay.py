@@ -204,6 +204,8 @@ def test_one_row_may_be_a_nested_mapping():
         lambda: ReplayBuffer(storage=LazyTensorStorage(5), batch_size=0),
         lambda: ReplayBuffer(storage=LazyTensorStorage(5), batch_size=2.5),
         lambda: ReplayBuffer(storage=LazyTensorStorage(5), prefetch=-1),
+        lambda: ReplayBuffer(storage=LazyTensorStorage(5), generator=5),
+        lambda: ReplayBuffer(storage=theirs.LazyTensorStorage(5)),
         lambda: SliceSampler(num_slices=2.5),
         lambda: PrioritizedSampler(5, alpha=float("nan"), beta=1.0),
         lambda: ReplayBuffer(storage=LazyTensorStorage(5), dim_extend=1),

@@ -19,6 +19,7 @@ from gleanrl import (
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
@@ -323,6 +324,20 @@ def test_priorities_are_not_negative_and_have_a_sum(priority):
         rb.update_priority(7, 1.0)
     with pytest.raises(ConfigError, match="2 priorities for 1 rows"):
         rb.update_priority([1], [1.0, 2.0])
+
+
+def test_a_sample_without_its_index_is_named():
+    rb = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=0.9, storage=LazyTensorStorage(5))
+    with pytest.raises(ConfigError, match="no 'index'"):
+        rb.update_tensordict_priority(steps([0], [0]).set("td_error", torch.ones(1)))
+
+
+def test_rows_that_a_writer_leaves_out_have_no_priority():
+    rb = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=0.9, storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter("number")
+    )
+    rb.extend(steps([0, 1, 2], [0] * 3).set("td_error", torch.tensor([9.0, 0.0, 1.0])))
+    assert set(rb.sample(50)["number"].tolist()) == {2}
 
 
 def test_places_without_rows_get_no_priority():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -133,9 +132,6 @@ class Policy(Protocol):
 
     def act(self, t: int) -> None:
         """Read root row ``t``, write actions and extras there, states at row ``t + 1``."""
-
-    def context(self) -> AbstractContextManager[Any]:
-        """Return what a rollout runs in, so that no gradients are recorded."""
 
     def reset(self, t: int, ended: Sequence[int]) -> None:
         """Forget the state of the environments that ended at step ``t``."""

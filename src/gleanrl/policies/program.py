@@ -9,7 +9,6 @@ place.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -84,10 +83,6 @@ class ProgramPolicy:
         """Read root row ``t``, write the outputs there and the states at root row ``t + 1``."""
         self.reset: Callable[[int, Sequence[int]], None] = self._rows.reset
         """Zero the states of the environments that ended at step ``t``."""
-
-    def context(self) -> AbstractContextManager[Any]:
-        """Return what a rollout runs in: no gradients are recorded by `act` itself."""
-        return torch.no_grad()
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``; reads the exploration type in force."""

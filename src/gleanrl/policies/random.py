@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -105,10 +104,6 @@ class RandomActions:
     def explain(self) -> list[str]:
         """Say who acts."""
         return ["random actions, drawn by the environment or from a spec"]
-
-    def context(self) -> AbstractContextManager[Any]:
-        """Return what a rollout runs in."""
-        return torch.no_grad()
 
 
 class SpecActions(RandomActions):

@@ -91,7 +91,7 @@ class DenseRollout(BaseSource):
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Fill ``window`` with ``steps`` steps, fewer if ``stop`` is raised."""
         policy = self._random if random else self._policy
-        with self.rolling(policy.context()):
+        with self.rolling():
             self._plan.begin(window, self._next_root)
             self.tracker.begin(self._init_rows(window) if self._marks_init else ())
             self._env.begin(window, self._next_root)

@@ -172,7 +172,7 @@ class NextStepRollout(DenseRollout):
         """Fill ``window`` with ``steps`` real steps, fewer if ``stop`` is raised."""
         policy = self._random if random else self._policy
         log = self._log = self._ready_log(steps)
-        with self.rolling(policy.context()):
+        with self.rolling():
             log.begin(self._next_root)
             self._plan.begin(window, self._next_root)
             self.tracker.begin()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from tensordict.nn import set_interaction_type
 from torch import nn
 
@@ -107,11 +108,11 @@ class BaseSource:
         self.tracker.place(base, stride)
 
     @contextmanager
-    def rolling(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        """Run a rollout in ``context``: on our own streams, from resets where these are due."""
+    def rolling(self) -> Iterator[None]:
+        """Run a rollout without gradients, on our own streams, from resets where these are due."""
         failed = self.inconsistent
         self.inconsistent = True
-        with self.streams.active(), context, self._exploration():
+        with self.streams.active(), torch.no_grad(), self._exploration():
             if failed or (self.options.reset_at_each_iter and not self._fresh):
                 self._keeps = not failed
                 self._reset(None, {})

@@ -62,9 +62,9 @@ class TensorDictRollout(BaseSource):
         actor: Actor,
         options: RolloutOptions,
         *,
-        expected: ExpectedSteps | None = None,
-        make_actor: MakeActor | None = None,
-        why: str = "the environment works on TensorDicts",
+        expected: ExpectedSteps | None,
+        make_actor: MakeActor,
+        why: str,
     ) -> None:
         """Collect from the environment of ``handle``, which was reset once.
 
@@ -112,8 +112,6 @@ class TensorDictRollout(BaseSource):
 
     def own_policy(self) -> None:
         """Act with a copy of the policy from now on: the learner trains the original meanwhile."""
-        if self._make_actor is None:
-            return
         with preserved():
             self._actor, _ = self._make_actor(self._handle.root.clone(), True)
         self.policy = self._actor.user
@@ -139,7 +137,7 @@ class TensorDictRollout(BaseSource):
     def collect(self, window: Window | None, steps: int, stop: Stop, random: bool) -> Report:
         """Take ``steps`` steps, fewer if ``stop`` is raised."""
         recorder, policy = self._recorder, self._actor.policy
-        with self.rolling(torch.no_grad()):
+        with self.rolling():
             act = self._act
             if random or policy is None:
                 act = self._begin_random()

@@ -97,9 +97,9 @@ class ReplayBuffer:
         Raises:
             ConfigError: arguments that do not go together.
         """
-        self._storage: Storage = _made(storage, _default_storage)
-        self._sampler: Sampler = _made(sampler, RandomSampler)
-        self._writer: Writer = _made(writer, RoundRobinWriter)
+        self._storage: Storage = _made(Storage, storage, _default_storage)
+        self._sampler: Sampler = _made(Sampler, sampler, RandomSampler)
+        self._writer: Writer = _made(Writer, writer, RoundRobinWriter)
         self._collate = collate_fn
         self._transforms: list[Transform] = [] if transform is None else [transform]
         self.batch_size = (
@@ -121,6 +121,8 @@ class ReplayBuffer:
     def _check(self) -> None:
         if not 0 <= self._dim < self._storage.ndim:
             raise ConfigError(f"dim_extend ({self._dim}) in a {self._storage.ndim}-D storage")
+        if not isinstance(self._generator, torch.Generator | None):
+            raise ConfigError(f"generator ({self._generator!r:.80}) must be a torch.Generator")
         if self._pin and not torch.accelerator.is_available():
             raise ConfigError("pin_memory=True needs an accelerator, and there is none")
 
@@ -488,10 +490,15 @@ def _default_storage() -> Storage:
     return ListStorage(1000)
 
 
-def _made(part: Any, default: Callable[[], Any]) -> Any:
-    if part is None:
-        return default()
-    return part if isinstance(part, (Storage, Sampler, Writer)) else part()
+def _made(kind: type, part: Any, default: Callable[[], Any]) -> Any:
+    made = default() if part is None else part
+    if not isinstance(made, kind) and callable(made):
+        made = made()
+    if not isinstance(made, kind):
+        raise ConfigError(
+            f"{kind.__name__.lower()} ({part!r:.80}) must be a gleanrl {kind.__name__}, or make one"
+        )
+    return made
 
 
 def to_user_index(storage: Storage, places: torch.Tensor, flat: bool = False) -> torch.Tensor:
@@ -579,7 +586,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         priority = self._priorities_in(data)
         places = super().extend(data)
         if priority is not None and len(places):
-            self.update_priority(places, priority[-len(places) :])
+            stored = places >= 0
+            self.update_priority(places[stored], priority[-len(places) :][stored])
         return places
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -589,7 +597,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
             raise ConfigError(
                 f"no {format_key(self._priority_key)} in the data: set it, or priority_key"
             )
-        self.update_priority(data.get("index"), priority.reshape(data.shape[0], -1))
+        index = data.get("index", None)
+        if index is None:
+            raise ConfigError("no 'index' in the data: give a sample of this buffer")
+        self.update_priority(index, priority.reshape(data.shape[0], -1))
 
     def _priorities_in(self, data: Any) -> torch.Tensor | None:
         """Return the checked priorities of new rows, ``[rows]``."""
@@ -609,7 +620,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def __init__(
         self, *, alpha: float, beta: float, eps: float = 1e-8, storage: Any = None, **arguments: Any
     ) -> None:
-        storage = _made(storage, _default_storage)
+        storage = _made(Storage, storage, _default_storage)
         sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps)
         super().__init__(storage=storage, sampler=sampler, **arguments)
 
