@@ -137,9 +137,10 @@ def test_arguments_that_are_missing_unknown_or_of_the_wrong_type_are_errors_of_o
     assert isinstance(caught.value, TypeError)
 
 
-def test_one_built_environment_for_several_workers_warns_of_copies():
-    with pytest.warns(UserWarning, match="one <.*CartPole.* for several workers.*pass an id"):
-        MultiSyncCollector([gym.make("CartPole-v1")] * 2, backend="inline", **FRAMES).shutdown()
+@pytest.mark.parametrize("make", [gym.make, gym.make_vec])
+def test_one_built_environment_for_several_workers_warns_of_copies(make):
+    with pytest.warns(UserWarning, match="one .*CartPole.* for several workers.*pass an id"):
+        MultiSyncCollector([make("CartPole-v1")] * 2, backend="inline", **FRAMES).shutdown()
 
 
 def test_an_id_without_its_namespace_is_suggested_with_it():

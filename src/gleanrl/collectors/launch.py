@@ -297,8 +297,8 @@ def env_functions(
 
 
 def _warn_of_copies(functions: Sequence[Any]) -> None:
-    """Warn where one Gymnasium environment that exists already is meant for several workers."""
-    built = [env for env in functions if isinstance(env, gym.Env)]
+    """Warn where one Gymnasium (vector) environment that is built is meant for several workers."""
+    built = [env for env in functions if isinstance(env, gym.Env | gym.vector.VectorEnv)]
     if len({id(env) for env in built}) < len(built):
         warn(
             f"create_env_fn is one {built[0]} for several workers: each gets a copy in its present "
