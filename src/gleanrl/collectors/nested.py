@@ -204,9 +204,8 @@ class NestedSource:
     def _measured(self, seconds: float) -> tuple[float, float]:
         """Share out ``seconds`` as its workers spent those that they were busy."""
         inner = self._reports
-        env, policy = sum(r.env_s for r in inner), sum(r.policy_s for r in inner)
-        busy = env + policy + sum(r.transfer_s for r in inner)
-        share = seconds / (busy or 1.0)
+        env, policy, rest = (sum(r.seconds[part] for r in inner) for part in range(3))
+        share = seconds / (env + policy + rest or 1.0)
         return env * share, policy * share
 
     def _counted(self, batch: TensorDictBase | None) -> tuple[int, int]:

@@ -189,22 +189,15 @@ class Report:
     """The rollout, where it does not lie in the window; ``None`` if it does."""
     ended: Callable[[], np.ndarray[Any, Any]] = field(default=returning(NO_EPISODES), compare=False)
     """Returns `episodes`; they are added up when somebody asks. Safe in any thread."""
-    began_at: float = field(default=0.0, compare=False)
-    """When the source was told to collect, on the monotonic clock of the worker's machine."""
-    ended_at: float = field(default=0.0, compare=False)
-    """When the source had collected."""
-    env_s: float = field(default=0.0, compare=False)
-    """Seconds in the environments: measured in some rollouts, estimated from these in others."""
-    policy_s: float = field(default=0.0, compare=False)
-    """Seconds in the policy, likewise."""
-    transfer_s: float = field(default=0.0, compare=False)
-    """Seconds since the last rollout in all else: bookkeeping, hooks, loading weights, sending."""
-    wait_s: float = field(default=0.0, compare=False)
-    """Seconds since the last rollout without a command."""
-    taken_at: float = field(default=0.0, compare=False)
-    """When the worker turned to the rollout, on its clock."""
+    times: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), compare=False)
+    """When the worker turned to the rollout, its source began and had collected, on the monotonic
+    clock of the worker's machine."""
+    seconds: tuple[float, float, float, float] = field(default=(0.0,) * 4, compare=False)
+    """Since the last rollout: in environments and policy (measured in some rollouts, estimated from
+    these in others), in all else (bookkeeping, hooks, loading weights, sending), and without a
+    command."""
     weights_s: float = field(default=0.0, compare=False)
-    """Seconds of `transfer_s` that were spent on loading weights."""
+    """Seconds of all else that were spent on loading weights."""
     measured: Sequence[float] | None = field(default=None, compare=False)
     """Seconds in environments and policy if the source measured them; the worker then knows their
     shares, and sets all times."""

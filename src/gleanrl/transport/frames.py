@@ -108,13 +108,8 @@ def _write_reply(reply: m.Reply) -> bytes:
             report.frames,
             report.policy_version,
             report.discarded,
-            report.began_at,
-            report.ended_at,
-            report.env_s,
-            report.policy_s,
-            report.transfer_s,
-            report.wait_s,
-            report.taken_at,
+            *report.times,
+            *report.seconds,
             report.weights_s,
         )
         return head + report.episodes.tobytes()
@@ -197,11 +192,13 @@ def frame_of(reply: m.Reply) -> bytes:
 
 def _read_reply(frame: bytes) -> m.Reply:
     if frame[:1] == _R:
-        _, ticket, worker, steps, frames, version, discarded, *times = _ROLLED.unpack_from(frame)
+        found = _ROLLED.unpack_from(frame)
         ended = m.NO_EPISODES
         if len(frame) > _ROLLED.size:
             ended = np.frombuffer(frame, offset=_ROLLED.size).reshape(-1, 2)
-        report = m.Report(steps, frames, version, discarded, None, m.returning(ended), *times)
+        ticket, worker, steps, frames, version, discarded = found[1:7]
+        report = m.Report(steps, frames, version, discarded, None, m.returning(ended))
+        report.times, report.seconds, report.weights_s = found[7:10], found[10:14], found[14]
         return m.Rolled(worker, ticket, report)
     reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
     return reply

@@ -105,12 +105,11 @@ class Worker:
         took, measured = end - begin, report.measured
         if measured is not None:
             self._shares = measured[0] / (took or 1.0), measured[1] / (took or 1.0)
-        env, policy = self._shares
-        report.taken_at, report.began_at, report.ended_at = taken, begin, end
-        report.env_s, report.policy_s = env, policy = env * took, policy * took
-        report.wait_s, report.weights_s = waited, _ = self._waited, self._loading
-        report.transfer_s = max(0.0, total - waited - env - policy)
+        env, policy = self._shares[0] * took, self._shares[1] * took
+        waited, report.weights_s = self._waited, self._loading
         self._waited = self._loading = 0.0
+        report.times = taken, begin, end
+        report.seconds = env, policy, max(0.0, total - waited - env - policy), waited
 
     def _refresh(self) -> None:
         if self._receiver is not None:

@@ -24,6 +24,8 @@ _MARKS = 8
 """The current rate is that since the oldest of so many marks, which are so far apart."""
 _MOST_WAITING = 256
 """Batches that wait to be added up until somebody asks."""
+_RECENT_S = 2.0
+"""Seconds for which numbers are recent."""
 _Seconds: TypeAlias = tuple[float, float, float, float]
 """In the order of `SHARES`."""
 _Share: TypeAlias = tuple[int, int, int, _Seconds, Callable[[], Array]]
@@ -75,7 +77,7 @@ class Measures:
         """Frames, episodes and lag of all; seconds are those of each."""
         self._marks: deque[tuple[float, list[int]]] = deque(maxlen=_MARKS)
         """When, and the frames of each worker until then."""
-        self._began = self._newest = self._mark_due = 0.0
+        self._began = self._newest = self._mark_due = self._settled = 0.0
         self._history = History()
 
     def add(self, reports: Mapping[int, Report], version: int, asked: float) -> float:
@@ -89,8 +91,7 @@ class Measures:
         now = monotonic()
         shares: list[_Share] = []
         for worker, r in reports.items():
-            seconds = r.env_s, r.policy_s, r.transfer_s, r.wait_s
-            shares.append((worker, r.frames, r.policy_version, seconds, r.ended))
+            shares.append((worker, r.frames, r.policy_version, r.seconds, r.ended))
         self._waiting.append((now, asked, version, shares))
         if len(self._waiting) > _MOST_WAITING:
             self._settle()
@@ -101,6 +102,7 @@ class Measures:
         with self._lock:
             while self._waiting:
                 self._take_in(*self._waiting.popleft())
+            self._settled = monotonic()
 
     def _take_in(self, now: float, asked: float, version: int, shares: Sequence[_Share]) -> None:
         if not self._began:
@@ -133,10 +135,15 @@ class Measures:
         self._settle()
         return self._history
 
-    def stats(self, worker: int | None = None) -> dict[str, float]:
-        """Return rates, episodes, shares of time and the age of weights, of one worker or all."""
+    def stats(self, worker: int | None = None, *, newest: bool = True) -> dict[str, float]:
+        """Return rates, episodes, shares of time and the age of weights, of one worker or all.
+
+        They are the newest ones; or recent ones, which another thread may have at hand: adding up
+        in this one what that has in its caches takes three times as long.
+        """
         with self._lock:
-            self._settle()
+            if newest or monotonic() - self._settled > _RECENT_S:
+                self._settle()
             indices = range(len(self._workers)) if worker is None else [worker]
             whole = self._all if worker is None else self._workers[worker]
             return {

@@ -165,17 +165,18 @@ class Progress:
         self._label = label
         self._display = Display(label, None, _LINE_EVERY_S) if display is None else display
         self._began = time.monotonic()
-        self._facts: Callable[[], Mapping[str, Any]] | None = None
+        self._facts: Callable[[bool], Mapping[str, Any]] | None = None
         self._shown = -1
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gleanrl-progress", daemon=True)
         self._thread.start()
 
-    def follow(self, facts: Callable[[], Mapping[str, Any]], total: int | None) -> None:
+    def follow(self, facts: Callable[[bool], Mapping[str, Any]], total: int | None) -> None:
         """Show what ``facts`` returns from now on.
 
         Args:
             facts: Returns some of what ``stats()`` does and ``"busy"``, whether a batch is awaited.
+                It is told whether they are the last; others may be a little old.
             total: Frames in all.
         """
         self._display.total, self._facts = total, facts
@@ -194,10 +195,10 @@ class Progress:
                 if facts is None:
                     text = f"starting workers and environments, {self._elapsed}"
                     self._display.show(0, text, f": {text}")
-                elif self._tell(facts(), last=False):
+                elif self._tell(facts(False), last=False):
                     return
             if self._facts is not None:
-                self._tell({**self._facts(), "completed": True}, last=True)
+                self._tell({**self._facts(True), "completed": True}, last=True)
 
     @property
     def _elapsed(self) -> str:

@@ -98,19 +98,18 @@ class Timeline:
 
     def _rollout(self, worker: int, report: Report, now: float) -> list[str]:
         tid = worker + 1
-        shift = self._shift(worker, report.ended_at, now)
-        taken, begin, end = (
-            at + shift for at in (report.taken_at, report.began_at, report.ended_at)
-        )
+        shift = self._shift(worker, report.times[2], now)
+        taken, begin, end = (at + shift for at in report.times)
+        env_s, policy_s, _, wait_s = report.seconds
         before, self._ended[worker] = self._ended[worker], end
-        middle = min(begin + report.env_s, end)
+        middle = min(begin + env_s, end)
         args = f'"frames":{report.frames},"policy version":{report.policy_version}'
         return [
-            self._slice(tid, "waiting", max(before, taken - report.wait_s), taken),
+            self._slice(tid, "waiting", max(before, taken - wait_s), taken),
             *self._weights(tid, report.policy_version, taken, min(taken + report.weights_s, begin)),
             self._slice(tid, "rollout", begin, end, args),
             self._slice(tid, "environment", begin, middle),
-            self._slice(tid, "policy", middle, min(middle + report.policy_s, end)),
+            self._slice(tid, "policy", middle, min(middle + policy_s, end)),
         ]
 
     def _weights(self, tid: int, version: int, begin: float, end: float) -> list[str]:

@@ -181,12 +181,12 @@ class Watching:
         self._loggers.close()
 
 
-def _facts(engine: Engine, budget: Budget, measures: Measures) -> dict[str, Any]:
+def _facts(engine: Engine, budget: Budget, measures: Measures, last: bool) -> dict[str, Any]:
     """Return what progress is shown of."""
     return {
         "frames": budget.delivered,
         "completed": budget.exhausted,
         "failed": engine.failure is not None,
         "busy": not engine.gather.idle,
-        **measures.stats(),
+        **measures.stats(newest=last),
     }
