@@ -104,8 +104,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     ARGUMENTS: ClassVar[Any]
     """The dictionary of the constructor's arguments."""
-    _calls_hooks = True
-    """Whether hooks are called here, with batches, and not in workers, with rollouts."""
     _as_gathered = False
     """Whether batches are those of the engine. A class says so of itself: subclasses of the user's
     may do anything with them."""
@@ -306,7 +304,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _announce(self) -> None:
         """Call the hook that runs before a batch is collected, once for each."""
-        if self._calls_hooks and self._pre_hook is not None and not self._announced:
+        if self._plan.here and self._pre_hook is not None and not self._announced:
             self._pre_hook()
         self._announced = True
 
@@ -317,7 +315,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         batch = self._gather(feed)
         if batch is None:  # workers have put it into the buffer themselves
             return deque([None])
-        return self._pipeline(batch, self._post_hook if self._calls_hooks else None)
+        return self._pipeline(batch, self._post_hook if self._plan.here else None)
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         """Collect a batch as it comes from the workers."""
@@ -383,7 +381,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         It can where batches are delivered as they were collected: not with ``postproc``, a hook, a
         replay buffer, trajectories cut out, or data of no fixed shape, and not by a subclass.
         """
-        hooked = self._calls_hooks and self._post_hook is not None
+        hooked = self._plan.here and self._post_hook is not None
         own = vars(type(self)).get("_as_gathered", False) and not hooked
         here = self.storing_device is None or self.storing_device.type == "cpu"
         if not (own and here and self._pipeline.plain and self._engine.batches.uniform):
@@ -968,7 +966,12 @@ class BaseCollector(Handle, IterableDataset[Any]):
                 workers, whose environments end with their process.
             raise_on_error: Raise what closing an environment raised.
         """
-        limit = 60.0 if timeout is None else timeout
+        here = self._plan.here
+        if not (close_env or here):
+            raise RuntimeError(
+                "close_env=False: the environments of workers cannot outlive their process"
+            )
+        limit = (60.0 if here else 10.0) if timeout is None else timeout
         deadline = time.monotonic() + limit
         self._ready.clear()
         failure = self._background.stop(limit / 2)

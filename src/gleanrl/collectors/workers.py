@@ -23,7 +23,6 @@ from gleanrl.transport.network import NetworkBackend
 class CollectorWithWorkers(BaseCollector):
     """Base of the collectors whose environments, policies and hooks are in workers."""
 
-    _calls_hooks = False
     _models: WeightSync
 
     def _set_up(self) -> None:
@@ -162,18 +161,3 @@ class CollectorWithWorkers(BaseCollector):
 
     def _status(self) -> Mapping[str, Any]:
         return {**super()._status(), "hosts": [host for _, host in self._engine.processes]}
-
-    # -- the end ---------------------------------------------------------------------------------
-
-    @for_users
-    def shutdown(
-        self,
-        timeout: float | None = None,
-        close_env: bool = True,
-        raise_on_error: bool = True,
-    ) -> None:
-        if not close_env:
-            raise RuntimeError(
-                "close_env=False: the environments of workers cannot outlive their process"
-            )
-        super().shutdown(10.0 if timeout is None else timeout, close_env, raise_on_error)

@@ -155,7 +155,8 @@ class Zygote:
         if not waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
             raise CollectorTimeout(
                 f"the process that starts workers did not answer in {timeout} s; it imports torch "
-                "first, which takes long on a busy machine or a slow disk: raise start_timeout"
+                "first, which takes long on a busy machine or a slow disk (collectors wait for "
+                "start_timeout seconds: raise that)"
             )
         try:
             message = self._socket.recv(64, socket.MSG_DONTWAIT)

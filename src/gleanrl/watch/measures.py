@@ -138,8 +138,11 @@ class Measures:
     def stats(self, worker: int | None = None, *, newest: bool = True) -> dict[str, float]:
         """Return rates, episodes, shares of time and the age of weights, of one worker or all.
 
-        They are the newest ones; or recent ones, which another thread may have at hand: adding up
-        in this one what that has in its caches takes three times as long.
+        Args:
+            worker: Its index; ``None`` for all.
+            newest: Whether all batches count. Otherwise, numbers of the last two seconds will do:
+                adding up batches takes another thread three times as long as the one that collects,
+                which has them in its caches.
         """
         with self._lock:
             if newest or monotonic() - self._settled > _RECENT_S:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 _REFRESH_S = 0.1
 _TICK_S = 1.0
-"""Seconds between two looks at a collection, of which each takes 2 ms."""
+"""Seconds between two looks at a collection; one takes a millisecond."""
 _LINE_EVERY_S = 2.0
 """Seconds between two lines where there is no terminal: nothing is silent for longer."""
 _SHORTEST_BAR = 8

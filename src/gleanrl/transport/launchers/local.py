@@ -68,9 +68,6 @@ def _is_here(address: str) -> bool:
     return True
 
 
-_FORK_TIMEOUT = 120.0
-
-
 class LocalLauncher:
     """Starts nodes here. They reach the learner through the loopback interface."""
 
@@ -89,7 +86,7 @@ class LocalLauncher:
             with open(os.memfd_create("gleanrl"), "w+b") as told:
                 told.write(going)
                 told.seek(0)
-                pid = self._zygote.fork([told.fileno()], _FORK_TIMEOUT, NODE)
+                pid = self._zygote.fork([told.fileno()], invitation.timeout_s, NODE)
             before = self._pids.get(invitation.node)
             if before is not None:  # it was given up, which it need not have noticed
                 self._zygote.kill(before)
