@@ -101,6 +101,7 @@ class WindowEnv:
             observations=(*fields, *infos.values()),
             actions=self._actions.fields,
             rewards=(Field(REWARD, (1,), torch.float32),),
+            infos=[field.key for field in infos.values()],
         )
         self._window: Window
 
