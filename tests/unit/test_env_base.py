@@ -208,7 +208,8 @@ def agents(lib):
             assert tensordict["agents", "action"].sum() == 3
             self.taken += 1
             group = self.show(reward=torch.full((3, 1), float(self.taken)))
-            return TensorDict({"agents": group, "done": torch.tensor([self.taken >= 4])}, [])
+            done = torch.tensor(self.taken >= 4)  # gets its declared shape
+            return TensorDict({"agents": group, "done": done}, [])
 
         def _set_seed(self, seed):
             pass

@@ -154,9 +154,17 @@ def _dense(batch: TensorDictBase) -> TensorDictBase:
         return batch.contiguous()
     except RuntimeError as err:
         raise ConfigError(
-            "the batch has entries whose shape changes from frame to frame, which rows of equal "
-            f"length cannot hold: {err}"
+            f"rows of equal length cannot hold {', '.join(_changing(batch))}: its shape changes "
+            "from frame to frame"
         ) from err
+
+
+def _changing(batch: TensorDictBase) -> Iterable[str]:
+    for key in sorted(batch.keys(True, True), key=str):
+        try:
+            batch.get(key)
+        except RuntimeError:
+            yield format_key(as_key(key))
 
 
 def _starts_after_ends(batch: TensorDictBase, done_key: NestedKey | None) -> torch.Tensor:

@@ -181,6 +181,13 @@ class ReplayBuffer:
         """Return the number of frames that can be sampled."""
         return len(self._storage)
 
+    def __repr__(self) -> str:
+        parts = ", ".join(type(part).__name__ for part in (self._storage, self._sampler))
+        return (
+            f"{type(self).__name__}({len(self):,} of {self._storage.max_size:,} frames, {parts}, "
+            f"batch_size={self.batch_size})"
+        )
+
     def extend(self, data: Any) -> torch.Tensor:
         """Store many rows.
 
