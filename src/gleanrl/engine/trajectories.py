@@ -222,7 +222,7 @@ class WholeTrajectories:
         """Give ``num_trajectories`` at a time, as ``"padded"`` rows or end to end (``"cat"``)."""
         self.num_trajectories = num_trajectories
         self.frames_discarded = 0
-        """Frames dropped by `flush` and `reset` and after them, and of trajectories left unended."""
+        """Frames dropped by `flush` and `reset` so far, and of trajectories that were left."""
         self._padded = traj_format == "padded"
         self._chunks: dict[int, TensorDictBase] = {}
         self._live: dict[int, int] = {}

@@ -129,7 +129,7 @@ class GymEnv(EnvBase):
         self._bind(window, self._batch)
 
     def continue_from(self, root: TensorDictBase) -> None:
-        """Take over what a reset of the environments inside has returned. Internal to the package."""
+        """Show what a reset of the environments inside has returned. Internal to the package."""
         for key, shown in self._shown.items():
             shown.copy_(root.get(key))
 
