@@ -486,6 +486,8 @@ class _TensorDictOverRows:
                 value = after.get(state, None)
                 if value is not None:
                     root.set(_name(state), value)
+        if self._signature.trace.keeps:
+            self._root = root.copy()
 
     def _store_odd(self, key: Key, value: Any, row: torch.Tensor, dtype: torch.dtype) -> None:
         """Store an entry of another dtype if environment or policy read it in its row.
