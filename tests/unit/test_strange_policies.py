@@ -15,6 +15,7 @@ from torchrl.modules import OrnsteinUhlenbeckProcessModule
 from torchrl.testing.mocking_classes import CountingEnv
 
 from gleanrl import Collector, PolicyError
+from gleanrl.envs import GymEnv, SerialEnv
 
 FAST = pytest.mark.parametrize("fast", [True, False])
 ENVS = pytest.mark.parametrize(
@@ -133,6 +134,28 @@ def test_an_observation_clamped_in_place_is_what_later_members_read(env, fast):
     with torch.no_grad():
         expected = policy[1].module(batch["observation"])
     torch.testing.assert_close(batch["action"], expected)
+
+
+@FAST
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda one: GymEnv("Pendulum-v1", num_envs=2),
+        lambda one: SerialEnv(2, one),
+        lambda one: SerialEnv(1, lambda: SerialEnv(2, one)),
+    ],
+)
+def test_a_reset_of_some_before_the_first_batch_leaves_what_the_others_show(make, fast):
+    def policy(td):
+        td["action"] = td["observation"].add_(0)[..., :1]
+        return td
+
+    env = make(lambda: GymEnv("Pendulum-v1"))
+    with Collector(env, policy, frames_per_batch=6, fast=fast) as collector:
+        collector.reset([0])
+        collector.reset([0])
+        batch = collector.next().reshape(2, 3)
+    assert batch["observation"][:, 0, :2].norm(dim=-1).allclose(torch.ones(2))
 
 
 @FAST

@@ -20,7 +20,7 @@ from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.libs.gym import GymEnv
 from gleanrl.envs.make import Made, make_env
-from gleanrl.envs.serial import gym_source
+from gleanrl.envs.serial import continue_from, gym_source
 from gleanrl.envs.specs import OneHot
 from gleanrl.envs.tensordict import (
     TensorDictHandle,
@@ -97,7 +97,9 @@ class SourceBuilder:
         if isinstance(made, GymnasiumEnv) and isinstance(policy, ProgramPolicy):
             why = policy.signature.why_no_rows
             if why is not None:
-                handle = TensorDictHandle(_with_tensordicts(made), root_of(made.layout, first))
+                env, root = _with_tensordicts(made), root_of(made.layout, first)
+                continue_from(env, root)
+                handle = TensorDictHandle(env, root)
                 infos = made.layout.infos
                 return self._serve_tensordicts(handle, policy, infos=infos, judges=False, why=why)
         kind = NextStepRollout if isinstance(made, NextStepPool) else DenseRollout
