@@ -51,6 +51,18 @@ class Wide(gym.ObservationWrapper):
         return observation.astype("float64")
 
 
+class Nested(gym.ObservationWrapper):
+    """CartPole whose observation lies in a dictionary of dictionaries."""
+
+    def __init__(self):
+        super().__init__(gym.make("CartPole-v1"))
+        state = gym.spaces.Dict(pos=self.env.observation_space)
+        self.observation_space = gym.spaces.Dict(goal=gym.spaces.Discrete(4), state=state)
+
+    def observation(self, observation):
+        return {"goal": 0, "state": {"pos": observation}}
+
+
 # -- policies that do not fit ----------------------------------------------------------------------
 
 
@@ -82,6 +94,11 @@ class Wide(gym.ObservationWrapper):
             "CartPole-v1",
             Mod(nn.Linear(4, 2), ["obs"], ["action"]),
             ["reads 'obs'", "it gives 'observation'", "did you mean 'observation'"],
+        ),
+        (
+            Nested,
+            Mod(nn.Linear(4, 2), ["pos"], ["action"]),
+            ["reads 'pos'", "did you mean ('state', 'pos') (in_keys)?"],
         ),
         (
             "CartPole-v1",

@@ -14,6 +14,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, PolicyTypeError, UnknownModelError
 from gleanrl.core.protocols import WeightPublisher
 from gleanrl.engine.engine import Engine
+from gleanrl.policies.random import RandomPolicy
 from gleanrl.weights.scheme import SharedMemWeightSyncScheme, WeightSyncScheme
 from gleanrl.weights.snapshot import (
     PolicyVersion,
@@ -344,7 +345,7 @@ class WeightSync(Models):
             raise ConfigError(f"no weights were given for model {name!r}")
         tracked = self._tracked_policy()
         weights = {} if tracked is None else weights_of(tracked.module)
-        if not weights and self.policy is not None:
+        if not weights and not isinstance(self.policy, RandomPolicy | None):
             warn_of_no_weights(self.policy)
         return weights
 

@@ -76,7 +76,8 @@ def _missing(missing: Sequence[Key], shown: Mapping[Key, Any]) -> str:
     close = [
         found
         for key in missing
-        for found in difflib.get_close_matches(format_key(key), names, n=1, cutoff=0.4)
+        for found in [format_key(nested) for nested in shown if nested[-1] == key[-1]]
+        or difflib.get_close_matches(format_key(key), names, n=1, cutoff=0.4)
     ]
     hint = f"; did you mean {', '.join(dict.fromkeys(close))} (in_keys)?" if close else ""
     return (
