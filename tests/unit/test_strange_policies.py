@@ -50,6 +50,34 @@ def test_modules_that_declare_no_keys_are_called(env, fast):
     torch.testing.assert_close(batch["info", "size"], size)
 
 
+class Keeping:
+    """Shows the observation of the TensorDict that it was called on before."""
+
+    kept = None
+
+    def __call__(self, tensordict):
+        before = tensordict if self.kept is None else self.kept
+        tensordict["before"] = before["observation"].clone()
+        tensordict["action"] = tensordict["observation"][..., :1] / 2
+        self.kept = tensordict
+        return tensordict
+
+
+@FAST
+@pytest.mark.parametrize(
+    "env",
+    [
+        lambda: "Pendulum-v1",
+        lambda: TorchRLGymEnv("Pendulum-v1"),
+        lambda: gym.make_vec("Pendulum-v1", num_envs=1, vectorization_mode="sync"),
+    ],
+    ids=["id", "torchrl", "vector"],
+)
+def test_a_tensordict_that_a_policy_keeps_stays_that_of_its_step(env, fast):
+    batch = collect(env(), Keeping(), 3, batches=3, fast=fast).reshape(-1)
+    assert torch.equal(batch["before"][1:], batch["observation"][:-1])
+
+
 # -- what a policy wrote, it reads again -----------------------------------------------------------
 
 
