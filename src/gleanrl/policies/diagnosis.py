@@ -43,11 +43,12 @@ def diagnose(
     failed = None if err is None else _failed_layer(err)
     recurrent = failed is not None and isinstance(failed[0], nn.RNNBase | nn.RNNCellBase)
     if states and (failed is None or recurrent):
+        shape = "(hidden_size,)" if len(states[0]) == 1 else "(agents, hidden_size)"
         return PolicyError(
             "the policy could not be called with its first state "
             f"{', '.join(map(format_key, states))} left out or zero; say what shape it has, "
-            "without batch dimensions: policy.state_shapes = "
-            f"{{{format_key(states[0])}: (hidden_size,)}} ({err})"
+            "without the dimensions of environments: policy.state_shapes = "
+            f"{{{format_key(states[0])}: {shape}}} ({err})"
         )
     if failed is None:
         return None
