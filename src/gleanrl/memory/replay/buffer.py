@@ -607,6 +607,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         index = data.get("index", None)
         if index is None:
             raise ConfigError("no 'index' in the data: give a sample of this buffer")
+        if element := self._storage.element:  # a row is a batch, and each frame of it has its place
+            index = index.flatten(1, len(element))[:, 0]
         self.update_priority(index, priority.reshape(data.shape[0], -1))
 
     def _priorities_in(self, data: Any) -> torch.Tensor | None:
