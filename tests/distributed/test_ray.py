@@ -181,7 +181,9 @@ def two_of_which_one_was_added(make, policy, options):
     collector = make(
         "CartPole-v1", policy, sync=True, num_collectors=1, remote_configs=own, **options
     )
+    collector.set_pre_collect_hook(torch.get_num_threads)
     collector.add_collectors(["CartPole-v1"], remote_configs={"num_cpus": 0})
+    assert collector.get_distant_attr("pre_collect_hook") == [torch.get_num_threads] * 2
     assert collector.num_collectors == len(collector.remote_collectors) == 2
     return collector
 

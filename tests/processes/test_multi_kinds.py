@@ -3,6 +3,8 @@
 import functools
 import multiprocessing
 import os
+import sys
+import types
 import warnings
 
 import gymnasium as gym
@@ -227,6 +229,15 @@ def test_everything_may_be_a_closure():
     assert batch["extra"].eq(6.0).all()
     assert batch["action"].eq(1).all()
     assert started == []  # it ran in the workers
+
+
+def test_what_the_script_of_a_spawned_process_defines_travels(monkeypatch):
+    script = types.ModuleType("__mp_main__")  # as multiprocessing calls the script there
+    exec("import gymnasium\ndef make():\n    return gymnasium.make('CartPole-v1')", vars(script))
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setitem(sys.modules, name, script)
+    with MultiSyncCollector([script.make] * 2, frames_per_batch=4) as collector:
+        assert collector.next().shape == (2, 2)
 
 
 def test_what_a_users_manager_shares_is_shared_with_workers():

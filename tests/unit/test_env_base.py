@@ -208,7 +208,8 @@ def agents(lib):
             assert tensordict["agents", "action"].sum() == 3
             self.taken += 1
             group = self.show(reward=torch.full((3, 1), float(self.taken)))
-            return TensorDict({"agents": group, "done": torch.tensor([self.taken >= 4])}, [])
+            done = torch.tensor(self.taken >= 4)  # gets its declared shape
+            return TensorDict({"agents": group, "done": done}, [])
 
         def _set_seed(self, seed):
             pass
@@ -526,6 +527,26 @@ def test_whole_numbers_beyond_a_floats_digits_are_all_drawn():
 def test_values_are_projected_into_the_set():
     assert our_data.Bounded(-1, 1, (2,)).project(torch.tensor([-3.0, 0.5])).tolist() == [-1, 0.5]
     assert our_data.Categorical(3).project(torch.tensor(7)).item() == 2
+    wide = our_data.Bounded(2, 2**64 - 1, (3,), dtype=torch.uint64)
+    given = torch.tensor([-1, 2, 2**62 + 1])  # which a float64 does not hold
+    assert wide.project(given).tolist() == [2, 2, 2**62 + 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bool])
+def test_unsigned_numbers_are_drawn_and_projected_although_torch_cannot(dtype):
+    top = 1 if dtype is torch.bool else torch.iinfo(dtype).max
+    for spec in (
+        our_data.Unbounded(200, dtype=dtype),
+        our_data.Bounded(0, top, (200,), dtype=dtype),
+        our_data.Binary(200, dtype=dtype),
+    ):
+        drawn = spec.rand()
+        assert spec.is_in(drawn)
+        assert spec.project(drawn) is drawn
+        if not isinstance(spec, our_data.Binary):
+            assert 0.3 < (drawn.double() / top).mean() < 0.7
+    one = torch.ones(200).to(dtype)
+    assert our_data.Bounded(0, 0, (200,), dtype=dtype).project(one).double().sum() == 0
     with pytest.raises(AssertionError):
         our_data.Categorical(3).to_numpy(torch.tensor(7), safe=True)
     with pytest.raises(TypeError, match="the dtype of 'x' is torch.float64"):

@@ -189,6 +189,33 @@ def test_info_keys_stand_beside_the_entries_of_the_observation():
     assert batch["next", "observation"].tolist() == [2.0] * 12
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(
+    "policy", [lambda x: (x[..., 0] > 9).long(), lambda x: (x.mul_(1)[..., 0] > 9).long()]
+)
+@pytest.mark.parametrize("given", [Plain, GymEnv])
+def test_a_function_of_one_tensor_gets_the_observation_and_no_info(given, policy, fast):
+    env = Plain(info={"lives": 3})
+    env = GymEnv(env) if given is GymEnv else env
+    keys = {"lives": ((), torch.int64)}
+    batch = first_batch(env, policy=policy, fast=fast, info_keys=keys)
+    assert batch["next", "lives"].tolist() == [3] * 12
+
+
+@pytest.mark.parametrize(
+    "option", [{"info_keys": ["lives"]}, {"categorical_action_encoding": False}]
+)
+def test_options_that_a_tensordict_environment_cannot_follow_are_refused(option):
+    class Own(GymEnv):
+        def _step(self, tensordict):
+            return super()._step(tensordict)
+
+    with pytest.raises(ConfigError, match=f"{next(iter(option))} .* is for Gymnasium .* a Own"):
+        collector(Own(Plain()), **option)
+    with collector(GymEnv(Plain()), categorical_action_encoding=False, fast=False) as made:
+        assert made.next()["action"].shape == (12, 2)
+
+
 def test_an_info_key_that_never_comes_is_warned_about_once():
     with Collector(
         Plain(info={"lives": 3, "_x": 1}), frames_per_batch=4, info_keys=["live", "lives"]

@@ -17,10 +17,12 @@ from gleanrl import (
     ArgumentTypeError,
     ClosedError,
     Collector,
+    Evaluator,
     GleanError,
     MultiAsyncCollector,
     MultiSyncCollector,
     PolicyError,
+    WeightsError,
 )
 
 FRAMES = {"frames_per_batch": 8, "total_frames": 80}
@@ -47,6 +49,18 @@ class Wide(gym.ObservationWrapper):
 
     def observation(self, observation):
         return observation.astype("float64")
+
+
+class Nested(gym.ObservationWrapper):
+    """CartPole whose observation lies in a dictionary of dictionaries."""
+
+    def __init__(self):
+        super().__init__(gym.make("CartPole-v1"))
+        state = gym.spaces.Dict(pos=self.env.observation_space)
+        self.observation_space = gym.spaces.Dict(goal=gym.spaces.Discrete(4), state=state)
+
+    def observation(self, observation):
+        return {"goal": 0, "state": {"pos": observation}}
 
 
 # -- policies that do not fit ----------------------------------------------------------------------
@@ -82,6 +96,11 @@ class Wide(gym.ObservationWrapper):
             ["reads 'obs'", "it gives 'observation'", "did you mean 'observation'"],
         ),
         (
+            Nested,
+            Mod(nn.Linear(4, 2), ["pos"], ["action"]),
+            ["reads 'pos'", "did you mean ('state', 'pos') (in_keys)?"],
+        ),
+        (
             "CartPole-v1",
             Mod(nn.Linear(4, 2), ["observation"], ["logits"]),
             ["did not write 'action'", "wrote 'logits'", "out_keys"],
@@ -106,6 +125,22 @@ def test_a_tensor_without_the_shape_of_the_batch_is_named():
 def test_a_layer_that_does_not_fit_is_named_by_workers_too():
     with pytest.raises(PolicyError, match=r"'module\.0\.module\.0', Linear\(in_features=5"):
         MultiSyncCollector(["CartPole-v1"] * 2, net(5), **FRAMES)
+
+
+def test_a_network_that_only_a_function_refers_to_is_not_sent_and_a_warning_says_so():
+    network = nn.Linear(4, 2)
+    policy = Mod(lambda observation: network(observation).argmax(-1), ["observation"], ["action"])
+    collector = MultiSyncCollector(["CartPole-v1"] * 2, policy, backend="inline", **FRAMES)
+    evaluator = Evaluator("CartPole-v1", policy, num_trajectories=1, backend="inline")
+    with collector, evaluator:
+        for send in (collector.update_policy_weights_, partial(evaluator.evaluate, policy)):
+            with pytest.warns(UserWarning, match="no weights are sent.* a module that has"):
+                send()
+
+
+def test_a_lazy_layer_that_workers_would_get_without_weights_is_named():
+    with pytest.raises(WeightsError, match=r"'0\.weight' of Sequential has no shape yet.*call"):
+        MultiSyncCollector(["Pendulum-v1"] * 2, nn.Sequential(nn.LazyLinear(1)), **FRAMES)
 
 
 # -- arguments -------------------------------------------------------------------------------------

@@ -282,6 +282,20 @@ def test_overwritten_rows_lose_their_priority():
     assert set(rb.sample(100)["number"].tolist()) == {5}
 
 
+def test_samples_of_rows_that_are_batches_are_batches_in_all_entries():
+    rb = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(8))
+    for number in range(3):
+        rb.add(TensorDict({"number": torch.full((2, 4), number)}, [2, 4]))
+    sample = rb.sample(50)
+    assert sample.batch_size == (50, 2, 4)
+    flat = sample.reshape(-1)
+    assert flat["index"].equal(flat["number"])
+    assert flat["_weight"].eq(1).all()
+    sample["td_error"] = (sample["number"] == 1).float()
+    rb.update_tensordict_priority(sample)
+    assert set(rb.sample(50)["index"].flatten().tolist()) == {1}
+
+
 def test_priorities_of_a_batch():
     rb = TensorDictPrioritizedReplayBuffer(
         alpha=1.0, beta=1.0, storage=LazyTensorStorage(8), priority_key="loss"

@@ -98,6 +98,32 @@ def test_priorities_come_back(tmp_path, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_saved_priorities_count_by_the_alpha_of_the_sampler_that_loads_them(tmp_path, way):
+    def make(alpha):
+        sampler = PrioritizedSampler(10, alpha, 1.0, eps=0.0)
+        return TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
+
+    source, target, third = make(2.0), make(0.5), make(0.0)
+    source.extend(rows(0, 4))
+    source.update_priority(torch.arange(4), torch.tensor([0.0, 1.0, 4.0, 16.0]))
+    way(source, target, tmp_path)
+    shares = torch.bincount(target.sample(7000)["number"], minlength=4) / 1000
+    assert torch.allclose(shares, torch.tensor([0.0, 1.0, 2.0, 4.0]), atol=0.3)
+    target.sampler.alpha = 2.0  # as a schedule does
+    assert torch.equal(target.state_dict()["sampler"]["priorities"][:4].sqrt().round(), FOUR)
+    target.sampler.alpha = 0.0
+    with pytest.raises(ConfigError, match="equal for good"):
+        target.sampler.alpha = 1.0
+    way(target, third, tmp_path)
+    with pytest.raises(ConfigError, match="equal for good"):
+        way(third, source, tmp_path)
+    assert torch.equal(source.state_dict()["sampler"]["priorities"][:4].sqrt(), FOUR)
+
+
+FOUR = torch.tensor([0.0, 1.0, 4.0, 16.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_an_epoch_goes_on(tmp_path, way):
     def make():
         return ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement())
@@ -309,7 +335,11 @@ def test_a_state_that_contradicts_itself_changes_nothing(tmp_path, poison, share
         (PrioritizedSampler(5, 1.0, 1.0), {"priorities": torch.zeros(4).double()}),
         (
             PrioritizedSampler(5, 1.0, 1.0),
-            {"priorities": torch.full((5,), torch.nan).double(), "max_priority": 1.0},
+            {"priorities": torch.full((5,), torch.nan).double(), "max_priority": 1.0, "alpha": 1.0},
+        ),
+        (
+            PrioritizedSampler(5, 1.0, 1.0),
+            {"priorities": torch.ones(5).double(), "max_priority": 1.0, "alpha": "1"},
         ),
     ],
 )

@@ -148,7 +148,7 @@ def test_lazily_stacked_frames_are_split_like_dense_ones():
 
 def test_frames_of_changing_shape_are_refused():
     frames = [TensorDict({"x": torch.zeros(n), "traj_ids": torch.tensor(0)}, []) for n in (1, 2)]
-    with pytest.raises(ConfigError, match="shape changes from frame to frame"):
+    with pytest.raises(ConfigError, match="cannot hold 'x': its shape changes"):
         split_trajectories(LazyStackedTensorDict.lazy_stack(frames))
 
 

@@ -453,9 +453,24 @@ def test_odd_rewards_of_vector_environments_are_errors(odd, since):
         collect(env)
 
 
+@pytest.mark.parametrize("odd", [["no", "no"], [None, None], np.array([False, True], object)])
+def test_odd_flags_of_vector_environments_are_errors(odd):
+    class Odd(SyncVectorEnv):
+        def step(self, actions):
+            observation, reward, _, truncated, infos = super().step(actions)
+            return observation, reward, odd, truncated, infos
+
+    env = Odd([Line, Line], autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+    with pytest.raises(EnvError, match="returned terminated of dtype .* at step 0"):
+        collect(env)
+
+
 @pytest.mark.parametrize(
     "number",
-    [2, True, np.float16(2), np.int8(2), np.array(2), np.bool_(True), torch.tensor(2.0)],
+    [
+        *(2, True, np.float16(2), np.int8(2), np.array(2), np.bool_(True), torch.tensor(2.0)),
+        torch.tensor(2.0, dtype=torch.bfloat16),
+    ],
 )
 def test_numbers_of_any_kind_are_rewards(number):
     class Paid(Line):

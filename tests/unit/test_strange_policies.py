@@ -15,6 +15,7 @@ from torchrl.modules import OrnsteinUhlenbeckProcessModule
 from torchrl.testing.mocking_classes import CountingEnv
 
 from gleanrl import Collector, PolicyError
+from gleanrl.envs import GymEnv, SerialEnv
 
 FAST = pytest.mark.parametrize("fast", [True, False])
 ENVS = pytest.mark.parametrize(
@@ -47,6 +48,34 @@ def test_modules_that_declare_no_keys_are_called(env, fast):
     assert torch.equal(batch["action"], batch["observation"][..., :1] / 2)
     size = batch["observation"].norm(dim=-1, keepdim=True)
     torch.testing.assert_close(batch["info", "size"], size)
+
+
+class Keeping:
+    """Shows the observation of the TensorDict that it was called on before."""
+
+    kept = None
+
+    def __call__(self, tensordict):
+        before = tensordict if self.kept is None else self.kept
+        tensordict["before"] = before["observation"].clone()
+        tensordict["action"] = tensordict["observation"][..., :1] / 2
+        self.kept = tensordict
+        return tensordict
+
+
+@FAST
+@pytest.mark.parametrize(
+    "env",
+    [
+        lambda: "Pendulum-v1",
+        lambda: TorchRLGymEnv("Pendulum-v1"),
+        lambda: gym.make_vec("Pendulum-v1", num_envs=1, vectorization_mode="sync"),
+    ],
+    ids=["id", "torchrl", "vector"],
+)
+def test_a_tensordict_that_a_policy_keeps_stays_that_of_its_step(env, fast):
+    batch = collect(env(), Keeping(), 3, batches=3, fast=fast).reshape(-1)
+    assert torch.equal(batch["before"][1:], batch["observation"][:-1])
 
 
 # -- what a policy wrote, it reads again -----------------------------------------------------------
@@ -133,6 +162,28 @@ def test_an_observation_clamped_in_place_is_what_later_members_read(env, fast):
     with torch.no_grad():
         expected = policy[1].module(batch["observation"])
     torch.testing.assert_close(batch["action"], expected)
+
+
+@FAST
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda one: GymEnv("Pendulum-v1", num_envs=2),
+        lambda one: SerialEnv(2, one),
+        lambda one: SerialEnv(1, lambda: SerialEnv(2, one)),
+    ],
+)
+def test_a_reset_of_some_before_the_first_batch_leaves_what_the_others_show(make, fast):
+    def policy(td):
+        td["action"] = td["observation"].add_(0)[..., :1]
+        return td
+
+    env = make(lambda: GymEnv("Pendulum-v1"))
+    with Collector(env, policy, frames_per_batch=6, fast=fast) as collector:
+        collector.reset([0])
+        collector.reset([0])
+        batch = collector.next().reshape(2, 3)
+    assert batch["observation"][:, 0, :2].norm(dim=-1).allclose(torch.ones(2))
 
 
 @FAST

@@ -3,6 +3,7 @@
 import warnings
 from collections import UserList
 
+import gymnasium as gym
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
@@ -646,6 +647,21 @@ def test_the_reset_at_construction_is_the_first(collector, counting):
     env = Resets()
     take(collector(env, count_up, 2))
     assert env.made == 1
+
+
+@pytest.mark.parametrize("which", [[], [[0]]])
+def test_a_reset_before_the_first_batch_resets_as_it_does_without_tensordicts(which):
+    def make():
+        env = gym.make("Pendulum-v1")
+        env.reset(seed=3)
+        return env
+
+    shown = []
+    for fast in (True, False):
+        with Collector([make, make], frames_per_batch=2, fast=fast) as collector:
+            collector.reset(*which)
+            shown.append(collector.next()["observation"])
+    assert shown[0].equal(shown[1])
 
 
 def test_shutting_down_twice_closes_the_environment_once(collector):

@@ -349,8 +349,9 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """
         with self._engine.turn(None):
             self._check_not_started()
-            self._pipeline.forget()  # these frames will be missing from trajectories in the making
-            return self._gather()
+            batch = self._gather()
+            self._pipeline.forget(batch)  # these frames will be missing from its trajectories
+            return batch
 
     def __len__(self) -> int:
         """Return the number of batches of a full iteration.

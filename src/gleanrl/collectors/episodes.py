@@ -80,9 +80,10 @@ class Episodes:
             hook(batch)
         keys = {as_key(key) for key in batch.keys(True, True)}
         if self._plan.reward_key not in keys:
+            there = {key for key in keys if key[-1] == "reward"} or keys
             raise ConfigError(
                 f"reward_keys: there is no {format_key(self._plan.reward_key)} in what was "
-                f"collected, only {', '.join(sorted(map(format_key, keys)))}"
+                f"collected, only {', '.join(sorted(map(format_key, there)))}"
             )
         if self._plan.metrics is None:
             ends = {key for key in keys if key[0] == NEXT and key[-1] in END_FLAGS}

@@ -28,7 +28,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, for_users
 from gleanrl.core.keys import NestedKey, as_key
 from gleanrl.core.options import check_int
-from gleanrl.weights.snapshot import check_weights, cloned, weights_of
+from gleanrl.weights.snapshot import check_weights, cloned, warn_of_no_weights, weights_of
 
 _POLL_INTERVAL_S = 0.2
 """Seconds after which a wait for the worker looks whether the evaluator was shut down."""
@@ -555,6 +555,8 @@ class Evaluator:
         direct: bool,
     ) -> _Request:
         sources = dict(weights_dict or {})
+        if isinstance(weights, nn.Module) and not weights_of(weights):
+            warn_of_no_weights(weights)
         if weights is None and isinstance(self._policy, nn.Module):
             weights = self._policy
         if weights is not None:

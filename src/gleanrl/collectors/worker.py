@@ -251,6 +251,8 @@ class FillingSource:
 
     def place(self, base: int, stride: int) -> None:
         """Number the environments."""
+        if isinstance(self._pipeline, Pipeline):
+            self._pipeline.share_out(stride)
         self._source.place(base, stride)
 
     def get(self, path: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +102,8 @@ class EnvLayout:
     """``("next", ...)`` keys of observations that a policy may write: the environment is handed the
     value with the actions and decides whether the observation becomes it (recurrent state that a
     transform keeps and resets)."""
+    infos: Collection[Key] = ()
+    """Those of ``observations`` that are requested info entries."""
 
     @property
     def num_envs(self) -> int:

@@ -51,6 +51,8 @@ class Engine:
         self._owner = os.getpid()
         self._turns = FairLock()
         self._busy = False
+        self.awaited = False
+        """Whether somebody waits for a batch: workers may collect for later meanwhile."""
         self.failure: BaseException | None = None
         """What ended collection in the background; the next call raises it."""
         self.discarded = 0
@@ -185,7 +187,11 @@ class Engine:
         """
         with self._alone():
             self._check_usable("; make a new one to collect more")
-            batch, rollouts = self.gather.batch(budget, timeout, feed)
+            self.awaited = True
+            try:
+                batch, rollouts = self.gather.batch(budget, timeout, feed)
+            finally:
+                self.awaited = False
             for worker, report in rollouts.items():
                 self.discarded += report.discarded
                 self.tallies[worker].add(report)

@@ -14,6 +14,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, PolicyTypeError, UnknownModelError
 from gleanrl.core.protocols import WeightPublisher
 from gleanrl.engine.engine import Engine
+from gleanrl.policies.random import RandomPolicy
 from gleanrl.weights.scheme import SharedMemWeightSyncScheme, WeightSyncScheme
 from gleanrl.weights.snapshot import (
     PolicyVersion,
@@ -26,6 +27,7 @@ from gleanrl.weights.snapshot import (
     cloned,
     load_weights,
     shapes_of,
+    warn_of_no_weights,
     weights_of,
 )
 
@@ -124,6 +126,8 @@ class Models:
                 continue
             if isinstance(source, nn.Module) or not callable(source):
                 models[model_id] = weights_of(source)
+                if not models[model_id] and source is self.policy:
+                    warn_of_no_weights(source)
         number = self.number + 1 if version is None else version
         self._engine.request(0, m.Load(m.Snapshot(number, models)))
         if version is None:
@@ -340,7 +344,10 @@ class WeightSync(Models):
         if name != _POLICY:
             raise ConfigError(f"no weights were given for model {name!r}")
         tracked = self._tracked_policy()
-        return {} if tracked is None else weights_of(tracked.module)
+        weights = {} if tracked is None else weights_of(tracked.module)
+        if not weights and not isinstance(self.policy, RandomPolicy | None):
+            warn_of_no_weights(self.policy)
+        return weights
 
     def _tracked_policy(self) -> TrackedModule | None:
         if self._factory and self.policy is None:

@@ -128,10 +128,21 @@ class Pipeline:
         self._not_stored += self._sink.store(batch)
         return None
 
-    def forget(self) -> None:
-        """Drop partial trajectories (after a reset or a new seed); they count as discarded."""
-        if self._whole is not None:
+    def forget(self, passed: TensorDictBase | None = None) -> None:
+        """Drop trajectories in the making, and what is still to come of them; count the frames.
+
+        Args:
+            passed: A batch that was delivered in another way. What is still to come of the
+                trajectories in it is dropped, too.
+        """
+        if self._whole is None:
+            return
+        self._whole.reset()
+        if passed is not None:
+            counted = self._whole.frames_discarded
+            self._whole.push(passed)
             self._whole.reset()
+            self._whole.frames_discarded = counted
 
 
 def drop_private(batch: TensorDictBase) -> TensorDictBase:

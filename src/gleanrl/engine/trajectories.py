@@ -154,9 +154,17 @@ def _dense(batch: TensorDictBase) -> TensorDictBase:
         return batch.contiguous()
     except RuntimeError as err:
         raise ConfigError(
-            "the batch has entries whose shape changes from frame to frame, which rows of equal "
-            f"length cannot hold: {err}"
+            f"rows of equal length cannot hold {', '.join(_changing(batch))}: its shape changes "
+            "from frame to frame"
         ) from err
+
+
+def _changing(batch: TensorDictBase) -> Iterable[str]:
+    for key in sorted(batch.keys(True, True), key=str):
+        try:
+            batch.get(key)
+        except RuntimeError:
+            yield format_key(as_key(key))
 
 
 def _starts_after_ends(batch: TensorDictBase, done_key: NestedKey | None) -> torch.Tensor:
@@ -220,7 +228,9 @@ class WholeTrajectories:
         self._live: dict[int, int] = {}
         """Frames of each chunk that still belong to a trajectory held."""
         self._next_chunk = 0
-        self._running: dict[int, list[_Piece]] = {}
+        self._running: dict[int, list[_Piece] | None] = {}
+        """What there is of each trajectory that has not ended; ``None`` if its beginning was
+        dropped, and the rest will be."""
         self._num_envs = 0
         self._latest: dict[int, int] = {}
         """By environment: the trajectory it began last."""
@@ -294,22 +304,28 @@ class WholeTrajectories:
         for traj, stop, done, when in ends:
             if traj not in self._running:
                 self._begin(traj)
-            self._running[traj].append((chunk, start, stop))
-            start = stop
+            piece, start = (chunk, start, stop), stop
+            pieces = self._running[traj]
+            if pieces is None:
+                self.frames_discarded += self._release([[piece]])
+            else:
+                pieces.append(piece)
             if done:
-                finished.append((when, traj, self._running.pop(traj)))
+                del self._running[traj]
+                if pieces is not None:
+                    finished.append((when, traj, pieces))
         finished.sort(key=lambda item: item[:2])
         for _, traj, pieces in finished:
             self._ready[traj % len(self._ready)].append(pieces)
 
     def _begin(self, traj: int) -> None:
-        self._running[traj] = []
         if self._num_envs:
             env = traj % self._num_envs
             left = self._running.pop(self._latest.get(env, _INVALID), None)
             self._latest[env] = traj
             if left is not None:
                 self.frames_discarded += self._release([left])
+        self._running[traj] = []
 
     def pop(self) -> TensorDict | None:
         """Return ``num_trajectories`` whole trajectories, or ``None`` if there are not as many.
@@ -368,7 +384,7 @@ class WholeTrajectories:
         live = sum(self._live.values())
         if stored <= 2 * live and len(self._chunks) <= _MAX_CHUNKS:
             return
-        held = [*(pieces for line in self._ready for pieces in line), *self._running.values()]
+        held = [*(pieces for line in self._ready for pieces in line), *self._whole_so_far()]
         frames = self._gather(piece for pieces in held for piece in pieces)
         self._chunks.clear()
         self._live.clear()
@@ -378,17 +394,27 @@ class WholeTrajectories:
             pieces[:] = [(chunk, start, stop)]
             start = stop
 
+    def _whole_so_far(self) -> list[list[_Piece]]:
+        """Return what there is of trajectories that have not ended."""
+        return [pieces for pieces in self._running.values() if pieces is not None]
+
     def flush(self) -> int:
-        """Drop the trajectories that are still running; return the number of frames dropped."""
-        dropped = self._release(self._running.values())
+        """Drop the trajectories that are still running; return the number of frames dropped.
+
+        What may come of them is taken for trajectories of its own.
+        """
+        dropped = self._release(self._whole_so_far())
         self._running.clear()
         self.frames_discarded += dropped
         return dropped
 
     def reset(self) -> int:
-        """Drop everything held, complete trajectories too; return the number of frames dropped."""
+        """Drop everything held, complete trajectories too; return the number of frames dropped.
+
+        What is still to come of running trajectories is dropped, too.
+        """
         dropped = sum(self._live.values())
-        self._running.clear()
+        self._running = dict.fromkeys(self._running)
         for line in self._ready:
             line.clear()
         self._chunks.clear()

@@ -379,18 +379,14 @@ class EnvBase(nn.Module, abc.ABC):
                     )
 
     def _complete_step(self, after: TensorDictBase) -> None:
-        """Give rewards their declared shape."""
+        """Give rewards their declared shape; check that they are there."""
         lead = after.batch_size[: after.ndim - len(self.batch_size)]
         for key, spec in self._env_specs.reward.leaves().items():
-            reward = after.get(key, None)
-            if reward is None:
+            if _shaped(after, key, (*lead, *spec.shape)) is None:
                 raise EnvError(
                     f"{type(self).__name__}._step returned no {format_key(key)}; it returned "
                     f"{sorted(map(str, after.keys(True, True)))}"
                 )
-            shape = (*lead, *spec.shape)
-            if tuple(reward.shape) != shape and reward.numel() == math.prod(shape):
-                after.set(key, reward.reshape(shape))
         if self.run_type_checks:
             for tree in (self._env_specs.observation, self._env_specs.reward):
                 for key, spec in tree.leaves().items():
@@ -549,16 +545,17 @@ class EnvBase(nn.Module, abc.ABC):
                 after.set(done, torch.ones_like(after.get(done)))
 
     def _complete(self, data: TensorDictBase) -> TensorDictBase:
-        """Set end flags that are missing: they follow from those that are there, or are down."""
+        """Give end flags their declared shape. Missing ones follow from the others, or are down."""
         known = self._env_specs
         lead = data.batch_size[: data.ndim - len(self.batch_size)]
         for group in () if self._returns_all else known.ends.groups:
             keys = [(*group.prefix, name) for name in ("done", "terminated", "truncated")]
-            done, dead, late = (data.get(key, None) for key in keys)
+            declared = known.done[keys[0]]
+            shape = (*lead, *declared.shape)
+            done, dead, late = (_shaped(data, key, shape) for key in keys)
             if done is None:
                 there = [flag for flag in (dead, late) if flag is not None]
-                down = known.done[keys[0]].zero(lead)
-                done = torch.stack(there).any(0) if there else down
+                done = torch.stack(there).any(0) if there else declared.zero(lead)
                 data.set(keys[0], done)
             if dead is None:
                 data.set(keys[1], done.clone() if late is None else done & ~late)
@@ -656,6 +653,15 @@ def _following(
         return None
     names = before.names if before.batch_size else None
     return TensorDict._new_unsafe(found, before.batch_size, before.device, names)
+
+
+def _shaped(data: TensorDictBase, key: Key, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Return an entry of ``data``, if it is there, after giving it ``shape`` if its size allows."""
+    value: torch.Tensor | None = data.get(key, None)
+    if value is not None and value.shape != shape and value.numel() == math.prod(shape):
+        value = value.reshape(shape)
+        data.set(key, value)
+    return value
 
 
 def _tensor(value: Any) -> torch.Tensor | None:

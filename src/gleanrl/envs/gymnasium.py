@@ -101,6 +101,7 @@ class WindowEnv:
             observations=(*fields, *infos.values()),
             actions=self._actions.fields,
             rewards=(Field(REWARD, (1,), torch.float32),),
+            infos=[field.key for field in infos.values()],
         )
         self._window: Window
 
@@ -420,6 +421,8 @@ def _owned(value: Any) -> Any:
 def _memory(value: Any) -> Iterator[tuple[int, int]]:
     """Yield the first address of every array in ``value``, and the first one beyond it."""
     if isinstance(value, torch.Tensor):
+        # numpy has no bfloat16, and these numbers are not looked at.
+        value = value.view(torch.int16) if value.dtype is torch.bfloat16 else value
         value = value.numpy(force=True)
     if isinstance(value, np.ndarray):
         reach = [

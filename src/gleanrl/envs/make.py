@@ -111,17 +111,23 @@ def _adapt(env: Any, options: EnvOptions, fresh: bool) -> Made:
         own = source.options
         wanted = replace(
             own,
+            categorical=options.categorical and own.categorical,
             observation_dtype=options.observation_dtype or own.observation_dtype,
             info_keys=options.info_keys or own.info_keys,
         )
         envs = tuple(map(without_call_checks, source.envs)) if fresh else source.envs
         source = replace(source, envs=envs, options=wanted)
         return GymnasiumEnv(source, inner=env, around=gym_parts(env))
-    if options.observation_dtype is not None:
-        raise ConfigError(
-            f"observation_dtype ({options.observation_dtype}) is for Gymnasium environments; a "
-            f"{type(env).__name__} decides itself: cast in it, or in the policy"
-        )
+    for name, value, usual in (
+        ("observation_dtype", options.observation_dtype, None),
+        ("info_keys", tuple(options.info_keys), ()),
+        ("categorical_action_encoding", options.categorical, True),
+    ):
+        if value != usual:
+            raise ConfigError(
+                f"{name} ({value}) is for Gymnasium environments; a {type(env).__name__} decides "
+                "itself: have it give and take what you want, or drop this argument"
+            )
     if options.device is not None and env.device != options.device:
         env = env.to(options.device)
     return TensorDictHandle(env)

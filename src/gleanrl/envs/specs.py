@@ -94,8 +94,10 @@ class TensorSpec:
             return torch.randn(size, dtype=self.dtype, device=self.device)
         if self.dtype == torch.bool:
             return torch.randint(2, size, device=self.device).bool()
-        drawn = torch.empty(size, dtype=self.dtype, device=self.device)
-        return drawn.random_(torch.iinfo(self.dtype).min, None)
+        # torch does not draw uint64: all the bits of an int64 are random as well.
+        drawn = torch.int64 if self.dtype == torch.uint64 else self.dtype
+        values = torch.empty(size, dtype=drawn, device=self.device)
+        return values.random_(torch.iinfo(drawn).min, None).view(self.dtype)
 
     def sample(self, shape: Size = ()) -> Any:
         """Draw values, as `rand`."""
@@ -216,6 +218,10 @@ class Unbounded(TensorSpec):
     """Any tensor of one shape and dtype."""
 
 
+_UNCLAMPED = frozenset({torch.bool, torch.uint16, torch.uint32, torch.uint64})
+"""Dtypes that torch does not clamp."""
+
+
 class Bounded(TensorSpec):
     """Tensors between ``low`` and ``high``, both included; either may be infinite."""
 
@@ -242,10 +248,11 @@ class Bounded(TensorSpec):
         if low is None or high is None:
             raise ConfigError(f"Bounded needs low= and high=, got {low} and {high}")
         given = [x for x in (low, high) if isinstance(x, torch.Tensor | np.ndarray)]
-        # NumPy's numbers have all the digits of Python's.
+        # NumPy's numbers have all the digits of Python's; torch knows just one of its two uint64.
+        arrays = [x if isinstance(x, torch.Tensor) else np.asarray(x) for x in (low, high)]
         bounds = [
-            x if isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))
-            for x in (low, high)
+            torch.as_tensor(x if isinstance(x, torch.Tensor) else x.astype(x.dtype.name))
+            for x in arrays
         ]
         if dtype is None and given:
             dtype = torch.as_tensor(given[0]).dtype
@@ -299,7 +306,12 @@ class Bounded(TensorSpec):
         return bool(((here >= low) & (here <= high)).all())
 
     def _project(self, value: torch.Tensor) -> torch.Tensor:
-        return value.clamp(self.low.to(value.device), self.high.to(value.device)).to(self.dtype)
+        low, high = self.low.to(value.device), self.high.to(value.device)
+        if _UNCLAMPED.isdisjoint((value.dtype, self.dtype)):
+            return value.clamp(low, high).to(self.dtype)
+        exact = [np.array(numbers.tolist(), object) for numbers in (value, low, high)]
+        clamped = np.clip(*exact).astype(self.low.cpu().numpy().dtype)
+        return torch.as_tensor(clamped, device=value.device)
 
     def to(self, dest: torch.dtype | Device) -> Bounded:
         moved: Bounded = super().to(dest)
@@ -545,7 +557,7 @@ class Binary(_Discrete):
         return torch.randint(2, (*shape, *self.shape), device=self.device)
 
     def _indices(self, value: torch.Tensor) -> torch.Tensor:
-        return value > 0
+        return value.double() > 0
 
 
 class NonTensor(TensorSpec):

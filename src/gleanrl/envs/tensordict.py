@@ -427,8 +427,6 @@ class TensorDictHandle:
         self._apart = False
         """Whether stepping and resetting can be taken apart."""
         self._after_mdp: Callable[..., tuple[TensorDictBase, TensorDictBase]] | None = None
-        self._unseen = True
-        """Whether `root` is a full reset that was not asked for yet."""
         self._closed = False
 
     def begin(self) -> None:
@@ -451,7 +449,6 @@ class TensorDictHandle:
             Which environments ended and were reset: ``None`` if no end flag is set anywhere, an
             empty list if one is that resets nothing.
         """
-        self._unseen = False
         if not self._apart:
             return self._step_whole(cut, record)
         env, root = self.env, self.root
@@ -495,10 +492,7 @@ class TensorDictHandle:
         return sorted(ended + late)
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
-        """Reset ``envs`` (all if ``None``); the reset made at construction counts as the first."""
-        unseen, self._unseen = self._unseen, False
-        if unseen and not options:
-            return
+        """Reset ``envs`` (all if ``None``)."""
         if envs is None:
             self.root = self.env.reset(**options)
         elif options:
@@ -520,7 +514,6 @@ class TensorDictHandle:
             ``seed + P - 1``: a batch of ``P`` environments counts as ``P``; ``seed`` if static.
         """
         self.env.set_seed(seed, static_seed=static)
-        self._unseen = False
         return seed if static else seed + self.num_envs - 1
 
     def state(self) -> dict[str, Any]:
@@ -530,7 +523,6 @@ class TensorDictHandle:
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Restore what `state` returned; ``strict`` is passed on where the environment takes it."""
         load_env_state(self.env, state, strict)
-        self._unseen = False
 
     def close(self) -> None:
         """Close the environment, unless that was done already."""

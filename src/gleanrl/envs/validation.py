@@ -76,7 +76,7 @@ def check_rewards(rewards: Sequence[Sequence[Any]], when: str = " at step {}") -
     for t, row in enumerate(rewards):
         for env, reward in enumerate(row):
             tensor = isinstance(reward, torch.Tensor)
-            value = reward.numpy(force=True) if tensor else np.asarray(reward)
+            value = np.asarray(reward.tolist() if tensor else reward)  # numpy has no bfloat16
             if value.shape != () or value.dtype.kind not in NUMBERS:
                 raise EnvError(
                     f"environment {env} returned reward {reward!r}{when.format(t)}; "

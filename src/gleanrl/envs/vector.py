@@ -106,11 +106,14 @@ class _VectorAdapter(WindowEnv):
                 f"{shapes}; each must be ({self.num_envs},)"
             )
         self._reward_dtype = np.asarray(reward).dtype
-        if self._reward_dtype.kind not in NUMBERS:
-            raise EnvError(
-                f"the vector environment returned rewards of dtype {self._reward_dtype} at step "
-                f"{t}: {list(reward)[:4]}; they must be numbers"
-            )
+        named = {"rewards": reward, "terminated": terminated, "truncated": truncated}
+        for name, values in named.items():
+            dtype = np.asarray(values).dtype
+            if dtype.kind not in NUMBERS:
+                raise EnvError(
+                    f"the vector environment returned {name} of dtype {dtype} at step {t}: "
+                    f"{list(values)[:4]}; they must be numbers or bools"
+                )
 
     def restart(self, t: int, envs: Array) -> None:
         """Reset ``envs`` after step ``t``; those that had not ended there count as truncated."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,19 +89,21 @@ def adapt(
     action_keys: Sequence[Key],
     *,
     trust: bool | None = None,
+    infos: Collection[Key] = (),
 ) -> Adapted:
     """Find out how ``policy`` wants to be called.
 
     TensorDict modules, callables with ``in_keys`` and ``out_keys``, and callables whose one
     argument is named ``tensordict`` or ``td`` or is annotated as a TensorDict are called with a
     TensorDict. Any other is called with tensors: those its arguments are named after, or the only
-    observation there is.
+    observation there is beside entries of ``info``.
 
     Args:
         policy: What the user gave.
         observation_keys: What the environment gives.
         action_keys: What the environment wants.
         trust: Take ``policy`` to be a callable on TensorDicts without looking.
+        infos: Those of ``observation_keys`` that only a policy that names them gets.
 
     Raises:
         PolicyTypeError: ``policy`` cannot be called with what the environment gives.
@@ -120,7 +122,7 @@ def adapt(
     declared = in_keys is not None and out_keys is not None and len(_required(parameters)) <= 1
     if declared or _takes_tensordict(looked_at, parameters):
         return Adapted(policy, in_keys, out_keys)
-    call = _tensor_call(policy, parameters, observation_keys, action_keys)
+    call = _tensor_call(policy, parameters, observation_keys, action_keys, infos)
     return Adapted(call, call.in_keys, None)
 
 
@@ -176,6 +178,7 @@ def _tensor_call(
     parameters: Sequence[inspect.Parameter],
     observation_keys: Sequence[Key],
     action_keys: Sequence[Key],
+    infos: Collection[Key],
 ) -> TensorCall:
     names = {key[0]: key for key in observation_keys if len(key) == 1}
     required = _required(parameters)
@@ -188,8 +191,9 @@ def _tensor_call(
         )
     fits_one = len(required) == 1 and required[0].kind in _POSITIONAL
     fits_any = not required and any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    if len(observation_keys) == 1 and (fits_one or fits_any):
-        return TensorCall(policy, observation_keys, action_keys, None)
+    unnamed = [key for key in observation_keys if key not in infos]
+    if len(unnamed) == 1 and (fits_one or fits_any):
+        return TensorCall(policy, unnamed, action_keys, None)
     signature = ", ".join(map(str, parameters))
     raise PolicyTypeError(
         f"policy {_name(policy)}({signature}) cannot be called with what the environment gives: "

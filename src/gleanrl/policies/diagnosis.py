@@ -43,11 +43,12 @@ def diagnose(
     failed = None if err is None else _failed_layer(err)
     recurrent = failed is not None and isinstance(failed[0], nn.RNNBase | nn.RNNCellBase)
     if states and (failed is None or recurrent):
+        shape = "(hidden_size,)" if len(states[0]) == 1 else "(agents, hidden_size)"
         return PolicyError(
             "the policy could not be called with its first state "
             f"{', '.join(map(format_key, states))} left out or zero; say what shape it has, "
-            "without batch dimensions: policy.state_shapes = "
-            f"{{{format_key(states[0])}: (hidden_size,)}} ({err})"
+            "without the dimensions of environments: policy.state_shapes = "
+            f"{{{format_key(states[0])}: {shape}}} ({err})"
         )
     if failed is None:
         return None
@@ -76,7 +77,8 @@ def _missing(missing: Sequence[Key], shown: Mapping[Key, Any]) -> str:
     close = [
         found
         for key in missing
-        for found in difflib.get_close_matches(format_key(key), names, n=1, cutoff=0.4)
+        for found in [format_key(nested) for nested in shown if nested[-1] == key[-1]]
+        or difflib.get_close_matches(format_key(key), names, n=1, cutoff=0.4)
     ]
     hint = f"; did you mean {', '.join(dict.fromkeys(close))} (in_keys)?" if close else ""
     return (

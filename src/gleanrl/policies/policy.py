@@ -87,7 +87,7 @@ def make_policy(
     device = _device_of(policy, options.device)
     observed = [field.key for field in env.observations]
     acted: list[Key] = [field.key for field in env.actions]
-    adapted = adapt(policy, observed, acted, trust=options.trust_policy)
+    adapted = adapt(policy, observed, acted, trust=options.trust_policy, infos=env.infos)
     root = root_of(env, probe, device)
     adapted, signature = learn(policy, adapted, env, root, exploration, one_hot=one_hot)
     call, lower = _accelerate(adapted.call, options, device)
@@ -143,6 +143,8 @@ class Shown:
     """Actions that it wants as one-hot vectors, and would not take as indices."""
     judges: bool = True
     """Whether the environment takes actions as they are written."""
+    infos: Collection[Key] = ()
+    """Those of ``observed`` that are requested info entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,8 @@ def make_actor(
         ConfigError: options that contradict each other or the device.
     """
     root, device = shown.root, _device_of(policy, options.device)
-    adapted = adapt(policy, shown.observed, shown.acted, trust=options.trust_policy)
+    trust = options.trust_policy
+    adapted = adapt(policy, shown.observed, shown.acted, trust=trust, infos=shown.infos)
     away = _away(root, options.device, device)
     # A policy for which the user named a device is shown that device.
     named = options.device is not None or root.device is None

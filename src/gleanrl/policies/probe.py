@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -57,6 +58,8 @@ class PolicyTrace:
     """The policy as one unit."""
     inputs: dict[Key, torch.Tensor]
     """The root entries that it was called on, as they were, ``[*batch_shape, ...]``."""
+    keeps: bool = False
+    """Whether something refers to the TensorDict after the call that did not before."""
 
     @property
     def outputs(self) -> dict[Key, torch.Tensor]:
@@ -225,6 +228,8 @@ class PolicySignature:
             return self.why_unfit
         if set(self.policy_written_state) != set(self.states):
             return "the policy makes its own first state"
+        if self.trace.keeps:
+            return "the policy keeps the TensorDict that it is called on"
         return None
 
 
@@ -262,7 +267,10 @@ def learn(
     def run(guess: Mapping[Key, torch.Tensor]) -> tuple[PolicyTrace, TensorDictBase]:
         td = _with(start, guess)
         with untouched(policy), torch.no_grad(), set_interaction_type(exploration):
-            return _trace(adapted.call, td), td
+            before = sys.getrefcount(td)
+            trace = _trace(adapted.call, td)
+            trace.keeps = sys.getrefcount(td) > before
+            return trace, td
 
     (trace, after), guess = _first_call(policy, adapted, start, given, run, _fed)
     states = tuple(guess)

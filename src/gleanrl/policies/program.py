@@ -68,7 +68,8 @@ class ProgramPolicy:
             call, signature if lower else None, env.batch_shape, device
         )
         """The policy on one TensorDict, for environments that work on one, too."""
-        self._called = _TensorDictOverRows(self.on_tensordict, signature, env, device)
+        over = _KeptOverRows if signature.trace.keeps else _TensorDictOverRows
+        self._called = over(self.on_tensordict, signature, env, device)
         self._replayed = _ProgramOverRows(env, signature, device, self._act_oddly)
         self._windows: tuple[Window, Window]
         self._last: Program | None = None
@@ -527,6 +528,15 @@ class _TensorDictOverRows:
                 flags = torch.zeros((*self._env.batch_shape, *group.shape), dtype=torch.bool)
                 root.set(_name(key), flags.to(self._device))
         return root
+
+
+class _KeptOverRows(_TensorDictOverRows):
+    """Has a policy that keeps the TensorDict of a step get another one for the next."""
+
+    def act(self, t: int, policy: Callable[[TensorDictBase], TensorDictBase] | None = None) -> None:
+        super().act(t, policy)
+        assert self._root is not None
+        self._root = self._root.copy()
 
 
 def _described(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,10 @@ from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.libs.gym import GymEnv
 from gleanrl.envs.make import Made, make_env
+from gleanrl.envs.serial import continue_from, gym_source
 from gleanrl.envs.specs import OneHot
 from gleanrl.envs.tensordict import (
     TensorDictHandle,
-    is_tensordict_env,
     learn_layout,
     needs_carrier,
     spec_leaves,
@@ -88,7 +88,8 @@ class SourceBuilder:
             return self._serve_tensordicts(made)
         if isinstance(made, GymnasiumEnv) and not self.policy.fast:
             handle = TensorDictHandle(_with_tensordicts(made))
-            return self._serve_tensordicts(handle, judges=False, why="fast=False")
+            infos = made.layout.infos
+            return self._serve_tensordicts(handle, infos=infos, judges=False, why="fast=False")
         check_can_cut(made, self.rollout)
         first = Window.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
@@ -96,8 +97,11 @@ class SourceBuilder:
         if isinstance(made, GymnasiumEnv) and isinstance(policy, ProgramPolicy):
             why = policy.signature.why_no_rows
             if why is not None:
-                handle = TensorDictHandle(_with_tensordicts(made), root_of(made.layout, first))
-                return self._serve_tensordicts(handle, policy, judges=False, why=why)
+                env, root = _with_tensordicts(made), root_of(made.layout, first)
+                continue_from(env, root)
+                handle = TensorDictHandle(env, root)
+                infos = made.layout.infos
+                return self._serve_tensordicts(handle, policy, infos=infos, judges=False, why=why)
         kind = NextStepRollout if isinstance(made, NextStepPool) else DenseRollout
         return kind(made, first, policy, self._policy, self.rollout)  # type: ignore[arg-type]  # each its own
 
@@ -121,6 +125,7 @@ class SourceBuilder:
         handle: TensorDictHandle,
         known: ProgramPolicy | None = None,
         *,
+        infos: Collection[Key] = (),
         judges: bool = True,
         why: str = "the environment works on TensorDicts",
     ) -> Source:
@@ -130,14 +135,14 @@ class SourceBuilder:
 
         def act(root: TensorDictBase, own: bool) -> tuple[Actor, TensorDictBase]:
             if known is not None and not own:
-                shown = _shown(env, root, layout, judges)
+                shown = _shown(env, root, layout, judges, infos)
                 away = None if known.device.type == "cpu" else known.device
                 actor = signed_actor(known.inner, known.on_tensordict, known.signature, shown, away)
                 return actor, known.signature.after
             chosen = complete_exploration(self._user_policy(own), env)
             if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
                 return Actor(), root
-            shown = _shown(env, root, layout, judges)
+            shown = _shown(env, root, layout, judges, infos)
             return make_actor(chosen, shown, self.policy, self.rollout.exploration)
 
         actor, after = act(handle.root.clone(), False)
@@ -172,11 +177,22 @@ class SourceBuilder:
 
 
 def _with_tensordicts(env: GymnasiumEnv) -> Any:
-    """Return the environments of ``env`` with TensorDict methods: the user's object if it has."""
-    return env.inner if is_tensordict_env(env.inner) else GymEnv.of(env.source())
+    """Return the environments of ``env`` with TensorDict methods: the user's object if it has.
+
+    Not if the collector was given options that the user's object was not made with.
+    """
+    source, inside = env.source(), gym_source(env.inner)
+    same = inside is not None and inside.options == source.options
+    return env.inner if same else GymEnv.of(source)
 
 
-def _shown(env: Any, root: TensorDictBase, layout: EnvLayout | None, judges: bool) -> Shown:
+def _shown(
+    env: Any,
+    root: TensorDictBase,
+    layout: EnvLayout | None,
+    judges: bool,
+    infos: Collection[Key],
+) -> Shown:
     return Shown(
         root,
         observed=[key for key, _ in spec_leaves(env.full_observation_spec)],
@@ -185,6 +201,7 @@ def _shown(env: Any, root: TensorDictBase, layout: EnvLayout | None, judges: boo
         layout=layout,
         one_hot=() if judges else _one_hot(dict(spec_leaves(env.full_action_spec))),
         judges=judges,
+        infos=infos,
     )
 
 

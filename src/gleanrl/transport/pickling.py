@@ -6,6 +6,7 @@ import functools
 import io
 import pickle
 import re
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -48,7 +49,7 @@ _NOT_LOADED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # no stubs
-    """Pickles functions and classes of ``__main__`` by value, and tensors of any dtype."""
+    """Pickles functions and classes of the script by value, and tensors of any dtype."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and obj.dtype in _NOT_LOADED and obj.device.type == "cpu":
@@ -106,6 +107,9 @@ def pickled(worker: int, factory: SourceFactory) -> bytes:
 
 def dumps(value: Any, pickler: type[_Pickler] = _Pickler) -> bytes:
     """Return ``value`` as bytes that ``pickle.loads`` reads."""
+    script = sys.modules["__main__"]
+    if script.__name__ == "__mp_main__":  # in a process that multiprocessing spawned
+        cloudpickle.register_pickle_by_value(script)
     buffer = io.BytesIO()
     pickler(buffer).dump(value)
     return buffer.getvalue()

@@ -170,7 +170,7 @@ class Measures:
                 which has them in its caches.
         """
         with self._lock:
-            if newest or monotonic() - self._settled > _RECENT_S:
+            if newest or not self._newest or monotonic() - self._settled > _RECENT_S:
                 self.settle()
             indices = range(len(self._workers)) if worker is None else [worker]
             whole = self._all if worker is None else self._workers[worker]

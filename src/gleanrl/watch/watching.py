@@ -188,6 +188,6 @@ def _facts(engine: Engine, budget: Budget, measures: Measures, last: bool) -> di
         "frames": budget.delivered,
         "completed": budget.exhausted,
         "failed": engine.failure is not None,
-        "busy": not engine.gather.idle,
+        "busy": engine.awaited,
         **measures.stats(newest=last),
     }

@@ -11,8 +11,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from tensordict import TensorDictBase
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gleanrl.core.errors import ConfigError, WeightsError
+from gleanrl.core.options import warn
 
 Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype, bool]]
 """Dotted name to shape, dtype, and whether weights must have it (parameters), else may."""
@@ -52,13 +54,32 @@ def by_worker(source: Any) -> bool:
 
 
 def module_weights(module: nn.Module) -> Weights:
-    """Return parameters, buffers (non-persistent ones too) and extra state of ``module``."""
-    weights: Weights = {name: p.detach() for name, p in module.named_parameters()}
-    weights.update({name: b.detach() for name, b in module.named_buffers()})
+    """Return parameters, buffers (non-persistent ones too) and extra state of ``module``.
+
+    Raises:
+        WeightsError: a Lazy layer has not made its parameters yet.
+    """
+    weights: Weights = {}
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            raise WeightsError(
+                f"{name!r} of {type(module).__name__} has no shape yet, because a Lazy layer makes "
+                "it at its first call: call the module once on an example before"
+            )
+        weights[name] = tensor.detach()
     for name, value in module.state_dict().items():
         if _is_extra(name):
             weights[name] = value
     return weights
+
+
+def warn_of_no_weights(policy: Any) -> None:
+    """Warn that ``policy`` has nothing to send; a network that a function uses is not found."""
+    warn(
+        f"no weights are sent: the policy ({type(policy).__name__}) has no parameters and no "
+        "buffers. A network that a function refers to was copied with the function and stays as "
+        "it was; give a module that has the network as a submodule"
+    )
 
 
 def cloned(weights: Mapping[str, Any]) -> Weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Unpack, cast
 
 from gleanrl.collectors.arguments import Arguments, RayArguments, shows
@@ -139,7 +140,12 @@ class RayCollector(CollectorWithWorkers):
         if policy is not None and policy is not self._plan.policy:
             raise ConfigError("add_collectors: all actors run the collector's own policy")
         new, before = env_functions_of(create_env_fn, num_envs), list(self._plan.functions)
-        arguments: dict[str, Any] = {**self._arguments}
+        hooks = {"pre_collect_hook": self._pre_hook, "post_collect_hook": self._post_hook}
+        arguments: dict[str, Any] = {
+            **self._arguments,
+            **hooks,
+            "weight_updater": self.weight_updater,
+        }
         for name, added in (
             ("collector_kwargs", collector_kwargs),
             ("remote_configs", remote_configs),
@@ -151,6 +157,8 @@ class RayCollector(CollectorWithWorkers):
             self.shutdown()
             self._arguments = cast("Arguments", arguments)
             self._start_actors([*before, *new], self._plan.policy)
+            if self._profile_config is not None:
+                self._begin_profile(asdict(self._profile_config))
         finally:
             session.leave(self, True)
 

@@ -128,6 +128,11 @@ class GymEnv(EnvBase):
             window.tensor(field.key).copy_(self._window.tensor(field.key))
         self._bind(window, self._batch)
 
+    def continue_from(self, root: TensorDictBase) -> None:
+        """Show what a reset of the environments inside has returned. Internal to the package."""
+        for key, shown in self._shown.items():
+            shown.copy_(root.get(key))
+
     def _bind(self, window: Window, batch: Sequence[int]) -> None:
         def view(key: Key) -> torch.Tensor:
             tensor = window.tensor(key)

@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -432,14 +431,18 @@ class _Agents:
 
 def _narrow(rewards: Sequence[Sequence[Any]]) -> Array:
     """Return rewards ``[n_games, n_agents, 1]`` as float32."""
-    with suppress(TypeError, ValueError, FloatingPointError), np.errstate(over="raise"):
+    cause: Exception | None = None
+    try:
         values = np.array(rewards)
         if values.dtype.kind in NUMBERS:
-            return values.astype(np.float32).reshape(len(rewards), -1, 1)
+            with np.errstate(over="raise"):
+                return values.astype(np.float32).reshape(len(rewards), -1, 1)
+    except (TypeError, ValueError, FloatingPointError) as err:
+        cause = err
     raise EnvError(
         f"the environment returned the rewards {rewards!r:.200}; each must be a number that "
         "float32 can hold"
-    )
+    ) from cause
 
 
 class _Turns:

@@ -181,6 +181,13 @@ class ReplayBuffer:
         """Return the number of frames that can be sampled."""
         return len(self._storage)
 
+    def __repr__(self) -> str:
+        parts = ", ".join(type(part).__name__ for part in (self._storage, self._sampler))
+        return (
+            f"{type(self).__name__}({len(self):,} of {self._storage.max_size:,} frames, {parts}, "
+            f"batch_size={self.batch_size})"
+        )
+
     def extend(self, data: Any) -> torch.Tensor:
         """Store many rows.
 
@@ -600,6 +607,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         index = data.get("index", None)
         if index is None:
             raise ConfigError("no 'index' in the data: give a sample of this buffer")
+        if element := self._storage.element:  # a row is a batch, and each frame of it has its place
+            index = index.flatten(1, len(element))[:, 0]
         self.update_priority(index, priority.reshape(data.shape[0], -1))
 
     def _priorities_in(self, data: Any) -> torch.Tensor | None:

@@ -300,6 +300,12 @@ class Rows:
         if self._plain:
             return values[0]
         shape = torch.Size((count, *self.layout.element))
+        if self.layout.element:  # rows that are batches themselves: each frame has the row's
+            ones = [1] * len(self.layout.element)
+            extra = {
+                name: value.view(count, *ones, *value.shape[1:]).expand(*shape, *value.shape[1:])
+                for name, value in extra.items()
+            }
         return self._build(self._tree, (), values, shape, extra)
 
     def _build(

@@ -273,7 +273,8 @@ class PrioritizedSampler(Sampler):
 
     Args:
         max_capacity: Frames the storage can hold, its ``max_size``.
-        alpha: How much priorities count; 0 is uniform.
+        alpha: How much priorities count; 0 is uniform. May be changed at any time, but from 0
+            only while no row has a priority.
         beta: How much weights correct for it; 1 is fully. May be changed at any time.
         eps: Added to every priority.
     """
@@ -284,13 +285,41 @@ class PrioritizedSampler(Sampler):
                 f"alpha, beta and eps are finite and not negative: {alpha}, {beta}, {eps}"
             )
         self.max_capacity = max_capacity
-        self.alpha = alpha
+        self._alpha = alpha
         self.beta = beta
         self.eps = eps
         self._tree = SumTree(max_capacity)
         self._max = 1.0
         self._version: Version | None = None
         self._known = np.zeros(max_capacity, np.int64)
+
+    @property
+    def alpha(self) -> float:
+        """How much priorities count: those that were given, and those to come."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, alpha: float) -> None:
+        raised = self._again(self._tree.leaves, self._alpha, alpha)
+        self._tree.set(torch.arange(self.max_capacity), raised)
+        self._alpha = alpha
+
+    def _again(self, raised: torch.Tensor, before: float, alpha: float) -> torch.Tensor:
+        """Return what was raised to ``before`` raised to ``alpha``.
+
+        Raises:
+            ConfigError: all were made equal, or their sum might overflow.
+        """
+        same = before == alpha or not raised.any()
+        if not (0 <= alpha < math.inf and (same or before > 0)):
+            raise ConfigError(
+                f"priorities raised to alpha={before} cannot be raised to alpha={alpha}: it must "
+                "be finite and not negative, and 0 makes all priorities equal for good"
+            )
+        again = raised if same else raised.pow(alpha / before).mul_(raised > 0)
+        if not float(again.max()) * self.max_capacity < math.inf:
+            raise ConfigError(f"priorities overflow if raised to alpha={alpha}: {raised}")
+        return again
 
     @property
     def default_priority(self) -> float:
@@ -394,22 +423,29 @@ class PrioritizedSampler(Sampler):
         self._tree.set(places[inside], values[inside])
 
     def state_dict(self, storage: Storage) -> dict[str, Any]:
-        """Return all priorities (raised to alpha) and the largest that was given."""
+        """Return all priorities (raised to alpha), alpha, and the largest that was given."""
         self._follow(storage)
-        return {"priorities": self._tree.leaves.clone(), "max_priority": self._max}
+        priorities = self._tree.leaves.clone()
+        return {"priorities": priorities, "alpha": self._alpha, "max_priority": self._max}
 
     def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
         """Refuse what are no priorities, or those of another capacity."""
         saved, most = saved_tensor(state, "priorities", torch.float64), state.get("max_priority")
+        alpha = state.get("alpha", self._alpha)  # older states have none
         if len(saved) != self.max_capacity:
             raise ConfigError(f"{len(saved)} priorities for a capacity of {self.max_capacity}")
         if not isinstance(most, float) or not (saved >= 0).all() or not saved.sum() < math.inf:
             raise ConfigError(f"priorities are finite and not negative: {saved}, at most {most!r}")
+        if not isinstance(alpha, float | int):
+            raise ConfigError(f"priorities come with the alpha that they were raised to: {alpha!r}")
+        self._again(saved, alpha, self._alpha)
         self.raised(torch.tensor([most], dtype=torch.float64))
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
         self._follow(storage)
-        self._tree.set(torch.arange(self.max_capacity), state["priorities"])
+        before = state.get("alpha", self._alpha)
+        raised = self._again(state["priorities"], before, self._alpha)
+        self._tree.set(torch.arange(self.max_capacity), raised)
         self._max = state["max_priority"]
 
 

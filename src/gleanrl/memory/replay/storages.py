@@ -178,6 +178,11 @@ class Storage:
         """Write reserved rows from ``offset`` on in prepared data."""
         raise NotImplementedError
 
+    @property
+    def element(self) -> tuple[int, ...]:
+        """The batch size of one row, as far as that is known."""
+        return ()
+
     def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> Any:
         """Return copies of the frames at flat places ``index``, ``[n]``, and more entries."""
         raise NotImplementedError
@@ -358,6 +363,11 @@ class LazyTensorStorage(Storage):
             index = index.to(rows.device)
             extra = {name: value.to(rows.device) for name, value in extra.items()}
         return rows.gather(index, extra)
+
+    @property
+    def element(self) -> tuple[int, ...]:
+        rows = self.rows
+        return () if rows is None else rows.layout.element
 
     def field(self, key: Key) -> torch.Tensor | None:
         rows = self.rows
