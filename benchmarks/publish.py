@@ -127,10 +127,11 @@ def _watching(document: dict[str, Any], _: str) -> Iterator[str]:
     for case, found in cases.items():
         each = [summary([one["parts"][name] for one in found["rounds"]]) for name in names]
         own = " | ".join(f"{part['median']:.2f} %" for part in each)
-        percent, turns, timeline = (found[name] for name in ("percent", "turns", "timeline"))
+        percent, timeline = found["percent"], found["timeline"]
+        turns = f"{found['turns']['median']:.1f} %" if "turns" in found else ""
         spread = f"{percent['median']:.2f} % ({percent['q1']:.2f} to {percent['q3']:.2f})"
         micro = f"{found['microseconds']['median']:,.0f}"
-        others = f"{turns['median']:.1f} % | {timeline['median']:.2f} %"
+        others = f"{turns} | {timeline['median']:.2f} %"
         yield f"| {case} | {micro} | {own} | {spread} | {others} |"
     yield from ("", *_origin([document]))
 

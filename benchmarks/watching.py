@@ -4,7 +4,7 @@ A collector in one process, with ``progress=True``, collects with a clock around
 measures, counts and shows; the CPU time of the thread that shows progress is added. The same is
 measured of a timeline. As a check, the collector takes turns of a few batches, watched and with all
 of that but the timeline left out: on a quiet machine the difference is about the same, on a busy
-one it is noise.
+one it is noise. A worker process takes the time of its own parts; nobody takes turns with it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import gymnasium as gym
 import torch
 
 from benchmarks import envs, policies
 from benchmarks.harness import summary
 from benchmarks.machine import origin
 from benchmarks.processes import in_fresh_process
-from benchmarks.systems.ours import Batches, inline
+from benchmarks.systems.ours import Batches, inline, over
 
 PUBLISHED = Path(__file__).parent / "published" / "watching.json"
 CASES = {
@@ -38,32 +40,34 @@ CASES = {
     "256 frames of 16 CartPole": ("cartpole", 16, 256),
     "2 frames of 2 CartPole": ("cartpole", 2, 2),
     "1024 frames of 16 HalfCheetah": ("half_cheetah", 16, 1024),
-    "1024 frames of 16 CartPole, sent": ("cartpole", 16, 1024),
+    "1024 frames of 16 CartPole in a worker": ("cartpole", 16, 1024),
 }
-"""Environment, number of them, and frames of a batch; ``sent`` as from another process."""
+"""Environment, number of them, and frames of a batch."""
 LIMIT = 0.5
 """Percent that watching may cost with batches of 1024 frames."""
 TURN_S = 0.05
 """Seconds of a turn, about."""
 TIMELINE_LIMIT = 3.0
 """Percent that a timeline may cost, likewise."""
-Parts = list[tuple[type, str, str, Callable[..., Any]]]
+Parts = list[tuple[Any, str, str, Callable[..., Any]]]
 
 
 def parts() -> Parts:
-    """Return the methods that watch, what each does, and what takes its place in a bare turn."""
-    from gleanrl.core.messages import NO_EPISODES, returning
+    """Return the functions that watch, what each does, and what takes its place in a bare turn."""
+    from gleanrl.core.returns import NO_EPISODES
     from gleanrl.rollout.step_clock import StepClock
-    from gleanrl.rollout.tracker import EpisodeSums
+    from gleanrl.rollout.tracker import Tracker
+    from gleanrl.transport import frames
     from gleanrl.transport.worker import Worker
     from gleanrl.watch.watching import Watching
 
-    none = returning(NO_EPISODES)
     return [
         (StepClock, "begin", "workers' time", lambda _, act, step: (act, step)),
         (Worker, "_complete", "workers' time", lambda *_: None),
-        (EpisodeSums, "add", "episodes", lambda *_: none),
-        (Watching, "gathered", "batches and status file", lambda *_: None),
+        (Tracker, "_ends_of", "rewards kept or sent", lambda *_: NO_EPISODES),
+        (frames, "_write_ended", "rewards kept or sent", lambda *_: ((b"d", 0, 0), b"")),
+        (frames, "_read_ended", "rewards kept or sent", lambda *_: NO_EPISODES),
+        (Watching, "gathered", "batches and episodes added up", lambda *_: None),
     ]
 
 
@@ -138,6 +142,31 @@ def traced(system: Batches, batches: int, seconds: float) -> float:
             return spent["timeline"] / (time.perf_counter() - began)
 
 
+class _TimedUntilClosed(gym.Wrapper[Any, Any, Any, Any]):
+    def __init__(self, env: gym.Env[Any, Any], path: Path) -> None:
+        super().__init__(env)
+        self._path, self._until_closed = path, ExitStack()
+        self._spent = self._until_closed.enter_context(timed(parts()))
+
+    def close(self) -> None:
+        self._until_closed.close()
+        self._path.write_text(json.dumps(self._spent))
+        super().close()
+
+
+@dataclass(frozen=True)
+class TimedFrom:
+    """Builds an environment; from then on, the process measures what watching takes in it."""
+
+    build: Callable[[], gym.Env[Any, Any]]
+    path: Path
+    """Where seconds by part are when the environment has been closed."""
+
+    def __call__(self) -> gym.Env[Any, Any]:
+        """Build it."""
+        return _TimedUntilClosed(self.build(), self.path)
+
+
 def run(case: str, seconds: float) -> dict[str, Any]:
     """Return what watching costs: percent by part, and by taking turns."""
     torch.set_num_threads(1)
@@ -149,10 +178,24 @@ def run(case: str, seconds: float) -> dict[str, Any]:
         policy = policies.normal_policy(actor, policies.distribution("own"))
     # CartPole's observations are of that dtype already.
     options = {"observation_dtype": torch.float32, "progress": True}
-    system = inline(envs.seeded(make, count), policy, frames, **options)
-    if case.endswith("sent"):
-        # A report that leaves its process holds episodes: they cannot wait to be added up in bulk.
-        system.collector.watch(lambda reports, _: [own.episodes for own in reports.values()])
+    factories: list[Callable[[], Any]] = [*envs.seeded(make, count)]
+    if not case.endswith("in a worker"):
+        return measured(inline(factories, policy, frames, **options), frames // count, seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "spent.json"
+        factories[0] = TimedFrom(factories[0], path)
+        system = over("process", "sync", [factories], policy, frames, **options)
+        found = measured(system, frames // count, seconds, turns=False)
+        rollouts = system.collector.stats()["frames"] / frames
+        for part, spent in json.loads(path.read_text()).items():
+            percent = 100 * 1e6 * spent / rollouts / found["microseconds"]
+            found["parts"][part] = found["parts"].get(part, 0.0) + percent
+            found["percent"] += percent
+        return found
+
+
+def measured(system: Batches, steps: int, seconds: float, turns: bool = True) -> dict[str, Any]:
+    """Return what watching costs in this process, where a rollout has ``steps`` steps."""
     (progress,) = [t for t in threading.enumerate() if t.name == "gleanrl-progress"]
     assert progress.ident is not None
     thread = time.pthread_getcpuclockid(progress.ident)
@@ -173,10 +216,10 @@ def run(case: str, seconds: float) -> dict[str, Any]:
                 taken += collect(batches)
                 number += batches
         spent["progress line"] = (time.clock_gettime(thread) - shown) * taken / passed
-        spent["workers' time"] += stepwise(frames // count) * number
+        spent["workers' time"] += stepwise(steps) * number
         timeline = traced(system, batches, seconds / 8)
         ratios = []
-        while time.monotonic() - began < seconds:
+        while turns and (not ratios or time.monotonic() - began < seconds):
             took = {}
             for watched in (True, False) if len(ratios) % 2 else (False, True):
                 with nullcontext() if watched else bare():
@@ -190,7 +233,7 @@ def run(case: str, seconds: float) -> dict[str, Any]:
         "parts": {part: 100 * seconds / taken for part, seconds in spent.items()},
         "percent": 100 * sum(spent.values()) / taken,
         "timeline": 100 * timeline,
-        "turns": 100 * (statistics.median(ratios) - 1),
+        "turns": 100 * (statistics.median(ratios) - 1) if ratios else None,
     }
 
 
@@ -214,7 +257,11 @@ def main() -> None:
         "timeline_limit": TIMELINE_LIMIT,
         "cases": {
             case: {
-                **{name: summary([one[name] for one in rounds]) for name in numbers},
+                **{
+                    name: summary([one[name] for one in rounds])
+                    for name in numbers
+                    if rounds[0][name] is not None
+                },
                 "rounds": rounds,
             }
             for case, rounds in found.items()

@@ -122,7 +122,7 @@ def test_a_replacement_takes_part_with_the_newest_weights_and_ids_of_its_own():
         rig.counting(0),
         rig.counting(1),
         policy=policy,
-        per_node=40,
+        per_node=42,
         track_policy_version=True,
         total_frames=-1,
     ) as collector:
@@ -138,6 +138,7 @@ def test_a_replacement_takes_part_with_the_newest_weights_and_ids_of_its_own():
             first = until_back(collector, 1, seen)
         assert set(first["seen"].flatten().tolist()) == {8.0}
         assert set(first["policy_version"].flatten().tolist()) == {8}
+        assert collector.stats("per_worker")["worker_1/length_max"] == 5
         assert first["is_init"][0].item() if "is_init" in first.keys() else True
         policy.module.set(9.0)
         collector.update_policy_weights_(worker_ids=[1])
@@ -148,7 +149,7 @@ def test_a_replacement_takes_part_with_the_newest_weights_and_ids_of_its_own():
         else:
             raise AssertionError("weights for the replacement alone never showed")
         assert collector.stats()["workers_alive"] == 2
-        assert collector.stats()["frames"] == 40 * len(seen)
+        assert collector.stats()["frames"] == 42 * len(seen)
     # Nothing twice: steps of an environment go on, or begin anew where it is another's.
     steps = [int(row) for b in seen if number_in(b) == 1 for row in b["next", "observation"][:, 1]]
     begins = [i for i, step in enumerate(steps) if step == 1]

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import threading
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -98,11 +99,22 @@ def test_episodes_that_run_over_batches_keep_their_rewards():
     assert (stats["length_min"], stats["length_max"]) == (5, 5)
 
 
-def test_a_reset_drops_what_running_episodes_have():
-    with Collector(Counting, frames_per_batch=3, total_frames=9) as collector:
+def test_large_rollouts_are_added_up_like_others():
+    with MultiSyncCollector(
+        [partial(gym.make_vec, "CartPole-v1", num_envs=9)],
+        frames_per_batch=18_000,
+        total_frames=36_000,
+    ) as collector:
+        check_against(collector, [batch.clone() for batch in collector])
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
+def test_a_reset_drops_what_running_episodes_have(kind):
+    with kind([Counting], frames_per_batch=8, total_frames=24) as collector:
         for _ in collector:
             collector.reset()
-        assert collector.stats()["episodes"] == 0
+        stats = collector.stats()
+    assert (stats["episodes"], stats["return_max"], stats["length_max"]) == (3, 15, 5)
     with Collector(
         Counting, frames_per_batch=7, total_frames=21, reset_at_each_iter=True
     ) as collector:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,9 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
 from gleanrl.core.layout import Layout
-from gleanrl.core.messages import NO_EPISODES, Report, Snapshot, returning
+from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import SourceFactory, Stop
+from gleanrl.core.returns import NO_EPISODES, EpisodeSums
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.trees import batch_over, copied
@@ -160,11 +162,13 @@ class NestedSource:
         self._base, self._stride = 0, 1
         self._version = 0
         self._layout: Layout | None = None
-        self._reports: list[Report] = []
+        self._reports: list[tuple[int, Report]] = []
+        """By worker of the collector, of the batch that it gathers."""
+        self._sums: defaultdict[int, EpisodeSums] = defaultdict(EpisodeSums)
         if isinstance(collector, BaseCollector):
             self._layout = collector._batch_layout()
             reports = self._reports
-            collector.watch(lambda new, _: reports.extend(new.values()))
+            collector.watch(lambda new, _: reports.extend(new.items()))
 
     @property
     def num_envs(self) -> int:
@@ -196,15 +200,15 @@ class NestedSource:
             batch.set(TRAJ_IDS, self._numbered(ids))
         return Report(steps, frames, version, 0, batch, ended, measured=measured)
 
-    def _episodes(self) -> Callable[[], Array]:
-        """Return what `Report.ended` is of the workers of the collector."""
-        each = [report.episodes for report in self._reports]
-        return returning(np.concatenate([NO_EPISODES, *each]))
+    def _episodes(self) -> Array:
+        """Return the episodes that ended in the collector's batch."""
+        each = [self._sums[worker].add([report.ended]) for worker, report in self._reports]
+        return np.concatenate([NO_EPISODES, *(episodes for (episodes,) in each)])
 
     def _measured(self, seconds: float) -> tuple[float, float]:
         """Share out ``seconds`` as its workers spent those that they were busy."""
         inner = self._reports
-        env, policy, rest = (sum(r.seconds[part] for r in inner) for part in range(3))
+        env, policy, rest = (sum(r.seconds[part] for _, r in inner) for part in range(3))
         share = seconds / (env + policy + rest or 1.0)
         return env * share, policy * share
 

@@ -7,15 +7,14 @@ travel with the reply where they fit none (`Report.payload`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
 from gleanrl.core.layout import Field, Layout
+from gleanrl.core.returns import NO_EPISODES, Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +165,6 @@ Command: TypeAlias = (
 # -- replies ---------------------------------------------------------------------------------------
 
 
-NO_EPISODES: np.ndarray[Any, Any] = np.empty((0, 2))
-
-
-def returning(episodes: np.ndarray[Any, Any]) -> Callable[[], np.ndarray[Any, Any]]:
-    """Return what returns ``episodes`` and can be pickled, see `Report.ended`."""
-    return partial(np.asarray, episodes)
-
-
 @dataclass(slots=True)  # one is made for every rollout: frozen ones take four times as long
 class Report:
     """What a source says of one rollout."""
@@ -187,8 +178,8 @@ class Report:
     """Frames stepped that could not be delivered (0 but for bounded spill overflow)."""
     payload: Any = None
     """The rollout, where it does not lie in the window; ``None`` if it does."""
-    ended: Callable[[], np.ndarray[Any, Any]] = field(default=returning(NO_EPISODES), compare=False)
-    """Returns `episodes`; they are added up when somebody asks. Safe in any thread."""
+    ended: Ended = field(default_factory=lambda: NO_EPISODES, compare=False)
+    """What says which episodes ended. The reward of a frame with several is their mean."""
     times: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), compare=False)
     """When the worker turned to the rollout, its source began and had collected, on the monotonic
     clock of the worker's machine."""
@@ -204,14 +195,6 @@ class Report:
     block: Any = None
     """The rollout, if the backend leaves it where it arrived instead of in the window: a writable
     uint8 array, laid out like a slab of this worker alone. Set in the learner's process only."""
-
-    @property
-    def episodes(self) -> np.ndarray[Any, Any]:
-        """Return and length of each episode that ended, in the order of their ends.
-
-        ``[N, 2]`` float64. The reward of a frame with several is their mean.
-        """
-        return self.ended()
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class BaseSource:
             self.policy_version,
             discarded,
             payload,
-            self.tracker.episodes,
+            self.tracker.ended,
             measured=self._clock.seconds,
         )
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from threading import RLock
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.messages import NO_EPISODES, returning
+from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums, Rewards
 from gleanrl.core.window import Array
 
 _NEVER = np.iinfo(np.int64).max
-_NONE = np.empty(0, np.int64), np.empty(0, np.int64)
-_MOST_WAITING = 1 << 15
-"""Frames whose rewards are kept until somebody asks for the episodes."""
+_NONE = np.empty((2, 0), np.int64)
+_MOST_SENT = 1 << 14
+"""Frames of a rollout whose rewards are passed on, to be added up with those of others."""
 
 
 class Tracker:
@@ -36,9 +34,12 @@ class Tracker:
         self._episode = np.zeros(envs, np.int64)
         self._age = np.zeros(envs, np.int64)
         """Steps each environment has taken in its running episode, at rollout start."""
-        self._sums = EpisodeSums(envs)
-        self.episodes = returning(NO_EPISODES)
-        """Returns those that ended in the last rollout, see `Report.ended`."""
+        self._sums: EpisodeSums | None = None
+        """Adds up large rollouts. All rollouts are of one size, but those that are stopped."""
+        self._begun = self._index.tobytes()
+        """See `Rewards.begun`."""
+        self.ended: Ended = NO_EPISODES
+        """What says which episodes ended in the last rollout."""
         self._due = np.full(envs, _NEVER)
         self._ended: list[int] = []
         self._ended_at: list[int] = []
@@ -77,7 +78,7 @@ class Tracker:
     def end_all(self, done: Array) -> None:
         """Note every end of a rollout at once, instead of `end`: ``done`` is ``[P, T]``."""
         columns, rows = done.T.nonzero()
-        self._all_ends = rows, columns + 1
+        self._all_ends = np.array((rows, columns + 1))
 
     def finish(self, steps: int, rewards: Array, ids: Array | None, counts: Array | None) -> None:
         """Close a rollout of ``steps`` steps.
@@ -90,9 +91,8 @@ class Tracker:
                 Or ``None``.
         """
         # All that follows is paid per rollout with cold caches: some 2 us for every kind of call.
-        rows, ends = self._all_ends
-        if self._ended:
-            rows, ends = np.array(self._ended), np.array(self._ended_at)
+        ended = np.array((self._ended, self._ended_at)) if self._ended else self._all_ends
+        rows, ends = ended
         first, age = self._episode * self._stride + self._index, self._age
         over: Array | None = None
         """How many episodes were over before each root row, ``[P, steps + 1]``."""
@@ -119,16 +119,26 @@ class Tracker:
                 counts[rows, steps] = 0
         age += steps
         age[rows] = steps - ends  # of several ends of one environment the last one stays
-        self.episodes = self._sums.add(rewards[:, :steps], rows, ends)
+        self.ended = self._ends_of(rewards[:, :steps], ended)
+
+    def _ends_of(self, rewards: Array, ended: Array) -> Ended:
+        # With cold caches each object that is made here costs 2 to 4 us, if it is one of Python's.
+        kind, memory = rewards.dtype.char, rewards.tobytes()
+        rollout: Rewards = (len(rewards), kind, memory, ended.tobytes(), self._begun)
+        if rewards.size > _MOST_SENT and len(self._begun) == self._index.nbytes:
+            self._sums = EpisodeSums()  # which knows of no running episodes
+        self._begun = b""
+        return rollout if self._sums is None else self._sums.add([rollout])[0]
 
     def restart(self, envs: Sequence[int] | None = None) -> None:
         """Begin a new episode in ``envs`` (all by default) that have taken a step."""
         chosen = np.zeros(len(self._episode), bool)
         chosen[slice(None) if envs is None else list(envs)] = True
+        before = np.frombuffer(self._begun, np.int64)
+        self._begun = np.union1d(before, chosen.nonzero()[0]).tobytes()
         chosen &= self._age > 0
         self._episode[chosen] += 1
         self._age[chosen] = 0
-        self._sums.drop(chosen)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the counters, ``[P]`` int64 each."""
@@ -147,81 +157,4 @@ class Tracker:
         """Continue from saved counters; running episodes count as over (environments restart)."""
         self._episode = torch.as_tensor(state["episode"]).numpy().copy()
         self._age = torch.as_tensor(state["age"]).numpy().copy()
-        self._sums.drop(slice(None))
         self.restart()
-
-
-class EpisodeSums:
-    """Returns and lengths of episodes. Rollouts wait until somebody asks, and are added up at once.
-
-    A return is the sum of rewards from first to last, in float64; it depends neither on where
-    rollouts begin nor on when somebody asks.
-    """
-
-    def __init__(self, envs: int) -> None:
-        """Start at the first step of an episode in every environment."""
-        self._lock = RLock()  # a signal handler may ask in the thread that adds
-        self._open = np.zeros((2, envs))
-        """Return and length of each running episode, without what waits."""
-        self._waiting: list[list[Array]] = []
-        """Rewards, environments and ends of rollouts; followed, in the end, by their episodes."""
-
-    def add(self, rewards: Array, rows: Array, ends: Array) -> Callable[[], Array]:
-        """Take in a rollout; return what returns its episodes.
-
-        Args:
-            rewards: ``[P, T]``; they are copied.
-            rows: The environment of each episode that ended, in the order of their ends.
-            ends: How many steps of the rollout each of them got.
-        """
-        # With cold caches each object that is made here costs 2 to 4 us, if it is one of Python's.
-        rollout = [rewards.copy(), rows, ends]
-        self._waiting.append(rollout)
-        if len(self._waiting) * rewards.size > _MOST_WAITING:
-            self._settle()
-        return partial(self._episodes, rollout)
-
-    def _episodes(self, rollout: list[Array]) -> Array:
-        if not len(rollout[1]):  # then it may wait on
-            return NO_EPISODES
-        if len(rollout) == 3:
-            self._settle()
-        return rollout[3]
-
-    def drop(self, envs: Array | slice) -> None:
-        """Forget the running episodes of ``envs``."""
-        with self._lock:
-            self._settle()
-            self._open[:, envs] = 0
-
-    def _settle(self) -> None:
-        """Add up what waits."""
-        with self._lock:
-            if not (waiting := self._waiting[:]):
-                return
-            before = self._open
-            rewards, rows, ends = zip(*(rollout[:3] for rollout in waiting), strict=True)
-            # Column 0 is the step before: it has what running episodes have returned so far.
-            values = np.concatenate([before[0][:, None], *rewards], 1)
-            envs, width = values.shape
-            steps = np.array([own.shape[1] for own in rewards])
-            counts = [len(own) for own in rows]
-            row = np.concatenate(rows)
-            column = np.concatenate(ends) + (steps.cumsum() - steps).repeat(counts)
-            last = row * width + column
-            begins = np.zeros(envs * width + 1, bool)
-            begins[last + 1] = begins[::width] = True
-            lengths = np.diff(begins.nonzero()[0])
-            run = np.arange(len(lengths)).repeat(lengths)
-            """Which run of frames of one episode each frame is part of."""
-            totals: Array = np.array([np.bincount(run, values.reshape(-1)), lengths])
-            totals[1, run[::width]] += before[1] - 1
-            still = totals[:, run[width - 1 :: width]]
-            still[:, row[column == width - 1]] = 0
-            found, stop = totals[:, run[last]].T, 0
-            for rollout, count in zip(waiting, counts, strict=True):
-                rollout[3:] = [found[stop : stop + count]]
-                stop += count
-            if self._open is before:  # else a signal handler asked meanwhile, and found the same
-                self._open = still
-                del self._waiting[: len(waiting)]

@@ -33,7 +33,7 @@ class Thinned:
     """Every k-th of the rows that were added: ``most`` at most, k grows with their number.
 
     >>> rows = Thinned(4)
-    >>> rows.extend(np.arange(7)[:, None], 1)
+    >>> rows.extend(np.stack([np.ones(7), np.arange(7)], 1))
     >>> for i in range(7, 10):
     ...     rows.add((1, i))
     >>> rows.every, rows.array().tolist()
@@ -54,12 +54,12 @@ class Thinned:
         else:
             self._keep([row])
 
-    def extend(self, rows: Array, *first: float) -> None:
-        """Add the rows of ``rows``, ``[N, columns]``, that all begin with ``first``."""
+    def extend(self, rows: Array) -> None:
+        """Add the rows of ``rows``, ``[N, columns]``."""
         while (at := self._skip) < len(rows):
             kept = rows[at :: self.every][: self._most + 1 - len(self._rows)].tolist()
             at += self.every * (len(kept) - 1)
-            self._keep([(*first, *row) for row in kept])
+            self._keep(kept)
             self._skip += at + 1
         self._skip -= len(rows)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import add
 from time import monotonic
 from typing import TypeAlias
 
 import numpy as np
 
-from gleanrl.core.messages import NO_EPISODES, Report
+from gleanrl.core.messages import Report
+from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums
 from gleanrl.core.window import Array
 from gleanrl.watch.history import History
 from gleanrl.watch.page import SHARES
@@ -22,14 +23,14 @@ _LAST = 100
 _MARK_S = 0.5
 _MARKS = 8
 """The current rate is that since the oldest of so many marks, which are so far apart."""
-_MOST_WAITING = 256
-"""Batches that wait to be added up until somebody asks."""
+_MOST_BATCHES, _MOST_FRAMES = 256, 1 << 18
+"""Batches, and rewards of frames, that wait to be added up until somebody asks."""
 _RECENT_S = 2.0
 """Seconds for which numbers are recent."""
 _Seconds: TypeAlias = tuple[float, float, float, float]
 """In the order of `SHARES`."""
-_Share: TypeAlias = tuple[int, int, int, _Seconds, Callable[[], Array]]
-"""A rollout's worker, frames, policy version and seconds, and what returns its episodes."""
+_Share: TypeAlias = tuple[int, int, int, _Seconds, Ended]
+"""A rollout's worker, frames, policy version and seconds, and what says which episodes ended."""
 
 
 class _Episodes:
@@ -37,19 +38,16 @@ class _Episodes:
 
     def __init__(self) -> None:
         self._number = 0
-        self._last: deque[Array] = deque(maxlen=_LAST)
-        """Those of the last rollouts in which any ended; so many at most are of interest."""
+        self._last = NO_EPISODES
 
     def add(self, episodes: Array) -> None:
         self._number += len(episodes)
-        self._last.append(episodes if len(episodes) <= _LAST else episodes[-_LAST:].copy())
+        self._last = np.concatenate([self._last, episodes[-_LAST:]])[-_LAST:]
 
     @np.errstate(invalid="ignore")  # the mean of both infinities is NaN
     def stats(self) -> dict[str, float]:
         found: dict[str, float] = {"episodes": self._number}
-        last = np.concatenate([NO_EPISODES, *self._last])[-_LAST:]
-        if not len(last):
-            last = np.full((1, 2), math.nan)
+        last = self._last if self._number else np.full((1, 2), math.nan)
         rows = last.mean(0), last.min(0), last.max(0)
         for what, (own, length) in zip(("mean", "min", "max"), rows, strict=True):
             found[f"return_{what}"], found[f"length_{what}"] = float(own), float(length)
@@ -62,7 +60,14 @@ class _Worker:
     def __init__(self) -> None:
         self.frames = self.lag = 0
         self.seconds: list[float] = [0.0] * len(SHARES)
+        self.sums = EpisodeSums()
         self.episodes = _Episodes()
+
+    def take_in(self, frames: int, lag: int, seconds: _Seconds) -> None:
+        """Count a rollout."""
+        self.frames += frames
+        self.lag = lag
+        self.seconds = list(map(add, self.seconds, seconds))
 
 
 class Measures:
@@ -72,6 +77,8 @@ class Measures:
         """Start with nothing from ``workers`` workers."""
         self._lock = threading.RLock()  # a signal handler may ask in the thread that adds
         self._waiting: deque[tuple[float, float, int, list[_Share]]] = deque()
+        self._frames = 0
+        """Rewards added since batches were added up."""
         self._workers = [_Worker() for _ in range(workers)]
         self._all = _Worker()
         """Frames, episodes and lag of all; seconds are those of each."""
@@ -92,38 +99,56 @@ class Measures:
         shares: list[_Share] = []
         for worker, r in reports.items():
             shares.append((worker, r.frames, r.policy_version, r.seconds, r.ended))
+            if isinstance(r.ended, tuple):
+                self._frames += r.frames
         self._waiting.append((now, asked, version, shares))
-        if len(self._waiting) > _MOST_WAITING:
-            self._settle()
+        if len(self._waiting) > _MOST_BATCHES or self._frames > _MOST_FRAMES:
+            self.settle()
         return now
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Add up what waits: later and at once costs a fraction of what each batch would."""
         with self._lock:
-            while self._waiting:
-                self._take_in(*self._waiting.popleft())
+            batches = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            self._frames = 0
+            ended: list[list[Ended]] = [[] for _ in self._workers]
+            until: list[list[int]] = [[] for _ in self._workers]
+            """The frames of all until then, by rollout."""
+            for now, asked, version, shares in batches:
+                if not self._began:
+                    self._began = asked
+                    self._mark(asked)
+                oldest, everything = version, self._all
+                for index, frames, its_version, seconds, own in shares:
+                    everything.frames += frames
+                    oldest = min(oldest, its_version)
+                    self._workers[index].take_in(frames, version - its_version, seconds)
+                    ended[index].append(own)
+                    until[index].append(everything.frames)
+                self._newest, everything.lag = now, version - oldest
+                self._history.batches.add((now, everything.frames, everything.lag))
+                if now >= self._mark_due:
+                    self._mark(now)
+            self._end_episodes(ended, until)
             self._settled = monotonic()
 
-    def _take_in(self, now: float, asked: float, version: int, shares: Sequence[_Share]) -> None:
-        if not self._began:
-            self._began = asked
-            self._mark(asked)
-        oldest, everything = version, self._all
-        for index, frames, its_version, seconds, ended in shares:
-            worker = self._workers[index]
-            everything.frames += frames
-            worker.frames += frames
-            worker.lag = version - its_version
-            oldest = min(oldest, its_version)
-            worker.seconds = list(map(add, worker.seconds, seconds))
-            if len(episodes := ended()):
+    def _end_episodes(self, ended: list[list[Ended]], until: list[list[int]]) -> None:
+        """Take in what ended in rollouts; after each, all had so many frames (both by worker)."""
+        rows: list[Array] = []
+        for worker, own, frames in zip(self._workers, ended, until, strict=True):
+            found = worker.sums.add(own)
+            counts = [len(episodes) for episodes in found]
+            if any(counts):
+                episodes = np.concatenate(found)
                 worker.episodes.add(episodes)
-                everything.episodes.add(episodes)
-                self._history.episodes.extend(episodes, everything.frames)
-        self._newest, everything.lag = now, version - oldest
-        self._history.batches.add((now, everything.frames, everything.lag))
-        if now >= self._mark_due:
-            self._mark(now)
+                rows.append(np.column_stack((np.repeat(frames, counts), episodes)))
+        if rows:
+            each = rows[0]
+            if len(rows) > 1:
+                each = np.concatenate(rows)
+                each = each[each[:, 0].argsort(kind="stable")]
+            self._all.episodes.add(each[:, 1:])
+            self._history.episodes.extend(each)
 
     def _mark(self, now: float) -> None:
         self._marks.append((now, [worker.frames for worker in self._workers]))
@@ -132,7 +157,7 @@ class Measures:
     @property
     def history(self) -> History:
         """What each batch until now brought."""
-        self._settle()
+        self.settle()
         return self._history
 
     def stats(self, worker: int | None = None, *, newest: bool = True) -> dict[str, float]:
@@ -146,7 +171,7 @@ class Measures:
         """
         with self._lock:
             if newest or not self._newest or monotonic() - self._settled > _RECENT_S:
-                self._settle()
+                self.settle()
             indices = range(len(self._workers)) if worker is None else [worker]
             whole = self._all if worker is None else self._workers[worker]
             return {

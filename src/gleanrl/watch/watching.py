@@ -120,6 +120,7 @@ class Watching:
         self._show(status)
 
     def _show(self, status: Callable[[], Status]) -> None:
+        self._measures.settle()  # for the progress line, too: its thread would need more time
         began = time.monotonic()
         self._file.write(status)
         end = time.monotonic()
