@@ -121,6 +121,17 @@ def test_trajectory_ids_are_those_of_one_environment_each(outer, inner):
     assert len(owners) >= 12 * 24 / 8 / 2
 
 
+@pytest.mark.parametrize("inner", [OwnSingle, functools.partial(OwnSync, backend="inline")])
+def test_every_environment_of_a_worker_gives_its_share_of_whole_trajectories(inner):
+    envs = [[rig.counting(2 * i + j, length=5 + 2 * i + j) for j in range(2)] for i in range(2)]
+    quota = {"trajs_per_batch": 4, "traj_quota": "equal", "backend": "inline"}
+    with MultiSyncCollector(envs, frames_per_batch=24, collector_class=inner, **quota) as collector:
+        for _, batch in zip(range(3), collector, strict=False):
+            assert batch["observation"][:, 0, 0].tolist() == [0, 1, 2, 3]
+            assert batch["collector", "mask"].sum(1).tolist() == [5, 6, 7, 8]
+        assert collector.stats()["frames_discarded"] == 0
+
+
 def test_environments_are_counted_whatever_shape_batches_have():
     for options in ({}, {"cat_results": -1}):
         inner = functools.partial(MultiSyncCollector, backend="inline", **options)

@@ -240,10 +240,12 @@ class NestedSource:
         )
 
     def _numbered(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.where(ids < 0, ids, ids * self._stride + self._base)
+        # Environment `i` of the collector, which its ids tell, is `base + i` of all.
+        envs = self.num_envs
+        return torch.where(ids < 0, ids, ids // envs * self._stride + self._base + ids % envs)
 
     def place(self, base: int, stride: int) -> None:
-        """Keep trajectory ids apart from those of other workers."""
+        """Number the environments among those of all workers."""
         self._base, self._stride = base, stride
 
     def load(self, snapshot: Snapshot) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, GleanError
@@ -17,7 +17,7 @@ from gleanrl.core.protocols import SharedMemory
 from gleanrl.core.window import Array
 from gleanrl.memory.arena import Arena, Order, Slab, Views
 from gleanrl.memory.shared import check_memory
-from gleanrl.memory.trees import batch_over, tensordict_over, time_named
+from gleanrl.memory.trees import batch_over, stacked, tensordict_over, time_named
 
 _SYNC_SLOTS = 3
 """One batch being written, one being handed over, one the consumer has not let go of yet."""
@@ -204,7 +204,7 @@ class Slots:
         if self._trim:
             parts = _trimmed(parts, reports, self._cat_dim)
         if self._stacked:
-            return lazy_stack(list(parts), 0)
+            return stacked(parts, 0)
         return _joined(parts, self._cat_dim)
 
 
