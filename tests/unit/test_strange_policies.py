@@ -78,6 +78,41 @@ def test_a_tensordict_that_a_policy_keeps_stays_that_of_its_step(env, fast):
     assert torch.equal(batch["before"][1:], batch["observation"][:-1])
 
 
+def writing(key):
+    def policy(tensordict):
+        tensordict["action"] = tensordict["observation"][..., :1] / 2
+        tensordict[key] = torch.full((*tensordict.batch_size, 1), 5.0)
+        return tensordict
+
+    return policy
+
+
+@FAST
+@ENVS
+def test_an_entry_that_has_the_name_of_one_for_recurrent_policies_is_delivered(env, fast):
+    assert collect(env(), writing("is_init"), fast=fast)["is_init"].eq(5).all()
+
+
+@FAST
+@ENVS
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [
+        ("step_count", {"max_frames_per_traj": 3}),
+        ("policy_version", {"track_policy_version": True}),
+        (("collector", "traj_ids"), {}),
+    ],
+)
+def test_an_entry_that_the_collector_delivers_is_not_for_the_policy_to_write(
+    key, options, env, fast
+):
+    with pytest.raises(
+        PolicyError,
+        match="the policy writes .*, which the collector delivers",
+    ):
+        collect(env(), writing(key), fast=fast, **options)
+
+
 # -- what a policy wrote, it reads again -----------------------------------------------------------
 
 

@@ -292,7 +292,7 @@ def learn(
         )
         converted = replace(adapted, call=IndexToOneHot(adapted, wanted))
         return learn(policy, converted, env, root, exploration, as_written=as_written)
-    owned = _owned(env)
+    owned = _owned(env, asks_init)
     actions = _actions(env, outputs, policy, as_written)
     taken = {*owned, *(field.key for field in actions)}
     extras = (_field(env, key, value) for key, value in outputs.items() if key not in taken)
@@ -594,9 +594,9 @@ def _field(env: EnvLayout, key: Key, value: torch.Tensor) -> Field:
     return Field(key, tuple(value.shape[size:]), value.dtype)
 
 
-def _owned(env: EnvLayout) -> set[Key]:
-    """Return the keys that the environment writes."""
-    roots = [field.key for field in env.observations] + [IS_INIT]
+def _owned(env: EnvLayout, shows_init: bool) -> set[Key]:
+    """Return the keys that the environment writes, and ``is_init`` if the collector shows that."""
+    roots = [field.key for field in env.observations] + ([IS_INIT] if shows_init else [])
     for group in env.dones:
         roots += group.keys()
     return {*roots, *map(next_key, (*roots, *(field.key for field in env.rewards)))}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.errors import ConfigError, EnvError, PolicyError
 from gleanrl.core.keys import (
     IS_INIT,
     MASK,
@@ -110,9 +110,8 @@ class RolloutPlan:
         init = [Field(IS_INIT, (1,), torch.bool)] if policy.needs_is_init else []
         root_fields = (*env.observations, *states, *init)
         shown = () if options.compact else env.observations
-        check_options(
-            options, (field.key for field in env.observations), end_groups(options, env.dones)
-        )
+        observed, written = ([field.key for field in each] for each in (env.observations, outputs))
+        check_options(options, observed, end_groups(options, env.dones), written)
         return cls(
             env.batch_shape,
             (*root_fields, *(field for field in outputs if field.key[0] != NEXT), *env.actions),
@@ -302,19 +301,36 @@ def end_groups(options: RolloutOptions, dones: Iterable[DoneGroup]) -> tuple[Don
 
 
 def check_options(
-    options: RolloutOptions, observed: Iterable[Key], groups: Sequence[DoneGroup]
+    options: RolloutOptions,
+    observed: Iterable[Key],
+    groups: Sequence[DoneGroup],
+    written: Iterable[Key],
 ) -> None:
-    """Check what was asked for against what the environment shows.
+    """Check what was asked for against what the environment shows and the policy writes.
 
     Args:
         options: What the user asked for.
         observed: Root keys of the observations.
         groups: The end flags that are delivered.
+        written: Keys of what the policy writes.
 
     Raises:
         ConfigError: the environment delivers ``step_count`` or ``policy_version`` itself.
         EnvError: ``set_truncated`` with an environment that cannot tell truncation.
+        PolicyError: the policy writes what the collector delivers.
     """
+    delivered = {
+        TRAJ_IDS: options.track_traj_ids,
+        MASK: options.mask,
+        STEP_COUNT: options.counts,
+        POLICY_VERSION: options.track_policy_version,
+    }
+    for key in written:
+        if delivered.get(key[key[0] == NEXT :]):
+            raise PolicyError(
+                f"the policy writes {format_key(key)}, which the collector delivers itself: have "
+                "it write another name"
+            )
     observed = {*observed}
     if options.track_policy_version and POLICY_VERSION in observed:
         raise ConfigError(

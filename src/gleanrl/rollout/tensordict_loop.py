@@ -88,7 +88,8 @@ class TensorDictRollout(BaseSource):
         groups = handle.ends.groups
         self._groups = end_groups(options, groups)
         observed = [key for key, _ in spec_leaves(env.full_observation_spec)]
-        check_options(options, observed, self._groups)
+        written = () if actor.zero_outputs is None else leaves(actor.zero_outputs)
+        check_options(options, observed, self._groups, written)
         self.num_envs = envs = handle.num_envs
         self.tracker = Tracker(envs, options.max_frames_per_traj)
         # Steps are kept whole: nothing passes to the next rollout in rows.
