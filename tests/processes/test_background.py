@@ -441,7 +441,7 @@ def test_shutdown_is_prompt(make, kind):
 
 
 SCRIPT = """
-    import select, sys
+    import select, sys, weakref
     import gleanrl as g
     rb = g.ReplayBuffer(storage=g.LazyTensorStorage(100_000), shared=True)
     options = {} if sys.argv[1] == "Collector" else {"num_workers": 2}
@@ -452,6 +452,11 @@ SCRIPT = """
     print("ready", flush=True)
     if sys.argv[2] == "wait":
         select.select([], [], [])
+    # At exit, Python looks through all finalizers, which takes long here; threads make some.
+    sys.setswitchinterval(1e-6)
+    things = [set() for _ in range(100_000)]
+    for thing in things:
+        weakref.finalize(thing, id).atexit = False
 """
 
 

@@ -178,6 +178,14 @@ def test_one_built_environment_for_several_workers_warns_of_copies(make):
         MultiSyncCollector([make("CartPole-v1")] * 2, backend="inline", **FRAMES).shutdown()
 
 
+@pytest.mark.parametrize("env", ["CartPole-v1", partial(gym.make, "CartPole-v1")])
+def test_a_policy_in_the_place_of_the_environment_is_named(env):
+    with pytest.raises(
+        GleanError, match="a TensorDictSequential, .* comes first, the policy after it"
+    ):
+        collect(net(), env)
+
+
 def test_an_id_without_its_namespace_is_suggested_with_it():
     with pytest.raises(GleanError, match="did you mean 'ALE/Breakout-v5'"):
         collect("Breakout-v5")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import gymnasium as gym
+from torch import nn
 
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownEnvError
 from gleanrl.envs.libs.pettingzoo import PettingZooEnv, is_pettingzoo_env
@@ -48,6 +49,11 @@ def build(given: Any, kwargs: Mapping[str, Any]) -> Any:
         made = given
     elif is_id(given):
         made = make_gym(given, **kwargs)
+    elif isinstance(given, nn.Module):
+        raise ConfigError(
+            f"a {type(given).__name__}, a module of torch's, is given as the environment; "
+            "what makes an environment comes first, the policy after it"
+        )
     elif callable(given):
         made = given(**kwargs)
         made = make_gym(made) if isinstance(made, str) else made

@@ -123,8 +123,8 @@ class Tracker:
 
     def _ends_of(self, rewards: Array, ended: Array) -> Ended:
         # With cold caches each object that is made here costs 2 to 4 us, if it is one of Python's.
-        kind, memory = rewards.dtype.char, rewards.tobytes()
-        rollout: Rewards = (len(rewards), kind, memory, ended.tobytes(), self._begun)
+        envs, kind = rewards.shape[0], rewards.dtype.char
+        rollout: Rewards = (envs, kind, rewards.tobytes(), ended.tobytes(), self._begun)
         if rewards.size > _MOST_SENT and len(self._begun) == self._index.nbytes:
             self._sums = EpisodeSums()  # which knows of no running episodes
         self._begun = b""
