@@ -156,6 +156,18 @@ def test_num_envs_of_a_vector_environment_is_to_be_dropped(env):
         collect(env, num_envs=3)
 
 
+@pytest.mark.parametrize(
+    ("envs", "frames", "advice"),
+    [
+        ([["CartPole-v1"], ["CartPole-v1"] * 2], 24, "give all workers as many environments"),
+        (["CartPole-v1"] * 2, [8, 16], "pass cat_results=-1"),
+    ],
+)
+def test_rollouts_that_cannot_be_stacked_are_told_what_helps(envs, frames, advice):
+    with pytest.raises(ConfigError, match=advice):
+        MultiSyncCollector(envs, frames_per_batch=frames, backend="inline")
+
+
 def test_batches_that_workers_cannot_share_out_are_rounded_with_a_warning_at_this_line():
     with pytest.warns(UserWarning, match=r"\(41\).*batches hold 42 frames") as caught:
         MultiSyncCollector(["CartPole-v1"] * 2, frames_per_batch=41, backend="inline").shutdown()

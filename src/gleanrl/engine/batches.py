@@ -129,9 +129,14 @@ class BatchPlan:
         shapes = [(*layout.batch_shape, t) for layout, t in zip(layouts, steps, strict=True)]
         if self._options.stacked:
             if len(set(shapes)) > 1:
+                alike = len({shape[:-1] for shape in shapes}) == 1
                 raise ConfigError(
-                    f"rollouts of different shapes {shapes} cannot be stacked; pass cat_results=-1 "
-                    "to put them one after another in time"
+                    f"rollouts of different shapes {shapes} cannot be stacked; "
+                    + (
+                        "pass cat_results=-1 to put them one after another in time"
+                        if alike
+                        else "give all workers as many environments, or collect asynchronously"
+                    )
                 )
             return Slab(layouts, steps, Order.STACKED), 0
         dims = len(shapes[0])
