@@ -3,7 +3,9 @@
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.collectors import Collector as TorchRLCollector
 from torchrl.data import Composite, Unbounded
+from torchrl.envs import SerialEnv
 from torchrl.testing.mocking_classes import CountingEnv
 
 from gleanrl import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -100,3 +102,27 @@ def test_groups_keep_them_in_replay_buffers(workers):
     assert len(buffer) == 12
     check(buffer.sample())
     check(buffer[:])
+
+
+def two_counting():
+    return SerialEnv(2, [lambda: CountingEnv(max_steps=2), lambda: CountingEnv(max_steps=4)])
+
+
+def count_on(tensordict):
+    return tensordict.set("action", torch.ones(*tensordict.batch_size, 1, dtype=torch.int8))
+
+
+def test_trajectories_of_a_collector_of_another_library_are_those_of_its_environments():
+    quota = {"trajs_per_batch": 4, "traj_quota": "equal", "backend": "inline"}
+    with MultiSyncCollector(
+        [two_counting] * 2, count_on, frames_per_batch=28, collector_class=TorchRLCollector, **quota
+    ) as collector:
+        lengths = [
+            batch["collector", "mask"].sum(1).tolist()
+            for _, batch in zip(range(4), collector, strict=False)
+        ]
+        assert collector.stats()["frames_discarded"] == 0
+        collector.reset()
+        later = collector.next()
+    assert lengths == [[3, 5, 3, 5]] * 4
+    assert later["collector", "mask"].sum(1).tolist() == [3, 5, 3, 5]

@@ -160,6 +160,10 @@ class NestedSource:
         self._streams = streams
         self._batches: Iterator[Any] | None = None
         self._base, self._stride = 0, 1
+        self._begun: torch.Tensor | None = None
+        """Trajectories that each environment of a collector not ours has begun."""
+        self._newest: torch.Tensor
+        """The id that it gave to the newest of each."""
         self._version = 0
         self._layout: Layout | None = None
         self._reports: list[tuple[int, Report]] = []
@@ -240,9 +244,22 @@ class NestedSource:
         )
 
     def _numbered(self, ids: torch.Tensor) -> torch.Tensor:
-        # Environment `i` of the collector, which its ids tell, is `base + i` of all.
+        # Environment `i` of the collector, which ids of ours tell, is `base + i` of all.
         envs = self.num_envs
+        if not isinstance(self.collector, BaseCollector) and ids.shape[:-1].numel() == envs:
+            ids = self._by_row(ids.reshape(envs, -1)).reshape(ids.shape)
         return torch.where(ids < 0, ids, ids // envs * self._stride + self._base + ids % envs)
+
+    def _by_row(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return ids ``[env, time]`` as collectors of ours number trajectories."""
+        envs, valid = len(ids), ids >= 0
+        if self._begun is None:
+            self._begun, self._newest = ids.new_zeros(envs), ids.new_full((envs,), -1)
+        before = torch.cat([self._newest.unsqueeze(1), ids], 1)
+        begun = ((ids != before[:, :-1]) & valid).cumsum(1) + self._begun.unsqueeze(1)
+        self._begun = begun[:, -1]
+        self._newest = before.gather(1, valid.sum(1, keepdim=True)).squeeze(1)
+        return torch.where(valid, (begun - 1) * envs + torch.arange(envs).unsqueeze(1), ids)
 
     def place(self, base: int, stride: int) -> None:
         """Number the environments among those of all workers."""
@@ -276,6 +293,7 @@ class NestedSource:
             "collector": self.collector.state_dict(),
             "streams": self._streams.state(),
             "policy_version": self._version,
+            "begun": self._begun,
         }
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -286,6 +304,8 @@ class NestedSource:
                 self.collector.load_state_dict(state["collector"], strict=False)
         self._streams.load_state(state["streams"])
         self._version = int(state["policy_version"])
+        if (begun := state.get("begun")) is not None:  # those that were running are over
+            self._begun, self._newest = begun.clone(), torch.full_like(begun, -1)
 
     def policy_state(self) -> dict[str, Any]:
         """Return nothing: the policy is part of the collector's state."""
