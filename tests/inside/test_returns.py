@@ -42,8 +42,9 @@ def test_episodes_are_those_of_a_loop_over_the_steps(seed, envs, lengths):
     sent = [as_sent(*rollout) for rollout in rollouts]
     cut = int(draw.integers(len(sent) + 1))
     parts, singly = EpisodeSums(), EpisodeSums()
-    in_two = parts.add(sent[:cut]) + parts.add(sent[cut:])
-    one_by_one = [episodes for own in sent for episodes in singly.add([own])]
     expected = step_by_step(rollouts)
-    for found in (in_two, one_by_one):
-        assert [list(map(tuple, own.tolist())) for own in found] == expected
+    in_two = [parts.add(sent[:cut]), parts.add(sent[cut:])]
+    for found in (in_two, [singly.add([own]) for own in sent]):
+        episodes = [tuple(own) for these, _ in found for own in these.tolist()]
+        assert episodes == [own for these in expected for own in these]
+        assert [count for _, own in found for count in own] == [len(own) for own in expected]

@@ -206,8 +206,8 @@ class NestedSource:
 
     def _episodes(self) -> Array:
         """Return the episodes that ended in the collector's batch."""
-        each = [self._sums[worker].add([report.ended]) for worker, report in self._reports]
-        return np.concatenate([NO_EPISODES, *(episodes for (episodes,) in each)])
+        each = [self._sums[worker].add([report.ended])[0] for worker, report in self._reports]
+        return np.concatenate([NO_EPISODES, *each])
 
     def _measured(self, seconds: float) -> tuple[float, float]:
         """Share out ``seconds`` as its workers spent those that they were busy."""

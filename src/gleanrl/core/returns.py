@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
-from typing import TypeAlias
+from itertools import groupby
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -44,15 +44,24 @@ class EpisodeSums:
         self._open: Array = np.empty((2, 0))
         """Return and length of the running episode of each environment."""
 
-    def add(self, rollouts: Sequence[Ended]) -> list[Array]:
-        """Take in the next rollouts; return the episodes that ended in each."""
-        raw = [own for own in rollouts if isinstance(own, tuple)]
-        each = 1 + _AT_ONCE // (1 + len(raw[0][2])) if raw else 1
-        pieces = (self._added(raw[at : at + each]) for at in range(0, len(raw), each))
-        found = chain.from_iterable(pieces)
-        return [next(found) if isinstance(own, tuple) else own for own in rollouts]
+    def add(self, rollouts: Sequence[Ended]) -> tuple[Array, list[int]]:
+        """Take in the next rollouts; return the episodes that ended, and how many in each."""
+        found: list[Array] = [NO_EPISODES]
+        counts: list[int] = []
+        for raw, group in groupby(rollouts, lambda own: isinstance(own, tuple)):
+            own: list[Any] = list(group)
+            if not raw:
+                found += own
+                counts += map(len, own)
+                continue
+            each = 1 + _AT_ONCE // (1 + len(own[0][2]))
+            for at in range(0, len(own), each):
+                episodes, ended = self._added(own[at : at + each])
+                found.append(episodes)
+                counts += ended
+        return np.concatenate(found), counts
 
-    def _added(self, rollouts: Sequence[Rewards]) -> list[Array]:
+    def _added(self, rollouts: Sequence[Rewards]) -> tuple[Array, list[int]]:
         rewards, ends, begun = [], [], []
         for envs, kind, *arrays in rollouts:
             rewards.append(np.frombuffer(arrays[0], kind).reshape(envs, -1))
@@ -82,5 +91,4 @@ class EpisodeSums:
         totals[1, run[::width]] += self._open[1] - 1
         self._open = totals[:, run[width - 1 :: width]]
         self._open[:, anew[0][anew[1] == width]] = 0
-        found, stops = totals[:, run[last]].T, np.cumsum(counts).tolist()
-        return [found[start:stop] for start, stop in pairwise([0, *stops])]
+        return totals[:, run[last]].T, counts

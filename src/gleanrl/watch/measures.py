@@ -136,10 +136,8 @@ class Measures:
         """Take in what ended in rollouts; after each, all had so many frames (both by worker)."""
         rows: list[Array] = []
         for worker, own, frames in zip(self._workers, ended, until, strict=True):
-            found = worker.sums.add(own)
-            counts = [len(episodes) for episodes in found]
-            if any(counts):
-                episodes = np.concatenate(found)
+            episodes, counts = worker.sums.add(own)
+            if len(episodes):
                 worker.episodes.add(episodes)
                 rows.append(np.column_stack((np.repeat(frames, counts), episodes)))
         if rows:
