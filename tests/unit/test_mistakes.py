@@ -164,7 +164,7 @@ def test_num_envs_of_a_vector_environment_is_to_be_dropped(env):
     ],
 )
 def test_rollouts_that_cannot_be_stacked_are_told_what_helps(envs, frames, advice):
-    with pytest.raises(ConfigError, match=advice):
+    with pytest.raises(gleanrl.ConfigError, match=advice):
         MultiSyncCollector(envs, frames_per_batch=frames, backend="inline")
 
 
