@@ -30,7 +30,6 @@ from gleanrl.collectors.handle import Handle, one_of
 from gleanrl.collectors.states import entries_of, number_lives, restoring
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.core import messages as m
-from gleanrl.core.at_exit import closing
 from gleanrl.core.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -167,7 +166,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
             self._set_up()
             undo.pop_all()
         # The finalizer must not hold the collector itself, or it would never be collected.
-        self._closing = closing(self, engine.close, CLOSE_TIMEOUT_S)
+        self._closing = weakref.finalize(self, engine.close, CLOSE_TIMEOUT_S)
         self._watching.begin(engine, self._budget, self._status)
 
     def _set_up(self) -> None:

@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.episodes import EpisodesPlan, Metrics
 from gleanrl.collectors.multi import MultiSyncCollector
 from gleanrl.core import messages as m
-from gleanrl.core.at_exit import closing
 from gleanrl.core.errors import ClosedError, ConfigError, for_users
 from gleanrl.core.keys import NestedKey, as_key
 from gleanrl.core.options import check_int
@@ -476,7 +476,7 @@ class Evaluator:
             collector = MultiSyncCollector([env], policy, backend=backend, **kwargs)
         here = backend == "inline"
         self._line = _Line(collector, log_prefix, on_result, here, dump_video)
-        self._line.closing = closing(self, self._line.close, CLOSE_TIMEOUT_S)
+        self._line.closing = weakref.finalize(self, self._line.close, CLOSE_TIMEOUT_S)
 
     # -- evaluating ------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
-from gleanrl.core.at_exit import closing
 from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, GleanError, WorkerDied
 from gleanrl.core.keys import NEXT, Key
 from gleanrl.core.layout import Layout
@@ -245,7 +245,7 @@ class ParallelEnv(EnvBase):
             raise
         self._engine = engine
         # The finalizer must not hold the environment itself, or it would never be collected.
-        self._closing = closing(self, engine.close, 5.0)
+        self._closing = weakref.finalize(self, engine.close, 5.0)
 
     def _join(self, engine: Engine) -> None:
         found: list[EnvWorkerInfo] = engine.request_all(m.Call("described"))

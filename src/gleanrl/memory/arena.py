@@ -155,6 +155,17 @@ def _page_aligned(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+class _Lease(weakref.ref[Array]):
+    """Tells when the array that a batch lies in is gone.
+
+    It is no `weakref.finalize`: Python looks through all of these at exit, and fails if a thread
+    that still collects makes or drops one meanwhile.
+    """
+
+    __slots__ = ("slot",)
+    slot: int
+
+
 class Arena:
     """``slots`` slabs, each the memory of one batch.
 
@@ -186,9 +197,10 @@ class Arena:
             for group in slab.views
         ]
         self._free = list(range(slots))[::-1]
-        # Finalizers run in any thread, also inside the garbage collector: all they may do is
+        # Leases call back in any thread, also inside the garbage collector: all that may do is
         # append.
-        self._returned: deque[int] = deque()
+        self._leases: dict[int, _Lease] = {}
+        self._returned: deque[_Lease] = deque()
         self._windows: dict[tuple[int, int], Window] = {}
 
     def _map(self) -> mmap.mmap:
@@ -213,7 +225,7 @@ class Arena:
 
     def _reclaim(self) -> None:
         while self._returned:
-            self._free.append(self._returned.popleft())
+            self._free.append(self._returned.popleft().slot)
 
     def reference(self, slot: int, worker: int) -> WindowRef:
         """Describe the part of ``slot`` that ``worker`` writes."""
@@ -244,7 +256,8 @@ class Arena:
 
     def lease(self, slot: int, base: Array) -> None:
         """Hand out what `view` returned; ``slot`` returns when all of the tensors are gone."""
-        weakref.finalize(base, self._returned.append, slot).atexit = False
+        self._leases[slot] = lease = _Lease(base, self._returned.append)
+        lease.slot = slot
 
     def copy(self, slot: int) -> list[Views]:
         """Copy ``slot`` into ordinary memory; the slot stays acquired."""

@@ -87,7 +87,8 @@ class _Leaving:
 
     def lend(self) -> Array:
         array = self._array[:]
-        weakref.finalize(array, self._gone.set).atexit = False
+        gone = self._gone
+        self._lent = weakref.ref(array, lambda _: gone.set())
         return array
 
     @property
