@@ -124,6 +124,52 @@ def test_a_reset_drops_what_running_episodes_have(kind):
     assert (stats["episodes"], stats["return_mean"]) == (3, 15)
 
 
+class Failing(Counting):
+    """Raises once, in its seventh step."""
+
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 7:
+            raise ValueError("the seventh step")
+        return super().step(action)
+
+
+def test_episodes_keep_what_a_failed_batch_took_from_them():
+    with MultiSyncCollector([Counting, Failing], frames_per_batch=8) as collector:
+        collector.rollout()
+        with pytest.raises(ValueError, match="the seventh step"):
+            collector.rollout()
+        for _ in range(5):
+            collector.rollout()
+        workers = collector.stats("per_worker")
+    for worker in ("worker_0", "worker_1"):
+        numbers = [workers[f"{worker}/{name}"] for name in ("return_max", "length_max")]
+        assert numbers == [15, 5]
+
+
+def test_signal_handlers_may_ask_while_episodes_are_added_up():
+    left = 0
+
+    def ask(*_):  # as a signal handler does, after so many calls
+        nonlocal left
+        left -= 1
+        if left == 0:
+            collector.stats()
+
+    with Collector(Counting, frames_per_batch=3, total_frames=180) as collector:
+        for number, _ in enumerate(collector):
+            left = number + 1
+            sys.setprofile(ask)
+            try:
+                collector.stats()
+            finally:
+                sys.setprofile(None)
+        stats = collector.stats()
+    assert (stats["episodes"], stats["return_min"], stats["return_max"]) == (36, 15, 15)
+
+
 def test_a_state_that_is_loaded_brings_no_rewards_of_the_episodes_it_ends():
     with Collector(Counting, frames_per_batch=3, total_frames=15) as collector:
         fresh = collector.state_dict()

@@ -69,6 +69,10 @@ class Gather(abc.ABC):
     def queued(self) -> int:
         """Rollouts that have arrived and wait to be delivered; safe in any thread."""
 
+    def take_dropped(self) -> Rollouts:
+        """Return, once, what others made of the batch that failed last."""
+        return {}
+
     @abc.abstractmethod
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
         """Drop rollouts of each worker that arrived before its given arrival; return frames."""
@@ -160,6 +164,7 @@ class SyncGather(Gather):
         self._enough = enough
         self._stopped = stopped
         self._begun: _Round | None = None
+        self._dropped: dict[int, m.Report] = {}
 
     def batch(
         self, budget: Budget, timeout: float | None, feed: bool = True
@@ -177,6 +182,8 @@ class SyncGather(Gather):
         except Exception as err:
             self._begun = None
             budget.cancel(sum(self._frames))
+            replies = [ticket.reply for ticket in begun.tickets]
+            self._dropped = {r.worker: r.report for r in replies if isinstance(r, m.Rolled)}
             if not isinstance(err, CollectorTimeout | WorkerDied):
                 slots.release(begun.slot)
             raise  # else: a worker may still write into this slot, which is not used again
@@ -272,6 +279,10 @@ class SyncGather(Gather):
     @property
     def idle(self) -> bool:
         return self._begun is None
+
+    def take_dropped(self) -> Rollouts:
+        dropped, self._dropped = self._dropped, {}
+        return dropped
 
     @property
     def queued(self) -> int:

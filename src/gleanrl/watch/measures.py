@@ -31,6 +31,8 @@ _Seconds: TypeAlias = tuple[float, float, float, float]
 """In the order of `SHARES`."""
 _Share: TypeAlias = tuple[int, int, int, _Seconds, Ended]
 """A rollout's worker, frames, policy version and seconds, and what says which episodes ended."""
+_Batch: TypeAlias = tuple[float, float, int, list[_Share]]
+"""When it came, when it was asked for, the newest policy version, and its rollouts."""
 
 
 class _Episodes:
@@ -76,7 +78,8 @@ class Measures:
     def __init__(self, workers: int) -> None:
         """Start with nothing from ``workers`` workers."""
         self._lock = threading.RLock()  # a signal handler may ask in the thread that adds
-        self._waiting: deque[tuple[float, float, int, list[_Share]]] = deque()
+        self._settling = False
+        self._waiting: deque[_Batch] = deque()
         self._frames = 0
         """Rewards added since batches were added up."""
         self._workers = [_Worker() for _ in range(workers)]
@@ -109,28 +112,43 @@ class Measures:
     def settle(self) -> None:
         """Add up what waits: later and at once costs a fraction of what each batch would."""
         with self._lock:
-            batches = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            self._frames = 0
-            ended: list[list[Ended]] = [[] for _ in self._workers]
-            until: list[list[int]] = [[] for _ in self._workers]
-            """The frames of all until then, by rollout."""
-            for now, asked, version, shares in batches:
-                if not self._began:
-                    self._began = asked
-                    self._mark(asked)
-                oldest, everything = version, self._all
-                for index, frames, its_version, seconds, own in shares:
-                    everything.frames += frames
-                    oldest = min(oldest, its_version)
-                    self._workers[index].take_in(frames, version - its_version, seconds)
-                    ended[index].append(own)
-                    until[index].append(everything.frames)
-                self._newest, everything.lag = now, version - oldest
-                self._history.batches.add((now, everything.frames, everything.lag))
-                if now >= self._mark_due:
-                    self._mark(now)
-            self._end_episodes(ended, until)
-            self._settled = monotonic()
+            if self._settling:  # a signal handler asks: what came later must not be first
+                return
+            self._settling = True
+            try:
+                self._take_in([self._waiting.popleft() for _ in range(len(self._waiting))])
+            finally:
+                self._settling = False
+
+    def skip(self, reports: Mapping[int, Report]) -> None:
+        """Take in rollouts that nobody gets: episodes that run on keep what these brought."""
+        with self._lock:
+            self.settle()
+            for worker, report in reports.items():
+                self._workers[worker].sums.add([report.ended])
+
+    def _take_in(self, batches: Sequence[_Batch]) -> None:
+        self._frames = 0
+        ended: list[list[Ended]] = [[] for _ in self._workers]
+        until: list[list[int]] = [[] for _ in self._workers]
+        """The frames of all until then, by rollout."""
+        for now, asked, version, shares in batches:
+            if not self._began:
+                self._mark(asked)
+                self._began = self._newest = asked
+            oldest, everything = version, self._all
+            for index, frames, its_version, seconds, own in shares:
+                everything.frames += frames
+                oldest = min(oldest, its_version)
+                self._workers[index].take_in(frames, version - its_version, seconds)
+                ended[index].append(own)
+                until[index].append(everything.frames)
+            self._newest, everything.lag = now, version - oldest
+            self._history.batches.add((now, everything.frames, everything.lag))
+            if now >= self._mark_due:
+                self._mark(now)
+        self._end_episodes(ended, until)
+        self._settled = monotonic()
 
     def _end_episodes(self, ended: list[list[Ended]], until: list[list[int]]) -> None:
         """Take in what ended in rollouts; after each, all had so many frames (both by worker)."""
