@@ -4,6 +4,7 @@ import csv
 import gc
 import math
 import os
+import signal
 import sys
 import threading
 from functools import partial
@@ -149,25 +150,30 @@ def test_episodes_keep_what_a_failed_batch_took_from_them():
         assert numbers == [15, 5]
 
 
-def test_signal_handlers_may_ask_while_episodes_are_added_up():
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_signals_may_come_while_episodes_are_added_up(interrupts):
     left = 0
 
-    def ask(*_):  # as a signal handler does, after so many calls
+    def come(*_):  # after so many calls
         nonlocal left
         left -= 1
-        if left == 0:
+        if left == 0 and interrupts:
+            signal.raise_signal(signal.SIGINT)
+        elif left == 0:
             collector.stats()
 
-    with Collector(Counting, frames_per_batch=3, total_frames=180) as collector:
+    with Collector(Counting, frames_per_batch=3, total_frames=300) as collector:
         for number, _ in enumerate(collector):
             left = number + 1
-            sys.setprofile(ask)
+            sys.setprofile(come)
             try:
                 collector.stats()
+            except KeyboardInterrupt:
+                pass
             finally:
                 sys.setprofile(None)
         stats = collector.stats()
-    assert (stats["episodes"], stats["return_min"], stats["return_max"]) == (36, 15, 15)
+    assert (stats["episodes"], stats["return_min"], stats["return_max"]) == (60, 15, 15)
 
 
 def test_a_state_that_is_loaded_brings_no_rewards_of_the_episodes_it_ends():

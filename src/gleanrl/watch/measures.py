@@ -15,6 +15,7 @@ import numpy as np
 from gleanrl.core.messages import Report
 from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums
 from gleanrl.core.window import Array
+from gleanrl.transport.interrupts import Deferred
 from gleanrl.watch.history import History
 from gleanrl.watch.page import SHARES
 
@@ -111,7 +112,7 @@ class Measures:
 
     def settle(self) -> None:
         """Add up what waits: later and at once costs a fraction of what each batch would."""
-        with self._lock:
+        with Deferred(), self._lock:
             if self._settling:  # a signal handler asks: what came later must not be first
                 return
             self._settling = True
