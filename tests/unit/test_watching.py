@@ -102,9 +102,9 @@ def test_episodes_that_run_over_batches_keep_their_rewards():
 
 def test_large_rollouts_are_added_up_like_others():
     with MultiSyncCollector(
-        [partial(gym.make_vec, "CartPole-v1", num_envs=9)],
-        frames_per_batch=18_000,
-        total_frames=36_000,
+        [partial(gym.make_vec, "CartPole-v1", num_envs=200)],
+        frames_per_batch=16_400,
+        total_frames=32_800,
     ) as collector:
         check_against(collector, [batch.clone() for batch in collector])
 
