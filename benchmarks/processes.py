@@ -137,3 +137,7 @@ def in_fresh_process(
 if __name__ == "__main__":
     called = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
     Path(sys.argv[4]).write_text(json.dumps(called(*json.loads(sys.argv[3]))))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At exit, weight schemes of TorchRL 0.14.1 start a thread, and wait for that for ever.
+    os._exit(0)
