@@ -54,19 +54,16 @@ Parts = list[tuple[Any, str, str, Callable[..., Any]]]
 
 def parts() -> Parts:
     """Return the functions that watch, what each does, and what takes its place in a bare turn."""
-    from gleanrl.core.returns import NO_EPISODES
+    from gleanrl.core.returns import NONE_ENDED
     from gleanrl.rollout.step_clock import StepClock
     from gleanrl.rollout.tracker import Tracker
-    from gleanrl.transport import frames
     from gleanrl.transport.worker import Worker
     from gleanrl.watch.watching import Watching
 
     return [
         (StepClock, "begin", "workers' time", lambda _, act, step: (act, step)),
         (Worker, "_complete", "workers' time", lambda *_: None),
-        (Tracker, "_ends_of", "rewards kept or sent", lambda *_: NO_EPISODES),
-        (frames, "_write_ended", "rewards kept or sent", lambda *_: ((b"d", 0, 0), b"")),
-        (frames, "_read_ended", "rewards kept or sent", lambda *_: NO_EPISODES),
+        (Tracker, "_ends_of", "rewards kept", lambda *_: NONE_ENDED),
         (Watching, "gathered", "batches and episodes added up", lambda *_: None),
     ]
 

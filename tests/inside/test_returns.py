@@ -4,15 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.core.returns import EpisodeSums
+from gleanrl.core.returns import EpisodeSums, head_of
 
 
 def as_sent(rewards, done, begun):
     columns, rows = done.T.nonzero()
     ends = np.array((rows, columns + 1), np.int64)
-    begun = begun.astype(np.int64)
-    parts = [part.tobytes() for part in (rewards, ends, begun)]
-    return len(rewards), rewards.dtype.char, *parts
+    begun = np.array((begun, np.zeros_like(begun)), np.int64)
+    return head_of(rewards) + rewards.tobytes() + np.concatenate((begun, ends), 1).tobytes()
 
 
 def step_by_step(rollouts):

@@ -22,9 +22,9 @@ from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.core.returns import NO_EPISODES, EpisodeSums
+from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums, episodes_that_ended
 from gleanrl.core.streams import Streams, preserved
-from gleanrl.core.window import Array, Window
+from gleanrl.core.window import Window
 from gleanrl.memory.trees import batch_over, copied
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.weights.snapshot import Shapes, cloned, shapes_of
@@ -204,10 +204,10 @@ class NestedSource:
             batch.set(TRAJ_IDS, self._numbered(ids))
         return Report(steps, frames, version, 0, batch, ended, measured=measured)
 
-    def _episodes(self) -> Array:
-        """Return the episodes that ended in the collector's batch."""
+    def _episodes(self) -> Ended:
+        """Return which episodes ended in the collector's batch."""
         each = [self._sums[worker].add([report.ended])[0] for worker, report in self._reports]
-        return np.concatenate([NO_EPISODES, *each])
+        return episodes_that_ended(np.concatenate([NO_EPISODES, *each]))
 
     def _measured(self, seconds: float) -> tuple[float, float]:
         """Share out ``seconds`` as its workers spent those that they were busy."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from gleanrl.core.layout import Field, Layout
-from gleanrl.core.returns import NO_EPISODES, Ended
+from gleanrl.core.returns import NONE_ENDED, Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Report:
     """Frames stepped that could not be delivered (0 but for bounded spill overflow)."""
     payload: Any = None
     """The rollout, where it does not lie in the window; ``None`` if it does."""
-    ended: Ended = field(default_factory=lambda: NO_EPISODES, compare=False)
+    ended: Ended = field(default=NONE_ENDED, compare=False)
     """What says which episodes ended. The reward of a frame with several is their mean."""
     times: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), compare=False)
     """When the worker turned to the rollout, its source began and had collected, on the monotonic

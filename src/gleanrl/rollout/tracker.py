@@ -9,7 +9,13 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums, Rewards
+from gleanrl.core.returns import (
+    NONE_ENDED,
+    Ended,
+    EpisodeSums,
+    episodes_that_ended,
+    head_of,
+)
 from gleanrl.core.window import Array
 
 _NEVER = np.iinfo(np.int64).max
@@ -36,13 +42,16 @@ class Tracker:
         """Steps each environment has taken in its running episode, at rollout start."""
         self._sums: EpisodeSums | None = None
         """Adds up large rollouts. All rollouts are of one size, but those that are stopped."""
-        self._begun = self._index.tobytes()
-        """See `Rewards.begun`."""
-        self.ended: Ended = NO_EPISODES
+        self._begun = self._index
+        """Environments that begin an episode with the next rollout though none has ended."""
+        self._head, self._head_steps = b"", -1
+        """How `Ended` begins for rollouts of so many steps."""
+        self.ended: Ended = NONE_ENDED
         """What says which episodes ended in the last rollout."""
         self._due = np.full(envs, _NEVER)
-        self._ended: list[int] = []
-        self._ended_at: list[int] = []
+        self._over: list[int] = []
+        self._over_after: list[int] = []
+        """Environments whose episodes ended in this rollout, and after how many of its steps."""
         self._all_ends = _NONE
         self._init_rows: Sequence[Array] = ()
         self.next_due = -1
@@ -55,7 +64,7 @@ class Tracker:
 
     def begin(self, init_rows: Sequence[Array] = ()) -> None:
         """Start a rollout at step 0; row ``t`` of ``init_rows`` is set where step ``t`` ends."""
-        self._ended, self._ended_at, self._all_ends = [], [], _NONE
+        self._over, self._over_after, self._all_ends = [], [], _NONE
         self._init_rows = init_rows
         if self._max is not None:
             self._due = self._max - 1 - self._age
@@ -67,8 +76,8 @@ class Tracker:
 
     def end(self, t: int, ended: Sequence[int]) -> None:
         """Note that ``ended`` finished an episode with step ``t``."""
-        self._ended += ended
-        self._ended_at += [t + 1] * len(ended)
+        self._over += ended
+        self._over_after += [t + 1] * len(ended)
         if self._init_rows:
             self._init_rows[t][list(ended)] = True
         if self._max is not None:
@@ -91,7 +100,7 @@ class Tracker:
                 Or ``None``.
         """
         # All that follows is paid per rollout with cold caches: some 2 us for every kind of call.
-        ended = np.array((self._ended, self._ended_at)) if self._ended else self._all_ends
+        ended = np.array((self._over, self._over_after)) if self._over else self._all_ends
         rows, ends = ended
         first, age = self._episode * self._stride + self._index, self._age
         over: Array | None = None
@@ -119,23 +128,25 @@ class Tracker:
                 counts[rows, steps] = 0
         age += steps
         age[rows] = steps - ends  # of several ends of one environment the last one stays
-        self.ended = self._ends_of(rewards[:, :steps], ended)
+        self.ended = self._ends_of(steps, rewards[:, :steps], ended)
 
-    def _ends_of(self, rewards: Array, ended: Array) -> Ended:
-        # With cold caches each object that is made here costs 2 to 4 us, if it is one of Python's.
-        envs, kind = rewards.shape[0], rewards.dtype.char
-        rollout: Rewards = (envs, kind, rewards.tobytes(), ended.tobytes(), self._begun)
-        if rewards.size > _MOST_SENT and len(self._begun) == self._index.nbytes:
-            self._sums = EpisodeSums()  # which knows of no running episodes
-        self._begun = b""
-        return rollout if self._sums is None else self._sums.add([rollout])[0]
+    def _ends_of(self, steps: int, rewards: Array, ends: Array) -> Ended:
+        # With cold caches each call takes 0.5 us, if all that it makes is a small object.
+        if steps != self._head_steps:
+            self._head, self._head_steps = head_of(rewards), steps
+        if len(begun := self._begun):
+            if rewards.size > _MOST_SENT and len(begun) == len(self._index):
+                self._sums = EpisodeSums()  # which knows of no running episodes
+            ends = np.concatenate(((begun, np.zeros_like(begun)), ends), 1)
+            self._begun = begun[:0]
+        rollout = self._head + rewards.tobytes() + ends.tobytes()
+        return rollout if self._sums is None else episodes_that_ended(self._sums.add([rollout])[0])
 
     def restart(self, envs: Sequence[int] | None = None) -> None:
         """Begin a new episode in ``envs`` (all by default) that have taken a step."""
         chosen = np.zeros(len(self._episode), bool)
         chosen[slice(None) if envs is None else list(envs)] = True
-        before = np.frombuffer(self._begun, np.int64)
-        self._begun = np.union1d(before, chosen.nonzero()[0]).tobytes()
+        self._begun = np.union1d(self._begun, chosen.nonzero()[0])
         chosen &= self._age > 0
         self._episode[chosen] += 1
         self._age[chosen] = 0

@@ -36,17 +36,14 @@ from hashlib import blake2b
 from typing import NoReturn
 
 import cloudpickle
-import numpy as np
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, WorkerDied, WorkerError, error_text, hide_frames
-from gleanrl.core.returns import Ended
 from gleanrl.transport.pickling import dumps
 
 _COLLECT = struct.Struct("=cqiiq?")
-_ROLLED = struct.Struct("=cqiqqqq8dciii")
-"""Numbers of a report and of its `Rewards`, whose memory follows; episodes follow if these numbers
-are 0."""
+_ROLLED = struct.Struct("=cqiqqqq8d")
+"""Numbers of a report; which episodes ended follows."""
 _HEAD = struct.Struct("=cqi")
 """How every frame begins: its kind, the ticket, and in replies the worker (in commands, a slot)."""
 _C, _R, _P = b"C", b"R", b"P"
@@ -103,7 +100,6 @@ class CommandReader:
 def _write_reply(reply: m.Reply) -> bytes:
     if isinstance(reply, m.Rolled) and reply.report.payload is None:
         report = reply.report
-        sizes, body = _write_ended(report.ended)
         head = _ROLLED.pack(
             _R,
             reply.ticket,
@@ -115,25 +111,9 @@ def _write_reply(reply: m.Reply) -> bytes:
             *report.times,
             *report.seconds,
             report.weights_s,
-            *sizes,
         )
-        return head + body
+        return head + report.ended
     return _HEAD.pack(_P, reply.ticket, reply.worker) + dumps(reply)
-
-
-def _write_ended(ended: Ended) -> tuple[tuple[bytes, int, int, int], bytes]:
-    if not isinstance(ended, tuple):
-        return (b"d", 0, 0, 0), ended.tobytes()
-    envs, kind, rewards, ends, begun = ended
-    return (kind.encode(), envs, len(rewards), len(ends)), b"".join((rewards, ends, begun))
-
-
-def _read_ended(frame: bytes, kind: bytes, envs: int, rewards: int, ends: int) -> Ended:
-    start = _ROLLED.size
-    if not envs:
-        return np.frombuffer(frame, offset=start).reshape(-1, 2)
-    middle, stop = start + rewards, start + rewards + ends
-    return envs, kind.decode(), frame[start:middle], frame[middle:stop], frame[stop:]
 
 
 def head_of(frame: bytes) -> tuple[int, int]:
@@ -212,8 +192,7 @@ def _read_reply(frame: bytes) -> m.Reply:
     if frame[:1] == _R:
         found = _ROLLED.unpack_from(frame)
         ticket, worker, steps, frames, version, discarded = found[1:7]
-        ended = _read_ended(frame, *found[15:])
-        report = m.Report(steps, frames, version, discarded, None, ended)
+        report = m.Report(steps, frames, version, discarded, None, frame[_ROLLED.size :])
         report.times, report.seconds, report.weights_s = found[7:10], found[10:14], found[14]
         return m.Rolled(worker, ticket, report)
     reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])

@@ -24,8 +24,8 @@ _LAST = 100
 _MARK_S = 0.5
 _MARKS = 8
 """The current rate is that since the oldest of so many marks, which are so far apart."""
-_MOST_BATCHES, _MOST_FRAMES = 256, 1 << 18
-"""Batches, and rewards of frames, that wait to be added up until somebody asks."""
+_MOST_BATCHES, _MOST_BYTES = 256, 1 << 20
+"""Batches, and bytes of their rewards and ends, that wait to be added up until somebody asks."""
 _RECENT_S = 2.0
 """Seconds for which numbers are recent."""
 _Seconds: TypeAlias = tuple[float, float, float, float]
@@ -81,8 +81,8 @@ class Measures:
         self._lock = threading.RLock()  # a signal handler may ask in the thread that adds
         self._settling = False
         self._waiting: deque[_Batch] = deque()
-        self._frames = 0
-        """Rewards added since batches were added up."""
+        self._bytes = 0
+        """Rewards and ends added since batches were added up."""
         self._workers = [_Worker() for _ in range(workers)]
         self._all = _Worker()
         """Frames, episodes and lag of all; seconds are those of each."""
@@ -103,10 +103,9 @@ class Measures:
         shares: list[_Share] = []
         for worker, r in reports.items():
             shares.append((worker, r.frames, r.policy_version, r.seconds, r.ended))
-            if isinstance(r.ended, tuple):
-                self._frames += r.frames
+            self._bytes += len(r.ended)
         self._waiting.append((now, asked, version, shares))
-        if len(self._waiting) > _MOST_BATCHES or self._frames > _MOST_FRAMES:
+        if len(self._waiting) > _MOST_BATCHES or self._bytes > _MOST_BYTES:
             self.settle()
         return now
 
@@ -129,7 +128,7 @@ class Measures:
                 self._workers[worker].sums.add([report.ended])
 
     def _take_in(self, batches: Sequence[_Batch]) -> None:
-        self._frames = 0
+        self._bytes = 0
         ended: list[list[Ended]] = [[] for _ in self._workers]
         until: list[list[int]] = [[] for _ in self._workers]
         """The frames of all until then, by rollout."""
