@@ -26,6 +26,7 @@ from typing import Any
 from unittest.mock import patch
 
 import gymnasium as gym
+import numpy as np
 import torch
 
 from benchmarks import envs, policies
@@ -125,6 +126,35 @@ def stepwise(steps: int) -> float:
     return 2 * steps * (least(act) - least(nothing)) / 16
 
 
+def sending(envs: int, steps: int) -> float:
+    """Return the seconds per rollout that rewards and ends take on their way to the learner.
+
+    Reports go through a pipe with them and without, each time with cold caches. One frame in twenty
+    ends an episode.
+    """
+    from gleanrl.core import messages
+    from gleanrl.core.returns import NONE_ENDED, head_of
+    from gleanrl.transport import frames
+
+    rewards, ends = np.ones((envs, steps), np.float32), np.ones((2, envs * steps // 20), np.int64)
+    both = head_of(rewards) + rewards.tobytes() + ends.tobytes()
+    others = np.zeros(1 << 18)
+    source, sink = os.pipe()
+
+    def once(ended: bytes) -> float:
+        report = messages.Report(steps, envs * steps, 0, ended=bytes(bytearray(ended)))
+        others.__iadd__(1.0)
+        begin = time.perf_counter()
+        os.write(sink, frames.frame_of(messages.Rolled(0, 1, report)))
+        frames.reply_in(os.read(source, 1 << 16))
+        return time.perf_counter() - begin
+
+    found = [once(both) - once(NONE_ENDED) for _ in range(2000)]
+    os.close(source)
+    os.close(sink)
+    return statistics.median(found)
+
+
 def traced(system: Batches, batches: int, seconds: float) -> float:
     """Return the share of the time that a timeline takes."""
     from gleanrl.watch.timeline import Timeline
@@ -183,6 +213,9 @@ def run(case: str, seconds: float) -> dict[str, Any]:
         factories[0] = TimedFrom(factories[0], path)
         system = over("process", "sync", [factories], policy, frames, **options)
         found = measured(system, frames // count, seconds, turns=False)
+        sent = 100 * 1e6 * sending(count, frames // count) / found["microseconds"]
+        found["parts"]["rewards sent"] = sent
+        found["percent"] += sent
         rollouts = system.collector.stats()["frames"] / frames
         for part, spent in json.loads(path.read_text()).items():
             percent = 100 * 1e6 * spent / rollouts / found["microseconds"]

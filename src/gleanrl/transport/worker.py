@@ -101,7 +101,8 @@ class Worker:
         if not self._counted_until:  # before the first rollout there was nothing to do
             self._waited, self._counted_until = 0.0, taken
         total, self._counted_until = end - self._counted_until, end
-        begin = max(taken, self._loaded_at)
+        # Calls of `max` would take half the time of all this: caches are cold.
+        begin = taken if taken > self._loaded_at else self._loaded_at
         took, measured = end - begin, report.measured
         if measured is not None:
             self._shares = measured[0] / (took or 1.0), measured[1] / (took or 1.0)
@@ -109,7 +110,8 @@ class Worker:
         waited, report.weights_s = self._waited, self._loading
         self._waited = self._loading = 0.0
         report.times = taken, begin, end
-        report.seconds = env, policy, max(0.0, total - waited - env - policy), waited
+        rest = total - waited - env - policy
+        report.seconds = env, policy, rest if rest > 0.0 else 0.0, waited
 
     def _refresh(self) -> None:
         if self._receiver is not None:

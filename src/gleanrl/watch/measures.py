@@ -6,7 +6,6 @@ import math
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from operator import add
 from time import monotonic
 from typing import TypeAlias
 
@@ -57,20 +56,31 @@ class _Episodes:
         return found
 
 
-class _Worker:
-    """What one worker did, since collection began."""
+class _Whole:
+    """What all workers did, since collection began."""
 
     def __init__(self) -> None:
         self.frames = self.lag = 0
-        self.seconds: list[float] = [0.0] * len(SHARES)
-        self.sums = EpisodeSums()
         self.episodes = _Episodes()
 
-    def take_in(self, frames: int, lag: int, seconds: _Seconds) -> None:
-        """Count a rollout."""
-        self.frames += frames
-        self.lag = lag
-        self.seconds = list(map(add, self.seconds, seconds))
+
+class _Worker(_Whole):
+    """What one worker did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: Sequence[float] = (0.0,) * len(SHARES)
+        self.sums = EpisodeSums()
+
+    def take_in(
+        self, seconds: Sequence[_Seconds], ended: Sequence[Ended]
+    ) -> tuple[Array, list[int]]:
+        """Add up rollouts; return the episodes that ended, and how many in each."""
+        self.seconds = list(map(sum, zip(self.seconds, *seconds, strict=True)))
+        episodes, counts = self.sums.add(ended)
+        if len(episodes):
+            self.episodes.add(episodes)
+        return episodes, counts
 
 
 class Measures:
@@ -84,8 +94,7 @@ class Measures:
         self._bytes = 0
         """Rewards and ends added since batches were added up."""
         self._workers = [_Worker() for _ in range(workers)]
-        self._all = _Worker()
-        """Frames, episodes and lag of all; seconds are those of each."""
+        self._all = _Whole()
         self._marks: deque[tuple[float, list[int]]] = deque(maxlen=_MARKS)
         """When, and the frames of each worker until then."""
         self._began = self._newest = self._mark_due = self._settled = 0.0
@@ -129,35 +138,36 @@ class Measures:
 
     def _take_in(self, batches: Sequence[_Batch]) -> None:
         self._bytes = 0
-        ended: list[list[Ended]] = [[] for _ in self._workers]
-        until: list[list[int]] = [[] for _ in self._workers]
-        """The frames of all until then, by rollout."""
+        rollouts: list[list[tuple[_Seconds, Ended, int]]] = [[] for _ in self._workers]
+        """Of each worker, with the frames of all until then."""
         for now, asked, version, shares in batches:
             if not self._began:
                 self._mark(asked)
                 self._began = self._newest = asked
             oldest, everything = version, self._all
-            for index, frames, its_version, seconds, own in shares:
+            for index, frames, its_version, seconds, ended in shares:
                 everything.frames += frames
                 oldest = min(oldest, its_version)
-                self._workers[index].take_in(frames, version - its_version, seconds)
-                ended[index].append(own)
-                until[index].append(everything.frames)
+                worker = self._workers[index]
+                worker.frames += frames
+                worker.lag = version - its_version
+                rollouts[index].append((seconds, ended, everything.frames))
             self._newest, everything.lag = now, version - oldest
             self._history.batches.add((now, everything.frames, everything.lag))
             if now >= self._mark_due:
                 self._mark(now)
-        self._end_episodes(ended, until)
+        self._add_up(rollouts)
         self._settled = monotonic()
 
-    def _end_episodes(self, ended: list[list[Ended]], until: list[list[int]]) -> None:
-        """Take in what ended in rollouts; after each, all had so many frames (both by worker)."""
+    def _add_up(self, rollouts: list[list[tuple[_Seconds, Ended, int]]]) -> None:
         rows: list[Array] = []
-        for worker, own, frames in zip(self._workers, ended, until, strict=True):
-            episodes, counts = worker.sums.add(own)
+        for worker, own in zip(self._workers, rollouts, strict=True):
+            if not own:
+                continue
+            seconds, ended, until = zip(*own, strict=True)
+            episodes, counts = worker.take_in(seconds, ended)
             if len(episodes):
-                worker.episodes.add(episodes)
-                rows.append(np.column_stack((np.repeat(frames, counts), episodes)))
+                rows.append(np.column_stack((np.repeat(until, counts), episodes)))
         if rows:
             each = rows[0]
             if len(rows) > 1:
