@@ -60,7 +60,7 @@ def windows(env, policy, steps=STEPS):
     for key in policy.states:
         after = written[("next", *key)]
         roots.append(Field(key, after.shape, after.dtype))
-    if policy.needs_is_init:
+    if ("is_init",) in policy.provided:
         roots.append(Field(("is_init",), (1,), torch.bool))
     window = Window.allocate([*roots, *policy.outputs], env.num_envs, steps)
     carry = Window.allocate(roots, env.num_envs, 1)
@@ -68,7 +68,7 @@ def windows(env, policy, steps=STEPS):
     for field in env.observations:
         tensor = window.tensor(field.key)
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * 2)
-    if policy.needs_is_init:
+    if ("is_init",) in policy.provided:
         window.tensor(("is_init",))[:, 0] = True
     return window, carry
 
@@ -83,7 +83,7 @@ def run(policy, window, carry, kind=RANDOM, steps=None, ends=None):
             ended = (ends or {}).get(t, ())
             if ended:
                 policy.reset(t, ended)
-                if policy.needs_is_init and t + 1 < steps:
+                if ("is_init",) in policy.provided and t + 1 < steps:
                     window.rows(("is_init",))[t + 1][list(ended)] = True
         policy.finish(steps)
 

@@ -132,7 +132,7 @@ def test_the_outputs_say_what_is_written_actions_first():
     ]
     assert ours.inner is policy
     assert ours.states == ()
-    assert not ours.needs_is_init
+    assert ("is_init",) not in ours.provided
 
 
 def recurrent():

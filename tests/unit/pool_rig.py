@@ -24,7 +24,7 @@ class Uniform:
 
     inner = None
     states = ()
-    needs_is_init = False
+    provided = ()
 
     def __init__(self, env):
         self.outputs = env.layout.actions
@@ -96,7 +96,7 @@ def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(),
 
     def make_policy(env, probe):
         made = policy(env)
-        made.needs_is_init = needs_is_init
+        made.provided = [("is_init",)] * needs_is_init
         return made
 
     rollout_options = RolloutOptions(**options)

@@ -5,16 +5,18 @@ from functools import partial
 import gymnasium as gym
 import pytest
 import torch
+from clocks_rig import Clock, clocks
 from tensordict.nn import TensorDictModule as Mod
 from tensordict.nn import TensorDictModuleBase
 from tensordict.nn import TensorDictSequential as Seq
 from torch import nn
 from torchrl.envs import GymEnv as TorchRLGymEnv
+from torchrl.envs import GymWrapper as TorchRLGymWrapper
 from torchrl.envs import Transform, TransformedEnv
 from torchrl.modules import OrnsteinUhlenbeckProcessModule
 from torchrl.testing.mocking_classes import CountingEnv
 
-from gleanrl import Collector, PolicyError
+from gleanrl import Collector, PolicyError, PolicyTypeError
 from gleanrl.envs import GymEnv, SerialEnv
 
 FAST = pytest.mark.parametrize("fast", [True, False])
@@ -111,6 +113,68 @@ def test_an_entry_that_the_collector_delivers_is_not_for_the_policy_to_write(
         match="the policy writes .*, which the collector delivers",
     ):
         collect(env(), writing(key), fast=fast, **options)
+
+
+# -- how many steps the episode has taken ----------------------------------------------------------
+
+
+class Counted(TensorDictModuleBase):
+    """Picks actions by the step count, which is an index of its embedding."""
+
+    in_keys = ["step_count"]
+    out_keys = ["action", "output1"]
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Embedding(4, 5)
+
+    def forward(self, tensordict):
+        count = tensordict["step_count"]
+        tensordict["action"] = self.scores(count[..., 0]).argmax(-1)
+        return tensordict.set("output1", count + 0)
+
+
+def counted(tensordict):
+    tensordict["action"] = tensordict["step_count"][..., 0]
+    return tensordict.set("output1", tensordict["step_count"].clone())
+
+
+def by_count(step_count):
+    return step_count[..., 0], step_count + 0
+
+
+CLOCKS = [partial(Clock, 0, (1, 2)), partial(Clock, 1, (9,)), partial(Clock, 2, (5, 3))]
+
+
+@pytest.mark.parametrize("policy", [Counted(), counted, by_count])
+@pytest.mark.parametrize(
+    ("env", "fast"),
+    [
+        (lambda: CLOCKS, True),
+        (lambda: CLOCKS, False),
+        (lambda: clocks([(1, 2), (9,), (5, 3)]), True),
+        (lambda: TorchRLGymWrapper(Clock(2, (5, 3)), categorical_action_encoding=True), True),
+    ],
+    ids=["rows", "plain", "next-step", "torchrl"],
+)
+def test_policies_read_how_many_steps_their_episode_has_taken(env, fast, policy):
+    options = {"frames_per_batch": 21, "max_frames_per_traj": 4, "fast": fast}
+    found = []
+    with Collector(env(), policy, **options) as collector:
+        for i, batch in zip(range(4), collector, strict=False):
+            found += batch["step_count"].flatten().tolist()
+            assert torch.equal(batch["output1"], batch["step_count"])
+            assert torch.equal(batch["observation"][..., 2:].long(), batch["step_count"])
+            if i == 1:
+                collector.reset()
+    assert set(found) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("name", ["step_count", "is_init"])
+def test_an_argument_named_after_what_is_not_there_gets_no_observation(name):
+    policy = {"step_count": lambda step_count: step_count, "is_init": lambda is_init: is_init}[name]
+    with pytest.raises(PolicyTypeError, match=rf"\({name}\) cannot be called"):
+        collect("Pendulum-v1", policy)
 
 
 # -- what a policy wrote, it reads again -----------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -124,8 +124,9 @@ class Policy(Protocol):
     """Everything it writes per step, actions included; ``("next", state)`` for recurrent state."""
     states: tuple[Key, ...]
     """Root keys it reads that its own ``("next", ...)`` outputs feed; zero at every reset."""
-    needs_is_init: bool
-    """Whether it reads ``"is_init"``: bool ``[P, 1]``, true where an episode begins."""
+    provided: Collection[Key]
+    """What it may read that the collector provides: ``"is_init"``, bool ``[P, 1]``, true where an
+    episode begins, and ``"step_count"``, int64 ``[P, 1]``, 0 there."""
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; reads the interaction type; ``carry`` gets row ``T``."""

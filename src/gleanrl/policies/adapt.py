@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from gleanrl.core.errors import PolicyError, PolicyTypeError
-from gleanrl.core.keys import Key, as_keys, format_key
+from gleanrl.core.keys import IS_INIT, STEP_COUNT, Key, as_keys, format_key
 
 _TENSORDICT_NAMES = ("tensordict", "td")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -81,6 +81,8 @@ class Adapted:
     """What it says it reads; ``None`` if it does not say."""
     out_keys: tuple[Key, ...] | None
     """What it says it writes; ``None`` if it does not say."""
+    counts: bool = False
+    """Whether ``"step_count"`` is there for it to read."""
 
 
 def adapt(
@@ -90,6 +92,7 @@ def adapt(
     *,
     trust: bool | None = None,
     infos: Collection[Key] = (),
+    counts: bool = False,
 ) -> Adapted:
     """Find out how ``policy`` wants to be called.
 
@@ -104,6 +107,7 @@ def adapt(
         action_keys: What the environment wants.
         trust: Take ``policy`` to be a callable on TensorDicts without looking.
         infos: Those of ``observation_keys`` that only a policy that names them gets.
+        counts: Whether the collector shows ``"step_count"`` to a policy that names it.
 
     Raises:
         PolicyTypeError: ``policy`` cannot be called with what the environment gives.
@@ -116,14 +120,16 @@ def adapt(
     # torch.compile hides the signature of what it wraps.
     looked_at = getattr(policy, "_orig_mod", policy) if isinstance(policy, nn.Module) else policy
     if trust or isinstance(looked_at, TensorDictModuleBase):
-        return Adapted(policy, *_declared(looked_at))
+        return Adapted(policy, *_declared(looked_at), counts)
     parameters = _parameters(looked_at)
     in_keys, out_keys = _declared(looked_at)
     declared = in_keys is not None and out_keys is not None and len(_required(parameters)) <= 1
     if declared or _takes_tensordict(looked_at, parameters):
-        return Adapted(policy, in_keys, out_keys)
+        return Adapted(policy, in_keys, out_keys, counts)
+    if counts:
+        observation_keys, infos = (*observation_keys, STEP_COUNT), (*infos, STEP_COUNT)
     call = _tensor_call(policy, parameters, observation_keys, action_keys, infos)
-    return Adapted(call, call.in_keys, None)
+    return Adapted(call, call.in_keys, None, counts)
 
 
 def _declared(policy: Any) -> tuple[tuple[Key, ...] | None, tuple[Key, ...] | None]:
@@ -190,6 +196,7 @@ def _tensor_call(
             policy, keys, action_keys, None if by_position else [o.name for o in taken]
         )
     fits_one = len(required) == 1 and required[0].kind in _POSITIONAL
+    fits_one = fits_one and (required[0].name,) not in (IS_INIT, STEP_COUNT)  # no observation
     fits_any = not required and any(one.kind is one.VAR_POSITIONAL for one in parameters)
     unnamed = [key for key in observation_keys if key not in infos]
     if len(unnamed) == 1 and (fits_one or fits_any):

@@ -52,6 +52,7 @@ def make_policy(
     options: PolicyOptions,
     exploration: ExplorationType = ExplorationType.RANDOM,
     one_hot: Collection[Key] = (),
+    counts: bool = False,
 ) -> RandomActions | ProgramPolicy:
     """Make a `Policy` of what the user gave.
 
@@ -67,6 +68,7 @@ def make_policy(
         options: How it is run, and where; the device of its first weight by default.
         exploration: How the policy acts in that call.
         one_hot: Actions that the environment wants as one-hot vectors.
+        counts: Whether the collector counts steps, which the policy may read as ``"step_count"``.
 
     Raises:
         PolicyTypeError: the policy cannot be called with what the environment gives.
@@ -87,7 +89,8 @@ def make_policy(
     device = _device_of(policy, options.device)
     observed = [field.key for field in env.observations]
     acted: list[Key] = [field.key for field in env.actions]
-    adapted = adapt(policy, observed, acted, trust=options.trust_policy, infos=env.infos)
+    trust = options.trust_policy
+    adapted = adapt(policy, observed, acted, trust=trust, infos=env.infos, counts=counts)
     root = root_of(env, probe, device)
     adapted, signature = learn(policy, adapted, env, root, exploration, one_hot=one_hot)
     call, lower = _accelerate(adapted.call, options, device)
@@ -145,6 +148,8 @@ class Shown:
     """Whether the environment takes actions as they are written."""
     infos: Collection[Key] = ()
     """Those of ``observed`` that are requested info entries."""
+    counts: bool = False
+    """Whether the collector counts steps, which the policy may read as ``"step_count"``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +164,9 @@ class Actor:
     """Root entries that are provided: zero where an episode begins."""
     policy_written_state: tuple[Key, ...] = ()
     """Root entries that the policy's ``("next", ...)`` outputs replace."""
-    needs_is_init: bool = False
-    """Whether to tell the policy, as ``"is_init"``, where an episode begins."""
+    provided: Collection[Key] = ()
+    """What to tell the policy: where an episode begins, as ``"is_init"``, and how many steps it has
+    taken, as ``"step_count"``."""
     zero_outputs: TensorDictBase | None = None
     """What random frames hold in place of what the policy writes beside actions."""
     device: torch.device | None = None
@@ -186,8 +192,8 @@ def make_actor(
         ConfigError: options that contradict each other or the device.
     """
     root, device = shown.root, _device_of(policy, options.device)
-    trust = options.trust_policy
-    adapted = adapt(policy, shown.observed, shown.acted, trust=trust, infos=shown.infos)
+    trust, infos, counts = options.trust_policy, shown.infos, shown.counts
+    adapted = adapt(policy, shown.observed, shown.acted, trust=trust, infos=infos, counts=counts)
     away = _away(root, options.device, device)
     # A policy for which the user named a device is shown that device.
     named = options.device is not None or root.device is None
@@ -195,12 +201,12 @@ def make_actor(
     given = given if away is None else given.to(away)
     if shown.layout is None:
         owned = (*shown.observed, *shown.rewarded)
-        zeros, states, asks_init = learn_dynamic(
+        zeros, states, provided = learn_dynamic(
             policy, adapted, given, shown.acted, owned, exploration
         )
         call, _ = _accelerate(adapted.call, options, device)
         acting, keys = TensorDictPolicy(call, shows_device=named), tuple(s.key for s in states)
-        return Actor(policy, acting, states, keys, asks_init, zeros, away), root
+        return Actor(policy, acting, states, keys, provided, zeros, away), root
     adapted, signature = learn(
         policy,
         adapted,
@@ -251,7 +257,7 @@ def signed_actor(
         policy=policy,
         states=tuple(Field(key, tuple(v.shape[ndim:]), v.dtype) for key, v in after.items()),
         policy_written_state=signature.policy_written_state,
-        needs_is_init=signature.needs_is_init,
+        provided=signature.provided,
         zero_outputs=zero_outputs.to(shown.root.device or torch.device("cpu")),
         device=away,
         casts=tuple(

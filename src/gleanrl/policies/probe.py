@@ -19,7 +19,17 @@ from torch import distributions as D
 from torch import nn
 
 from gleanrl.core.errors import PolicyError, PolicyTypeError, note
-from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, as_keys, format_key, is_private, next_key
+from gleanrl.core.keys import (
+    IS_INIT,
+    NEXT,
+    STEP_COUNT,
+    Key,
+    as_key,
+    as_keys,
+    format_key,
+    is_private,
+    next_key,
+)
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import warn
 from gleanrl.policies.adapt import Adapted
@@ -206,7 +216,8 @@ class PolicySignature:
     under ``"next"``."""
     policy_written_state: tuple[Key, ...]
     """All root entries that the policy's ``("next", ...)`` outputs replace."""
-    needs_is_init: bool
+    provided: Mapping[Key, torch.dtype]
+    """Root entries that the collector provides: ``"is_init"`` and ``"step_count"``, if read."""
     rewrites: tuple[Key, ...]
     """Entries of the environment that the policy replaced, changed in place or removed."""
     after: TensorDictBase
@@ -261,7 +272,7 @@ def learn(
     Raises:
         PolicyError: it does not fit the environment.
     """
-    start, asks_init = _start(adapted, root, root.get(IS_INIT, None) is not None)
+    start, provided = _start(adapted, root, root.get(IS_INIT, None) is not None)
     given = {as_key(key): value for key, value in start.items(True, True)}
 
     def run(guess: Mapping[Key, torch.Tensor]) -> tuple[PolicyTrace, TensorDictBase]:
@@ -292,7 +303,7 @@ def learn(
         )
         converted = replace(adapted, call=IndexToOneHot(adapted, wanted))
         return learn(policy, converted, env, root, exploration, as_written=as_written)
-    owned = _owned(env, asks_init)
+    owned = _owned(env, IS_INIT in provided)
     actions = _actions(env, outputs, policy, as_written)
     taken = {*owned, *(field.key for field in actions)}
     extras = (_field(env, key, value) for key, value in outputs.items() if key not in taken)
@@ -306,7 +317,7 @@ def learn(
             for key in outputs
             if key[0] == NEXT and key not in owned and _reads(adapted, key[1:])
         ),
-        needs_is_init=asks_init,
+        provided=provided,
         rewrites=(*(key for key in outputs if key in given and key not in states), *removed),
         after=after,
     )
@@ -338,7 +349,7 @@ def learn_dynamic(
     actions: Collection[Key],
     owned: Collection[Key],
     exploration: InteractionType,
-) -> tuple[TensorDictBase, tuple[Field, ...], bool]:
+) -> tuple[TensorDictBase, tuple[Field, ...], Mapping[Key, torch.dtype]]:
     """Call the policy once on ``root``, whose layout is not fixed, and leave no trace.
 
     Args:
@@ -351,14 +362,14 @@ def learn_dynamic(
 
     Returns:
         Zeros in place of what it wrote beside actions; the root entries that its ``("next", ...)``
-        outputs replace; whether it needs ``"is_init"``.
+        outputs replace; what is provided, see `PolicySignature`.
 
     Raises:
         PolicyTypeError: it returned something else than a TensorDict.
         PolicyError: it cannot be called with what the environment gives.
     """
     there = leaves(root)
-    start, asks_init = _start(adapted, root, IS_INIT in there)
+    start, provided = _start(adapted, root, IS_INIT in there)
     given = {key: _stacked(start, key) for key in sorted(leaves(start))}
 
     def run(guess: Mapping[Key, torch.Tensor]) -> TensorDictBase:
@@ -370,7 +381,8 @@ def learn_dynamic(
         return found
 
     out, _ = _first_call(policy, adapted, start, given, run, fed)
-    kept = {*there, *owned, IS_INIT}
+    unchanged = {key for key in provided if equal(out.get(key, start.get(key)), start.get(key))}
+    kept = {*there, *owned, IS_INIT, *unchanged}
     written = leaves(out) - kept - set(map(next_key, kept))
     states = [
         Field(key[1:], tuple(value.shape[root.ndim :]), value.dtype)
@@ -379,7 +391,7 @@ def learn_dynamic(
         if _reads(adapted, key[1:])
     ]
     zeroed = written - set(actions) - {state.key for state in states}
-    return out.select(*zeroed).apply(torch.zeros_like), tuple(states), asks_init
+    return out.select(*zeroed).apply(torch.zeros_like), tuple(states), provided
 
 
 def _stacked(data: TensorDictBase, key: Key) -> torch.Tensor | None:
@@ -394,13 +406,19 @@ def _stacked(data: TensorDictBase, key: Key) -> torch.Tensor | None:
 # -- inputs ----------------------------------------------------------------------------------------
 
 
-def _start(adapted: Adapted, root: TensorDictBase, has_init: bool) -> tuple[TensorDictBase, bool]:
-    """Return a copy of ``root`` to call the policy on, and whether ``is_init`` was added."""
-    start = root.clone()
-    asks = adapted.in_keys is not None and IS_INIT in adapted.in_keys and not has_init
-    if asks:
-        start.set(IS_INIT, torch.ones((*root.batch_size, 1), dtype=torch.bool, device=root.device))
-    return start, asks
+def _start(
+    adapted: Adapted, root: TensorDictBase, has_init: bool
+) -> tuple[TensorDictBase, Mapping[Key, torch.dtype]]:
+    """Return a copy of ``root`` to call the policy on, and the entries that were added."""
+    start, provided = root.clone(), dict[Key, torch.dtype]()
+    if adapted.in_keys is not None and IS_INIT in adapted.in_keys and not has_init:
+        provided[IS_INIT] = torch.bool
+    if adapted.counts and _reads(adapted, STEP_COUNT):
+        provided[STEP_COUNT] = torch.int64
+    for key, dtype in provided.items():
+        first = int(dtype is torch.bool)
+        start.set(key, torch.full((*root.batch_size, 1), first, dtype=dtype, device=root.device))
+    return start, provided
 
 
 def _with(start: TensorDictBase, guess: Mapping[Key, torch.Tensor]) -> TensorDictBase:

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import IS_INIT, NEXT, Key, as_key, format_key, is_private, next_key
+from gleanrl.core.keys import NEXT, Key, as_key, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import batch_rows
@@ -61,8 +61,7 @@ class ProgramPolicy:
         self.signature = signature
         self.outputs: tuple[Field, ...] = signature.outputs
         self.states: tuple[Key, ...] = signature.states
-        self.needs_is_init = signature.needs_is_init
-        """Whether the root field ``"is_init"`` (bool ``[P, 1]``) must be in the window."""
+        self.provided: Collection[Key] = signature.provided
         self.device = device
         self.on_tensordict = TensorDictPolicy(
             call, signature if lower else None, env.batch_shape, device
@@ -160,7 +159,8 @@ class _ProgramOverRows:
         """Per state, the rows it has after each step: root row ``t + 1`` at index ``t``."""
         self._outputs, self._states = signature.outputs, signature.states
         # Root keys that change from step to step.
-        self._roots = {IS_INIT, *signature.states, *(field.key for field in env.observations)}
+        observed = (field.key for field in env.observations)
+        self._roots = {*signature.provided, *signature.states, *observed}
         # Outputs the environment reads at the same step.
         self._prompt: Collection[Key] = {*(field.key for field in env.actions), *env.fed}
         self._remote = device.type != "cpu"
@@ -416,8 +416,7 @@ class _TensorDictOverRows:
         outputs = signature.trace.outputs
         self._shown = {field.key: field.dtype for field in env.observations}
         self._shown |= {key: outputs[next_key(key)].dtype for key in signature.states}
-        if signature.needs_is_init:
-            self._shown[IS_INIT] = torch.bool
+        self._shown |= signature.provided
         self._acted = {field.key for field in env.actions}
         known = {*outputs, *map(as_key, signature.after.keys(True, True))}
         known |= {*signature.policy_written_state}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,7 @@ class RandomPolicy:
 class RandomActions:
     """A `Policy` that lets somebody else write the actions and leaves all else zero."""
 
-    needs_is_init = False
+    provided: Collection[Key] = ()
     inner: Any = None
 
     def __init__(

@@ -114,8 +114,9 @@ class SourceBuilder:
             exploration=self.rollout.exploration,
             options=self.policy,
             one_hot=_one_hot(env.action_specs),
+            counts=self.rollout.counts,
         )
-        self._check_inputs(policy.states, policy.needs_is_init)
+        self._check_inputs(policy.states, IS_INIT in policy.provided)
         return policy
 
     # -- environments with TensorDict methods ------------------------------------------------------
@@ -135,18 +136,18 @@ class SourceBuilder:
 
         def act(root: TensorDictBase, own: bool) -> tuple[Actor, TensorDictBase]:
             if known is not None and not own:
-                shown = _shown(env, root, layout, judges, infos)
+                shown = _shown(env, root, layout, judges, infos, self.rollout.counts)
                 away = None if known.device.type == "cpu" else known.device
                 actor = signed_actor(known.inner, known.on_tensordict, known.signature, shown, away)
                 return actor, known.signature.after
             chosen = complete_exploration(self._user_policy(own), env)
             if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
                 return Actor(), root
-            shown = _shown(env, root, layout, judges, infos)
+            shown = _shown(env, root, layout, judges, infos, self.rollout.counts)
             return make_actor(chosen, shown, self.policy, self.rollout.exploration)
 
         actor, after = act(handle.root.clone(), False)
-        self._check_inputs((state.key for state in actor.states), actor.needs_is_init)
+        self._check_inputs((state.key for state in actor.states), IS_INIT in actor.provided)
         expected = None if layout is None else expect(env, layout, after, actor, self.rollout)
         return TensorDictRollout(
             handle, actor, self.rollout, expected=expected, make_actor=act, why=why
@@ -192,6 +193,7 @@ def _shown(
     layout: EnvLayout | None,
     judges: bool,
     infos: Collection[Key],
+    counts: bool,
 ) -> Shown:
     return Shown(
         root,
@@ -202,6 +204,7 @@ def _shown(
         one_hot=() if judges else _one_hot(dict(spec_leaves(env.full_action_spec))),
         judges=judges,
         infos=infos,
+        counts=counts,
     )
 
 

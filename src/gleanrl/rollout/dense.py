@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from gleanrl.core.errors import ConfigError, note
-from gleanrl.core.keys import IS_INIT
+from gleanrl.core.keys import IS_INIT, STEP_COUNT
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
@@ -81,7 +81,8 @@ class DenseRollout(BaseSource):
         for key in first.keys():
             self._next_root.tensor(key).copy_(first.tensor(key))
         self.tracker = Tracker(env.layout.num_envs, options.max_frames_per_traj)
-        self._marks_init = policy.needs_is_init  # else the environment may have an entry like it
+        # Else the environment may have an entry like it.
+        self._marks_init = IS_INIT in policy.provided
         self._mark_init(None)
 
     def layout(self) -> Layout:
@@ -93,7 +94,10 @@ class DenseRollout(BaseSource):
         policy = self._random if random else self._policy
         with self.rolling():
             self._plan.begin(window, self._next_root)
-            self.tracker.begin(self._init_rows(window) if self._marks_init else ())
+            self.tracker.begin(
+                self._init_rows(window) if self._marks_init else (),
+                window.array(STEP_COUNT)[..., 0] if STEP_COUNT in policy.provided else None,
+            )
             self._env.begin(window, self._next_root)
             policy.begin(window, self._next_root)
             act, step = self._clock.begin(policy.act, self._env.step)

@@ -16,6 +16,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.keys import (
     NEXT,
+    STEP_COUNT,
     Key,
     as_key,
     next_key,
@@ -116,7 +117,10 @@ def expect(
         shown=tuple(key for key in dict.fromkeys((*observed, *same, *flags)) if key in found),
         # Random frames lack states that the policy makes itself, also under "next".
         optional=frozenset((*late, *map(next_key, late), *flags)),
-        ignored=tuple(next_key(key) for key in observed if key not in after),
+        ignored=(
+            *(next_key(key) for key in observed if key not in after),
+            *(key for key in actor.provided if key == STEP_COUNT),
+        ),
     )
 
 

@@ -61,12 +61,18 @@ class ResetTracker:
         self._behind = np.zeros(envs, bool)
         self._waiting = np.zeros(0, np.int64)
         self._next_due = -1
+        self._counts: Array | None = None
+        """``[P, T]``, shows the policy the steps taken in the episode before each raw step."""
         self._policy: Policy
         self._log: StepLog
 
     def begin(self, policy: Policy, log: StepLog) -> Callable[[int], None] | None:
         """Start a rollout; return what to call after every step, or ``None`` for nothing."""
-        self._policy, self._log = policy, log
+        self._policy, self._log, self._counts = policy, log, None
+        if STEP_COUNT in policy.provided:
+            self._counts = log.window.array(STEP_COUNT)[..., 0]
+            ages = np.arange(self._counts.shape[1]) - self._born[:, None]
+            self._counts[...] = ages.clip(0)  # 0 as well in a step that is only a reset
         self._waiting = np.flatnonzero(log.waiting)
         if self._pool.can_cut:
             stock = log.counts(0)
@@ -94,6 +100,9 @@ class ResetTracker:
         if self._max is not None:
             self._born[envs] = t + 1
             self._schedule()
+        if self._counts is not None:
+            later = self._counts[:, t + 1 :]
+            later[envs] = np.arange(later.shape[1])
 
     def _pick(self, t: int, ended: Array) -> Array:
         chosen = ended[self._behind[ended]]
@@ -163,7 +172,7 @@ class NextStepRollout(DenseRollout):
         super().__init__(pool, first, policy, make_policy, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
         self._resets = ResetTracker(pool, options.max_frames_per_traj)
-        self._logged = _logged(self._plan.layout, self._plan.root_fields, pool.layout)
+        self._logged = _logged(self._plan.layout, self._plan.root_fields, pool.layout, policy)
         _ = [field.numpy_dtype for field in self._logged[0]]  # missing ones are found now
         self._log: StepLog | None = None
         self._discarded = 0
@@ -249,14 +258,14 @@ def _check_fits(unfit: Mapping[int, tuple[Key, Any]]) -> None:
 
 
 def _logged(
-    layout: Layout, root_fields: Sequence[Field], env: EnvLayout
+    layout: Layout, root_fields: Sequence[Field], env: EnvLayout, policy: Policy
 ) -> tuple[list[Field], list[Key]]:
     """Return what the log holds, and which root keys give ``"next"`` from the following row."""
     observed = {field.key for field in env.observations}
     shifted = [key for key in observed if any(f.key == next_key(key) for f in layout.fields)]
     bulk = {TRAJ_IDS, MASK, STEP_COUNT, POLICY_VERSION}
     bulk |= {key for group in env.dones for key in group.keys()}
-    bulk -= observed
+    bulk -= {*observed, *policy.provided}
     bulk |= {next_key(key) for key in (STEP_COUNT, POLICY_VERSION, *shifted)}
     found = {f.key: f for f in (*root_fields, *layout.fields) if f.key not in bulk}
     return list(found.values()), shifted

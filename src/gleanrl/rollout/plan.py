@@ -107,7 +107,7 @@ class RolloutPlan:
         outputs = policy.outputs
         after = {f.key[1:]: replace(f, key=f.key[1:]) for f in outputs if f.key[0] == NEXT}
         states = [after[key] for key in policy.states]
-        init = [Field(IS_INIT, (1,), torch.bool)] if policy.needs_is_init else []
+        init = [Field(IS_INIT, (1,), torch.bool)] if IS_INIT in policy.provided else []
         root_fields = (*env.observations, *states, *init)
         shown = () if options.compact else env.observations
         observed, written = ([field.key for field in each] for each in (env.observations, outputs))

@@ -19,6 +19,7 @@ from gleanrl.core.errors import EnvError, note
 from gleanrl.core.keys import (
     IS_INIT,
     NEXT,
+    STEP_COUNT,
     Key,
     as_key,
     format_key,
@@ -148,7 +149,11 @@ class TensorDictRollout(BaseSource):
             if self._plan is not None and recorder.steps is None:
                 assert window is not None
                 self._plan.begin(window, self._no_rows)
-            self.tracker.begin()
+            counts = None
+            if STEP_COUNT in self._actor.provided:
+                counts = np.zeros((self.num_envs, steps), np.int64)
+                act = self._counting(act, counts)
+            self.tracker.begin(counts=counts)
             self._handle.begin()
             act, step = self._clock.begin(act, self._handle.step)
             taken = self._loop(act, step, steps, stop)
@@ -163,9 +168,8 @@ class TensorDictRollout(BaseSource):
         self, act: Callable[[], None], step: Callable[..., Sequence[int]], steps: int, stop: Stop
     ) -> int:
         handle, tracker, recorder = self._handle, self.tracker, self._recorder
-        follow = (
-            self._follow if self._actor.policy_written_state or self._actor.needs_is_init else None
-        )
+        marks = IS_INIT in self._actor.provided
+        follow = self._follow if self._actor.policy_written_state or marks else None
         before, after = recorder.before, recorder.after
         for t in range(steps):
             try:
@@ -202,6 +206,17 @@ class TensorDictRollout(BaseSource):
         for key, dtype in actor.casts:
             root.set(key, root.get(key).to(dtype))
 
+    def _counting(self, act: Callable[[], None], counts: Array) -> Callable[[], None]:
+        """Return ``act`` preceded by showing it the next column of ``counts``."""
+        columns = iter(counts.T)
+
+        def counted() -> None:
+            root, count = self._handle.root, next(columns).reshape(*self._batch, 1)
+            root.set(STEP_COUNT, torch.tensor(count, device=root.device))
+            act()
+
+        return counted
+
     def _begin_random(self) -> Callable[[], None]:
         """Return what acts at random; what the policy would write is zero, and carried like it."""
         handle, actor = self._handle, self._actor
@@ -224,7 +239,7 @@ class TensorDictRollout(BaseSource):
             value = after.get(key, None)
             if value is not None:
                 root.set(key, value)
-        if self._actor.needs_is_init:
+        if IS_INIT in self._actor.provided:
             flags = torch.zeros((*self._batch, 1), dtype=torch.bool, device=root.device)
             root.set(IS_INIT, flags)
 
@@ -237,7 +252,7 @@ class TensorDictRollout(BaseSource):
                 shape = (*self._batch, *state.shape)
                 value = torch.zeros(shape, dtype=state.dtype, device=root.device)
             root.set(state.key, self._fill(value, envs, 0))
-        if self._actor.needs_is_init:
+        if IS_INIT in self._actor.provided:
             value = root.get(IS_INIT, None)
             if value is None:
                 value = torch.zeros((*self._batch, 1), dtype=torch.bool, device=root.device)

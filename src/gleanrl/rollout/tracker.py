@@ -54,6 +54,7 @@ class Tracker:
         """Environments whose episodes ended in this rollout, and after how many of its steps."""
         self._all_ends = _NONE
         self._init_rows: Sequence[Array] = ()
+        self._shown: Array | None = None
         self.next_due = -1
         """The next step at which some environment has to be truncated, or -1."""
 
@@ -62,10 +63,16 @@ class Tracker:
         self._index = base + np.arange(len(self._index), dtype=np.int64)
         self._stride = stride
 
-    def begin(self, init_rows: Sequence[Array] = ()) -> None:
-        """Start a rollout at step 0; row ``t`` of ``init_rows`` is set where step ``t`` ends."""
+    def begin(self, init_rows: Sequence[Array] = (), counts: Array | None = None) -> None:
+        """Start a rollout at step 0; row ``t`` of ``init_rows`` is set where step ``t`` ends.
+
+        ``counts``: ``[P, T]`` int64, shows the steps taken in the episode before each step, and is
+        corrected where an episode ends. Only with a limit.
+        """
         self._over, self._over_after, self._all_ends = [], [], _NONE
-        self._init_rows = init_rows
+        self._init_rows, self._shown = init_rows, counts
+        if counts is not None:
+            counts[...] = self._age[:, None] + np.arange(counts.shape[1])
         if self._max is not None:
             self._due = self._max - 1 - self._age
             self.next_due = int(self._due.min())
@@ -83,6 +90,9 @@ class Tracker:
         if self._max is not None:
             self._due[list(ended)] = t + self._max
             self.next_due = int(self._due.min())
+            if self._shown is not None:
+                later = self._shown[:, t + 1 :]
+                later[list(ended)] = np.arange(later.shape[1])
 
     def end_all(self, done: Array) -> None:
         """Note every end of a rollout at once, instead of `end`: ``done`` is ``[P, T]``."""
