@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -135,9 +136,14 @@ def in_fresh_process(
 
 
 if __name__ == "__main__":
-    called = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
-    Path(sys.argv[4]).write_text(json.dumps(called(*json.loads(sys.argv[3]))))
+    code = 0
+    try:
+        called = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
+        Path(sys.argv[4]).write_text(json.dumps(called(*json.loads(sys.argv[3]))))
+    except Exception:
+        code = 1
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     # At exit, weight schemes of TorchRL 0.14.1 start a thread, and wait for that for ever.
-    os._exit(0)
+    os._exit(code)

@@ -64,7 +64,7 @@ def parts() -> Parts:
     return [
         (StepClock, "begin", "workers' time", lambda _, act, step: (act, step)),
         (Worker, "_complete", "workers' time", lambda *_: None),
-        (Tracker, "_ends_of", "rewards kept", lambda *_: NONE_ENDED),
+        (Tracker, "_ends_of", "rewards kept or sent", lambda *_: NONE_ENDED),
         (Watching, "gathered", "batches and episodes added up", lambda *_: None),
     ]
 
@@ -213,12 +213,11 @@ def run(case: str, seconds: float) -> dict[str, Any]:
         factories[0] = TimedFrom(factories[0], path)
         system = over("process", "sync", [factories], policy, frames, **options)
         found = measured(system, frames // count, seconds, turns=False)
-        sent = 100 * 1e6 * sending(count, frames // count) / found["microseconds"]
-        found["parts"]["rewards sent"] = sent
-        found["percent"] += sent
         rollouts = system.collector.stats()["frames"] / frames
-        for part, spent in json.loads(path.read_text()).items():
-            percent = 100 * 1e6 * spent / rollouts / found["microseconds"]
+        spent = Counter(json.loads(path.read_text()))
+        spent["rewards kept or sent"] += sending(count, frames // count) * rollouts
+        for part, seconds in spent.items():
+            percent = 100 * 1e6 * seconds / rollouts / found["microseconds"]
             found["parts"][part] = found["parts"].get(part, 0.0) + percent
             found["percent"] += percent
         return found

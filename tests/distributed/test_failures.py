@@ -127,6 +127,7 @@ def test_a_replacement_takes_part_with_the_newest_weights_and_ids_of_its_own():
         total_frames=-1,
     ) as collector:
         assert collector.set_seed(7) == 8
+        collector.enable_profile(workers=[], num_rollouts=9)
         for number in range(1, 9):
             seen.append(collector.next())
             policy.module.set(float(number))
@@ -150,6 +151,7 @@ def test_a_replacement_takes_part_with_the_newest_weights_and_ids_of_its_own():
             raise AssertionError("weights for the replacement alone never showed")
         assert collector.stats()["workers_alive"] == 2
         assert collector.stats()["frames"] == 42 * len(seen)
+        assert collector.get_distant_attr("profile_config.num_rollouts") == [9, 9]
     # Nothing twice: steps of an environment go on, or begin anew where it is another's.
     steps = [int(row) for b in seen if number_in(b) == 1 for row in b["next", "observation"][:, 1]]
     begins = [i for i, step in enumerate(steps) if step == 1]

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from test_replay_shared import finish, start
 
 from gleanrl import (
+    Collector,
     CollectorTimeout,
     LazyTensorStorage,
     ListStorage,
@@ -131,6 +132,25 @@ def test_children_forked_at_any_moment_work(shared):
             thread.join()
     rb.extend(rows(0, 64))
     assert len(rb) == 64
+
+
+def test_a_child_forked_in_the_middle_of_a_background_rollout_ends_at_once():
+    stepping, leave = threading.Event(), threading.Event()
+
+    def policy(observation):
+        if threading.current_thread() is not threading.main_thread():
+            stepping.set()
+            assert leave.wait(60)
+        return torch.zeros(1)
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(20))
+    with Collector("Pendulum-v1", policy, frames_per_batch=20, replay_buffer=rb) as collector:
+        collector.start()
+        assert stepping.wait(60)
+        try:
+            assert ended_well(forked(collector.shutdown, 10))
+        finally:
+            leave.set()
 
 
 def test_a_child_forked_while_a_list_was_written_can_write_it():

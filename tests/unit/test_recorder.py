@@ -422,6 +422,14 @@ def test_a_killed_recording_is_converted(tmp_path, recorded, capsys):
     assert card_of(tmp_path / "again-v0")["seed"] == 3
 
 
+def test_a_directory_that_minari_takes_for_no_namespace_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("minari")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"'x', .* for a namespace: use two or more letters"):
+        Recorder(tmp_path / "x" / "data-v0", "minari")
+    Recorder(tmp_path / "mine" / "x" / "data-v0", "minari").close()
+
+
 def test_what_minari_needs_is_asked_for_at_the_first_write(tmp_path):
     pytest.importorskip("minari")
     recorder = Recorder(tmp_path / "data-v0", "minari")

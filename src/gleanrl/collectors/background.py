@@ -242,8 +242,6 @@ class BackgroundFilling:
     def _wait(self, held: bool) -> None:
         """Wait for workers, or, if the rate limit ``held`` them, for the learner."""
         if not held:
-            self._engine.awaited = True
-            self._engine.backend.wait(0.1 if self._ending else 1.0)
-            self._engine.awaited = False
+            self._engine.wait(0.1 if self._ending else 1.0)
         elif self.thread is not None:
             self.thread.wait(_POLL_INTERVAL_S)

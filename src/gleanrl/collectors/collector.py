@@ -98,6 +98,7 @@ class Collector(BaseCollector):
         return super().__new__(cls) if other is None else other
 
     def _prepare_background(self) -> None:
+        # A function's network cannot be updated in a copy: it acts with the one that is trained.
         if isinstance(self._plan.policy, nn.Module) and self.policy is self._plan.policy:
             self._engine.request(0, m.Call("own_policy"))
 

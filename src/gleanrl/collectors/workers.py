@@ -102,16 +102,17 @@ class CollectorWithWorkers(BaseCollector):
         super().set_post_collect_hook(hook)
         self._tell("set_post_collect_hook", hook)
 
-    def _tell(self, method: str, *args: Any) -> None:
+    def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every worker's collector, and of those that will replace lost ones."""
         if not self._engine.closed:
-            self._engine.standing[method] = m.Call(method, args)
+            self._engine.standing[method] = m.Call(method, args, kwargs)
             self._engine.request_all(self._engine.standing[method])
 
     def _begin_profile(self, config: Mapping[str, Any]) -> None:
-        self._engine.request_all(m.Call("enable_profile", (), config))
+        self._tell("enable_profile", **config)
 
     def _end_profile(self) -> None:
+        self._engine.standing.pop("enable_profile", None)
         if not self._engine.closed:
             self._engine.request_all(m.Call("disable_profile"))
 

@@ -197,6 +197,14 @@ class Engine:
                 self.tallies[worker].add(report)
             return batch, rollouts
 
+    def wait(self, seconds: float) -> None:
+        """Wait for what workers have under way, until one answers or for so long."""
+        self.awaited = True
+        try:
+            self.backend.wait(seconds)
+        finally:
+            self.awaited = False
+
     def turn(self, timeout: float | None) -> Turn:
         """Keep other threads out for the length of a ``with`` block; wait for them first.
 

@@ -35,9 +35,15 @@ def check_target(format: str, path: Path) -> None:
     """
     if format not in FORMATS:
         raise ConfigError(f"format ({format!r}) must be one of {', '.join(map(repr, FORMATS))}")
-    module_of(format)
+    module = module_of(format)
     if format == "minari" and not re.fullmatch(r"[-\w]+-v\d+", path.name):
         raise ConfigError(
             f"Minari names a dataset NAME-vNUMBER, so {path.name!r} has to end like "
             f"'{re.sub(r'[^-0-9A-Za-z_]', '-', path.name)}-v0'"
+        )
+    space = module.dataset_id(path).rpartition("/")[0] if format == "minari" else ""
+    if space and not re.fullmatch(r"[-\w][-\w/]*[-\w]", space):
+        raise ConfigError(
+            f"Minari takes {space!r}, the directories between its own and the dataset, for a "
+            "namespace: use two or more letters, digits, '-' and '_'"
         )

@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -99,8 +100,11 @@ def _in_child() -> None:
     if before is not None and _signal.getsignal(_INT) is _note:
         with contextlib.suppress(ValueError):
             _signal.signal(_INT, before)
+    for lock in list(_locks):
+        lock.forget_threads()
 
 
+_locks: weakref.WeakSet[FairLock] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_in_child)
 
 
@@ -108,15 +112,22 @@ class FairLock:
     """A reentrant lock, first come, first served.
 
     With an ordinary lock, a thread that collects in the background and takes it again at once would
-    keep everybody else out.
+    keep everybody else out. A forked child is not kept out by its parent's threads.
     """
 
     def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._waiting: deque[threading.Lock] = deque()
-        self._held = False
         self._owner: int | None = None
         self._depth = 0
+        self.forget_threads()
+        _locks.add(self)
+
+    def forget_threads(self) -> None:
+        """Be as if no thread but the calling one had ever had or awaited its turn."""
+        self._mutex = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._held = self._owner == threading.get_ident()
+        if not self._held:
+            self._owner, self._depth = None, 0
 
     def acquire(self, timeout: float | None) -> bool:
         """Wait for one's turn; return ``False`` if it did not come within ``timeout`` seconds."""

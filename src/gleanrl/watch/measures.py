@@ -129,8 +129,8 @@ class Measures:
             finally:
                 self._settling = False
 
-    def skip(self, reports: Mapping[int, Report]) -> None:
-        """Take in rollouts that nobody gets: episodes that run on keep what these brought."""
+    def add_dropped(self, reports: Mapping[int, Report]) -> None:
+        """Take in rollouts of a batch that failed: episodes that run on keep what these brought."""
         with self._lock:
             self.settle()
             for worker, report in reports.items():

@@ -115,8 +115,8 @@ class Watching:
             self._show(status)
 
     def dropped(self, reports: Rollouts) -> None:
-        """Take in what workers made of a batch that failed, see `Measures.skip`."""
-        self._measures.skip(reports)
+        """Take in what workers made of a batch that failed, see `Measures.add_dropped`."""
+        self._measures.add_dropped(reports)
 
     def failed(self, status: Callable[[], Status]) -> None:
         """Show for the last time what there is: the collection has failed."""
