@@ -544,6 +544,25 @@ class Opaque(GymEnv):
         return None
 
 
+class Lives(gym.Env):
+    observation_space, action_space = spaces.Box(0, 9, (1,)), spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.ones(1, np.float32), {"lives": 3}
+
+    def step(self, action):
+        return np.ones(1, np.float32), float(action), False, False, {"lives": 3}
+
+
+@pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
+def test_functions_of_one_tensor_get_the_observation_and_no_info(kind):
+    env = kind(1, lambda: GymEnv(Lives, info_keys=["lives"]))
+    with Collector(env, lambda x: x[..., 0].long(), frames_per_batch=2) as collector:
+        batch = next(iter(collector))
+    assert batch["next", "reward"].eq(1).all()
+    assert batch["lives"].eq(3).all()
+
+
 @pytest.mark.parametrize(
     "create_env_fn",
     [lambda: ParallelEnv(2, lambda: Walk()), ParallelEnv(2, EnvCreator(lambda: Walk()))],

@@ -252,6 +252,7 @@ class ParallelEnv(EnvBase):
         first = found[0]
         each = zip(self._parts, found, strict=True)
         check_alike({part.start: (info.batch, info.specs) for part, info in each})
+        self.info_entries = first.infos
         self._batch = torch.Size((self.num_envs, *first.batch))
         self._device = first.device if self._device is None else self._device
         self._declare(*(widened(tree, (self.num_envs,)) for tree in first.specs))

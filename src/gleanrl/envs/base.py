@@ -113,6 +113,8 @@ class EnvBase(nn.Module, abc.ABC):
     """What was declared."""
     _known: EnvSpecs | None = None
     """The same, completed; made when it is asked for."""
+    info_entries: Sequence[Key] = ()
+    """Observations that are requested info entries. Internal to the package."""
     specs_assigned = False
     """Whether specs were assigned one by one. Internal to the package."""
 

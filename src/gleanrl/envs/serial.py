@@ -92,6 +92,7 @@ class SerialEnv(EnvBase):
         check_alike({i: (env.batch_size, spec_trees(env)) for i, env in enumerate(envs)})
         self._envs, first = envs, envs[0]
         self._inner = tuple(first.batch_size)
+        self.info_entries = first.info_entries if isinstance(first, EnvBase) else ()
         batch = (len(envs), *self._inner)
         self._inner_ends = EndFlags(first.full_done_spec, self._inner)
         super().__init__(device=device if device is not None else first.device, batch_size=batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Source, SourceFactory
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
+from gleanrl.envs.base import EnvBase
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.libs.gym import GymEnv
 from gleanrl.envs.make import Made, make_env
@@ -88,8 +89,7 @@ class SourceBuilder:
             return self._serve_tensordicts(made)
         if isinstance(made, GymnasiumEnv) and not self.policy.fast:
             handle = TensorDictHandle(_with_tensordicts(made))
-            infos = made.layout.infos
-            return self._serve_tensordicts(handle, infos=infos, judges=False, why="fast=False")
+            return self._serve_tensordicts(handle, judges=False, why="fast=False")
         check_can_cut(made, self.rollout)
         first = Window.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
@@ -100,8 +100,7 @@ class SourceBuilder:
                 env, root = _with_tensordicts(made), root_of(made.layout, first)
                 continue_from(env, root)
                 handle = TensorDictHandle(env, root)
-                infos = made.layout.infos
-                return self._serve_tensordicts(handle, policy, infos=infos, judges=False, why=why)
+                return self._serve_tensordicts(handle, policy, judges=False, why=why)
         kind = NextStepRollout if isinstance(made, NextStepPool) else DenseRollout
         return kind(made, first, policy, self._policy, self.rollout)  # type: ignore[arg-type]  # each its own
 
@@ -126,7 +125,6 @@ class SourceBuilder:
         handle: TensorDictHandle,
         known: ProgramPolicy | None = None,
         *,
-        infos: Collection[Key] = (),
         judges: bool = True,
         why: str = "the environment works on TensorDicts",
     ) -> Source:
@@ -136,14 +134,14 @@ class SourceBuilder:
 
         def act(root: TensorDictBase, own: bool) -> tuple[Actor, TensorDictBase]:
             if known is not None and not own:
-                shown = _shown(env, root, layout, judges, infos, self.rollout.counts)
+                shown = _shown(env, root, layout, judges, self.rollout.counts)
                 away = None if known.device.type == "cpu" else known.device
                 actor = signed_actor(known.inner, known.on_tensordict, known.signature, shown, away)
                 return actor, known.signature.after
             chosen = complete_exploration(self._user_policy(own), env)
             if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
                 return Actor(), root
-            shown = _shown(env, root, layout, judges, infos, self.rollout.counts)
+            shown = _shown(env, root, layout, judges, self.rollout.counts)
             return make_actor(chosen, shown, self.policy, self.rollout.exploration)
 
         actor, after = act(handle.root.clone(), False)
@@ -192,7 +190,6 @@ def _shown(
     root: TensorDictBase,
     layout: EnvLayout | None,
     judges: bool,
-    infos: Collection[Key],
     counts: bool,
 ) -> Shown:
     return Shown(
@@ -203,7 +200,7 @@ def _shown(
         layout=layout,
         one_hot=() if judges else _one_hot(dict(spec_leaves(env.full_action_spec))),
         judges=judges,
-        infos=infos,
+        infos=env.info_entries if isinstance(env, EnvBase) else (),
         counts=counts,
     )
 

@@ -74,6 +74,8 @@ class EnvWorkerInfo:
     """What has to be in the window for a step."""
     masked: bool
     """Whether the window takes masks for partial resets."""
+    infos: Sequence[Key]
+    """Which observations are requested info entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ class EnvWorker:
             specs=tuple(widened(tree) for tree in spec_trees(first)),
             inputs=() if row is None else row.inputs,
             masked=isinstance(row, _GymRow),
+            infos=self.envs.info_entries,
         )
 
     def meta_data(self) -> EnvMetaData:

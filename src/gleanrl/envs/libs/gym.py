@@ -110,6 +110,7 @@ class GymEnv(EnvBase):
         self.batch = GymnasiumEnv(source)
         """What steps them. Internal to the package."""
         layout = self.batch.layout
+        self.info_entries = tuple(layout.infos)
         flags = [Field(key, (1,), torch.bool) for key in FLAGS]
         after = [replace(field, key=next_key(field.key)) for field in (*layout.rewards, *flags)]
         fields = (*layout.observations, *layout.actions, *after)
