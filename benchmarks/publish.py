@@ -120,13 +120,13 @@ def _training(document: dict[str, Any], _: str) -> Iterator[str]:
 def _watching(document: dict[str, Any], _: str) -> Iterator[str]:
     """Yield a row per size of batches: percent of the time that each part of watching takes."""
     cases = document["cases"]
-    names = list(next(iter(cases.values()))["rounds"][0]["parts"])
+    names = list(dict.fromkeys(n for one in cases.values() for n in one["rounds"][0]["parts"]))
     heads = " | ".join((*names, "all (quartiles)", "by turns", "timeline"))
     yield f"| batches | microseconds each | {heads} |"
     yield f"|---|---|{'---|' * len(names)}---|---|---|"
     for case, found in cases.items():
-        each = [summary([one["parts"][name] for one in found["rounds"]]) for name in names]
-        own = " | ".join(f"{part['median']:.2f} %" for part in each)
+        parts = [[one["parts"][n] for one in found["rounds"] if n in one["parts"]] for n in names]
+        own = " | ".join(f"{summary(part)['median']:.2f} %" if part else "" for part in parts)
         percent, timeline = found["percent"], found["timeline"]
         turns = f"{found['turns']['median']:.1f} %" if "turns" in found else ""
         spread = f"{percent['median']:.2f} % ({percent['q1']:.2f} to {percent['q3']:.2f})"

@@ -4,7 +4,8 @@ A collector in one process, with ``progress=True``, collects with a clock around
 measures, counts and shows; the CPU time of the thread that shows progress is added. The same is
 measured of a timeline. As a check, the collector takes turns of a few batches, watched and with all
 of that but the timeline left out: on a quiet machine the difference is about the same, on a busy
-one it is noise. A worker process takes the time of its own parts; nobody takes turns with it.
+one it is noise. A worker process takes the time of its own parts; nobody takes turns with it. What
+the learner adds up while the worker collects is shown, but not counted: the learner waits then.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ TURN_S = 0.05
 """Seconds of a turn, about."""
 TIMELINE_LIMIT = 3.0
 """Percent that a timeline may cost, likewise."""
+ADDED, ADDED_MEANWHILE = "batches and episodes added up", "added up while the worker collects"
 Parts = list[tuple[Any, str, str, Callable[..., Any]]]
 
 
@@ -65,7 +67,7 @@ def parts() -> Parts:
         (StepClock, "begin", "workers' time", lambda _, act, step: (act, step)),
         (Worker, "_complete", "workers' time", lambda *_: None),
         (Tracker, "_ends_of", "rewards kept or sent", lambda *_: NONE_ENDED),
-        (Watching, "gathered", "batches and episodes added up", lambda *_: None),
+        (Watching, "gathered", ADDED, lambda *_: None),
     ]
 
 
@@ -236,11 +238,13 @@ def measured(system: Batches, steps: int, seconds: float, turns: bool = True) ->
         return time.perf_counter() - begin
 
     try:
+        gather = system.collector._engine.gather
+        beside: Parts = [(gather, "meanwhile", ADDED if turns else ADDED_MEANWHILE, bool)]
         collect(20)
         batches = max(2, round(20 * TURN_S / collect(20)))
         began, shown = time.monotonic(), time.clock_gettime(thread)
         taken, number = 0.0, 0
-        with timed(parts()) as spent:
+        with timed([*parts(), *beside]) as spent:
             while (passed := time.monotonic() - began) < seconds / 2:
                 taken += collect(batches)
                 number += batches
@@ -260,7 +264,7 @@ def measured(system: Batches, steps: int, seconds: float, turns: bool = True) ->
     return {
         "microseconds": 1e6 * taken / number,
         "parts": {part: 100 * seconds / taken for part, seconds in spent.items()},
-        "percent": 100 * sum(spent.values()) / taken,
+        "percent": 100 * (spent.total() - spent[ADDED_MEANWHILE]) / taken,
         "timeline": 100 * timeline,
         "turns": 100 * (statistics.median(ratios) - 1) if ratios else None,
     }

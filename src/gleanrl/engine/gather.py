@@ -37,6 +37,8 @@ class Gather(abc.ABC):
         self._dispatcher = dispatcher
         self._slots = list(slots)
         self._frames = tuple(frames)
+        self.meanwhile: Callable[[], object] = bool
+        """Is called once for every batch, when all workers have something to do."""
 
     @abc.abstractmethod
     def batch(
@@ -177,7 +179,9 @@ class SyncGather(Gather):
             begun.renew()
         try:
             self._ask(begun)
-            slots.prepare(begun.slot)  # workers are at it, and nothing waits for this
+            # Workers are at it, and nothing waits for this.
+            slots.prepare(begun.slot)
+            self.meanwhile()
             reports = self._finish(begun, timeout)
         except Exception as err:
             self._begun = None
@@ -333,6 +337,7 @@ class AsyncGather(Gather):
         if feed and self._dispatcher.intact:
             self._feed_all(budget)
             self._begin_one(budget)
+        self.meanwhile()
         if timeout is not None:
             self._catch_up(timeout)
         while (first := self._first()) is None:

@@ -98,6 +98,10 @@ class Measures:
         self._marks: deque[tuple[float, list[int]]] = deque(maxlen=_MARKS)
         """When, and the frames of each worker until then."""
         self._began = self._newest = self._mark_due = self._settled = 0.0
+        self.show_due = math.inf
+        """When the numbers will be shown next."""
+        self._took = 0.0
+        """Seconds from when the newest batch was asked for until it came."""
         self._history = History()
 
     def add(self, reports: Mapping[int, Report], version: int, asked: float) -> float:
@@ -113,10 +117,16 @@ class Measures:
         for worker, r in reports.items():
             shares.append((worker, r.frames, r.policy_version, r.seconds, r.ended))
             self._bytes += len(r.ended)
+        self._took = now - asked
         self._waiting.append((now, asked, version, shares))
         if len(self._waiting) > _MOST_BATCHES or self._bytes > _MOST_BYTES:
             self.settle()
         return now
+
+    def settle_early(self) -> None:
+        """Add up what waits if the next batch will be shown: workers are busy with it now."""
+        if monotonic() + self._took >= self.show_due:
+            self.settle()
 
     def settle(self) -> None:
         """Add up what waits: later and at once costs a fraction of what each batch would."""

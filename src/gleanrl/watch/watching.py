@@ -51,7 +51,6 @@ class Watching:
         self._progress: Progress | None = None
         self._timeline: Timeline | None = None
         self._watchers: list[Watcher] = []
-        self._show_due = 0.0
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -75,6 +74,8 @@ class Watching:
         self._engine, self._budget, self._started = engine, budget, time.time()
         self._last = math.inf if budget.limits.total_frames is None else budget.limits.total_frames
         self._measures = Measures(engine.workers)
+        if not engine.backend.inline:  # else nobody works meanwhile
+            engine.gather.meanwhile = self._measures.settle_early
         if self._progress is not None:
             facts = partial(_facts, engine, budget, self._measures)
             self._progress.follow(facts, budget.limits.total_frames)
@@ -111,7 +112,7 @@ class Watching:
             timeline.gathered(reports, version, asked)
         if self._loggers.active:
             self._loggers.log(status()["stats"])
-        if now >= self._show_due or self._budget.delivered >= self._last:
+        if now >= self._measures.show_due or self._budget.delivered >= self._last:
             self._show(status)
 
     def dropped(self, reports: Rollouts) -> None:
@@ -128,7 +129,7 @@ class Watching:
         began = time.monotonic()
         self._file.write(status)
         end = time.monotonic()
-        self._show_due = end + max(_SHOW_EVERY_S, (end - began) / _SHARE_OF_TIME)
+        self._measures.show_due = end + max(_SHOW_EVERY_S, (end - began) / _SHARE_OF_TIME)
 
     def published(self, asked: float, version: int) -> None:
         """Take in an update of weights that began when it was ``asked`` for."""
