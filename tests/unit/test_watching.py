@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from functools import partial
 
 import gymnasium as gym
@@ -64,6 +65,25 @@ def check_against(collector, batches):
     assert sum(stats[name] for name in SHARES) == pytest.approx(1)
     assert stats["fps"] > 0
     return stats
+
+
+class Timed(Counting):
+    """Notes when its first and its last step began."""
+
+    def step(self, action):
+        self.last = time.monotonic()
+        self.first = getattr(self, "first", self.last)
+        return super().step(action)
+
+
+def test_in_the_background_the_first_batch_has_the_rate_at_which_it_was_collected():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
+    options = {"frames_per_batch": 500, "total_frames": 500, "replay_buffer": buffer}
+    with Collector(env := Timed(), None, **options) as collector:
+        collector.start()
+        while not (stats := collector.stats())["fps"]:
+            pass
+    assert 0 < stats["fps"] == stats["fps_mean"] < 500 / (env.last - env.first)
 
 
 @pytest.mark.parametrize("fast", [True, False])
