@@ -170,6 +170,31 @@ def test_episodes_keep_what_a_failed_batch_took_from_them():
         assert numbers == [15, 5]
 
 
+class RaisesOnce:
+    """Raises when it is shown the second rollout."""
+
+    calls = 0
+
+    def __call__(self, batch):
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError("the second rollout")
+        return batch
+
+
+@pytest.mark.parametrize("stage", ["post_collect_hook", "postproc"])
+def test_no_episode_runs_on_that_a_failure_in_a_worker_took_a_rollout_from(stage):
+    options = {stage: RaisesOnce(), "replay_buffer": ReplayBuffer(storage=LazyTensorStorage(100))}
+    with MultiSyncCollector([Counting], frames_per_batch=4, **options) as collector:
+        collector.rollout()
+        with pytest.raises(ValueError, match="the second rollout"):
+            collector.rollout()
+        for _ in range(5):
+            collector.rollout()
+        stats = collector.stats()
+    assert (stats["return_min"], stats["return_max"]) == (15, 15)
+
+
 @pytest.mark.parametrize("interrupts", [False, True])
 def test_signals_may_come_while_episodes_are_added_up(interrupts):
     left = 0
