@@ -22,6 +22,14 @@ class Surprising(CountingEnv):
         return found
 
 
+class Paying(Surprising):
+    """Pays 1 for every step."""
+
+    def _step(self, tensordict):
+        found = super()._step(tensordict)
+        return found.set("reward", torch.ones_like(found["reward"]))
+
+
 def ones(td):
     """Act with 1 everywhere."""
     return td.set("action", torch.ones(*td.batch_size, 1, dtype=torch.int8))
@@ -43,6 +51,15 @@ def test_workers_whose_steps_differ_share_a_batch(first, cat):
             at = {"stack": (worker, 2, t), -1: (2, 4 * worker + t), 0: (3 * worker + 2, t)}[cat]
             surprise = batch[at]["next"].get("surprise", torch.zeros(1)).item()
             assert surprise == (t + 1 if kind is Surprising and t >= 2 else 0)
+
+
+def test_returns_are_those_of_the_rollouts_that_differ_too():
+    env = Paying(max_steps=3, batch_size=[2])
+    with Collector(env, ones, frames_per_batch=4, total_frames=32) as collector:
+        for _ in collector:
+            pass
+        stats = collector.stats()
+    assert (stats["episodes"], stats["return_min"], stats["return_max"]) == (8, 4, 4)
 
 
 @pytest.mark.parametrize("late", [False, True])

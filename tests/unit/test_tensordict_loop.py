@@ -294,6 +294,22 @@ def test_marking_needs_a_truncated_key(collector, counting):
         collector(counting(), set_truncated=True)
 
 
+class Undeclared(CountingEnv):
+    """Says once in an episode that this is truncated, which its specs lack."""
+
+    def _step(self, tensordict):
+        step = super()._step(tensordict)
+        return step.set("truncated", step["done"].clone()) if self.count == 2 else step
+
+
+def test_truncation_that_is_not_declared_is_an_error_that_says_how_to_declare_it(collector):
+    message = r"Undeclared returned \('next', 'truncated'\).*add_truncated_keys\(\)"
+    with pytest.raises(EnvError, match=message):
+        take(collector(Undeclared(max_steps=4), count_up, 3))
+    declared = collector(Undeclared(max_steps=4).add_truncated_keys(), count_up, 3)
+    assert take(declared)["next", "truncated"].shape == (3, 1)
+
+
 @FIXED
 def test_a_stopped_rollout_keeps_its_shape(collector, counting):
     interruptor = Interruptor()

@@ -44,8 +44,8 @@ class Tracker:
         """Adds up large rollouts. All rollouts are of one size, but those that are stopped."""
         self._begun = self._index
         """Environments that begin an episode with the next rollout though none has ended."""
-        self._head, self._head_steps = b"", -1
-        """How `Ended` begins for rollouts of so many steps."""
+        self._head, self._head_for = b"", (-1, np.dtype(float))
+        """How `Ended` begins for rollouts of so many steps with rewards of that dtype."""
         self.ended: Ended = NONE_ENDED
         """What says which episodes ended in the last rollout."""
         self._due = np.full(envs, _NEVER)
@@ -142,8 +142,8 @@ class Tracker:
 
     def _ends_of(self, steps: int, rewards: Array, ends: Array) -> Ended:
         # Caches are cold here: each call takes 0.5 us or more, so there are as few as possible.
-        if steps != self._head_steps:
-            self._head, self._head_steps = head_of(rewards), steps
+        if (steps, rewards.dtype) != self._head_for:
+            self._head, self._head_for = head_of(rewards), (steps, rewards.dtype)
         if len(begun := self._begun):
             if rewards.size > _MOST_SENT and len(begun) == len(self._index):
                 self._sums = EpisodeSums()  # which knows of no running episodes
