@@ -12,7 +12,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import MASK
 from gleanrl.core.protocols import Source
 from gleanrl.memory.replay.buffer import ReplayBuffer
-from gleanrl.memory.replay.storages import LazyTensorStorage
+from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 from gleanrl.memory.replay.writers import RoundRobinWriter
 
 _Add: TypeAlias = Callable[[Any], object]
@@ -63,10 +63,10 @@ def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
     if buffer is None or (extend and isinstance(buffer, Sink)):
         return buffer
     method = getattr(buffer, "extend" if extend else "add", None)
-    if not callable(method):
+    if isinstance(buffer, Storage) or not callable(method):
         raise ConfigError(
             f"replay_buffer ({type(buffer).__name__}) has no {'extend' if extend else 'add'}() "
-            "method; give a replay buffer"
+            "method for batches; give a replay buffer, such as ReplayBuffer(storage=...)"
         )
     storage = getattr(buffer, "storage", None)  # TorchRL's buffers have one, too
     two_dims = getattr(storage, "ndim", 1) == 2
