@@ -658,7 +658,7 @@ def _following(
 
 
 def _names(data: TensorDictBase) -> Collection[str]:
-    """Return the names of the entries of ``data``, also of those that only parts of a stack have."""
+    """Return the names of all entries of ``data``; a stack shows only those of all its parts."""
     if isinstance(data, LazyStackedTensorDict):
         return {name for part in data.tensordicts for name in _names(part)}
     return data.keys()  # type: ignore[no-any-return]
