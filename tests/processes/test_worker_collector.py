@@ -226,6 +226,14 @@ def test_steps_are_added_one_by_one_for_each_worker(kind):
         assert steps[1:].sub(steps[:-1]).remainder(5).eq(1).all()
 
 
+def test_each_environment_has_its_row_of_time_where_workers_are_stacked_and_steps_are_added():
+    rb = ReplayBuffer(storage=LazyTensorStorage(1000, ndim=2))
+    options = {"replay_buffer": rb, "extend_buffer": False, "cat_results": "stack"}
+    with make(MultiSyncCollector, **options) as collector:
+        list(collector)
+    assert rb[:]["observation"][..., 0].unique(dim=1).tolist() == [[0], [1]]
+
+
 def test_frames_of_fast_workers_are_stored_where_slow_ones_are_stopped():
     rb = ReplayBuffer(storage=ListStorage(1000))
     with MultiSyncCollector(

@@ -228,7 +228,9 @@ def plain(tmp_path_factory):
     said = run(
         f"""
         import os, pathlib, socket, sys
+        from tensordict import LazyStackedTensorDict, TensorDict
         from gleanrl.transport.process import zygote
+        LazyStackedTensorDict.maybe_dense_stack([TensorDict(a=1.0), TensorDict(b=1.0)])
         sys.executable = {warm.PYTHON!r}
         here = os.getcwd()
         sys.path[:] = [entry for entry in sys.path if entry not in ("", here)]
@@ -237,6 +239,7 @@ def plain(tmp_path_factory):
         print(zygote().fork([theirs.fileno()] * 3, 60.0) > 0)
         own = pathlib.Path(f"/proc/{{zygote()._process.pid}}")
         print("pandas/_libs" in (own / "maps").read_text(), len(list((own / "task").iterdir())))
+        print("LAZY_LEGACY_OP=None" in (own / "environ").read_text())
         """,
         cwd=folder,
     )
@@ -249,7 +252,11 @@ def test_files_in_the_working_directory_do_not_shadow_modules(plain):
 
 def test_pandas_is_imported_once_and_starts_no_thread(plain):
     pytest.importorskip("pandas")
-    assert plain[1:] == ["True", "1"]
+    assert plain[1:3] == ["True", "1"]
+
+
+def test_a_lazy_stack_in_the_learner_leaves_workers_able_to_stack(plain):
+    assert plain[3] == "False"
 
 
 def test_a_connection_that_breaks_is_a_death(zygote, connection):

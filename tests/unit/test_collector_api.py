@@ -384,6 +384,20 @@ def test_steps_can_be_added_one_by_one():
     assert [row.shape for row in buffer.rows] == [(2,)] * 8
 
 
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_steps_added_one_by_one_to_environments_and_time_are_those_of_whole_batches(num_envs):
+    found = []
+    for extend in (True, False):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2))
+        options = {"replay_buffer": buffer, "extend_buffer": extend, "num_envs": num_envs}
+        with cartpole(total_frames=16, **options) as collector:
+            collector.set_seed(0)
+            list(collector)
+        found.append(buffer[:])
+    assert found[0].shape == found[1].shape == (num_envs or 1, 16 // (num_envs or 1))
+    assert (found[0] == found[1]).all()
+
+
 def test_a_torchrl_replay_buffer_is_filled():
     from torchrl.data import LazyTensorStorage, ReplayBuffer
 

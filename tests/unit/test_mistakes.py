@@ -22,8 +22,11 @@ from gleanrl import (
     MultiAsyncCollector,
     MultiSyncCollector,
     PolicyError,
+    Recorder,
+    ReplayBuffer,
     WeightsError,
 )
+from gleanrl.weight_update import MultiProcessWeightSyncScheme
 
 FRAMES = {"frames_per_batch": 8, "total_frames": 80}
 
@@ -182,6 +185,21 @@ def test_arguments_that_are_missing_unknown_or_of_the_wrong_type_are_errors_of_o
         Collector("CartPole-v1", **arguments)
     assert isinstance(caught.value, GleanError)
     assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "meant"),
+    [
+        (partial(Collector, "CartPole-v1"), "n_envs", "num_envs"),
+        (partial(Evaluator, "CartPole-v1"), "num_trajectory", "num_trajectories"),
+        (ReplayBuffer, "batchsize", "batch_size"),
+        (partial(Recorder, "never"), "formt", "format"),
+        (MultiProcessWeightSyncScheme, "strateg", "strategy"),
+    ],
+)
+def test_misspelt_arguments_of_public_classes_get_a_suggestion(make, wrong, meant):
+    with pytest.raises(ArgumentTypeError, match=f"takes no {wrong}=; did you mean {meant}="):
+        make(**{wrong: 1})
 
 
 @pytest.mark.parametrize("make", [gym.make, gym.make_vec])

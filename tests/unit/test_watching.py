@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from functools import partial
 
 import gymnasium as gym
@@ -64,6 +65,25 @@ def check_against(collector, batches):
     assert sum(stats[name] for name in SHARES) == pytest.approx(1)
     assert stats["fps"] > 0
     return stats
+
+
+class Timed(Counting):
+    """Notes when its first and its last step began."""
+
+    def step(self, action):
+        self.last = time.monotonic()
+        self.first = getattr(self, "first", self.last)
+        return super().step(action)
+
+
+def test_in_the_background_the_first_batch_has_the_rate_at_which_it_was_collected():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
+    options = {"frames_per_batch": 500, "total_frames": 500, "replay_buffer": buffer}
+    with Collector(env := Timed(), None, **options) as collector:
+        collector.start()
+        while not (stats := collector.stats())["fps"]:
+            pass
+    assert 0 < stats["fps"] == stats["fps_mean"] < 500 / (env.last - env.first)
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -148,6 +168,31 @@ def test_episodes_keep_what_a_failed_batch_took_from_them():
     for worker in ("worker_0", "worker_1"):
         numbers = [workers[f"{worker}/{name}"] for name in ("return_max", "length_max")]
         assert numbers == [15, 5]
+
+
+class RaisesOnce:
+    """Raises when it is shown the second rollout."""
+
+    calls = 0
+
+    def __call__(self, batch):
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError("the second rollout")
+        return batch
+
+
+@pytest.mark.parametrize("stage", ["post_collect_hook", "postproc"])
+def test_no_episode_runs_on_that_a_failure_in_a_worker_took_a_rollout_from(stage):
+    options = {stage: RaisesOnce(), "replay_buffer": ReplayBuffer(storage=LazyTensorStorage(100))}
+    with MultiSyncCollector([Counting], frames_per_batch=4, **options) as collector:
+        collector.rollout()
+        with pytest.raises(ValueError, match="the second rollout"):
+            collector.rollout()
+        for _ in range(5):
+            collector.rollout()
+        stats = collector.stats()
+    assert (stats["return_min"], stats["return_max"]) == (15, 15)
 
 
 @pytest.mark.parametrize("interrupts", [False, True])

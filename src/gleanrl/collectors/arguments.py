@@ -6,7 +6,6 @@ the check of names all come from here; which collector takes an argument is said
 that holds it. `read` completes what was given and checks types, `check` finds contradictions.
 """
 
-import difflib
 import functools
 import inspect
 import operator
@@ -34,7 +33,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
 from gleanrl.collectors.handle import PostHook, PreHook
-from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
+from gleanrl.core.errors import ArgumentTypeError, ConfigError, did_you_mean, for_users
 from gleanrl.core.options import (
     InfoKeys,
     read_device,
@@ -74,7 +73,7 @@ class CommonArguments(TypedDict, total=False):
             yields ``None``. Worker processes write into a `ReplayBuffer` of tensors by themselves,
             and it is shared if it was not. A `Recorder` keeps them on disk.
         extend_buffer: Store whole batches; ``False`` stores step by step with ``add``, one element
-            per step and worker.
+            per step and worker, in a storage of ``[env, time]`` one per step.
         trust_policy: Call the policy on a TensorDict as it is, without looking at it.
         compile_policy: Compile the policy with `torch.compile`; a mapping gives its arguments.
         weight_updater: Retired: a `WeightUpdaterBase`, or what returns one, that sends weights in
@@ -471,7 +470,6 @@ _DICTIONARIES = [
     for found in tuple(globals().values())
     if is_typeddict(found) and "Attributes:" in (found.__doc__ or "")
 ]
-_MISSPELT = dict.fromkeys(("num_env", "n_env", "n_envs", "nenv", "nenvs"), "num_envs")
 
 
 @functools.cache
@@ -576,13 +574,12 @@ def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
 
 def instead(name: str, known: Mapping[str, Any]) -> str:
     """Return what is to be said of an argument that is not ``known``."""
-    close = [_MISSPELT[name]] if name in _MISSPELT else difflib.get_close_matches(name, known, 1)
     having = [other for other, kind in _COLLECTORS.items() if name in definitions(kind)]
     if having:
         return f": it is an argument of {', '.join(having)}"
     if name == "seed":
         return "; call set_seed(...) of the collector"
-    return f"; did you mean {close[0]}=?" if close else ""
+    return did_you_mean(name, known)
 
 
 # -- checks ----------------------------------------------------------------------------------------

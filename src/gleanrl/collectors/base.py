@@ -110,7 +110,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
     _reader: _Reader | None = None
     """The newest iterator."""
     _warned_of_readers = False
-    _announced = False
+    _asked: float | None = None
+    """When the batch under way was asked for, before it is gathered."""
     _touched = False
     """Whether a batch, an update of weights, a seed, a reset or a state was asked for."""
     _reports: Rollouts = {}
@@ -303,15 +304,15 @@ class BaseCollector(Handle, IterableDataset[Any]):
         return batch
 
     def _announce(self) -> None:
-        """Call the hook that runs before a batch is collected, once for each."""
-        if self._plan.here and self._pre_hook is not None and not self._announced:
-            self._pre_hook()
-        self._announced = True
+        """Note when a batch is asked for, after the hook that runs before; once for each."""
+        if self._asked is None:
+            if self._plan.here and self._pre_hook is not None:
+                self._pre_hook()
+            self._asked = time.monotonic()
 
     def _collect(self, feed: bool = True) -> deque[Any]:
         """Collect a batch; return what is to be delivered for it."""
         self._announce()
-        self._announced = False
         batch = self._gather(feed)
         if batch is None:  # workers have put it into the buffer themselves
             return deque([None])
@@ -323,7 +324,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         sending = self._plan.sending
         if sending is not None:
             sending.before(self)
-        asked = time.monotonic()
+        asked, self._asked = self._asked or time.monotonic(), None
         try:
             batch, reports = self._engine.collect(self._budget, self._timeout, feed)
         except Exception:
@@ -793,10 +794,10 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """Return a flat dictionary of scalars. Safe in any thread; waits for nothing.
 
         ``fps`` are frames per second over the last seconds (batches, if these take longer),
-        ``fps_mean`` over all; ``episodes`` have ended; ``return_mean|min|max`` and
-        ``length_mean|min|max`` are of the last 100 and NaN before the first; ``time_env``,
-        ``time_policy``, ``time_transfer`` and ``time_wait`` are shares of the workers' time;
-        ``lag`` is how many versions old the weights of the newest batch were.
+        ``fps_mean`` since the first batch was asked for; ``episodes`` have ended;
+        ``return_mean|min|max`` and ``length_mean|min|max`` are of the last 100 and NaN before the
+        first; ``time_env``, ``time_policy``, ``time_transfer`` and ``time_wait`` are shares of the
+        workers' time; ``lag`` is how many versions old the weights of the newest batch were.
 
         Args:
             workers: With workers, ``"aggregate"``, ``"per_worker"`` (entries ``worker_0/frames``,

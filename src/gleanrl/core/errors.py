@@ -21,10 +21,12 @@ Users see tracebacks without the frames of this library, unless it is at fault;
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -133,21 +135,40 @@ def error_text(error: BaseException) -> str:
         return f"(its message cannot be shown: {type(err).__name__} in __str__)"
 
 
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return what to add to an error about an argument ``name`` where there are ``known`` ones."""
+    close = difflib.get_close_matches(name, known, 1, 0.65)
+    return f"; did you mean {close[0]}=?" if close else ""
+
+
 # -- tracebacks ----------------------------------------------------------------------------------
 
 
 def for_users(function: Callable[P, R]) -> Callable[P, R]:
-    """Have what users call raise errors without the frames of this library."""
+    """Have what users call raise errors without the frames of this library.
+
+    An argument that ``function`` does not take is an `ArgumentTypeError` that suggests another one.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
+            if type(error) is TypeError:
+                _check_names(function, kwargs)
             hide_frames(error)
             raise
 
     return call
+
+
+def _check_names(function: Callable[..., object], given: Collection[str]) -> None:
+    known = inspect.signature(function).parameters
+    unknown = [name for name in given if name not in known]
+    if unknown and all(one.kind is not one.VAR_KEYWORD for one in known.values()):
+        owner, name = function.__qualname__.removesuffix(".__init__"), unknown[0]
+        raise ArgumentTypeError(f"{owner} takes no {name}={did_you_mean(name, known)}") from None
 
 
 def hide_frames(error: BaseException) -> None:

@@ -189,7 +189,7 @@ class ParallelEnv(EnvBase):
         Raises:
             ConfigError: arguments that are wrong or do not fit together.
         """
-        check_ignored("ParallelEnv", torchrl)
+        check_ignored(ParallelEnv, torchrl)
         self._close_s = seconds("shutdown_timeout", shutdown_timeout)
         self.num_workers = check_int("num_workers", num_workers, least=1)
         number = self.num_workers if num_envs is None else check_int("num_envs", num_envs, least=1)

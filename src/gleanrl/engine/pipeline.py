@@ -135,14 +135,8 @@ class Pipeline:
             passed: A batch that was delivered in another way. What is still to come of the
                 trajectories in it is dropped, too.
         """
-        if self._whole is None:
-            return
-        self._whole.reset()
-        if passed is not None:
-            counted = self._whole.frames_discarded
-            self._whole.push(passed)
-            self._whole.reset()
-            self._whole.frames_discarded = counted
+        if self._whole is not None:
+            self._whole.reset(passed)
 
 
 def drop_private(batch: TensorDictBase) -> TensorDictBase:

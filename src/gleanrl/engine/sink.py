@@ -68,10 +68,10 @@ def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
             f"replay_buffer ({type(buffer).__name__}) has no {'extend' if extend else 'add'}() "
             "method; give a replay buffer"
         )
-    if not extend:
-        return _BufferSink(None, partial(_add_steps, method, stacked))
     storage = getattr(buffer, "storage", None)  # TorchRL's buffers have one, too
     two_dims = getattr(storage, "ndim", 1) == 2
+    if not extend:
+        return _BufferSink(None, partial(_add_steps, method, stacked, two_dims))
     return _BufferSink(buffer, partial(_extend_env_time if two_dims else _extend_rows, method))
 
 
@@ -131,12 +131,14 @@ def _extend_env_time(extend: _Add, batch: TensorDictBase) -> int:
     return 0
 
 
-def _add_steps(add: _Add, stacked: bool, batch: TensorDictBase) -> int:
+def _add_steps(add: _Add, stacked: bool, two_dims: bool, batch: TensorDictBase) -> int:
     """Add the steps of ``batch``, each with the frames of all environments of a worker.
 
-    An element has one frame of every environment. Frames of steps that some environments of the
-    worker did not reach have no element.
+    An element has one frame of every environment; a storage of ``[env, time]`` takes those of all
+    workers at once. Frames of steps that some of these environments did not reach have no element.
     """
+    if two_dims:
+        batch, stacked = batch.reshape(-1, batch.shape[-1]), False
     parts = batch.unbind(0) if stacked else (batch,)
     mask = batch.get(MASK, None)
     if mask is None:

@@ -408,18 +408,22 @@ class WholeTrajectories:
         self.frames_discarded += dropped
         return dropped
 
-    def reset(self) -> int:
+    def reset(self, passed: TensorDictBase | None = None) -> int:
         """Drop everything held, complete trajectories too; return the number of frames dropped.
 
-        What is still to come of running trajectories is dropped, too.
+        What is still to come of running trajectories is dropped, too. ``passed`` is the next batch
+        if it was delivered in another way: its frames are not counted.
         """
         dropped = sum(self._live.values())
+        discarded = self.frames_discarded + dropped
+        if passed is not None:
+            self.push(passed)
         self._running = dict.fromkeys(self._running)
         for line in self._ready:
             line.clear()
         self._chunks.clear()
         self._live.clear()
-        self.frames_discarded += dropped
+        self.frames_discarded = discarded
         return dropped
 
 

@@ -6,13 +6,14 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import gymnasium as gym
 from torch import nn
 
-from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownEnvError
+from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownEnvError, did_you_mean
 from gleanrl.envs.libs.pettingzoo import PettingZooEnv, is_pettingzoo_env
 from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import is_tensordict_env
@@ -122,7 +123,7 @@ _IGNORED = frozenset(
 )
 
 
-def check_ignored(name: str, arguments: Mapping[str, Any]) -> None:
+def check_ignored(kind: type, arguments: Mapping[str, Any]) -> None:
     """Accept arguments of TorchRL's batched environments that change how data move, not which.
 
     Processes are always forked from a clean one, data always go through shared memory where they
@@ -133,7 +134,8 @@ def check_ignored(name: str, arguments: Mapping[str, Any]) -> None:
     """
     unknown = sorted(arguments.keys() - _IGNORED)
     if unknown:
-        raise ArgumentTypeError(f"{name} got unexpected arguments: {', '.join(unknown)}")
+        close = did_you_mean(unknown[0], [*_IGNORED, *inspect.signature(kind).parameters])
+        raise ArgumentTypeError(f"{kind.__name__} takes no {unknown[0]}={close}")
 
 
 @contextlib.contextmanager

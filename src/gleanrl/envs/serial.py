@@ -63,7 +63,7 @@ class SerialEnv(EnvBase):
         Raises:
             ConfigError: the wrong number of callables, or environments that do not fit together.
         """
-        check_ignored("SerialEnv", torchrl)
+        check_ignored(SerialEnv, torchrl)
         num_workers = check_int("num_workers", num_workers, least=1)
         factories = per_env("create_env_fn", create_env_fn, num_workers)
         kwargs = per_env("create_env_kwargs", create_env_kwargs or {}, num_workers)

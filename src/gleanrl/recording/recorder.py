@@ -20,7 +20,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from gleanrl.core import keys
-from gleanrl.core.errors import ClosedError, ConfigError
+from gleanrl.core.errors import ClosedError, ConfigError, for_users
 from gleanrl.core.options import check_int
 from gleanrl.core.protocols import Source
 from gleanrl.engine.sink import Sink
@@ -70,6 +70,7 @@ class Recorder(Sink):
         torch.Size([100, 1])
     """
 
+    @for_users
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -20,6 +20,7 @@ from gleanrl.core.keys import (
     IS_INIT,
     NEXT,
     STEP_COUNT,
+    TRUNCATED,
     Key,
     as_key,
     format_key,
@@ -284,6 +285,7 @@ class TensorDictRollout(BaseSource):
     def _assemble(self, taken: list[TensorDictBase], steps: int) -> TensorDictBase:
         """Stack the steps, and add what is counted in bulk."""
         bulk, valid = self._bulk, len(taken)
+        self._check_declared(taken)
         if self.options.check_finite:
             for t, step in enumerate(taken):
                 self._check_finite(step, t)
@@ -304,6 +306,21 @@ class TensorDictRollout(BaseSource):
                 value = window.tensor(field.key)
                 batch.set(field.key, value.reshape(*batch.batch_size, *field.shape))
         return batch
+
+    def _check_declared(self, steps: list[TensorDictBase]) -> None:
+        """Refuse ``"truncated"`` beside end flags without it: the environment would not act on it.
+
+        Raises:
+            EnvError: names the entry.
+        """
+        for group in self._handle.ends.groups:
+            key = (NEXT, *group.prefix, *TRUNCATED)
+            if not group.truncated and any(step.get(key, None) is not None for step in steps):
+                raise EnvError(
+                    f"{type(self.env).__name__} returned {format_key(key)}, which its done_spec "
+                    "does not have; declare it, by add_truncated_keys() where the environment is "
+                    "made, or leave it out"
+                )
 
     def _payload_rewards(self, steps: list[TensorDictBase]) -> Array:
         """Return one reward per frame, ``[P, T]``; steps need not be alike."""

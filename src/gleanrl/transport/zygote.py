@@ -242,6 +242,8 @@ def _spawned(theirs: socket.socket, owner: Sequence[int]) -> subprocess.Popen[by
     path = [
         os.fsdecode(entry) for entry in sys.path if isinstance(entry, str | bytes | os.PathLike)
     ]
+    # tensordict leaves "None" after a lazy stack, and in another process cannot read that.
+    environment = {k: v for k, v in os.environ.items() if (k, v) != ("LAZY_LEGACY_OP", "None")}
     # Not one of the three that stand for something else, which may be free in this process.
     fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in (theirs.fileno(), *owner)]
     try:
@@ -253,7 +255,7 @@ def _spawned(theirs: socket.socket, owner: Sequence[int]) -> subprocess.Popen[by
             stdin=subprocess.DEVNULL,
             stdout=_inherited(sys.__stdout__),
             stderr=_inherited(sys.__stderr__),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
         )
     finally:
         for fd in fds:

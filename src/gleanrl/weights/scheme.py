@@ -38,6 +38,7 @@ from gleanrl.core.errors import (
     WeightsError,
     WorkerDied,
     WorkerError,
+    for_users,
 )
 from gleanrl.core.messages import WeightsRef
 from gleanrl.memory.shared import SharedMemory
@@ -92,6 +93,7 @@ class WeightSyncScheme:
     """Whether weights are published in shared memory, where the workers can share any."""
     _standalone = False
 
+    @for_users
     def __init__(self, strategy: str = "tensordict", sync: bool = True) -> None:
         """Describe the scheme.
 

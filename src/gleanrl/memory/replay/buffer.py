@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase, lazy_stack
 
-from gleanrl.core.errors import ConfigError, ReplayError
+from gleanrl.core.errors import ConfigError, ReplayError, for_users
 from gleanrl.core.keys import NestedKey, as_key, format_key
 from gleanrl.core.options import check_int
 from gleanrl.memory.replay import saving
@@ -54,6 +54,7 @@ class ReplayBuffer:
     _rank = 0
     _lock: threading.RLock
 
+    @for_users
     def __init__(
         self,
         *,
