@@ -48,6 +48,8 @@ def check(options: CollectOptions) -> None:
         ConfigError: options contradict each other, or the least memory that they would take is more
             than there is.
     """
+    if options.format != "tensordict" and options.out is None:
+        raise ConfigError(f"--format {options.format} needs --out DIR: without it nothing is kept")
     over_nodes, count = options.backend != "process", options.processes
     if over_nodes and options.nodes is None:
         raise ConfigError(f"--backend {options.backend} needs --nodes N")
