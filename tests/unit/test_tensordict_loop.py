@@ -2,6 +2,7 @@
 
 import warnings
 from collections import UserList
+from functools import partial
 
 import gymnasium as gym
 import pytest
@@ -22,7 +23,15 @@ from torchrl.testing.mocking_classes import (
     Str2StrEnv,
 )
 
-from gleanrl import Collector, ConfigError, EnvError, Interruptor, PolicyError, WeightsError
+from gleanrl import (
+    Collector,
+    ConfigError,
+    EnvError,
+    Interruptor,
+    MultiSyncCollector,
+    PolicyError,
+    WeightsError,
+)
 
 
 @pytest.fixture
@@ -292,6 +301,27 @@ def test_an_episode_that_ended_last_is_not_marked_truncated(collector, counting)
 def test_marking_needs_a_truncated_key(collector, counting):
     with pytest.raises(EnvError, match=r"needs a 'truncated' key.*add_truncated_keys"):
         collector(counting(), set_truncated=True)
+
+
+class Talks(CountingEnv):
+    """Returns an entry that it does not declare where it has counted to ``at``."""
+
+    def __init__(self, at):
+        super().__init__(max_steps=3)
+        self.at = at
+
+    def _step(self, tensordict):
+        step = super()._step(tensordict)
+        return step.set("extra", step["observation"] * 2) if self.count == self.at else step
+
+
+@pytest.mark.parametrize("kind", [Collector, partial(MultiSyncCollector, backend="inline")])
+def test_an_entry_that_some_environments_return_in_some_steps_is_delivered_in_these(kind):
+    envs = [partial(Talks, at) for at in (9, 2)]
+    with kind(envs, count_up, frames_per_batch=6) as collector:
+        rows = [[step["next"] for step in env.unbind(0)] for env in collector.rollout().unbind(0)]
+    found = [[int(step["extra"]) if "extra" in step else 0 for step in row] for row in rows]
+    assert found == [[0, 0, 0], [0, 4, 0]]
 
 
 class Undeclared(CountingEnv):

@@ -1,5 +1,6 @@
-"""FairLock: first come, first served, also for those who give up."""
+"""FairLock: whoever waits comes before the one who had it, also among those who give up."""
 
+import sys
 import threading
 
 from gleanrl.transport.interrupts import FairLock
@@ -18,8 +19,8 @@ def test_whoever_asked_first_is_next_also_before_the_one_who_had_it():
     thread = threading.Thread(target=other)
     thread.start()
     asked.wait(5)
-    while not turns._waiting:  # the only way to know that it is in the queue
-        pass
+    while turns._next.acquire(False):  # the only way to know that it is in the queue
+        turns._next.release()
     turns.release()
     assert turns.acquire(5)
     order.append("first")
@@ -63,3 +64,28 @@ def test_many_threads_never_hold_it_together():
         thread.join(30)
     assert most == [1]
     assert turns.acquire(0.0)
+
+
+def test_a_signal_handler_may_take_it_wherever_it_comes():
+    turns, times = FairLock(), 0
+
+    def come(frame, event, _):
+        nonlocal times
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            times += turns.acquire(0.0)
+            turns.release()
+        return come
+
+    sys.settrace(come)
+    try:
+        got = turns.acquire(None)
+        turns.release()
+    finally:
+        sys.settrace(None)
+    assert got
+    assert times > 20
+    thread = threading.Thread(target=lambda: turns.acquire(None))
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()

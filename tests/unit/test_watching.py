@@ -221,6 +221,28 @@ def test_signals_may_come_while_episodes_are_added_up(interrupts):
     assert (stats["episodes"], stats["return_min"], stats["return_max"]) == (60, 15, 15)
 
 
+def test_a_forked_process_may_ask_while_a_thread_of_its_parent_does():
+    over = threading.Event()
+
+    def ask():
+        while not over.is_set():
+            collector.stats()
+
+    with Collector(Counting, frames_per_batch=5) as collector:
+        collector.rollout()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        codes = set()
+        for _ in range(5):  # some of which come while it is inside
+            if (child := os.fork()) == 0:
+                signal.alarm(10)
+                os._exit(collector.stats()["episodes"])
+            codes.add(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        over.set()
+        thread.join()
+    assert codes == {1}
+
+
 def test_a_state_that_is_loaded_brings_no_rewards_of_the_episodes_it_ends():
     with Collector(Counting, frames_per_batch=3, total_frames=15) as collector:
         fresh = collector.state_dict()

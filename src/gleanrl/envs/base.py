@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -405,7 +405,7 @@ class EnvBase(nn.Module, abc.ABC):
         """
         after, specs = tensordict.get(NEXT), self._env_specs
         known = {*specs.observation.keys(), *specs.state.keys(), *specs.done.keys()}
-        unknown = after.keys() - known - tensordict.keys()
+        unknown = {*_names(after)} - known - {*tensordict.keys()}
         gone = {*specs.reward.leaves(), *((name,) for name in unknown)}
         root = _following(tensordict, after, gone)
         if root is not None:
@@ -655,6 +655,13 @@ def _following(
         return None
     names = before.names if before.batch_size else None
     return TensorDict._new_unsafe(found, before.batch_size, before.device, names)
+
+
+def _names(data: TensorDictBase) -> Collection[str]:
+    """Return the names of all entries of ``data``; a stack shows only those of all its parts."""
+    if isinstance(data, LazyStackedTensorDict):
+        return {name for part in data.tensordicts for name in _names(part)}
+    return data.keys()  # type: ignore[no-any-return]
 
 
 def _shaped(data: TensorDictBase, key: Key, shape: tuple[int, ...]) -> torch.Tensor | None:

@@ -12,8 +12,8 @@ import os
 import signal
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
 from gleanrl.core.errors import CollectorTimeout
@@ -109,65 +109,53 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 class FairLock:
-    """A reentrant lock, first come, first served.
+    """A reentrant lock. Whoever waits for it comes before the one who had it.
 
     With an ordinary lock, a thread that collects in the background and takes it again at once would
-    keep everybody else out. A forked child is not kept out by its parent's threads.
+    keep everybody else out. A forked child is not kept out by its parent's threads. A signal's
+    handler may take it wherever it comes: nothing here is done in two steps.
     """
 
     def __init__(self) -> None:
-        self._owner: int | None = None
-        self._depth = 0
-        self.forget_threads()
+        self._held, self._next = threading.RLock(), threading.RLock()
+        """``_next`` is held by the one thread that waits for ``_held``; others wait for it."""
         _locks.add(self)
 
     def forget_threads(self) -> None:
         """Be as if no thread but the calling one had ever had or awaited its turn."""
-        self._mutex = threading.Lock()
-        self._waiting: deque[threading.Lock] = deque()
-        self._held = self._owner == threading.get_ident()
-        if not self._held:
-            self._owner, self._depth = None, 0
+        if self._held.acquire(False):
+            self._held.release()
+        else:
+            self._held = threading.RLock()
+        self._next = threading.RLock()
 
     def acquire(self, timeout: float | None) -> bool:
         """Wait for one's turn; return ``False`` if it did not come within ``timeout`` seconds."""
-        me = threading.get_ident()
-        with self._mutex:
-            if self._owner == me:
-                self._depth += 1
-                return True
-            if not self._held:
-                self._held, self._owner, self._depth = True, me, 1
-                return True
-            gate = threading.Lock()
-            gate.acquire()
-            self._waiting.append(gate)
-        given = False
+        held, before = self._held, self._next
+        if held._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` asks
+            return held.acquire()
+        end = None if timeout is None else monotonic() + timeout
+        if not (before.acquire(False) or _taken(before, end)):
+            return False
         try:
-            given = interruptible(gate.acquire, True, -1 if timeout is None else timeout)
+            return held.acquire(False) or _taken(held, end)
         finally:
-            with self._mutex:
-                if not given and gate in self._waiting:
-                    self._waiting.remove(gate)
-                else:  # handed over, perhaps in the very moment of giving up
-                    self._owner, self._depth = me, 1
-                    if not given:
-                        self._pass_on()
-        return given
+            before.release()
 
     def release(self) -> None:
-        """Give the turn to whoever asked next."""
-        with self._mutex:
-            self._depth -= 1
-            if self._depth == 0:
-                self._pass_on()
+        """Give the turn to whoever waits."""
+        self._held.release()
 
-    def _pass_on(self) -> None:
-        self._owner = None
-        if self._waiting:
-            self._waiting.popleft().release()
-        else:
-            self._held = False
+
+def _taken(lock: threading.RLock, end: float | None) -> bool:
+    """Wait for ``lock``, which this thread does not have."""
+    try:
+        left = -1 if end is None else max(0.0, end - monotonic())
+        return interruptible(lock.acquire, True, left)
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # else: it came in the very moment
+            lock.release()
+        raise
 
 
 class Turn:

@@ -14,6 +14,7 @@ import numpy as np
 from gleanrl.core.messages import Report
 from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums
 from gleanrl.core.window import Array
+from gleanrl.memory.replay.locks import guarded
 from gleanrl.transport.interrupts import Deferred
 from gleanrl.watch.history import History
 from gleanrl.watch.page import SHARES
@@ -86,9 +87,12 @@ class _Worker(_Whole):
 class Measures:
     """What all workers of a collector did. Any thread may ask while another adds."""
 
+    _rank = 2
+    _lock: threading.RLock
+
     def __init__(self, workers: int) -> None:
         """Start with nothing from ``workers`` workers."""
-        self._lock = threading.RLock()  # a signal handler may ask in the thread that adds
+        guarded(self)  # reentrant: a signal handler may ask in the thread that adds
         self._settling = False
         self._waiting: deque[_Batch] = deque()
         self._bytes = 0
@@ -145,6 +149,9 @@ class Measures:
             self.settle()
             for worker, report in reports.items():
                 self._workers[worker].sums.add([report.ended])
+
+    def _after_fork(self, consistent: bool) -> None:
+        self._settling = False
 
     def _take_in(self, batches: Sequence[_Batch]) -> None:
         self._bytes = 0
