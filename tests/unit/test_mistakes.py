@@ -94,7 +94,7 @@ class Nested(gym.ObservationWrapper):
         ),
         ("CartPole-v1", net(dtype=torch.float16), ["float16 weights", "Call policy.float()"]),
         (Wide, net(), ["Pass observation_dtype=torch.float32 to the collector"]),
-        ("FrozenLake-v1", nn.Linear(1, 4), ["int64", "observation.to(torch.float32)"]),
+        ("FrozenLake-v1", nn.Linear(1, 4), ["int64", "observation.to(torch.float32)", "one_hot"]),
         (
             "CartPole-v1",
             Mod(nn.Linear(4, 2), ["obs"], ["action"]),
