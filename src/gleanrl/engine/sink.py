@@ -12,7 +12,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import MASK
 from gleanrl.core.protocols import Source
 from gleanrl.memory.replay.buffer import ReplayBuffer
-from gleanrl.memory.replay.storages import LazyTensorStorage
+from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 from gleanrl.memory.replay.writers import RoundRobinWriter
 
 _Add: TypeAlias = Callable[[Any], object]
@@ -66,9 +66,10 @@ def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
     two_dims = getattr(storage, "ndim", 1) == 2
     name = "extend" if extend or two_dims else "add"
     method = getattr(buffer, name, None)
-    if not callable(method):
+    if isinstance(buffer, Storage) or not callable(method):
         raise ConfigError(
-            f"replay_buffer ({type(buffer).__name__}) has no {name}() method; give a replay buffer"
+            f"replay_buffer ({type(buffer).__name__}) has no {name}() method for batches; give a "
+            "replay buffer, such as ReplayBuffer(storage=...)"
         )
     if two_dims:
         return _BufferSink(buffer, partial(_extend_env_time, method, not extend))
