@@ -155,15 +155,15 @@ def load_policy(text: str) -> Any:
     if not path.is_file():
         raise ConfigError(f"--policy {text!r}: there is no file {file!r}")
     try:
-        module = _run(path)
-        if name not in vars(module):
-            raise ConfigError(f"--policy {text!r}: {file} does not define {name!r}")
-        made = vars(module)[name]
+        defined = vars(_run(path))
+        made: Any = defined.get(name)
         if _makes_policy(made):
             made = made()
     except Exception as err:
         note(err, f"--policy {text!r} raised this when it was made")
         raise
+    if name not in defined:
+        raise ConfigError(f"--policy {text!r}: {file} does not define {name!r}")
     if not callable(made):
         raise ConfigError(f"--policy {text!r}: a {type(made).__name__} cannot be called")
     return made
