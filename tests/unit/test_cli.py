@@ -56,7 +56,7 @@ def test_inspect_writes_a_page_that_loads_nothing_and_runs_nothing(collected, tm
     assert 1 <= len(re.findall(r"M\d+ \d+h0", text)) <= 2 * episodes
     code, _, err = run(capsys, "inspect", collected, "--html", tmp_path / "nowhere" / "page.html")
     assert code == 1
-    assert "nowhere" in err
+    assert "nowhere/page.html cannot be written: No such file or directory" in err
 
 
 def observation(name, value):
@@ -373,6 +373,7 @@ def test_a_policy_that_fails_is_one_line_and_the_data_so_far_are_kept(
         (["collect", "CartPole-v1", "--seed", "-1"], "expected one argument|'-1' is not a whole"),
         (["collect", "CartPole-v1", "--policy", "nowhere.py:act"], "no file 'nowhere.py'"),
         (["collect", "CartPole-v1", "--out", "/"], "is not empty"),
+        (["collect", "CartPole-v1", "--format", "parquet"], "parquet needs --out DIR"),
         (["collect"], "required: ENV"),
         (["inspect", "/nowhere/at/all"], "is not a directory"),
         (["gather"], "there is no command 'gather'"),

@@ -17,8 +17,10 @@ from gleanrl import (
     ArgumentTypeError,
     ClosedError,
     Collector,
+    ConfigError,
     Evaluator,
     GleanError,
+    LazyTensorStorage,
     MultiAsyncCollector,
     MultiSyncCollector,
     PolicyError,
@@ -92,7 +94,7 @@ class Nested(gym.ObservationWrapper):
         ),
         ("CartPole-v1", net(dtype=torch.float16), ["float16 weights", "Call policy.float()"]),
         (Wide, net(), ["Pass observation_dtype=torch.float32 to the collector"]),
-        ("FrozenLake-v1", nn.Linear(1, 4), ["int64", "observation.to(torch.float32)"]),
+        ("FrozenLake-v1", nn.Linear(1, 4), ["int64", "observation.to(torch.float32)", "one_hot"]),
         (
             "CartPole-v1",
             Mod(nn.Linear(4, 2), ["obs"], ["action"]),
@@ -185,6 +187,19 @@ def test_arguments_that_are_missing_unknown_or_of_the_wrong_type_are_errors_of_o
         Collector("CartPole-v1", **arguments)
     assert isinstance(caught.value, GleanError)
     assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (partial(Collector, num_envs=10**9), "1,000,000,000 environments need 5,000,000,000,000"),
+        (partial(MultiSyncCollector, num_workers=10**6), "in each of 1,000,000 workers need 20,0"),
+        (partial(Collector, replay_buffer=LazyTensorStorage(8)), r"LazyTensorStorage\) has no ext"),
+    ],
+)
+def test_what_cannot_work_fails_before_anything_is_built(make, says):
+    with pytest.raises(ConfigError, match=says):
+        make("CartPole-v1", frames_per_batch=10**6)
 
 
 @pytest.mark.parametrize(
@@ -368,6 +383,8 @@ def test_a_closed_collector_cannot_be_iterated_in_any_way(kind):
     ):
         with pytest.raises(ClosedError, match="make a new one"):
             ask()
+    with pytest.raises(ClosedError, match="keep the state_dict.. from after each batch"):
+        collector.state_dict()
 
 
 def test_iterators_share_the_stream_and_taking_turns_warns_once():

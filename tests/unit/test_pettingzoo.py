@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModule
 from torchrl.envs.libs.pettingzoo import PettingZooWrapper as TorchPettingZoo
 from torchrl.envs.utils import MarlGroupMapType as TorchGroupMapType
 
-from gleanrl import Collector, ConfigError, EnvError, MultiSyncCollector
+from gleanrl import Collector, ConfigError, EnvError, MultiSyncCollector, PolicyError
 from gleanrl.data import LazyTensorStorage, ListStorage, ReplayBuffer
 from gleanrl.envs import MarlGroupMapType, PettingZooEnv, PettingZooWrapper
 
@@ -430,3 +430,11 @@ def test_a_turn_based_environment_needs_its_mask():
 def test_unknown_ids_are_named(task):
     with pytest.raises(KeyError, match=task):
         PettingZooEnv(task)
+    with pytest.raises(KeyError, match="PettingZooEnv" if "/" in task else task):
+        Collector(task, frames_per_batch=4)
+
+
+def test_actions_of_another_shape_are_named():
+    policy = argmax_policy().module[0]  # one number per action
+    with pytest.raises(PolicyError, match=r"shape \(3, 5\); the environment wants \(3,\)"):
+        Collector(make_spread, policy, frames_per_batch=4).rollout()

@@ -502,6 +502,8 @@ def test_an_episode_is_played_from_its_seed(recorded, capsys, tmp_path):
     assert 1 < len(imageio.imread(video)) <= steps + 1  # a GIF has pictures that repeat once
     code, _, err = play(capsys, recorded / "minari-v0", 10**6)
     assert (code, "are numbered from 0" in err) == (2, True)
+    code, _, err = play(capsys, recorded / "minari-v0", 5, "--video", tmp_path / "a.txt")
+    assert (code, "has to end in .mp4 or .gif" in err) == (2, True)
 
 
 @pytest.mark.usefixtures("_headless")

@@ -31,9 +31,8 @@ def run(options: InspectOptions) -> int:
     Raises:
         ConfigError: there is no such directory.
         TensorFileError: its files are damaged.
-        PlotError: the picture that was asked for cannot be drawn.
+        PlotError: the picture or page that was asked for cannot be drawn or written.
         ReplayError: the episode that was asked for cannot be shown.
-        OSError: the page that was asked for cannot be written.
     """
     dataset = Dataset(options.directory)
     stats = total(dataset)
@@ -51,7 +50,10 @@ def run(options: InspectOptions) -> int:
     if options.play is not None:
         lines += play(dataset, options.play, options.video)
     if options.html is not None:
-        save(options.html, page(dataset, stats))
+        try:
+            save(options.html, page(dataset, stats))
+        except OSError as err:
+            raise PlotError(f"{options.html} cannot be written: {err.strerror or err}") from err
         lines.append(("page", str(options.html)))
     print_table(lines)
     return 0

@@ -38,6 +38,8 @@ def play(dataset: Dataset, number: int, path: Path | None) -> list[tuple[str, st
     if number >= len(episodes):
         raise ConfigError(f"there is no episode {number}: {len(episodes)} are numbered from 0")
     path = path or dataset.directory / f"episode-{number}.mp4"
+    if path.suffix not in (".mp4", ".gif"):
+        raise ConfigError(f"--video {path} has to end in .mp4 or .gif")
     if path.is_symlink():  # the directory may come from anyone
         raise ReplayError(f"{path} is a link; choose another file with --video")
     images = _image_key(episodes[number])

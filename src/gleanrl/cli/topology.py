@@ -17,8 +17,8 @@ from torch import nn
 from gleanrl.cli.display import plural
 from gleanrl.cli.options import CollectOptions
 from gleanrl.collectors import BaseCollector, Collector, Interruptor
+from gleanrl.collectors.launch import check_counts
 from gleanrl.core.errors import ConfigError
-from gleanrl.memory.shared import check_memory
 
 RANDOM = "random"
 """The policy that is none."""
@@ -26,8 +26,6 @@ _BATCH_FRAMES = 500
 _WORKER_FRAMES = 1000
 """More, because a batch of several processes has to be handed over and waited for."""
 _MIN_STEPS = 8
-_ENV_BYTES, _WORKER_BYTES = 5_000, 20_000_000
-"""What the smallest environments and their processes take."""
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -48,6 +46,8 @@ def check(options: CollectOptions) -> None:
         ConfigError: options contradict each other, or the least memory that they would take is more
             than there is.
     """
+    if options.format != "tensordict" and options.out is None:
+        raise ConfigError(f"--format {options.format} needs --out DIR: without it nothing is kept")
     over_nodes, count = options.backend != "process", options.processes
     if over_nodes and options.nodes is None:
         raise ConfigError(f"--backend {options.backend} needs --nodes N")
@@ -61,8 +61,8 @@ def check(options: CollectOptions) -> None:
     if options.asynchronous and not count:
         raise ConfigError("--async is about worker processes: say how many with --workers N")
     if not over_nodes:  # nodes may be on other machines
-        least = max(1, count) * options.num_envs * _ENV_BYTES + count * _WORKER_BYTES
-        check_memory(least, described(options), "ask for fewer (--num-envs, --workers)", "memory")
+        advice = "ask for fewer (--num-envs, --workers)"
+        check_counts(options.num_envs, count, described(options), advice)
 
 
 def batch_steps(options: CollectOptions, most: int) -> int:

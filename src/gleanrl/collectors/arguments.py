@@ -73,7 +73,7 @@ class CommonArguments(TypedDict, total=False):
             yields ``None``. Worker processes write into a `ReplayBuffer` of tensors by themselves,
             and it is shared if it was not. A `Recorder` keeps them on disk.
         extend_buffer: Store whole batches; ``False`` stores step by step with ``add``, one element
-            per step and worker, in a storage of ``[env, time]`` one per step.
+            per step and worker. In a storage of ``[env, time]`` both are the same.
         trust_policy: Call the policy on a TensorDict as it is, without looking at it.
         compile_policy: Compile the policy with `torch.compile`; a mapping gives its arguments.
         weight_updater: Retired: a `WeightUpdaterBase`, or what returns one, that sends weights in

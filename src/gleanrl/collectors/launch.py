@@ -41,6 +41,7 @@ from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import Sink, make_sink
+from gleanrl.memory.shared import check_memory
 from gleanrl.rollout.build import Initialised, SourceBuilder
 from gleanrl.weights.snapshot import PolicyVersion
 
@@ -118,6 +119,10 @@ def launch_workers(arguments: Arguments, plan: WorkerPlan) -> Launch:
     count = len(plan.functions)
     check(arguments)
     _check_workers(arguments, plan)
+    if not plan.remote:
+        envs = arguments["num_envs"]
+        envs = 1 if envs is None else check_int("num_envs", envs, least=1)
+        check_counts(envs, 0 if plan.here else count)
     names = ("device", "storing_device", "policy_device", "env_device")
     columns = [deal(name, cast("Any", arguments)[name], count) for name in names]
     devices = [DevicePlan.from_arguments(*column) for column in zip(*columns, strict=True)]
@@ -170,6 +175,18 @@ def launch_workers(arguments: Arguments, plan: WorkerPlan) -> Launch:
         stream=0 if plan.here else int(torch.randint(1 << 62, ())),
     )
     return replace(launch, factories=_factories(arguments, launch))
+
+
+def check_counts(
+    envs: int, workers: int, what: str = "", advice: str = "lower num_envs or num_workers"
+) -> None:
+    """Refuse environments and workers that this machine has no memory for, however small they are.
+
+    Raises:
+        ConfigError: ``envs`` in each of ``workers``, or in this process, need more than there is.
+    """
+    what = what or f"{envs:,} environments" + f" in each of {workers:,} workers" * bool(workers)
+    check_memory(max(1, workers) * envs * 5_000 + workers * 20_000_000, what, advice, "memory")
 
 
 def _check_workers(arguments: Arguments, plan: WorkerPlan) -> None:

@@ -12,7 +12,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import MASK
 from gleanrl.core.protocols import Source
 from gleanrl.memory.replay.buffer import ReplayBuffer
-from gleanrl.memory.replay.storages import LazyTensorStorage
+from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 from gleanrl.memory.replay.writers import RoundRobinWriter
 
 _Add: TypeAlias = Callable[[Any], object]
@@ -62,17 +62,20 @@ def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
     """
     if buffer is None or (extend and isinstance(buffer, Sink)):
         return buffer
-    method = getattr(buffer, "extend" if extend else "add", None)
-    if not callable(method):
-        raise ConfigError(
-            f"replay_buffer ({type(buffer).__name__}) has no {'extend' if extend else 'add'}() "
-            "method; give a replay buffer"
-        )
     storage = getattr(buffer, "storage", None)  # TorchRL's buffers have one, too
     two_dims = getattr(storage, "ndim", 1) == 2
-    if not extend:
-        return _BufferSink(None, partial(_add_steps, method, stacked, two_dims))
-    return _BufferSink(buffer, partial(_extend_env_time if two_dims else _extend_rows, method))
+    name = "extend" if extend or two_dims else "add"
+    method = getattr(buffer, name, None)
+    if isinstance(buffer, Storage) or not callable(method):
+        raise ConfigError(
+            f"replay_buffer ({type(buffer).__name__}) has no {name}() method for batches; give a "
+            "replay buffer, such as ReplayBuffer(storage=...)"
+        )
+    if two_dims:
+        return _BufferSink(buffer, partial(_extend_env_time, method, not extend))
+    if extend:
+        return _BufferSink(buffer, partial(_extend_rows, method))
+    return _BufferSink(None, partial(_add_steps, method, stacked))
 
 
 class _BufferSink(Sink):
@@ -112,33 +115,36 @@ def _extend_rows(extend: _Add, batch: TensorDictBase) -> int:
     return 0
 
 
-def _extend_env_time(extend: _Add, batch: TensorDictBase) -> int:
+def _extend_env_time(extend: _Add, stepwise: bool, batch: TensorDictBase) -> int:
     """Store ``batch`` as ``[env, time]``, up to where rollouts were stopped.
 
+    Steps that some environments did not reach are left out if it is stored ``stepwise``.
+
     Raises:
-        ConfigError: environments that were stopped at different steps.
+        ConfigError: there are such steps, and it is not.
     """
     whole = batch.reshape(-1, batch.shape[-1])
     mask = whole.get(MASK, None)
+    left_out = 0
     if mask is not None:
-        if not bool((mask == mask[:1]).all()):
+        reached = mask.all(0)
+        left_out = int((mask & ~reached).sum())
+        if left_out and not stepwise:
             raise ConfigError(
                 "the environments of this batch have different numbers of valid steps, which a "
                 "storage of [env, time] cannot hold; give a storage with ndim=1"
             )
-        whole = whole[:, mask[0]]
+        whole = whole[:, reached]
     extend(whole)
-    return 0
+    return left_out
 
 
-def _add_steps(add: _Add, stacked: bool, two_dims: bool, batch: TensorDictBase) -> int:
+def _add_steps(add: _Add, stacked: bool, batch: TensorDictBase) -> int:
     """Add the steps of ``batch``, each with the frames of all environments of a worker.
 
-    An element has one frame of every environment; a storage of ``[env, time]`` takes those of all
-    workers at once. Frames of steps that some of these environments did not reach have no element.
+    An element has one frame of every environment. Frames of steps that some environments of the
+    worker did not reach have no element.
     """
-    if two_dims:
-        batch, stacked = batch.reshape(-1, batch.shape[-1]), False
     parts = batch.unbind(0) if stacked else (batch,)
     mask = batch.get(MASK, None)
     if mask is None:

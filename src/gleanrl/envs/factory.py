@@ -7,6 +7,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -200,6 +201,8 @@ def _unknown_message(name: str, err: Exception) -> str:
     )
     if close:
         hint = f"did you mean {' or '.join(map(repr, close))}?"
+    elif re.search(r"_v\d+$", name):
+        hint = f"a PettingZoo environment is made by gleanrl.envs.PettingZooEnv({name!r})"
     return f"no environment is registered as {name!r}: {hint} ({err})"
 
 

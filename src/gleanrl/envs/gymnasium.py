@@ -305,7 +305,7 @@ class GymnasiumEnv(WindowEnv):
         try:
             result = self._envs[env].reset(seed=seed, options=options)
         except Exception as err:
-            note(err, f"environment {env} raised this in its reset")
+            note(err, f"environment {env} raised this in its reset({seed=}, {options=})")
             raise
         if isinstance(result, tuple) and len(result) == 2:
             return result

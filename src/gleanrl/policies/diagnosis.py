@@ -175,7 +175,9 @@ def _fix(
 
 def _dtype_fix(weights: torch.dtype, given: torch.dtype, shown: set[torch.dtype]) -> str:
     if not given.is_floating_point:
-        return f"Convert the observation in the policy: observation.to({weights})"
+        convert = f"Convert the observation in the policy: observation.to({weights})"
+        states = ", or if it numbers states: torch.nn.functional.one_hot(observation, N)"
+        return convert + states * (given == torch.int64)
     collector = f"pass observation_dtype={weights} to the collector"
     module = "call policy.float()" if given == torch.float32 else f"call policy.to({given})"
     if weights not in _CASTS or given not in shown:

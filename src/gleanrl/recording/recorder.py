@@ -315,8 +315,8 @@ def make_way(path: Path, overwrite: bool = False) -> None:
             return
         if not overwrite:
             raise ConfigError(
-                f"{path} is not empty; choose a new directory (Recorder(..., overwrite=True) "
-                "replaces a dataset)"
+                f"{path} is not empty; choose a new directory or remove this one "
+                "(Recorder(..., overwrite=True) replaces a dataset)"
             )
         try:
             status = Dataset(path).metadata.status

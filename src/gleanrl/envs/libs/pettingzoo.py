@@ -6,6 +6,7 @@ import copy
 import enum
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDictBase
 
-from gleanrl.core.errors import ConfigError, EnvError, UnknownEnvError
-from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key
+from gleanrl.core.errors import ConfigError, EnvError, PolicyError, UnknownEnvError
+from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, format_key
 from gleanrl.core.layout import Group
 from gleanrl.core.options import check_int
 from gleanrl.core.platforms import imported
@@ -401,8 +402,14 @@ class _Agents:
         part, n = tensordict.get(self.name), len(self.agents)
         rows = []
         for key, spec in self.actions.specs.items():
-            action = part.get(key).detach().cpu().numpy()
-            rows.append(action.reshape((len(moves) * n, *spec.shape)))
+            action, shape = part.get(key).detach().cpu().numpy(), (len(moves) * n, *spec.shape)
+            if action.size != math.prod(shape):
+                wants = (*tensordict.batch_size, n, *spec.shape)
+                raise PolicyError(
+                    f"the policy wrote {format_key((self.name, *key))} with shape "
+                    f"{action.shape}; the environment wants {wants}: an action of each agent"
+                )
+            rows.append(action.reshape(shape))
         values = self.actions.decode(rows)
         for index, own in enumerate(moves):
             own.update(zip(self.agents, values[index * n : index * n + n], strict=True))
