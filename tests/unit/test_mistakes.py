@@ -383,6 +383,8 @@ def test_a_closed_collector_cannot_be_iterated_in_any_way(kind):
     ):
         with pytest.raises(ClosedError, match="make a new one"):
             ask()
+    with pytest.raises(ClosedError, match="keep the state_dict.. from after each batch"):
+        collector.state_dict()
 
 
 def test_iterators_share_the_stream_and_taking_turns_warns_once():

@@ -739,7 +739,15 @@ class BaseCollector(Handle, IterableDataset[Any]):
         entry of a lost worker says so (``"lost"``) and holds the policy of the worker that has the
         newest: the worker that loads it starts with fresh environments, random streams and
         trajectory ids.
+
+        Raises:
+            ClosedError: the collector was shut down.
         """
+        if self.closed and self._engine.failure is None:
+            raise ClosedError(
+                "the collector was shut down, as an error or Ctrl-C in its loop does, so it has no "
+                "state: keep the state_dict() from after each batch"
+            )
         with self._engine.turn(None):  # what is filled in the background has all that is counted
             states = self._states()
             return {**states, "frames": self._budget.delivered, "iter": self._batches}

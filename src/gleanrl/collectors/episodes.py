@@ -82,8 +82,8 @@ class Episodes:
         if self._plan.reward_key not in keys:
             there = {key for key in keys if key[-1] == "reward"} or keys
             raise ConfigError(
-                f"reward_keys: there is no {format_key(self._plan.reward_key)} in what was "
-                f"collected, only {', '.join(sorted(map(format_key, there)))}"
+                f"there is no {format_key(self._plan.reward_key)} to add up; say reward_keys=, one "
+                f"of {', '.join(sorted(map(format_key, there)))}"
             )
         if self._plan.metrics is None:
             ends = {key for key in keys if key[0] == NEXT and key[-1] in END_FLAGS}
