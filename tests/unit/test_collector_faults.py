@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import pickle
+import signal
 import threading
 
 import cloudpickle
@@ -393,6 +394,24 @@ def test_shutting_down_from_another_thread_ends_a_rollout_after_its_step():
     assert not thread.is_alive()
     assert env.closed
     assert env.t < 200_000
+
+
+def test_a_signals_handler_may_shut_down_in_the_middle_of_a_rollout():
+    class Signals(Count):
+        def step(self, action):
+            if self.t == 3:
+                signal.raise_signal(signal.SIGTERM)
+            return super().step(action)
+
+    env = Signals(50)
+    collector = Collector(env, frames_per_batch=20)
+    usual = signal.signal(signal.SIGTERM, lambda *_: collector.shutdown())
+    try:
+        with pytest.raises(ClosedError, match="while it collected"):
+            collector.next()
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+    assert (env.t, env.closed, collector.closed) == (4, True, True)
 
 
 @pytest.mark.parametrize("delivered", [0, 1, 2])

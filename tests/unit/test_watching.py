@@ -157,7 +157,7 @@ class Failing(Counting):
         return super().step(action)
 
 
-def test_episodes_keep_what_a_failed_batch_took_from_them():
+def test_no_episode_runs_on_that_a_failed_batch_took_frames_from():
     with MultiSyncCollector([Counting, Failing], frames_per_batch=8) as collector:
         collector.rollout()
         with pytest.raises(ValueError, match="the seventh step"):
@@ -166,8 +166,8 @@ def test_episodes_keep_what_a_failed_batch_took_from_them():
             collector.rollout()
         workers = collector.stats("per_worker")
     for worker in ("worker_0", "worker_1"):
-        numbers = [workers[f"{worker}/{name}"] for name in ("return_max", "length_max")]
-        assert numbers == [15, 5]
+        names = ("return_min", "return_max", "length_min", "length_max")
+        assert [workers[f"{worker}/{name}"] for name in names] == [15, 15, 5, 5]
 
 
 class RaisesOnce:
@@ -180,6 +180,15 @@ class RaisesOnce:
         if self.calls == 2:
             raise ValueError("the second rollout")
         return batch
+
+
+def test_no_trajectory_lacks_what_was_in_a_batch_that_failed():
+    envs = [Counting, Failing]
+    with MultiSyncCollector(envs, frames_per_batch=8, trajs_per_batch=2) as collector:
+        collector.rollout()
+        with pytest.raises(ValueError, match="the seventh step"):
+            collector.rollout()
+        assert next(iter(collector))["next", "reward"].sum(1).tolist() == [[15], [15]]
 
 
 @pytest.mark.parametrize("stage", ["post_collect_hook", "postproc"])

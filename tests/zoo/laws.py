@@ -23,6 +23,8 @@ from torch import nn
 from gleanrl import Collector, MultiSyncCollector
 
 STEPS, BATCHES = 5, 5
+_ON_MEMORY = ("clamps-observation", "keeps-observation", "inplace-layer-on-observation")
+"""Policies that work on the memory of what they are shown."""
 
 
 @dataclass
@@ -41,8 +43,8 @@ def fits(policy: Policy, env: Environment) -> bool:
         return False
     if "primed" in env.tags and policy.is_init:
         return False
-    if "reuses" in env.tags and "clamps-observation" in policy.name:
-        return False  # the environment's own state would be changed, or not: nobody can say
+    if "reuses" in env.tags and policy.name.endswith(_ON_MEMORY):
+        return False  # they change the environment's own state, or see it change: nobody can say
     return policy.fits(env)
 
 

@@ -325,11 +325,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         if sending is not None:
             sending.before(self)
         asked, self._asked = self._asked or time.monotonic(), None
-        try:
-            batch, reports = self._engine.collect(self._budget, self._timeout, feed)
-        except Exception:
-            self._watching.dropped(self._engine.gather.take_dropped())
-            raise
+        batch, reports = self._engine.collect(self._budget, self._timeout, feed)
         cut_short = any(r.steps < self._engine.steps[worker] for worker, r in reports.items())
         if cut_short and batch is not None and MASK not in batch.keys(True):
             # Shutting down stopped it, and nothing in it says which of its frames are valid.

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -51,6 +52,8 @@ class Engine:
         self._owner = os.getpid()
         self._turns = FairLock()
         self._busy = False
+        self._close_next: Callable[[], None] | None = None
+        """Closes the engine as soon as the rollout of this very thread has ended."""
         self.awaited = False
         """Whether somebody waits for a batch: workers may collect for later meanwhile."""
         self.failure: BaseException | None = None
@@ -190,6 +193,10 @@ class Engine:
             self.awaited = True
             try:
                 batch, rollouts = self.gather.batch(budget, timeout, feed)
+            except Exception as err:
+                if self.closed:  # by a signal's handler, meanwhile
+                    raise ClosedError("the collector was shut down while it collected") from err
+                raise
             finally:
                 self.awaited = False
             for worker, report in rollouts.items():
@@ -236,6 +243,8 @@ class Engine:
                 yield
             finally:
                 self._busy = False
+                if self._close_next is not None:
+                    self._close_next()
 
     # -- commands --------------------------------------------------------------------------------
 
@@ -359,7 +368,9 @@ class Engine:
     def close(self, timeout: float, close_env: bool = True, raise_on_error: bool = False) -> None:
         """End all workers. Idempotent. Batches that were handed out stay valid.
 
-        In a forked child, which has none of the workers' processes, they are only let go of.
+        In a forked child, which has none of the workers' processes, they are only let go of. If
+        this thread is in the middle of a rollout of its own, that ends after its step, and then all
+        of it.
 
         Args:
             timeout: Seconds it may take.
@@ -374,10 +385,13 @@ class Engine:
             return
         self.backend.stop_byte[0] = 1  # a rollout that is under way ends after its step
         with self.turn(timeout):
-            if not self.closed:  # by another thread, meanwhile
+            if self._busy and self.backend.inline:  # a signal came, or an environment asks for it
+                self._close_next = partial(self._close, timeout, close_env, raise_on_error)
+            elif not self.closed:  # by another thread, meanwhile
                 self._close(timeout, close_env, raise_on_error)
 
     def _close(self, timeout: float, close_env: bool, raise_on_error: bool) -> None:
+        self._close_next = None
         errors: list[BaseException] = []
         deadline = time.monotonic() + timeout
         self.dispatcher.replacing = None

@@ -6,6 +6,7 @@ import abc
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -70,10 +71,6 @@ class Gather(abc.ABC):
     @abc.abstractmethod
     def queued(self) -> int:
         """Rollouts that have arrived and wait to be delivered; safe in any thread."""
-
-    def take_dropped(self) -> Rollouts:
-        """Return, once, what others made of the batch that failed last."""
-        return {}
 
     @abc.abstractmethod
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
@@ -166,7 +163,6 @@ class SyncGather(Gather):
         self._enough = enough
         self._stopped = stopped
         self._begun: _Round | None = None
-        self._dropped: dict[int, m.Report] = {}
 
     def batch(
         self, budget: Budget, timeout: float | None, feed: bool = True
@@ -186,10 +182,9 @@ class SyncGather(Gather):
         except Exception as err:
             self._begun = None
             budget.cancel(sum(self._frames))
-            replies = [ticket.reply for ticket in begun.tickets]
-            self._dropped = {r.worker: r.report for r in replies if isinstance(r, m.Rolled)}
             if not isinstance(err, CollectorTimeout | WorkerDied):
                 slots.release(begun.slot)
+                self._restart_finished(begun)
             raise  # else: a worker may still write into this slot, which is not used again
         except BaseException:  # an interrupt: workers go on, and the next call takes over
             begun.interrupted = True
@@ -221,6 +216,16 @@ class SyncGather(Gather):
             begun.tickets.append(self._dispatcher.post(worker, command))
         except (WorkerDied, CollectorTimeout) as err:
             begun.errors.append(err)
+
+    def _restart_finished(self, begun: _Round) -> None:
+        """Have workers whose rollouts are dropped begin new episodes, as the one that failed does.
+
+        If their episodes ran on, frames in the middle of these would be missing.
+        """
+        for ticket in begun.tickets:
+            if isinstance(ticket.reply, m.Rolled):
+                with suppress(WorkerDied, CollectorTimeout):  # the next batch raises these
+                    self._dispatcher.post(ticket.worker, m.Reset())
 
     def _finish(self, begun: _Round, timeout: float | None) -> list[m.Report]:
         """Wait for all replies.
@@ -283,10 +288,6 @@ class SyncGather(Gather):
     @property
     def idle(self) -> bool:
         return self._begun is None
-
-    def take_dropped(self) -> Rollouts:
-        dropped, self._dropped = self._dropped, {}
-        return dropped
 
     @property
     def queued(self) -> int:

@@ -143,13 +143,6 @@ class Measures:
             finally:
                 self._settling = False
 
-    def add_dropped(self, reports: Mapping[int, Report]) -> None:
-        """Take in rollouts of a batch that failed: episodes that run on keep what these brought."""
-        with self._lock:
-            self.settle()
-            for worker, report in reports.items():
-                self._workers[worker].sums.add([report.ended])
-
     def _after_fork(self, consistent: bool) -> None:
         self._settling = False
 

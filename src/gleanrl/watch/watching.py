@@ -115,10 +115,6 @@ class Watching:
         if now >= self._measures.show_due or self._budget.delivered >= self._last:
             self._show(status)
 
-    def dropped(self, reports: Rollouts) -> None:
-        """Take in what workers made of a batch that failed, see `Measures.add_dropped`."""
-        self._measures.add_dropped(reports)
-
     def failed(self, status: Callable[[], Status]) -> None:
         """Show for the last time what there is: the collection has failed."""
         self.end_progress()
