@@ -204,6 +204,13 @@ def test_policies_that_cannot_be_found_are_named(capsys, policy_file, text, mess
     assert re.search(message, err)
 
 
+def test_what_the_file_of_a_policy_raises_names_the_option(capsys, tmp_path):
+    (tmp_path / "p.py").write_text("act = 1 / 0")
+    code, _, err = run(capsys, "collect", "CartPole-v1", "--policy", f"{tmp_path}/p.py:act")
+    assert code == 1
+    assert re.search("division by zero; --policy '.*p.py:act' raised this when it was made", err)
+
+
 def test_a_terminal_gets_a_bar_and_a_table(monkeypatch, capsys, tmp_path, policy_file):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "240")
@@ -374,6 +381,7 @@ def test_a_policy_that_fails_is_one_line_and_the_data_so_far_are_kept(
         (["collect", "CartPole-v1", "--policy", "nowhere.py:act"], "no file 'nowhere.py'"),
         (["collect", "CartPole-v1", "--out", "/"], "is not empty"),
         (["collect", "CartPole-v1", "--format", "parquet"], "parquet needs --out DIR"),
+        (["collect", "CartPole-v1", "--launcher", "submitit"], "needs --backend distributed"),
         (["collect"], "required: ENV"),
         (["inspect", "/nowhere/at/all"], "is not a directory"),
         (["gather"], "there is no command 'gather'"),

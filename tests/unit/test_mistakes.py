@@ -383,8 +383,9 @@ def test_a_closed_collector_cannot_be_iterated_in_any_way(kind):
     ):
         with pytest.raises(ClosedError, match="make a new one"):
             ask()
-    with pytest.raises(ClosedError, match="keep the state_dict.. from after each batch"):
-        collector.state_dict()
+    if kind is not Collector:  # without workers it still has its state
+        with pytest.raises(ClosedError, match="keep the state_dict.. from after each batch"):
+            collector.state_dict()
 
 
 def test_iterators_share_the_stream_and_taking_turns_warns_once():

@@ -18,7 +18,7 @@ from gleanrl.cli.display import plural
 from gleanrl.cli.options import CollectOptions
 from gleanrl.collectors import BaseCollector, Collector, Interruptor
 from gleanrl.collectors.launch import check_counts
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ConfigError, note
 
 RANDOM = "random"
 """The policy that is none."""
@@ -58,6 +58,8 @@ def check(options: CollectOptions) -> None:
         )
     if options.nodes is not None and not over_nodes:
         raise ConfigError("--nodes needs --backend distributed or --backend ray")
+    if options.launcher != "mp" and options.backend != "distributed":
+        raise ConfigError(f"--launcher {options.launcher} needs --backend distributed")
     if options.asynchronous and not count:
         raise ConfigError("--async is about worker processes: say how many with --workers N")
     if not over_nodes:  # nodes may be on other machines
@@ -152,12 +154,16 @@ def load_policy(text: str) -> Any:
         raise ConfigError(f"--policy {text!r} is neither 'random' nor FILE.py:NAME")
     if not path.is_file():
         raise ConfigError(f"--policy {text!r}: there is no file {file!r}")
-    module = _run(path)
-    if name not in vars(module):
+    try:
+        defined = vars(_run(path))
+        made: Any = defined.get(name)
+        if _makes_policy(made):
+            made = made()
+    except Exception as err:
+        note(err, f"--policy {text!r} raised this when it was made")
+        raise
+    if name not in defined:
         raise ConfigError(f"--policy {text!r}: {file} does not define {name!r}")
-    made = vars(module)[name]
-    if _makes_policy(made):
-        made = made()
     if not callable(made):
         raise ConfigError(f"--policy {text!r}: a {type(made).__name__} cannot be called")
     return made

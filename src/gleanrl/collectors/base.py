@@ -741,9 +741,9 @@ class BaseCollector(Handle, IterableDataset[Any]):
         trajectory ids.
 
         Raises:
-            ClosedError: the collector was shut down.
+            ClosedError: the collector was shut down, and its workers with it.
         """
-        if self.closed and self._engine.failure is None:
+        if self.closed and not self._plan.here and self._engine.failure is None:
             raise ClosedError(
                 "the collector was shut down, as an error or Ctrl-C in its loop does, so it has no "
                 "state: keep the state_dict() from after each batch"

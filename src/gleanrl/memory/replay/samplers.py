@@ -257,7 +257,12 @@ def empty_error(storage: Storage) -> ReplayError:
     """Say that there is nothing to sample."""
     return ReplayError(
         f"nothing to sample: the buffer holds {len(storage)} whole rows"
-        + ("; it is being written for the first time" if storage.ring.top else "; extend() it")
+        + (
+            "; it is being written for the first time, so "
+            if storage.ring.top
+            else "; extend() it, or "
+        )
+        + "have sample() wait for a collector: limiter=RateLimiter(min_size_to_sample=...)"
     )
 
 
