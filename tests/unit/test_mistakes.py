@@ -200,6 +200,8 @@ def test_arguments_that_are_missing_unknown_or_of_the_wrong_type_are_errors_of_o
 def test_what_cannot_work_fails_before_anything_is_built(make, says):
     with pytest.raises(ConfigError, match=says):
         make("CartPole-v1", frames_per_batch=10**6)
+    with pytest.raises(ConfigError, match="max_size .10,000,000,000,000. must be lower"):
+        LazyTensorStorage(10**13)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,10 @@ class Storage:
 
     def _open(self) -> None:
         """Make what `_OWN` names, empty."""
-        words = np.zeros(RingIndex.words_for(self.max_size), np.int64)
+        try:
+            words = np.zeros(RingIndex.words_for(self.max_size), np.int64)
+        except MemoryError as err:
+            raise ConfigError(f"max_size ({self.max_size:,}) must be lower: {err}") from err
         self.ring = RingIndex(self.max_size, ThreadLock(), words)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
@@ -547,7 +550,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         if nbytes > room:
             raise ConfigError(
                 f"a buffer of {self.max_size:,} such frames takes {nbytes:,} bytes and "
-                f"{self.scratch_dir} has {room:,} left: lower max_size, or give a scratch_dir"
+                f"{self.scratch_dir} has {room:,} left: lower max_size, or choose another scratch_dir="
             )
 
     def _take_room(self, layout: RowLayout, overflow: range | None) -> None:
