@@ -471,6 +471,8 @@ def _first_call(
             raise
         except Exception as err:
             note(err, "the policy raised this in its first call, on what the first reset gave")
+            if isinstance(err, IndexError) and not batch:
+                note(err, "one environment has no batch dimension; with num_envs=1 it has one")
             if not isinstance(err, _FAILURES):
                 raise
             failure = failure or err

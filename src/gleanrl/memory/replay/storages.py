@@ -550,7 +550,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         if nbytes > room:
             raise ConfigError(
                 f"a buffer of {self.max_size:,} such frames takes {nbytes:,} bytes and "
-                f"{self.scratch_dir} has {room:,} left: lower max_size, or choose another scratch_dir"
+                f"{self.scratch_dir} has {room:,} left: lower max_size, or give another scratch_dir"
             )
 
     def _take_room(self, layout: RowLayout, overflow: range | None) -> None:
