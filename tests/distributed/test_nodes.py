@@ -174,6 +174,32 @@ def test_every_frame_has_the_weights_its_version_says(sync):
         assert of_one[-1] != [0.0]
 
 
+def test_interrupts_of_an_update_leave_connections_whole():
+    interrupted, left = 0, 0
+
+    def trace(frame, event, _):
+        nonlocal left
+        if not frame.f_code.co_filename.endswith("transport/frames.py"):
+            return None
+        left -= event == "line"
+        if left == 0 and event == "line":
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    with nodes(rig.counting(0), policy=rig.encoded(), sync=True) as collector:
+        for line in range(1, 16):
+            left = line
+            sys.settrace(trace)
+            try:
+                collector.update_policy_weights_()
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                sys.settrace(None)
+            collector.next()
+    assert interrupted > 5
+
+
 def test_weights_of_one_node_and_of_a_scheme():
     policy = rig.encoded()
     scheme = WeightSyncScheme.from_backend("distributed")

@@ -48,6 +48,8 @@ def test_paths_resolve(path):
         ("gleanrl.collectors", "AsyncBatchedCollector", "MultiAsyncCollector"),
         ("gleanrl.collectors.distributed", "RayEvalWorker", "RayCollector"),
         ("gleanrl.weight_update", "MPTransport", "a collector moves the weights"),
+        ("gleanrl.envs", "TransformedEnv", "import it from torchrl.envs"),
+        ("gleanrl.modules", "ProbabilisticActor", "import it from torchrl.modules"),
     ],
 )
 def test_names_that_do_not_exist_say_what_to_use(module, name, instead):

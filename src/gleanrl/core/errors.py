@@ -116,12 +116,22 @@ def name_worker(error: BaseException, worker: int) -> None:
     notes[:] = [f"worker {worker}: {text}" for text in notes]
 
 
-def refuse(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of ``module``: it says what to use instead of ``names``."""
+def refuse(
+    module: str, names: Mapping[str, str], find: Callable[[str], Any] | None = None
+) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of ``module``: it says what to use instead of ``names``.
+
+    Args:
+        module: Its ``__name__``.
+        names: What it does not have, and what to do.
+        find: Returns other names.
+    """
 
     def missing(name: str) -> Any:
         if name in names:
             raise ImportError(f"{module} has no {name}: {names[name]}", name=module)
+        if find is not None:
+            return find(name)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return missing

@@ -6,6 +6,7 @@ modules import each other, never this.
 
 from typing import TYPE_CHECKING
 
+from gleanrl.core.errors import refuse
 from gleanrl.core.lazy import lazy_exports
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.libs.gym import GymEnv, GymWrapper, set_gym_backend
@@ -31,6 +32,14 @@ __all__ = [
 ]
 
 # Inner rings import modules of this package; what needs worker processes is imported at first use.
-__getattr__ = lazy_exports(
-    __name__, ("EnvCreator", "ParallelEnv"), ("gleanrl.engine.parallel", "gleanrl.engine.parallel")
+_find = lazy_exports(__name__, ("EnvCreator", "ParallelEnv"), ("gleanrl.engine.parallel",))
+_OF_TORCHRL = "Compose InitTracker ObservationNorm RewardSum StepCounter TransformedEnv"
+__getattr__ = refuse(
+    __name__,
+    dict.fromkeys(
+        [*_OF_TORCHRL.split(), "check_env_specs", "step_mdp"],
+        "import it from torchrl.envs, with the environment; every collector steps TorchRL's "
+        "environments with their transforms",
+    ),
+    _find,
 )

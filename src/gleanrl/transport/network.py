@@ -41,7 +41,7 @@ from gleanrl.transport.frames import (
     key_frame,
     read_key,
 )
-from gleanrl.transport.interrupts import interruptible
+from gleanrl.transport.interrupts import Deferred, interruptible
 from gleanrl.transport.joining import LOOK, Guest, NodeAdmitter, keep_alive, listen, new_secret
 from gleanrl.transport.launchers import Launcher
 from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend, RemoteFlag
@@ -301,15 +301,16 @@ class FlatWeightPublisher:
             WeightsError: a shape that is not the plan's; nothing is published.
         """
         check_fit(self.ref, tensors)
-        buffer = self._free.pop() if self._free else FlatBuffer(self.ref)
-        buffer.fill(tensors, version, serial)
-        older, self._newest = self._newest, _Publication(buffer)
-        self._recycle(older)
-        for node, in_flight in self._in_flight.items():
-            if in_flight:
-                self._behind.add(node)
-            else:
-                self._send(node)
+        with Deferred():  # a frame that is sent in part, or twice, ends the connection
+            buffer = self._free.pop() if self._free else FlatBuffer(self.ref)
+            buffer.fill(tensors, version, serial)
+            older, self._newest = self._newest, _Publication(buffer)
+            self._recycle(older)
+            for node, in_flight in self._in_flight.items():
+                if in_flight:
+                    self._behind.add(node)
+                else:
+                    self._send(node)
 
     def include(self, node: Node) -> None:
         """Publish to ``node`` as well, from the newest on."""
