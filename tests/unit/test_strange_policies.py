@@ -52,6 +52,30 @@ def test_modules_that_declare_no_keys_are_called(env, fast):
     torch.testing.assert_close(batch["info", "size"], size)
 
 
+class Copying:
+    """Returns a copy of what it is given, once with the observation doubled."""
+
+    def __init__(self, doubles=None):
+        self.calls, self.doubles = 0, doubles
+
+    def __call__(self, tensordict):
+        self.calls += 1
+        out = tensordict.clone()
+        if self.calls == self.doubles:
+            out["observation"] = out["observation"] * 2
+        return out.set("action", torch.ones(out.batch_size, dtype=torch.long))
+
+
+@FAST
+def test_pools_that_reset_in_their_next_step_take_policies_that_return_copies(fast):
+    def pool():
+        return gym.make_vec("CartPole-v1", num_envs=2)
+
+    assert (collect(pool(), Copying(), 40, fast=fast)["action"] == 1).all()
+    with pytest.raises(PolicyError, match="wrote 'observation' at step 3.*'SameStep'"):
+        collect(pool(), Copying(doubles=4), 40, fast=fast)
+
+
 class Keeping:
     """Shows the observation of the TensorDict that it was called on before."""
 

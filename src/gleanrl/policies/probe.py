@@ -226,8 +226,12 @@ class PolicySignature:
     @property
     def why_unfit(self) -> str | None:
         """Why no step fits rows of known entries; ``None`` if all do that are like the first."""
-        if self.rewrites:
-            return f"the policy changes {', '.join(map(format_key, self.rewrites))}"
+        given, wrote = self.trace.inputs, self.trace.outputs
+        changed = [
+            key for key in self.rewrites if key not in wrote or not equal(wrote[key], given[key])
+        ]
+        if changed:  # and not only copied
+            return f"the policy changes {', '.join(map(format_key, changed))}"
         if self.trace.objects:
             return f"the policy writes {format_key(self.trace.objects[0])}, which is no tensor"
         return None
@@ -237,6 +241,8 @@ class PolicySignature:
         """What rows of known entries would lose; ``None`` if they hold all that was written."""
         if self.why_unfit is not None:
             return self.why_unfit
+        if self.rewrites:
+            return f"the policy replaces {', '.join(map(format_key, self.rewrites))}"
         if set(self.policy_written_state) != set(self.states):
             return "the policy makes its own first state"
         if self.trace.keeps:

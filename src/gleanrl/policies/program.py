@@ -24,7 +24,7 @@ from gleanrl.memory.trees import nest
 from gleanrl.policies.inspect import may_lower, selects
 from gleanrl.policies.lowering import Lowering, Odd, Parts, Program
 from gleanrl.policies.op_recorder import Check, Slot
-from gleanrl.policies.probe import PolicySignature, call_on, same_memory, writes_so_far
+from gleanrl.policies.probe import PolicySignature, call_on, equal, same_memory, writes_so_far
 
 
 class ProgramPolicy:
@@ -567,10 +567,10 @@ def _unknown(data: TensorDictBase, names: Mapping[str, Any], at: Key = ()) -> Ke
 
 
 def _changed(root: TensorDictBase, shown: Sequence[tuple[Any, torch.Tensor, int]]) -> Key | None:
-    """Return an entry that is not what was ``shown`` to the policy: written or replaced by it."""
+    """Return an entry that is not what was ``shown`` to the policy, nor a copy of it."""
     for name, value, version in shown:
         now = root.get(name, None)
-        alike = isinstance(now, torch.Tensor) and same_memory(now, value)
+        alike = isinstance(now, torch.Tensor) and (same_memory(now, value) or equal(now, value))
         if not alike or writes_so_far(value) != version:
             return as_key(name)
     return None
