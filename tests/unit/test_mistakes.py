@@ -107,6 +107,11 @@ class Nested(gym.ObservationWrapper):
         ),
         (
             "CartPole-v1",
+            Mod(nn.Linear(1, 2), ["step_count"], ["action"]),
+            ["reads 'step_count'", "it has 'step_count' with max_frames_per_traj="],
+        ),
+        (
+            "CartPole-v1",
             Mod(nn.Linear(4, 2), ["observation"], ["logits"]),
             ["did not write 'action'", "wrote 'logits'", "out_keys"],
         ),

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import IS_INIT, Key, as_key, format_key
+from gleanrl.core.keys import IS_INIT, STEP_COUNT, Key, as_key, format_key
 from gleanrl.policies.inspect import modules_of
 
 _FLAGS = ("done", "terminated", "truncated", IS_INIT)
@@ -81,6 +81,8 @@ def _missing(missing: Sequence[Key], shown: Mapping[Key, Any]) -> str:
         or difflib.get_close_matches(format_key(key), names, n=1, cutoff=0.4)
     ]
     hint = f"; did you mean {', '.join(dict.fromkeys(close))} (in_keys)?" if close else ""
+    if STEP_COUNT in missing:
+        hint = "; it has 'step_count' with max_frames_per_traj="
     return (
         f"the policy reads {', '.join(map(format_key, missing))}, which the environment does not "
         f"give; it gives {', '.join(names)}{hint}"
