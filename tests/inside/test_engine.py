@@ -137,6 +137,16 @@ def test_after_a_failure_the_other_workers_are_heard_out():
     assert check_stamps(collect(engine)) == [1, 10**6 + 2, 2 * 10**6 + 2]
 
 
+def test_after_an_update_that_fails_in_a_worker_all_rollouts_are_heard_out():
+    engine = make_engine({(0, 1): Fail(ZeroDivisionError()), (1, 1): Act(after=2)})
+    collect(engine)
+    engine.post({0: m.GetState()})
+    with pytest.raises(ZeroDivisionError):
+        collect(engine)
+    assert engine.backend.now == 2
+    assert check_stamps(collect(engine)) == [2, 10**6 + 2]
+
+
 def test_a_dead_worker_is_named():
     engine = make_engine({(1, 0): Die(after=1.0)})
     with pytest.raises(WorkerDied, match="worker 1 died"):

@@ -245,8 +245,8 @@ class SyncGather(Gather):
             try:
                 left = None if begun.deadline is None else begun.deadline - time.monotonic()
                 if not dispatcher.wait(left) and left is not None:
-                    raise self._give_up(late, timeout)
-            except (WorkerDied, CollectorTimeout) as err:
+                    self._lose(begun, self._give_up(late, timeout))
+            except Exception as err:  # also that of a command which was sent before
                 self._lose(begun, err)
             if not hurried:
                 self._let_run(begun)
