@@ -175,9 +175,7 @@ class SyncGather(Gather):
             begun.renew()
         try:
             self._ask(begun)
-            # Workers are at it, and nothing waits for this.
-            slots.prepare(begun.slot)
-            self.meanwhile()
+            self._use_time(begun)
             reports = self._finish(begun, timeout)
         except Exception as err:
             self._begun = None
@@ -215,6 +213,14 @@ class SyncGather(Gather):
         try:
             begun.tickets.append(self._dispatcher.post(worker, command))
         except (WorkerDied, CollectorTimeout) as err:
+            begun.errors.append(err)
+
+    def _use_time(self, begun: _Round) -> None:
+        """Do what nothing waits for, as workers are at it; they are heard out if it fails."""
+        try:
+            self._slots[0].prepare(begun.slot)
+            self.meanwhile()
+        except Exception as err:
             begun.errors.append(err)
 
     def _restart_finished(self, begun: _Round) -> None:
