@@ -424,6 +424,7 @@ def ours(error):
         lambda: Collector("CartPole-v1", net(5), **FRAMES),
         lambda: Collector("CartPole-v1", **{**FRAMES, "frames_per_batch": "8"}),
         lambda: Collector("CartPole-v1", net(5), num_collectors=1, **FRAMES),
+        lambda: ReplayBuffer(batchsize=1),
         lambda: Collector(lambda: Failing("step"), **FRAMES),
         lambda: MultiSyncCollector([lambda: Failing("step")], **FRAMES),
     ],

@@ -45,6 +45,9 @@ from gleanrl.memory.shared import check_memory
 from gleanrl.rollout.build import Initialised, SourceBuilder
 from gleanrl.weights.snapshot import PolicyVersion
 
+_ENV_BYTES, _WORKER_BYTES = 5_000, 20_000_000
+"""What the smallest environments and their processes take."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
@@ -186,7 +189,8 @@ def check_counts(
         ConfigError: ``envs`` in each of ``workers``, or in this process, need more than there is.
     """
     what = what or f"{envs:,} environments" + f" in each of {workers:,} workers" * bool(workers)
-    check_memory(max(1, workers) * envs * 5_000 + workers * 20_000_000, what, advice, "memory")
+    least = max(1, workers) * envs * _ENV_BYTES + workers * _WORKER_BYTES
+    check_memory(least, what, advice, "memory")
 
 
 def _check_workers(arguments: Arguments, plan: WorkerPlan) -> None:

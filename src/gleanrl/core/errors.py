@@ -163,10 +163,13 @@ def for_users(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if type(error) is TypeError:
+                    _check_names(function, kwargs)
+                raise
         except BaseException as error:
-            if type(error) is TypeError:
-                _check_names(function, kwargs)
             hide_frames(error)
             raise
 
