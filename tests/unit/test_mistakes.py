@@ -28,6 +28,7 @@ from gleanrl import (
     ReplayBuffer,
     WeightsError,
 )
+from gleanrl.envs import ParallelEnv, SerialEnv
 from gleanrl.weight_update import MultiProcessWeightSyncScheme
 
 FRAMES = {"frames_per_batch": 8, "total_frames": 80}
@@ -425,6 +426,8 @@ def ours(error):
         lambda: Collector("CartPole-v1", **{**FRAMES, "frames_per_batch": "8"}),
         lambda: Collector("CartPole-v1", net(5), num_collectors=1, **FRAMES),
         lambda: ReplayBuffer(batchsize=1),
+        lambda: SerialEnv(1, lambda: Failing("step"), serial_for_singel=True),
+        lambda: ParallelEnv(1, lambda: Failing("step"), serial_for_singel=True),
         lambda: Collector(lambda: Failing("step"), **FRAMES),
         lambda: MultiSyncCollector([lambda: Failing("step")], **FRAMES),
     ],

@@ -15,7 +15,14 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, GleanError, WorkerDied
+from gleanrl.core.errors import (
+    ClosedError,
+    CollectorTimeout,
+    ConfigError,
+    GleanError,
+    WorkerDied,
+    for_users,
+)
 from gleanrl.core.keys import NEXT, Key
 from gleanrl.core.layout import Layout
 from gleanrl.core.options import check_int, seconds
@@ -157,6 +164,7 @@ class ParallelEnv(EnvBase):
 
     _returns_all = True
 
+    @for_users
     def __init__(
         self,
         num_workers: int,

@@ -10,7 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core import paths
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ConfigError, for_users
 from gleanrl.core.keys import NEXT
 from gleanrl.core.options import check_int
 from gleanrl.envs.base import EnvBase, close_all
@@ -42,6 +42,7 @@ class SerialEnv(EnvBase):
 
     _returns_all = True
 
+    @for_users
     def __init__(
         self,
         num_workers: int,
