@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
+import re
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
-from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,25 @@ from gleanrl.recording.formats import FORMATS
 # -- readers ---------------------------------------------------------------------------------------
 
 
+_NUMBER = re.compile(
+    r"(\d+|\d{1,3}(_\d{3})+|\d{1,3}(,\d{3})+|(?=\.\d))(\.\d*)?(e[+-]?\d{1,2})?",
+    re.ASCII | re.IGNORECASE,
+)
+"""A number; separators stand only where they group digits by three."""
+
+
+def _number(text: str) -> Fraction | None:
+    """Return the value of ``text``, ``None`` if it is not a number."""
+    if not _NUMBER.fullmatch(text):
+        return None
+    return Fraction(text.replace(",", "").replace("_", ""))
+
+
 def _integer(least: int, most: float, range_text: str) -> Callable[[str], int]:
     def read(text: str) -> int:
-        with contextlib.suppress(InvalidOperation):
-            value = Decimal(text.replace(",", "_"))
-            if value % 1 == 0 and least <= value <= most:
-                return int(value)
+        value = _number(text)
+        if value is not None and value.denominator == 1 and least <= value <= most:
+            return int(value)
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {range_text}")
 
     return read
@@ -45,13 +58,10 @@ def counts(text: str) -> tuple[int, ...]:
 
 def seconds(text: str) -> float:
     """Read a positive number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
+    value = _number(text)
+    if not value:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return value
+    return float(value)
 
 
 def address(text: str) -> tuple[str, int]:
