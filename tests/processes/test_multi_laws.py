@@ -261,6 +261,20 @@ def test_chosen_workers_get_weights_the_others_keep_theirs():
                 collector.update_policy_weights_(worker_ids=wrong)
 
 
+def test_weights_by_worker_update_the_workers_that_they_name():
+    policy = rig.encoded(4)
+    nines = {k: torch.full_like(v, 9.0) for k, v in policy.state_dict().items()}
+    with open_two("sync", policy, track_policy_version=True) as collector:
+        collector.update_policy_weights_(weights={0: nines})
+        batch = collector.next()
+        assert batch["seen"][:, 0, 0].tolist() == [9, 0]
+        assert batch["policy_version"][:, 0].tolist() == [1, 0]
+        for wrong, ids in (({0: nines, 5: nines}, None), ({0: nines}, [0, 1]), ({0: nines}, 1)):
+            with pytest.raises(ConfigError, match="worker"):
+                collector.update_policy_weights_(weights=wrong, worker_ids=ids)
+        assert collector.policy_version == 1
+
+
 def test_policies_made_in_workers():
     def make():
         return rig.encoded(4)

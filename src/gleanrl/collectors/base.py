@@ -508,9 +508,9 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self._touched = True
         with self._engine.turn(None):
             version = self._under_way if version is None else version
-            self._models.update(models, version, worker_ids)
+            workers = self._models.update(models, version, worker_ids)
         if self._plan.sending is not None:
-            self._plan.sending.sent(self._models.chosen(worker_ids))
+            self._plan.sending.sent(workers)
 
     def deliver_weights(self, weights: Any, worker_ids: Any = None) -> None:
         """Publish weights of the policy, past the weight updater: what updaters call.
@@ -662,7 +662,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def increment_version(self) -> None:
         """Move to the next policy version without touching the weights."""
-        self._models.update({})
+        with self._engine.turn(None):
+            self._models.update({})
 
     def get_model(self, model_id: str) -> Any:
         """Return the model that runs under ``model_id``.

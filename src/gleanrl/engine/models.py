@@ -98,16 +98,21 @@ class Models:
 
     def update(
         self, sources: Mapping[str, Any], version: int | None = None, worker_ids: Any = None
-    ) -> None:
+    ) -> list[int]:
         """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
 
         Args:
             sources: Per model id a module, a `TensorDict`, a state dict or ``None``; with workers
-                also, by worker index, a dictionary of these.
+                also, by worker index, a dictionary of these for each worker that is updated.
             version: The version they get, which is not counted then; the next one by default.
-            worker_ids: Which workers: indices, devices, or a list of them; ``None`` for all.
+            worker_ids: Which workers: indices, devices, or a list of them; ``None`` for those that
+                ``sources`` name by index, else all.
+
+        Returns:
+            The workers that were updated; the others keep their weights and their version.
 
         Raises:
+            ConfigError: no such worker, or weights by worker of others than those updated.
             UnknownModelError: no model of that id.
             WeightsError: weights that do not fit; nothing was changed.
             PolicyTypeError: nothing was given, and there is no policy to take weights from.
@@ -132,6 +137,7 @@ class Models:
         self._engine.request(0, m.Load(m.Snapshot(number, models)))
         if version is None:
             self._version.increment_version()
+        return [0]
 
     def policy_state(self) -> dict[str, Any]:
         """Return the running policy's state dict, cloned; empty if it has none."""
@@ -235,15 +241,15 @@ class WeightSync(Models):
 
     def update(
         self, sources: Mapping[str, Any], version: int | None = None, worker_ids: Any = None
-    ) -> None:
+    ) -> list[int]:
         self._engine.check_alive()
-        all_workers = range(self._engine.workers)
-        workers = all_workers if worker_ids is None else self.chosen(worker_ids)
+        workers = self._recipients(sources, worker_ids)
         number = self._version.number + 1 if version is None else version
-        if len(workers) < len(all_workers) or not self._published(sources, number):
+        if len(workers) < self._engine.workers or not self._published(sources, number):
             self._send(sources, workers, number)
         if version is None:
             self._version.set_number(number)
+        return workers
 
     def _send(self, sources: Mapping[str, Any], workers: Sequence[int], number: int) -> None:
         """Send a message to each of ``workers``; answers to earlier ones are taken in first."""
@@ -330,8 +336,7 @@ class WeightSync(Models):
         models = {}
         for name, source in sources.items():
             if by_worker(source):
-                if worker in source:
-                    models[name] = cloned(self._read(name, source[worker]))
+                models[name] = cloned(self._read(name, source[worker]))
                 continue
             if name not in copies:
                 copies[name] = cloned(self._read(name, source))
@@ -359,11 +364,25 @@ class WeightSync(Models):
 
     # -- which workers ---------------------------------------------------------------------------
 
+    def _recipients(self, sources: Mapping[str, Any], worker_ids: Any) -> list[int]:
+        """Return the workers that an update is for: a version never names weights not sent."""
+        named = [set(source) for source in sources.values() if by_worker(source)]
+        if worker_ids is None and named and len(named) == len(sources):
+            worker_ids = set().union(*named)
+        workers = self.chosen(worker_ids)
+        for keys in named:
+            if keys != set(workers):
+                raise ConfigError(
+                    f"there are weights for workers {sorted(keys)}, but the update is for workers "
+                    f"{workers}: give each of these its weights, or name fewer in worker_ids"
+                )
+        return workers
+
     def chosen(self, worker_ids: Any) -> list[int]:
         """Return the workers meant by indices, devices or a list of them; ``None`` means all.
 
         Raises:
-            ConfigError: none is meant, or one that does not exist.
+            ConfigError: a worker that does not exist, or no worker at all.
         """
         workers = range(self._engine.workers)
         if worker_ids is None:
@@ -376,11 +395,11 @@ class WeightSync(Models):
             index = _index(one)
             if isinstance(one, torch.device | str):
                 device = torch.device(one)
-                chosen |= {w for w in workers if (self._devices[w] or _CPU) == device}
+                chosen |= {w for w in workers if _is_on(self._devices[w] or _CPU, device)}
             elif index is not None and index in workers:
                 chosen.add(index)
             else:
-                raise ConfigError(f"worker_ids ({one!r}) is none of the {len(workers)} workers")
+                raise ConfigError(f"worker_ids ({one!r}) names no worker: there are {len(workers)}")
         if not chosen:
             raise ConfigError(f"worker_ids ({worker_ids!r}) names no worker")
         return sorted(chosen)
@@ -400,6 +419,11 @@ class WeightSync(Models):
             models = {_POLICY: cloned(weights_of(state))} if state else {}
             loads[worker] = self._load(worker, number, models)
         self._engine.request_each(loads)
+
+
+def _is_on(device: torch.device, named: torch.device) -> bool:
+    """Tell whether ``named`` means ``device``; without an index it means all of its type."""
+    return device.type == named.type and named.index in (None, device.index or 0)
 
 
 def _index(value: Any) -> int | None:
