@@ -299,6 +299,7 @@ def test_weights_change_while_it_runs_and_are_never_mixed(make, kind):
 
 
 @every_kind
+@pytest.mark.filterwarnings("ignore:the policy.s parameters have changed")
 def test_training_the_module_does_not_touch_what_acts(make, kind):
     rb, policy = buffer(), rig.Encoded()
     policy.set(1)

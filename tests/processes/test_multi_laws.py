@@ -275,6 +275,44 @@ def test_weights_by_worker_update_the_workers_that_they_name():
         assert collector.policy_version == 1
 
 
+def train(policy):
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 1
+
+
+def test_training_without_sending_weights_warns_once(kind):
+    policy = rig.encoded(4)
+    with open_two(kind, policy) as collector:
+        collector.next()
+        train(policy)
+        collector.next()
+        with pytest.warns(UserWarning, match="update_policy_weights_") as warned:
+            collector.next()
+        assert len(warned) == 1
+        train(policy)
+        for _ in range(3):
+            collector.next()
+
+
+@pytest.mark.parametrize("way", ["sent", "each batch", "own scheme", "restored", "not trained"])
+def test_weights_that_are_sent_are_not_warned_of(kind, way):
+    policy, options = rig.encoded(4), {}
+    if way == "each batch":
+        options["update_at_each_batch"] = True
+    elif way == "own scheme":
+        options["weight_sync_schemes"] = {"policy": SharedMemWeightSyncScheme()}
+    with open_two(kind, policy, backend="inline", **options) as collector:
+        for _ in range(4):
+            collector.next()
+            if way != "not trained":
+                train(policy)
+            if way == "sent":
+                collector.update_policy_weights_()
+            elif way == "restored":
+                collector.load_state_dict(collector.state_dict())
+
+
 def test_policies_made_in_workers():
     def make():
         return rig.encoded(4)

@@ -29,6 +29,7 @@ from gleanrl.collectors.background import BackgroundFilling
 from gleanrl.collectors.handle import Handle, one_of
 from gleanrl.collectors.states import entries_of, number_lives, restoring
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
+from gleanrl.collectors.weights import NothingSent, Sending
 from gleanrl.core import messages as m
 from gleanrl.core.errors import (
     ArgumentTypeError,
@@ -117,6 +118,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
     _reports: Rollouts = {}
     """What workers said of the newest batch."""
     _models: Models
+    _sending: Sending | None
+    """Sends weights around each batch."""
     _replacements: Replacements | None = None
     _updater: WeightUpdaterBase | None = None
     _delivered: bool | None = None
@@ -185,6 +188,10 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self._models = self._make_models()
         self._background = BackgroundFilling(engine, self._budget, self._timeout)
         self.weight_updater = launch.updater
+        self._sending = plan.sending
+        if plan.sending is None and launch.updater is None:
+            copied = self._models.copied_parameters()
+            self._sending = NothingSent(copied) if copied else None
         if self._sink is not None:
             self._sink.attach(self, self._env_to_record, engine.num_envs)
 
@@ -321,7 +328,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         """Collect a batch as it comes from the workers."""
         self._touched = True
-        sending = self._plan.sending
+        sending = self._sending
         if sending is not None:
             sending.before(self)
         asked, self._asked = self._asked or time.monotonic(), None
@@ -509,8 +516,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
         with self._engine.turn(None):
             version = self._under_way if version is None else version
             workers = self._models.update(models, version, worker_ids)
-        if self._plan.sending is not None:
-            self._plan.sending.sent(workers)
+        if self._sending is not None:
+            self._sending.sent(workers)
 
     def deliver_weights(self, weights: Any, worker_ids: Any = None) -> None:
         """Publish weights of the policy, past the weight updater: what updaters call.
@@ -785,6 +792,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
             number_lives(engine, entries)
             self._restart(states)
             self._models.restore(policies)
+            if self._sending is not None:
+                self._sending.sent(range(self.num_workers))
             self._models.continue_from(max(version for _, version in policies.values()))
             self._budget.delivered = frames
             self._batches = batches

@@ -108,6 +108,7 @@ class MultiCollector(CollectorWithWorkers):
 class MultiSyncCollector(MultiCollector):
     """A batch holds one rollout of every worker.
 
+    Workers act with copies of the policy: call `update_policy_weights_` after each optimizer step.
     After `update_policy_weights_` the next batch is made with the new weights by all of them.
 
     Example:
@@ -125,6 +126,7 @@ class MultiSyncCollector(MultiCollector):
 class MultiAsyncCollector(MultiCollector):
     """A batch is one rollout of one worker, delivered as soon as it is there.
 
+    Workers act with copies of the policy: call `update_policy_weights_` after each optimizer step.
     Workers continue while you learn: each has one rollout ahead of it besides the one it is making.
     After `update_policy_weights_` every rollout that begins uses the new weights.
 

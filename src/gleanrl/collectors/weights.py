@@ -1,10 +1,14 @@
-"""When a collector sends the weights of its policy without being asked for it."""
+"""When a collector sends its policy's weights by itself, and a warning if nothing sends them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from gleanrl.core.options import warn
 
 if TYPE_CHECKING:
     from gleanrl.collectors.base import BaseCollector
@@ -63,5 +67,40 @@ class WeightSchedule:
             self._due.discard(worker)
 
 
-Sending: TypeAlias = EachBatch | WeightSchedule
+class NothingSent:
+    """Warns if the learner trains while the workers keep their first weights.
+
+    The learner and its workers share no memory, as they do in TorchRL on one machine.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Remember the versions of the learner's ``parameters``, which in-place changes count."""
+        self._parameters = parameters
+        self._versions = [parameter._version for parameter in parameters]
+        self._late = 0
+        """Batches that began after the learner had changed its parameters."""
+
+    def before(self, collector: BaseCollector) -> None:
+        """Look whether the parameters have changed; warn before the second batch after that."""
+        if [parameter._version for parameter in self._parameters] == self._versions:
+            return
+        self._late += 1
+        if self._late == 2:
+            self.sent(())
+            warn(
+                "the policy's parameters have changed, but its weights were never sent: the "
+                "workers have copies and act with the first weights. Call "
+                "collector.update_policy_weights_() after each optimizer step, or build the "
+                "collector with update_at_each_batch=True (nodes: update_after_each_batch=True)"
+            )
+
+    def after(self, collector: BaseCollector, delivered: Collection[int]) -> None:
+        """Do nothing: nothing is sent."""
+
+    def sent(self, workers: Sequence[int]) -> None:
+        """Stop looking: the user knows how weights are sent."""
+        self._parameters, self._versions = (), []
+
+
+Sending: TypeAlias = EachBatch | WeightSchedule | NothingSent
 """Sends the policy's weights without being asked for, around each batch."""

@@ -83,6 +83,15 @@ class Models:
         except (AttributeError, LookupError, ValueError) as err:
             raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
 
+    def copied_parameters(self) -> list[torch.Tensor]:
+        """Return the learner's parameters of which workers have copies that it has to update.
+
+        Empty where the user's own object runs, and where a scheme of the user's sends weights.
+        """
+        if not isinstance(self.policy, nn.Module) or _POLICY in self._schemes:
+            return []
+        return [] if self.running(_POLICY) is self.policy else list(self.policy.parameters())
+
     def shapes(self, model_id: str) -> Shapes:
         """Return what a model's weights look like, by dotted name.
 
@@ -217,6 +226,11 @@ class WeightSync(Models):
         if model_id == _POLICY and self.policy is not None:
             return self.policy
         raise UnknownModelError(f"no model {model_id!r} on the learner's side")
+
+    def copied_parameters(self) -> list[torch.Tensor]:
+        if self._tracked is None or _POLICY in self._schemes:
+            return []
+        return list(self._tracked.module.parameters())
 
     def shapes(self, model_id: str) -> Shapes:
         """Return what a model's weights look like; workers are asked for it once."""

@@ -44,6 +44,8 @@ _SHORTEST_BEAT_S = 0.1
 class DistributedCollector(CollectorWithWorkers):
     """Runs a policy on other machines (or in processes of this one) and yields batches.
 
+    Nodes act with copies of the policy: call `update_policy_weights_` after each optimizer step.
+
     A launcher starts one node per entry of ``create_env_fn``. Each connects to this process, shows
     that it knows the secret it was given, and serves like a worker of a `MultiCollector`: with
     ``sync=True`` a batch is a stack of one rollout of every node, otherwise the rollout of
@@ -224,7 +226,8 @@ def plan_nodes(
     sync, update_after = arguments["sync"], arguments["update_after_each_batch"]
     _check_failure(owner, arguments, replaces)
     interval = arguments["max_weight_update_interval"]
-    if interval is not None and interval != -1:
+    interval = None if interval == -1 else interval
+    if interval is not None:
         check_int("max_weight_update_interval", interval, least=1)
     if update_after and policy is None:
         raise ConfigError(
@@ -242,7 +245,7 @@ def plan_nodes(
         remote=True,
         kwargs=kwargs,
         workers_each=workers_each,
-        sending=WeightSchedule(count, None if interval == -1 else interval, update_after),
+        sending=WeightSchedule(count, interval, update_after) if interval or update_after else None,
         tolerant=arguments["on_failure"] != "raise",
         relaunches=relaunches if arguments["on_failure"] == "relaunch" else None,
         num_threads=torch.get_num_threads(),  # as they are: nodes have their own cores

@@ -19,6 +19,8 @@ from gleanrl.transport.ray import RayActors, check_options, require_ray, session
 class RayCollector(CollectorWithWorkers):
     """Runs a policy in Ray actors, on this machine or on a cluster, and yields batches.
 
+    Actors act with copies of the policy: call `update_policy_weights_` after each optimizer step.
+
     One actor per entry of ``create_env_fn``, each with a copy of the policy; it serves like a
     worker of a `MultiCollector`. With ``sync=True`` a batch is a stack of one rollout of every
     actor, otherwise the rollout of whichever was first. A rollout is one object in Ray's store. One
