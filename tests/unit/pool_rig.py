@@ -94,16 +94,13 @@ def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(),
     env = make_vector(vector_env, GymOptions(info_keys=info_keys))
     kind = NextStepRollout if isinstance(env, NextStepPool) else DenseRollout
 
-    def make_policy(env, probe):
-        made = policy(env)
-        made.provided = [("is_init",)] * needs_is_init
-        return made
-
+    made = policy(env)
+    made.provided = [("is_init",)] * needs_is_init
     rollout_options = RolloutOptions(**options)
     first = Window.allocate(env.layout.observations, env.layout.num_envs, 1)
     check_can_cut(env, rollout_options)
     env.reset(first)
-    return kind(env, first, make_policy(env, first), make_policy, rollout_options)
+    return kind(env, first, made, rollout_options)
 
 
 def collect(source, steps, stop=GO):

@@ -320,9 +320,7 @@ def test_hooks_run_once_for_each_batch_in_their_order():
         replay_buffer=rb,
         pre_collect_hook=lambda: calls.append(rb.write_count),
     )
-    collector.start()
-    while collector.is_running():
-        time.sleep(0.01)
+    assert list(collector) == [None] * 4
     assert calls == [0, 16, 32, 48]
     assert rb.write_count == 64
     collector.shutdown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -72,6 +71,7 @@ class Background:
             self._error = err
         finally:
             self._active(False)
+            self._step = bool  # which nothing is kept for any more
             with self._state:
                 self._resting = True
                 self._state.notify_all()
@@ -141,6 +141,17 @@ class Background:
             raise CollectorTimeout(f"background collection did not end within {timeout} s")
 
 
+def _twin(collector: BaseCollector) -> BaseCollector:
+    """Return another object with the very same state.
+
+    The thread has this one: it neither keeps the user's collector alive, nor is the one to drop its
+    last reference, and with it to run finalizers that belong to the user's thread.
+    """
+    twin: BaseCollector = object.__new__(type(collector))
+    twin.__dict__ = vars(collector)
+    return twin
+
+
 class BackgroundFilling:
     """What a collector does between `start` and `shutdown`: fill its replay buffer in a thread."""
 
@@ -163,7 +174,7 @@ class BackgroundFilling:
             if (limiter := self._buffer.limiter) is not None:
                 limiter.begin(self._buffer.storage)
                 active = partial(limiter.running, self._buffer.storage)
-        self.thread = Background(partial(self._step, weakref.ref(collector)), active)
+        self.thread = Background(partial(self._step, _twin(collector)), active)
 
     def pause(self) -> AbstractContextManager[None]:
         """Suspend collection for the length of a ``with`` block.
@@ -200,11 +211,15 @@ class BackgroundFilling:
                 self._engine.failure = self._engine.failure or err
         return None if self._engine.closed else self._engine.failure
 
-    def _step(self, reference: Callable[[], BaseCollector | None], feed: bool) -> bool:
+    def end(self, timeout: float) -> None:
+        """End the thread, then the workers, also where the thread waits for one that hangs."""
+        self.stop(timeout)
+        self._engine.close(timeout)
+        if self.thread is not None:
+            self.thread.join(1.0)
+
+    def _step(self, collector: BaseCollector, feed: bool) -> bool:
         """Collect what has come; return whether there is anything more to do."""
-        collector = reference()
-        if collector is None:
-            return False
         held = False
         try:
             with self._engine.turn(None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import atexit
 import threading
 import time
 import weakref
@@ -26,7 +27,7 @@ from gleanrl.collectors.arguments import (
     shown,
 )
 from gleanrl.collectors.background import BackgroundFilling
-from gleanrl.collectors.handle import Handle, one_of
+from gleanrl.collectors.handle import Handle, PostHook, PreHook, one_of
 from gleanrl.collectors.states import entries_of, number_lives, restoring
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.collectors.weights import NothingSent, Sending
@@ -121,6 +122,10 @@ class BaseCollector(Handle, IterableDataset[Any]):
     _sending: Sending | None
     """Sends weights around each batch."""
     _replacements: Replacements | None = None
+    _seeds: Mapping[int, m.Seed] = {}
+    """What workers were seeded with, since they were started or a state was loaded."""
+    _moved = False
+    """Whether environments were stepped or reset since they were seeded."""
     _updater: WeightUpdaterBase | None = None
     _delivered: bool | None = None
     """While the updater runs, whether it has had weights published."""
@@ -170,7 +175,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
             self._set_up()
             undo.pop_all()
         # The finalizer must not hold the collector itself, or it would never be collected.
-        self._closing = weakref.finalize(self, engine.close, CLOSE_TIMEOUT_S)
+        self._closing = weakref.finalize(self, self._background.end, CLOSE_TIMEOUT_S)
         self._watching.begin(engine, self._budget, self._status)
 
     def _set_up(self) -> None:
@@ -188,12 +193,16 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self._models = self._make_models()
         self._background = BackgroundFilling(engine, self._budget, self._timeout)
         self.weight_updater = launch.updater
-        self._sending = plan.sending
-        if plan.sending is None and launch.updater is None:
-            copied = self._models.copied_parameters()
-            self._sending = NothingSent(copied) if copied else None
+        self._choose_sending()
         if self._sink is not None:
             self._sink.attach(self, self._env_to_record, engine.num_envs)
+
+    def _choose_sending(self) -> None:
+        """Choose what sends weights around each batch, or warns if nothing does."""
+        self._sending = self._plan.sending
+        if self._sending is None and self._updater is None:
+            copied = self._models.copied_parameters()
+            self._sending = NothingSent(copied) if copied else None
 
     def _make_models(self) -> Models:
         """Return what publishes weights."""
@@ -327,7 +336,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         """Collect a batch as it comes from the workers."""
-        self._touched = True
+        self._touched = self._moved = True
         sending = self._sending
         if sending is not None:
             sending.before(self)
@@ -413,11 +422,13 @@ class BaseCollector(Handle, IterableDataset[Any]):
     def start(self) -> None:
         """Collect into the replay buffer in the background, until told to stop.
 
-        Weights can be updated and everything can be asked meanwhile. What goes wrong is raised by
-        the next call of anything, and shows in ``stats()["failed"]``.
+        Environments and policy run in worker processes, so that they share no setting and no random
+        generator with this one. Weights can be updated and everything can be asked meanwhile. What
+        goes wrong is raised by the next call of anything, and shows in ``stats()["failed"]``.
 
         Raises:
             RuntimeError: there is no replay buffer.
+            ConfigError: workers are in this process (``backend="inline"``).
             ClosedError: after `shutdown`.
         """
         if self.replay_buffer is None:
@@ -425,11 +436,23 @@ class BaseCollector(Handle, IterableDataset[Any]):
         with self._engine.turn(None):
             self._engine.check()
             if not self.is_running():
-                self._prepare_background()
+                self._leave_process()
                 self._background.start(self, self.replay_buffer)
+                # Earlier than finalizers: these are looked through while no thread may make any.
+                atexit.register(self._closing)
 
-    def _prepare_background(self) -> None:
-        """Take care that the learner's policy is not the one that acts in the background."""
+    def _leave_process(self) -> None:
+        """Make sure that no environment and no policy runs in the learner's process.
+
+        Raises:
+            ConfigError: they do.
+        """
+        if self._engine.backend.inline:
+            raise ConfigError(
+                "start() collects while the learner goes on, with which environments and policy of "
+                "backend='inline' would share random generators, exploration type and other "
+                "settings; use backend='process'"
+            )
 
     def is_running(self) -> bool:
         """Tell whether the collector collects in the background (also while paused)."""
@@ -456,6 +479,22 @@ class BaseCollector(Handle, IterableDataset[Any]):
                 "this collector collects in the background (start()): there is nothing to iterate "
                 "over; sample from its replay buffer"
             )
+
+    # -- hooks, which run where rollouts are made ------------------------------------------------
+
+    def set_pre_collect_hook(self, hook: PreHook | None) -> None:
+        super().set_pre_collect_hook(hook)
+        self._tell("set_pre_collect_hook", hook)
+
+    def set_post_collect_hook(self, hook: PostHook | None) -> None:
+        super().set_post_collect_hook(hook)
+        self._tell("set_post_collect_hook", hook)
+
+    def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of every worker's collector, and of those that will replace lost ones."""
+        if not (self._plan.here or self._engine.closed):
+            self._engine.standing[method] = m.Call(method, args, kwargs)
+            self._engine.request_all(self._engine.standing[method])
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -720,6 +759,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
             if self._replacements is not None:
                 self._replacements.seeds = commands
             last = self._restart(dict(commands))
+            self._seeds, self._moved = commands, False
         if self._sink is not None:
             self._sink.seeded(seed, static_seed)
         # A worker that was lost does not answer: the last seed is that of the last environment.
@@ -731,7 +771,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _restart(self, commands: dict[int, m.Command]) -> dict[int, Any]:
         """Carry out commands that begin new trajectories; what was under way is discarded."""
-        self._touched = True
+        self._touched = self._moved = True
         with self._engine.turn(None):
             while self._launch.fills and not self._engine.gather.idle:
                 self._collect(feed=False)  # it is in the buffer, or will be
@@ -797,7 +837,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
             self._models.continue_from(max(version for _, version in policies.values()))
             self._budget.delivered = frames
             self._batches = batches
-            if self._replacements is not None:  # streams are those of the state now
+            self._seeds = {}  # streams are those of the state now
+            if self._replacements is not None:
                 self._replacements.seeds = {}
 
     # -- what it shows ---------------------------------------------------------------------------
@@ -986,7 +1027,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
                 workers, whose environments end with their process.
             raise_on_error: Raise what closing an environment raised.
         """
-        here = self._plan.here
+        here = self._plan.here or self._engine.set_aside is not None
         if not (close_env or here):
             raise RuntimeError(
                 "close_env=False: the environments of workers cannot outlive their process"
@@ -995,6 +1036,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         deadline = time.monotonic() + limit
         self._ready.clear()
         failure = self._background.stop(limit / 2)
+        atexit.unregister(self._closing)
         left = max(0.0, deadline - time.monotonic())
         try:
             self._engine.close(left, close_env, raise_on_error and failure is None)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from dataclasses import replace
+from functools import partial
+from typing import Any, Unpack, cast
 
 import torch
-from torch import nn
 
 from gleanrl.collectors import selectors
 from gleanrl.collectors.arguments import (
+    Arguments,
     CollectorArguments,
     read_index,
     shown,
     shows,
 )
-from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.launch import WorkerPlan, launch_workers
+from gleanrl.collectors.base import CLOSE_TIMEOUT_S, BaseCollector
+from gleanrl.collectors.launch import Launch, WorkerPlan, launch_workers
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ArgumentTypeError, for_users
-from gleanrl.engine.interruptor import stop_byte
+from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
+from gleanrl.engine.engine import Engine
+from gleanrl.engine.interruptor import Interruptor, stop_byte
+from gleanrl.engine.models import WeightSync
+from gleanrl.engine.replacing import reseeded
 from gleanrl.transport.inline import InlineBackend
+from gleanrl.transport.process import ProcessBackend
 
 
 class Collector(BaseCollector):
@@ -97,10 +104,130 @@ class Collector(BaseCollector):
         other = selectors.elsewhere(args, kwargs)
         return super().__new__(cls) if other is None else other
 
-    def _prepare_background(self) -> None:
-        # A function's network cannot be updated in a copy: it acts with the one that is trained.
-        if isinstance(self._plan.policy, nn.Module) and self.policy is self._plan.policy:
-            self._engine.request(0, m.Call("own_policy"))
+    # -- in the background: in a worker ----------------------------------------------------------
+
+    def start(self) -> None:
+        """Collect into the replay buffer in the background, in a worker process.
+
+        The worker gets copies of environment, policy, hooks and ``postproc``; those of this process
+        are left as they are until `shutdown`. Weights, versions, counters, trajectory ids, seeds
+        and the state of an environment that has one go on there, in fresh episodes. Without
+        `set_seed` its random streams are derived from torch's generator. Train your policy as you
+        like: `update_policy_weights_` sends its weights. `getattr_env`, `cascade_execute` and
+        others ask the worker.
+
+        Raises:
+            RuntimeError: there is no replay buffer.
+            ConfigError: something that the worker needs cannot be pickled, such as an environment
+                that holds a connection: give a function that makes it.
+            ClosedError: after `shutdown`.
+        """
+        super().start()
+
+    def _leave_process(self) -> None:
+        if not self._plan.here:
+            return
+        state, number = super().state_dict(), self._models.number
+        launch = self._launch_elsewhere()
+        try:
+            engine = Engine(
+                lambda windows: ProcessBackend(),
+                launch.factories,
+                start_timeout=self._arguments["start_timeout"],
+            )
+        except Exception as err:
+            err.add_note("start() has a worker process collect; iterating collects in this process")
+            raise
+        kept = dict(vars(self))
+        try:
+            engine.plan(launch.limits, launch.asked, launch.batches)
+            self._engine.exchange(engine)
+            self._launch, self._plan = launch, launch.plan
+            self._pipeline.forget()
+            self._engine.discarded += self._pipeline.discarded
+            self._sink, self._pipeline = launch.sink, launch.pipeline
+            self._pipeline.share_out(self._engine.num_envs)
+            self._models = self._synced_models(number)
+            self._continue_elsewhere(state, number)
+        except BaseException:
+            if self._engine.set_aside is not None:
+                self._engine.exchange(engine)
+            engine.close(CLOSE_TIMEOUT_S)
+            vars(self).update(kept)
+            raise
+
+    def _launch_elsewhere(self) -> Launch:
+        """Return what starts the worker.
+
+        Raises:
+            ConfigError: what cannot go on in another process.
+        """
+        plan = replace(self._plan, here=False, sync=False)
+        if self._arguments["policy_factory"] is not None:  # it was called, and has made this one
+            plan = replace(plan, policy=self.policy)
+        if not isinstance(plan.interruptor, Interruptor | None):
+            raise ConfigError(
+                f"interruptor ({type(plan.interruptor).__name__}) cannot be asked in the worker "
+                "process that start() has collect; use gleanrl.collectors.Interruptor()"
+            )
+        if self._profile_config is not None:
+            raise ConfigError(
+                "enable_profile() profiles this process, and start() has a worker process collect: "
+                "call disable_profile() first, or profile a collector with workers"
+            )
+        own = {
+            "policy_factory": None,
+            "weight_updater": None,
+            "pre_collect_hook": self.pre_collect_hook,
+            "post_collect_hook": self.post_collect_hook,
+        }
+        launch = launch_workers(cast("Arguments", {**self._arguments, **own}), plan)
+        # The user was warned when these were rounded.
+        return replace(launch, limits=replace(self._budget.limits, total_frames=None))
+
+    def _synced_models(self, number: int) -> WeightSync:
+        """Return what sends weights to the worker from now on."""
+        models = WeightSync(
+            self._engine,
+            self._plan.policy,
+            made_by_factory=False,
+            schemes=self._arguments["weight_sync_schemes"],
+            version=self._version,
+            devices=self._launch.policy_device,
+        )
+        models.continue_from(number)
+        return models
+
+    def _continue_elsewhere(self, state: Mapping[str, Any], number: int) -> None:
+        """Have the worker go on from the ``state`` of this process."""
+        engine, worker = self._engine, state["worker"]
+        if isinstance(self._plan.interruptor, Interruptor):
+            self._plan.interruptor.attach(engine.backend.stop_byte)
+        streams = worker["streams"] or engine.request(0, m.GetState())["streams"]
+        worker = {**worker, "env": state["env_state_dict"], "streams": streams}
+        engine.request(0, m.SetState(worker))
+        if seed := self._seeds.get(0):  # the generators of environments cannot be carried over
+            engine.request(0, reseeded(seed, 1) if self._moved else seed)
+        self._models.restore({0: (state["policy_state_dict"], number)})
+        self._choose_sending()
+        self._iterating = True
+
+    def _away(self, path: str) -> bool:
+        """Whether ``path`` leads to what is in the worker."""
+        return not self._plan.here and re.match(r"(env|policy)\b", path) is not None
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        if self._away(attr_path):
+            return self._engine.request(0, m.Call(attr_path, args, kwargs))
+        return super().cascade_execute(attr_path, *args, **kwargs)
+
+    def get_distant_attr(self, attr: str) -> Any:
+        if self._away(attr):
+            return self._engine.request(0, m.Get(attr))
+        return super().get_distant_attr(attr)
+
+    def _function(self, path: str) -> Any:
+        return partial(self.cascade_execute, path) if self._away(path) else super()._function(path)
 
     # -- weights and state -----------------------------------------------------------------------
 
@@ -127,7 +254,9 @@ class Collector(BaseCollector):
     def _states(self) -> dict[str, Any]:
         worker = self._engine.request(0, m.GetState())
         return {
-            "policy_state_dict": self._models.policy_state(),
+            "policy_state_dict": self._models.policy_state()
+            if self._plan.here
+            else self._engine.request(0, m.Call("policy_state")),
             "env_state_dict": worker.pop("env"),
             "policy_version": worker["policy_version"],
             "worker": worker,

@@ -197,7 +197,7 @@ class Handle(abc.ABC):
         Raises:
             AttributeError: it has none of that name.
         """
-        return paths.resolve(self, f"policy.{attr}")
+        return self.get_distant_attr(f"policy.{attr}")
 
     def getattr_env(self, attr: str) -> Any:
         """Return an attribute of the environment; of the first worker's, if there are several.
@@ -205,7 +205,7 @@ class Handle(abc.ABC):
         Raises:
             AttributeError: it has none of that name.
         """
-        return paths.resolve(self, f"env.{attr}")
+        return self.get_distant_attr(f"env.{attr}")
 
     def getattr_rb(self, attr: str) -> Any:
         """Return an attribute of the replay buffer.
@@ -247,10 +247,14 @@ class Handle(abc.ABC):
                 f"they have {len(args)} and {len(kwargs)}"
             )
         with self._alone():
-            target = self.get_distant_attr(method_name)
+            target = self._function(method_name)
             if not callable(target):  # the error callers of a missing method expect
                 raise AttributeError(f"{method_name!r} is a {type(target).__name__}, not a method")
             return [target(*a, **k) for a, k in zip(args, kwargs, strict=True)]
+
+    def _function(self, path: str) -> Any:
+        """Return what ``path`` names, to be called."""
+        return self.get_distant_attr(path)
 
     @property
     def worker_idx(self) -> int:

@@ -10,7 +10,6 @@ import torch
 
 from gleanrl.collectors.arguments import read_flags
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.handle import PostHook, PreHook
 from gleanrl.collectors.states import states_of
 from gleanrl.core import messages as m
 from gleanrl.core import paths
@@ -92,21 +91,7 @@ class CollectorWithWorkers(BaseCollector):
         )
         return [values.get(worker) for worker in range(count)]
 
-    # -- hooks and profiles, which are in the workers --------------------------------------------
-
-    def set_pre_collect_hook(self, hook: PreHook | None) -> None:
-        super().set_pre_collect_hook(hook)
-        self._tell("set_pre_collect_hook", hook)
-
-    def set_post_collect_hook(self, hook: PostHook | None) -> None:
-        super().set_post_collect_hook(hook)
-        self._tell("set_post_collect_hook", hook)
-
-    def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every worker's collector, and of those that will replace lost ones."""
-        if not self._engine.closed:
-            self._engine.standing[method] = m.Call(method, args, kwargs)
-            self._engine.request_all(self._engine.standing[method])
+    # -- profiles, which are in the workers ------------------------------------------------------
 
     def _begin_profile(self, config: Mapping[str, Any]) -> None:
         self._tell("enable_profile", **config)

@@ -24,6 +24,19 @@ from gleanrl.engine.dispatch import Dispatcher, Ticket
 from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather
 from gleanrl.transport.interrupts import Deferred, FairLock, Turn
 
+_OF_WORKERS = (
+    "backend",
+    "batches",
+    "dispatcher",
+    "envs",
+    "gather",
+    "layouts",
+    "num_envs",
+    "processes",
+    "sizes",
+    "steps",
+)
+"""Attributes of an engine that are about its workers."""
 _EPISODES = 1 << 32
 """Trajectories that each environment of a worker may begin in one of the worker's lives."""
 MakeBackend = Callable[[Callable[[m.WindowRef], Window]], Backend]
@@ -54,6 +67,8 @@ class Engine:
         self._busy = False
         self._close_next: Callable[[], None] | None = None
         """Closes the engine as soon as the rollout of this very thread has ended."""
+        self.set_aside: Engine | None = None
+        """Has the workers from before `exchange`, which are closed with those of now."""
         self.awaited = False
         """Whether somebody waits for a batch: workers may collect for later meanwhile."""
         self.failure: BaseException | None = None
@@ -164,6 +179,17 @@ class Engine:
                 stopped=stopped,
             )
         return budget
+
+    def exchange(self, other: Engine) -> None:
+        """Exchange workers with ``other``, which was planned for the same batches.
+
+        Turns and counters stay with each engine. Neither may be collecting.
+        """
+        for name in _OF_WORKERS:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, theirs)
+            setattr(other, name, ours)
+        self.set_aside = None if self.set_aside is other else other
 
     def _open_window(self, reference: m.WindowRef) -> Window:
         if not reference.blocks:  # a source without fixed layout writes no window
@@ -374,7 +400,7 @@ class Engine:
 
         Args:
             timeout: Seconds it may take.
-            close_env: ``False`` leaves the environments open.
+            close_env: ``False`` leaves the environments open, or those that are set aside.
             raise_on_error: Raise what closing an environment raised.
         """
         if self.closed:
@@ -388,7 +414,11 @@ class Engine:
             if self._busy and self.backend.inline:  # a signal came, or an environment asks for it
                 self._close_next = partial(self._close, timeout, close_env, raise_on_error)
             elif not self.closed:  # by another thread, meanwhile
-                self._close(timeout, close_env, raise_on_error)
+                try:
+                    self._close(timeout, close_env, raise_on_error)
+                finally:
+                    if self.set_aside is not None:
+                        self.set_aside.close(timeout, close_env, raise_on_error)
 
     def _close(self, timeout: float, close_env: bool, raise_on_error: bool) -> None:
         self._close_next = None
@@ -399,7 +429,7 @@ class Engine:
         # A worker that ends while others are waited for is none that collection continues without.
         tolerant, self.dispatcher.tolerant = self.dispatcher.tolerant, False
         tickets: dict[int | None, Ticket] = {}
-        for worker in self.dispatcher.alive if close_env else ():
+        for worker in self.dispatcher.alive if close_env or self.set_aside is not None else ():
             try:
                 tickets[worker] = self.dispatcher.post(worker, m.Close())
             except Exception as err:

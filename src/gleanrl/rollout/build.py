@@ -102,11 +102,11 @@ class SourceBuilder:
                 handle = TensorDictHandle(env, root)
                 return self._serve_tensordicts(handle, policy, judges=False, why=why)
         kind = NextStepRollout if isinstance(made, NextStepPool) else DenseRollout
-        return kind(made, first, policy, self._policy, self.rollout)  # type: ignore[arg-type]  # each its own
+        return kind(made, first, policy, self.rollout)  # type: ignore[arg-type]  # each its own
 
-    def _policy(self, env: Env | Pool, first: Window, own: bool = False) -> Policy:
+    def _policy(self, env: Env | Pool, first: Window) -> Policy:
         policy = make_policy(
-            complete_exploration(self._user_policy(own), env.inner),
+            complete_exploration(self._user_policy(), env.inner),
             env=env.layout,
             random=env.random,
             probe=first,
@@ -131,25 +131,24 @@ class SourceBuilder:
         """Serve the environment of ``handle``; ``known``: a policy that was called already."""
         env, ragged = handle.env, needs_carrier(handle.env, handle.root)
         layout = None if ragged else learn_layout(env, handle.root)
-
-        def act(root: TensorDictBase, own: bool) -> tuple[Actor, TensorDictBase]:
-            if known is not None and not own:
-                shown = _shown(env, root, layout, judges, self.rollout.counts)
-                away = None if known.device.type == "cpu" else known.device
-                actor = signed_actor(known.inner, known.on_tensordict, known.signature, shown, away)
-                return actor, known.signature.after
-            chosen = complete_exploration(self._user_policy(own), env)
-            if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
-                return Actor(), root
-            shown = _shown(env, root, layout, judges, self.rollout.counts)
-            return make_actor(chosen, shown, self.policy, self.rollout.exploration)
-
-        actor, after = act(handle.root.clone(), False)
+        root = handle.root.clone()
+        shown = _shown(env, root, layout, judges, self.rollout.counts)
+        if known is not None:
+            away = None if known.device.type == "cpu" else known.device
+            actor = signed_actor(known.inner, known.on_tensordict, known.signature, shown, away)
+            after = known.signature.after
+        else:
+            actor, after = self._actor(env, shown)
         self._check_inputs((state.key for state in actor.states), IS_INIT in actor.provided)
         expected = None if layout is None else expect(env, layout, after, actor, self.rollout)
-        return TensorDictRollout(
-            handle, actor, self.rollout, expected=expected, make_actor=act, why=why
-        )
+        return TensorDictRollout(handle, actor, self.rollout, expected=expected, why=why)
+
+    def _actor(self, env: Any, shown: Shown) -> tuple[Actor, TensorDictBase]:
+        """Return what acts, and the root as the environment would be given it."""
+        chosen = complete_exploration(self._user_policy(), env)
+        if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
+            return Actor(), shown.root
+        return make_actor(chosen, shown, self.policy, self.rollout.exploration)
 
     def _check_inputs(self, states: Iterable[Key], needs_is_init: bool) -> None:
         wanted = [*states, *([IS_INIT] if needs_is_init else [])]
@@ -160,11 +159,8 @@ class SourceBuilder:
                 "auto_register_policy_transforms=False"
             )
 
-    def _user_policy(self, own: bool = False) -> Any:
-        """Return the policy that runs: the user's own object, or a copy.
-
-        It is a copy if told to ``own`` it, or if the user's lives on another device.
-        """
+    def _user_policy(self) -> Any:
+        """Return the policy that runs: the user's own object, or a copy on another device."""
         given = self.policy
         policy = given.policy if given.policy_factory is None else given.policy_factory()
         if not isinstance(policy, nn.Module):
@@ -172,7 +168,7 @@ class SourceBuilder:
         tensors = [*policy.parameters(), *policy.buffers()]
         if given.device is not None and any(t.device != given.device for t in tensors):
             return copy.deepcopy(policy).to(given.device)
-        return copy.deepcopy(policy) if own else policy
+        return policy
 
 
 def _with_tensordicts(env: GymnasiumEnv) -> Any:

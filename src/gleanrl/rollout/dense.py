@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -13,7 +13,6 @@ from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Stop
-from gleanrl.core.streams import preserved
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.policies.random import RandomActions
@@ -46,11 +45,6 @@ def dense(
     return steps
 
 
-MakePolicy: TypeAlias = Callable[[Env | Pool, Window, bool], Policy]
-"""Builds the policy from the environment and a window that is one step long and holds an
-observation; if told so, of a copy of the user's module, whose weights nobody else changes."""
-
-
 class DenseRollout(BaseSource):
     """The source of dense environments: fixed layout, one real transition per step."""
 
@@ -59,7 +53,6 @@ class DenseRollout(BaseSource):
         env: Env,
         first: Window,
         policy: Policy,
-        make_policy: MakePolicy,
         options: RolloutOptions,
     ) -> None:
         """Learn the layout.
@@ -68,14 +61,13 @@ class DenseRollout(BaseSource):
             env: Was reset once.
             first: One step long: what that reset showed.
             policy: What acts.
-            make_policy: How to make the same again.
             options: What the user asked for.
         """
         self._env = env
-        self._make_policy = make_policy
         super().__init__(env, env.inner, policy.inner, options)
         self.num_envs = env.layout.num_envs
-        self._act_by(policy)
+        self._policy = policy
+        self._random = RandomActions(env.random, env.layout.actions, policy)
         self._plan = RolloutPlan.of(env.layout, policy, options)
         self._next_root = self._plan.make_next_root()
         for key in first.keys():
@@ -126,18 +118,6 @@ class DenseRollout(BaseSource):
             env = f"{count} x {kind}, stepped by its own methods without TensorDicts"
         rows = "rows: each field of a step is written to its place in the batch"
         return explanation(rows, env, parts)
-
-    def own_policy(self) -> None:
-        """Act with a copy of the policy from now on: the learner trains the original meanwhile."""
-        probe = Window.allocate(self._env.layout.observations, self._env.layout.num_envs, 1)
-        for key in probe.keys():
-            probe.tensor(key).copy_(self._next_root.tensor(key))
-        with preserved():
-            self._act_by(self._make_policy(self._env, probe, True))
-
-    def _act_by(self, policy: Policy) -> None:
-        self._policy, self.policy = policy, policy.inner
-        self._random = RandomActions(self._env.random, self._env.layout.actions, policy)
 
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         self._env.reset(self._next_root, envs, **options)

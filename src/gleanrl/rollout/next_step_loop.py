@@ -31,7 +31,7 @@ from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
 from gleanrl.policies.program import ProgramPolicy
-from gleanrl.rollout.dense import DenseRollout, MakePolicy
+from gleanrl.rollout.dense import DenseRollout
 from gleanrl.rollout.step_log import StepLog
 
 _KEEP_AT_LEAST = 64
@@ -158,7 +158,6 @@ class NextStepRollout(DenseRollout):
         pool: Pool,
         first: Window,
         policy: Policy,
-        make_policy: MakePolicy,
         options: RolloutOptions,
     ) -> None:
         """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`.
@@ -169,7 +168,7 @@ class NextStepRollout(DenseRollout):
         """
         if isinstance(policy, ProgramPolicy) and (why := policy.signature.why_unfit):
             raise PolicyError(f"{why}{_ONLY_KNOWN}")
-        super().__init__(pool, first, policy, make_policy, options)  # type: ignore[arg-type]  # steps differently
+        super().__init__(pool, first, policy, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
         self._resets = ResetTracker(pool, options.max_frames_per_traj)
         self._logged = _logged(self._plan.layout, self._plan.root_fields, pool.layout, policy)

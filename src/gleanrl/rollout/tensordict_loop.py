@@ -31,7 +31,6 @@ from gleanrl.core.layout import DoneGroup, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Stop
-from gleanrl.core.streams import preserved
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.tensordict import TensorDictHandle, spec_leaves
 from gleanrl.memory.trees import stacked, time_named
@@ -41,12 +40,6 @@ from gleanrl.rollout.finished_steps import ExpectedSteps, StepRecorder
 from gleanrl.rollout.plan import RolloutPlan, check_options, end_groups, mean_rewards
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
-
-MakeActor = Callable[[TensorDictBase, bool], tuple[Actor, TensorDictBase]]
-"""Makes the actor from a root TensorDict, of a copy of the user's module if told so.
-
-Also returns the root as the environment would be given it.
-"""
 
 
 class TensorDictRollout(BaseSource):
@@ -65,7 +58,6 @@ class TensorDictRollout(BaseSource):
         options: RolloutOptions,
         *,
         expected: ExpectedSteps | None,
-        make_actor: MakeActor,
         why: str,
     ) -> None:
         """Collect from the environment of ``handle``, which was reset once.
@@ -75,7 +67,6 @@ class TensorDictRollout(BaseSource):
             actor: What acts.
             options: What the user asked for.
             expected: What steps are expected to be; ``None`` if they have no fixed layout.
-            make_actor: How to make the actor again, of a copy of the user's policy.
             why: Why this is the loop that fits.
 
         Raises:
@@ -84,7 +75,7 @@ class TensorDictRollout(BaseSource):
         """
         env = handle.env
         super().__init__(handle, env, actor.user, options)
-        self._handle, self._actor, self._make_actor = handle, actor, make_actor
+        self._handle, self._actor = handle, actor
         self._why = why
         self._batch = tuple(env.batch_size)
         groups = handle.ends.groups
@@ -112,12 +103,6 @@ class TensorDictRollout(BaseSource):
         shown = dict.fromkeys((*observed, *handle.ends.keys, *known))
         self._recorder = StepRecorder(shown, expected)
         self._begin_episodes(list(range(envs)))
-
-    def own_policy(self) -> None:
-        """Act with a copy of the policy from now on: the learner trains the original meanwhile."""
-        with preserved():
-            self._actor, _ = self._make_actor(self._handle.root.clone(), True)
-        self.policy = self._actor.user
 
     def explain(self) -> str:
         """Say which path every part takes, and why."""

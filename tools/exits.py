@@ -1,0 +1,154 @@
+"""Count how interpreters end that never called `shutdown()`.
+
+Each script starts a collector (or an evaluator) and ends while it works: at its last line, by
+``sys.exit``, an exception, Ctrl-C, or as the cell of a kernel. Any exit code or line on stderr that
+such a script would not have without a collector is an event. ::
+
+    python -m tools.exits [--exits 200] [--jobs 2] [--seed 0]
+
+Interpreters are forked from one that has imported everything, and exit like any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/processes"))
+import warm  # type: ignore[import-not-found]  # of the tests
+
+SCRIPT = """
+import signal, sys, threading, time
+import gleanrl as g
+
+kind, ending, delay, switch = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
+
+def lean(observation):
+    return (observation[..., 2] > 0).long()
+
+def begin():
+    storage = g.LazyTensorStorage(10_000, ndim=2 if kind == "learner" else 1)
+    rb = g.ReplayBuffer(storage=storage, batch_size=8, prefetch=2 if kind == "prefetch" else None)
+    options = {"frames_per_batch": 64, "replay_buffer": rb}
+    if kind == "evaluator":
+        found = g.Evaluator("CartPole-v1", lean, num_trajectories=10_000)
+        found.trigger_eval()
+        return found
+    if kind in ("sync", "learner"):
+        found = g.MultiSyncCollector("CartPole-v1", num_workers=2, **options)
+    elif kind in ("async", "prefetch"):
+        found = g.MultiAsyncCollector("CartPole-v1", num_workers=2, **options)
+    else:
+        found = g.Collector("CartPole-v1", **options)
+    found.start()
+    while rb.write_count < 200:
+        time.sleep(0.001)
+    if kind == "prefetch":
+        rb.sample()
+    return found
+
+def finish():
+    if switch:
+        sys.setswitchinterval(switch)
+    time.sleep(delay)
+    if ending == "exit":
+        sys.exit(3)
+    if ending == "raise":
+        raise ArithmeticError("on purpose")
+    if ending == "interrupt":
+        signal.raise_signal(signal.SIGINT)
+
+if ending == "forgotten":  # the last reference goes with the function, or later
+    def main():
+        started = begin()
+        finish()
+    main()
+elif ending == "cycle":
+    started = begin()
+    started.myself = started
+    del started
+    finish()
+elif ending == "thread":
+    begun = threading.Event()
+    def other():
+        global started
+        started = begin()
+        begun.set()
+        time.sleep(0.05)
+    threading.Thread(target=other).start()
+    begun.wait()
+    finish()
+elif ending == "kernel":
+    cells = {}
+    for cell in ("started = begin()", "finish()"):
+        try:
+            exec(cell, globals(), cells)
+        except BaseException as err:
+            print(repr(err))
+else:
+    started = begin()
+    finish()
+"""
+KINDS = ("inline", "sync", "async", "learner", "prefetch", "evaluator")
+EXPECTED = {
+    "end": (0, ""),
+    "exit": (3, ""),
+    "raise": (1, "ArithmeticError: on purpose"),
+    "interrupt": (-2, "KeyboardInterrupt"),
+    "forgotten": (0, ""),
+    "cycle": (0, ""),
+    "thread": (0, ""),
+    "kernel": (0, ""),
+}
+"""Exit code and last line of stderr of each way to end."""
+
+
+def one(case: tuple[str, str, float, float]) -> tuple[str, str]:
+    """Run a script; return its kind and ending, and what was not expected of it."""
+    kind, ending, delay, switch = case
+    command = [str(warm.START), "-c", SCRIPT, kind, ending, str(delay), str(switch)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired as err:
+        return f"{kind} {ending}", f"hangs: {err.stderr!r:.2000}"
+    code, last = EXPECTED[ending]
+    lines = done.stderr.strip().splitlines() or [""]
+    wanted = done.returncode == code and lines[-1] == last
+    wanted = wanted and done.stderr.count("Traceback") == bool(last)
+    event = "" if wanted else f"exit code {done.returncode}: {done.stderr[-2000:]}"
+    return f"{kind} {ending}", event
+
+
+def main() -> None:
+    """Run scripts and print events."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--exits", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    draw = random.Random(options.seed)
+    pairs = [(kind, ending) for kind in KINDS for ending in EXPECTED]
+    cases = [
+        (*pairs[n % len(pairs)], draw.choice((0.0, draw.uniform(0, 0.05))), draw.choice((0, 1e-6)))
+        for n in range(options.exits)
+    ]
+    warm.open_door()
+    events: Counter[str] = Counter()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for name, event in pool.map(one, cases):
+            if event:
+                events[name] += 1
+                print(f"{name}: {event}", flush=True)
+    print(f"{events.total()} events in {options.exits} exits", dict(events) or "")
+    sys.exit(bool(events))
+
+
+if __name__ == "__main__":
+    main()
