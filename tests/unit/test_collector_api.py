@@ -1,7 +1,6 @@
 """Arguments, life, weights and state of the in-process collector."""
 
 import gc
-import time
 import warnings
 
 import gymnasium as gym

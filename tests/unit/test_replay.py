@@ -299,6 +299,23 @@ def test_a_generator_makes_samples_repeatable():
     assert numbers(1, prefetch=3) == numbers(1)
 
 
+def test_samples_made_ahead_leave_the_generator_of_the_learner_alone():
+    def samples(learn):
+        torch.manual_seed(0)
+        rb = ReplayBuffer(storage=LazyTensorStorage(50), batch_size=8, prefetch=3)
+        rb.extend(rows(0, 50))
+        found, state = [rb.sample()], torch.get_rng_state()
+        for number in range(30):
+            found.append(rb.sample())
+            assert torch.get_rng_state().equal(state)
+            if learn:
+                torch.manual_seed(number)
+                state = torch.get_rng_state()
+        return [sample["action"].tolist() for sample in found]
+
+    assert samples(True) == samples(False)
+
+
 def test_prefetching_passes_errors_on_and_goes_on():
     rb = ReplayBuffer(storage=LazyTensorStorage(50), batch_size=8, prefetch=2)
     with pytest.raises(ReplayError, match="nothing to sample"):

@@ -86,8 +86,9 @@ class ReplayBuffer:
                 other priorities, after they were made.
             pin_memory: Copy samples to page-locked memory, for transfers to an accelerator.
             shared: Store in memory that other processes map.
-            generator: Source of randomness; torch's global one by default. It stays behind when
-                the buffer is sent to another process.
+            generator: Source of randomness; torch's global one by default, with ``prefetch`` one
+                that is seeded from it at the first sample. It stays behind when the buffer is sent
+                to another process.
             dim_extend: Which dimension of the data for `extend` is time (or rows); for
                 ``[env, time]`` storages 1 by default, else 0.
             limiter: Bounds the samples per insert while a collector is running, and has the first
@@ -690,6 +691,9 @@ class Prefetcher:
             if self._pid != os.getpid():  # a forked child has none of its parent's threads
                 self.forget()
                 self._pool, self._pid = ThreadPoolExecutor(1, "gleanrl-prefetch"), os.getpid()
+            if self._buffer._generator is None:  # the learner draws from torch's own meanwhile
+                seed = int(torch.randint(1 << 62, ()))
+                self._buffer._generator = torch.Generator().manual_seed(seed)
             if size != self._size:
                 self.forget()
                 self._size = size
