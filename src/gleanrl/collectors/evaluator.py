@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 import math
@@ -216,6 +217,7 @@ class _Line:
                     target=self._run, name="gleanrl-evaluate", daemon=True
                 )
                 self._thread.start()
+                atexit.register(self.closing)  # before finalizers are looked through
             idle = self._here and len(self._requests) == 1  # else the call under way goes on
         while idle and self._requests:
             self._carry_out()
@@ -301,6 +303,7 @@ class _Line:
             self._closed = True
             self._requests.clear()
             self._changed.notify_all()
+        atexit.unregister(self.closing)
         self.collector.shutdown(timeout, raise_on_error=raise_on_error)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)

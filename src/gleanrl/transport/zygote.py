@@ -148,10 +148,11 @@ class Zygote:
 
     def _hear(self, deadline: float, timeout: float) -> None:
         """Take in a message, or nothing if somebody else took it first."""
-        if self._socket.fileno() < 0:
+        fd = self._socket.fileno()
+        if fd < 0:
             raise WorkerDied("the process that starts workers was ended")
         waiting = select.poll()
-        waiting.register(self._socket, select.POLLIN)
+        waiting.register(fd, select.POLLIN)
         if not waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
             raise CollectorTimeout(
                 f"the process that starts workers did not answer in {timeout} s; it imports torch "
@@ -162,7 +163,7 @@ class Zygote:
             message = self._socket.recv(64, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
-        except ConnectionError:
+        except OSError:  # also where another thread has closed it meanwhile
             message = b""
         if not message:
             raise WorkerDied(
