@@ -209,7 +209,8 @@ class Collector(BaseCollector):
         if seed := self._seeds.get(0):  # the generators of environments cannot be carried over
             engine.request(0, reseeded(seed, 1) if self._moved else seed)
         self._models.restore({0: (state["policy_state_dict"], number)})
-        self._choose_sending()
+        if not number:  # else the user knows that weights are to be sent
+            self._choose_sending()
         self._iterating = True
 
     def _away(self, path: str) -> bool:
