@@ -1,11 +1,13 @@
 """Nodes that are lost: what goes on without them, and with those that take their place."""
 
+import functools
 import os
 import signal
 import socket
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import rig
 import torch
@@ -238,6 +240,27 @@ def test_weights_sent_by_message_and_models_with_extra_state_reach_a_replacement
         both = set()
         while both != {0, 1}:
             both.add(number_in(collector.next()))
+
+
+class Shifted(rig.Count):
+    """Observes its number and a weight of its own."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.shift = torch.nn.Linear(1, 1)
+
+    def _observe(self, where):
+        return np.array([self.number, self.shift.bias.item()])
+
+
+@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
+def test_weights_of_an_environment_hold_from_the_first_observation_of_a_replacement_on():
+    weights = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(weights.bias, 3.0)
+    with relaunching(functools.partial(Shifted, 0)) as collector:
+        collector.update_policy_weights_(weights_dict={"env.shift": weights})
+        kill(collector, 0)
+        assert until_back(collector, 0)["observation"][:, 1].eq(3.0).all()
 
 
 def deadly(path):

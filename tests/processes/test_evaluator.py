@@ -100,6 +100,37 @@ def test_weights_come_as_module_tensordict_or_state_dict_or_from_the_policy_itse
         assert evaluator.evaluate().mean == 4.0
 
 
+class Shifted(rig.Count):
+    """Observes a weight of its own, and rewards each step with the action."""
+
+    action_space = gym.spaces.Box(-100, 100, (1,), np.float32)
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.transform = Wage()
+
+    def _observe(self, where):
+        return np.full(2, self.transform.wage.item())
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, float(action[0]), *rest
+
+
+def echo(observation):
+    return observation[..., :1].float()
+
+
+@both
+@pytest.mark.parametrize("seed", [None, 1])
+def test_weights_of_the_environment_hold_from_the_first_observation_on(backend, seed):
+    make = functools.partial(Shifted, length=4)
+    with Evaluator(make, echo, num_trajectories=3, seed=seed, backend=backend) as evaluator:
+        for wage in (1.0, 2.0):
+            result = evaluator.evaluate(weights_dict={"env.transform": Wage(wage)})
+            assert result.returns.tolist() == [4 * wage] * 3
+
+
 def test_a_factory_makes_the_policy_in_the_worker_with_the_environment_if_it_asks_for_it():
     def make(env):
         return Wage(float(env.length))

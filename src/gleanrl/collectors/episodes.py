@@ -15,7 +15,7 @@ from torch import nn
 from gleanrl.collectors.worker import FillingSource, WorkerRole, serve_worker
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, format_key
-from gleanrl.core.messages import Report
+from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, SourceFactory, Stop
 from gleanrl.core.window import Window
 from gleanrl.engine.trajectories import WholeTrajectories
@@ -140,6 +140,13 @@ class EpisodesSource(FillingSource):
         super().__init__(source, episodes)
         self._episodes, self._steps = episodes, steps
         self._fresh = True
+        """Whether the environments show a first observation that is up to date."""
+        self.load = self._load
+
+    def _load(self, snapshot: Snapshot) -> None:
+        """Load weights; those of an environment change the observation that its reset showed."""
+        self._source.load(snapshot)
+        self._fresh &= not snapshot.of_environments
 
     def place(self, base: int, stride: int) -> None:
         """Keep the numbers of environments: there are no other workers."""

@@ -171,7 +171,7 @@ class _Line:
 
     def _has_transforms(self) -> bool:
         try:
-            self._ask(m.Get("env.transform.__class__.__name__"))
+            self._ask(m.Get("env.transform.dump.__name__"))
         except AttributeError:
             return False
         return True
@@ -263,10 +263,10 @@ class _Line:
     def _play(self, request: _Request) -> tuple[TensorDictBase, int]:
         """Return the summary, and the version that was played; others may shut down meanwhile."""
         collector = self.collector
-        if request.seed is not None:
-            collector.set_seed(request.seed)
         if request.weights or request.version is not None:
             collector._publish(request.weights, None, request.version)
+        if request.seed is not None:  # after the weights: it resets, and transforms may have some
+            collector.set_seed(request.seed)
         while True:
             with collector._engine.turn(None):
                 if collector._engine.ready(collector._budget, True, collector._timeout):

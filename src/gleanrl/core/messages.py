@@ -53,6 +53,11 @@ class Snapshot:
     serial: int = 0
     """Its place among all snapshots of one learner: of two, the larger is the newer."""
 
+    @property
+    def of_environments(self) -> bool:
+        """Whether a model may be a part of an environment, whose observations depend on it."""
+        return any(name != "policy" for name in self.models)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightsRef:

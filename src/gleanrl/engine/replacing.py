@@ -84,6 +84,8 @@ class Replacements:
         ]
         if worker in self.seeds:
             commands.append(reseeded(self.seeds[worker], engine.lives[worker]))
+        elif any(isinstance(one, m.Load) and one.snapshot.of_environments for one in commands):
+            commands.append(m.Reset())  # its first observations were made without these weights
         return commands
 
 
