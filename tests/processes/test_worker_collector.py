@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule
 
 from gleanrl import ConfigError
 from gleanrl.collectors import MultiAsyncCollector, MultiSyncCollector
-from gleanrl.data import LazyTensorStorage, ListStorage, ReplayBuffer
+from gleanrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
 
 several = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -250,3 +250,19 @@ def test_frames_of_fast_workers_are_stored_where_slow_ones_are_stopped():
     assert 0 < numbers[1] < 100
     assert stats["frames"] == len(rb.storage.items)
     assert stats["frames_discarded"] == 0
+
+
+def test_steps_that_another_worker_did_not_reach_end_a_slice():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10_000, ndim=2), sampler=SliceSampler(slice_len=2))
+    with MultiSyncCollector(
+        [rig.counting(0, length=1000, pause=0.002), rig.counting(1, length=1000, pause=0.005)],
+        frames_per_batch=40,
+        total_frames=160,
+        preemptive_threshold=0.5,
+        replay_buffer=rb,
+        extend_buffer=False,
+    ) as collector:
+        list(collector)
+        assert collector.stats()["frames_discarded"]
+    pairs = rb.sample(400).reshape(-1, 2)
+    assert (pairs["next", "observation"][:, 0] == pairs["observation"][:, 1]).all()

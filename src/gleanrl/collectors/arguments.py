@@ -635,6 +635,11 @@ def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
         apart and not arguments["track_traj_ids"],
         "split_trajs and trajs_per_batch need track_traj_ids=True",
     )
+    yield (
+        arguments["cat_results"] not in (None, "stack") and not arguments["track_traj_ids"],
+        f"cat_results={arguments['cat_results']!r} puts rollouts of workers one after another, and "
+        "only track_traj_ids=True tells where one ends; keep the ids, or leave cat_results out",
+    )
     chunk, extend = arguments["replay_buffer_chunk"], arguments["extend_buffer"]
     yield (
         chunk not in (None, extend),  # its retired spelling

@@ -131,10 +131,14 @@ class Pipeline:
     def forget(self, passed: TensorDictBase | None = None) -> None:
         """Drop trajectories in the making, and what is still to come of them; count the frames.
 
+        The frames to come continue no trajectory that was stored.
+
         Args:
             passed: A batch that was delivered in another way. What is still to come of the
                 trajectories in it is dropped, too.
         """
+        if self._sink is not None:
+            self._sink.cut()
         if self._whole is not None:
             self._whole.reset(passed)
 

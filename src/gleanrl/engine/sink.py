@@ -9,9 +9,11 @@ from typing import Any, TypeAlias
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import MASK
+from gleanrl.core.keys import MASK, TRAJ_IDS, format_key
 from gleanrl.core.protocols import Source
 from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.memory.replay.ring import Author, written_by
+from gleanrl.memory.replay.slices import SliceSampler
 from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 from gleanrl.memory.replay.writers import RoundRobinWriter
 
@@ -24,6 +26,9 @@ class Sink:
     def store(self, batch: TensorDictBase) -> int:
         """Store a finished batch; return how many of its valid frames could not be stored."""
         raise NotImplementedError
+
+    def cut(self) -> None:
+        """Take the frames to come for other trajectories than those that were stored."""
 
     def by_workers(self, remote: bool) -> bool:
         """Tell whether workers store what they collect themselves.
@@ -75,18 +80,41 @@ def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
         return _BufferSink(buffer, partial(_extend_env_time, method, not extend))
     if extend:
         return _BufferSink(buffer, partial(_extend_rows, method))
-    return _BufferSink(None, partial(_add_steps, method, stacked))
+    return _BufferSink(buffer, partial(_add_steps, method, stacked), whole=False)
 
 
 class _BufferSink(Sink):
     """Anything with the methods of a replay buffer."""
 
-    def __init__(self, buffer: Any, store: Callable[[TensorDictBase], int]) -> None:
-        """Store with ``store``, in ``buffer`` if that is given whole batches."""
-        self._buffer, self._store = buffer, store
+    def __init__(
+        self, buffer: Any, store: Callable[[TensorDictBase], int], whole: bool = True
+    ) -> None:
+        """Store in ``buffer`` with ``store``, ``whole`` batches or steps."""
+        self._buffer, self._store, self._whole = buffer, store, whole
+        sampler = buffer.sampler if isinstance(buffer, ReplayBuffer) else None
+        self._needs_ids = isinstance(sampler, SliceSampler) and sampler.traj_key is None
+        self._author = Author()
 
     def store(self, batch: TensorDictBase) -> int:
-        return self._store(batch)
+        """Store ``batch``.
+
+        Raises:
+            ConfigError: the buffer samples slices, and the batch has no trajectory ids. End flags
+                do not replace them: a reset ends a trajectory as well, and so does the next worker.
+        """
+        if self._needs_ids and batch.get(TRAJ_IDS, None) is None:
+            raise ConfigError(
+                f"a SliceSampler needs {format_key(TRAJ_IDS)} in every batch of a collector: leave "
+                "track_traj_ids on and keep the entry in postproc, or name another with traj_key="
+            )
+        with written_by(self._author):
+            left_out = self._store(batch)
+        if left_out:
+            self.cut()
+        return left_out
+
+    def cut(self) -> None:
+        self._author = Author()
 
     def by_workers(self, remote: bool) -> bool:
         """Tell whether workers extend the buffer themselves; it is shared then.
@@ -95,7 +123,7 @@ class _BufferSink(Sink):
         ``[env, time]`` or one that keeps the best, on the CPU, and one of ours: others are extended
         by the learner.
         """
-        if remote or not isinstance(self._buffer, ReplayBuffer):
+        if remote or not self._whole or not isinstance(self._buffer, ReplayBuffer):
             return False
         storage = self._buffer.storage
         if not isinstance(storage, LazyTensorStorage) or storage.ndim != 1:

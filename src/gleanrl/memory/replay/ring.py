@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,17 +27,17 @@ from gleanrl.memory.replay.locks import ThreadLock
 from gleanrl.memory.shared import fence
 
 Words: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
-_OWNER_BITS = 20
-STEP = 1 << _OWNER_BITS
-"""Difference between the sequence numbers of rows that one process wrote one after the other."""
-_OWNER_MASK = STEP - 1
+_AUTHOR_BITS = 20
+STEP = 1 << _AUTHOR_BITS
+"""Difference between the sequence numbers of rows that one author wrote one after the other."""
+_AUTHOR_MASK = STEP - 1
 _ENTRIES = 1024
 _LAYOUT_WORDS = 16384
 _HEADER = 64
 # Header words.
 _READY, _SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _OWNERS, _BASE, _EPOCH = range(9)
 _OP, _ENTRY, _FIRST, _N, _OWNER, _TO_CURSOR, _TO_COUNT, _TO_LIVE, _TO_CHANGES = range(10, 19)
-_LAYOUT_SIZE, _OVERFLOW, _OVERFLOW_NEXT = 19, 20, 21
+_LAYOUT_SIZE, _OVERFLOW, _OVERFLOW_NEXT, _AUTHOR = range(19, 23)
 _RESERVE, _COMMIT, _REVOKE, _EMPTY, _LOAD = 1, 2, 3, 4, 5
 _POSITIONS, _COUNTS = 1 << 42, 1 << 53
 """Nothing real reaches these, and they are far below where positions and counters overflow."""
@@ -50,6 +51,42 @@ class Reservation(NamedTuple):
     first: int
     """Position of the first row; its place is ``first % slots``."""
     rows: int
+    author: int
+    """Number that the sequence numbers of these rows contain."""
+
+
+class Author:
+    """A writer whose rows continue one another.
+
+    Two rows are successive steps only if one author wrote them one after the other. So two
+    collectors, whose trajectory ids both begin at 0, are two authors; a collector that leaves out
+    frames, or numbers trajectories from an earlier state, becomes another author.
+
+    An author has another number in each process and ring, and after `RingIndex.empty` or `restore`.
+    """
+
+    _at: tuple[object, int, int] | None = None
+    _number = 0
+
+    def number(self, ring: RingIndex) -> int:
+        """Return the number of this author in ``ring``; inside `section`."""
+        at = ring._identity, int(ring._h[_EPOCH]), ring._owner()
+        if self._at != at:
+            self._at, self._number = at, ring._new_number()
+        return self._number
+
+
+_current_author: ContextVar[Author | None] = ContextVar("author", default=None)
+
+
+@contextmanager
+def written_by(author: Author) -> Iterator[None]:
+    """Have ``author`` write the rows that this thread stores in a ``with`` block."""
+    token = _current_author.set(author)
+    try:
+        yield
+    finally:
+        _current_author.reset(token)
 
 
 class Version(NamedTuple):
@@ -93,6 +130,8 @@ class RingIndex:
         """Use ``words`` (zeroed, `words_for` of them), which others may share."""
         self.lock = lock
         self._identity = object()
+        self._author = Author()
+        """Of the rows that no collector stores."""
         self._h = words[:_HEADER]
         self.flow: Words = words[_HEADER - 8 : _HEADER]
         """Words for the limiter of the rates of writing and sampling; zero at first."""
@@ -106,7 +145,7 @@ class RingIndex:
         """The sequence number of every row."""
         self.sequence_tensor = torch.from_numpy(self.sequence)
         """The same memory as a tensor."""
-        self._ramp: Words = np.arange(256, dtype=np.int64) << _OWNER_BITS
+        self._ramp: Words = np.arange(256, dtype=np.int64) << _AUTHOR_BITS
 
     @staticmethod
     def words_for(max_slots: int) -> int:
@@ -121,7 +160,8 @@ class RingIndex:
     @property
     def top(self) -> int:
         """Rows that were ever reserved lie below this place."""
-        return min(int(self._h[_CURSOR] - self._h[_BASE]), int(self._h[_SLOTS]))
+        # Readers take no lock: `empty` and `restore` write one of the two words before the other.
+        return max(0, min(int(self._h[_CURSOR] - self._h[_BASE]), int(self._h[_SLOTS])))
 
     def is_at(self, version: Version | None) -> bool:
         """Tell whether no sequence number has changed since ``version``."""
@@ -165,7 +205,8 @@ class RingIndex:
                 int(np.count_nonzero(self.sequence[a:b] > 0))
                 for a, b, _ in self.pieces(first, count)
             )
-            reservation = Reservation(entry, self._owner(), first, count)
+            author = (_current_author.get() or self._author).number(self)
+            reservation = Reservation(entry, self._owner(), first, count, author)
             self._enact(_RESERVE, reservation, cursor=first + count, live=live)
             return reservation
 
@@ -208,7 +249,7 @@ class RingIndex:
             cursor = self._next_lap()
             self._enact(
                 _EMPTY,
-                Reservation(0, 0, cursor, 0),
+                Reservation(0, 0, cursor, 0, 0),
                 cursor=cursor,
                 count=0 if count else self.count,
                 live=0,
@@ -277,11 +318,13 @@ class RingIndex:
         h[_TO_CURSOR] = after
         h[_OP] = _LOAD
         h[_BASE] = h[_BASE] or state["base"]
-        shift = np.where(numbers > 0, after - cursor, 0) << _OWNER_BITS
+        shift = np.where(numbers > 0, after - cursor, 0) << _AUTHOR_BITS
         np.add(numbers, shift, out=self.sequence[: len(numbers)])
         h[_CURSOR], h[_COUNT] = after, state["count"]
         h[_LIVE] = int(np.count_nonzero(numbers > 0))
         h[_EPOCH] += 1
+        # The rows to come continue none of these: their authors get numbers that none of these has.
+        h[_OWNERS] = max(int(h[_OWNERS]), int((numbers & _AUTHOR_MASK).max(initial=0)))
         if then is not None:
             then()
         h[_OP] = 0
@@ -302,8 +345,8 @@ class RingIndex:
         with self.section():
             first, fresh = int(self._h[_CURSOR]), int(np.count_nonzero(self.sequence[places] == 0))
             ranks = first + 1 + np.arange(len(places), dtype=np.int64)
-            # Neighbours get different owners: what was placed one by one follows no other row.
-            self.sequence[places] = ranks << _OWNER_BITS | places & 1
+            # Neighbours get different authors: what was placed one by one follows no other row.
+            self.sequence[places] = ranks << _AUTHOR_BITS | places & 1
             self._h[_CURSOR] = first + len(places)
             self._h[_LIVE] += fresh
             self._h[_EPOCH] += 1
@@ -317,10 +360,13 @@ class RingIndex:
         owner = self.lock.owner
         if owner is None:
             # Numbers are never given out twice, so a new process never looks like a dead one.
-            owner = int(self._h[_OWNERS]) + 1
-            self._h[_OWNERS] = owner
+            owner = self._new_number()
             self.lock.claim(owner)
         return owner
+
+    def _new_number(self) -> int:
+        self._h[_OWNERS] += 1
+        return int(self._h[_OWNERS])
 
     def _free_entry(self) -> int:
         free = np.flatnonzero(self._table[:, 0] == 0)
@@ -362,7 +408,7 @@ class RingIndex:
         for entry in np.flatnonzero(self._table[:, 0]).tolist():
             owner, first, count = self._table[entry].tolist()
             if not self.lock.alive(owner):
-                self._enact(_REVOKE, Reservation(entry, owner, first, count))
+                self._enact(_REVOKE, Reservation(entry, owner, first, count, 0))
 
     def _check_held(self, reservation: Reservation) -> None:
         entry = self._table[reservation.entry].tolist()
@@ -379,7 +425,7 @@ class RingIndex:
     ) -> None:
         """Write the change down, then do it."""
         h = self._h
-        h[_ENTRY], h[_OWNER], h[_FIRST], h[_N] = reservation
+        h[_ENTRY], h[_OWNER], h[_FIRST], h[_N], h[_AUTHOR] = reservation
         h[_TO_CURSOR] = h[_CURSOR] if cursor is None else cursor
         h[_TO_COUNT] = h[_COUNT] if count is None else count
         h[_TO_LIVE] = h[_LIVE] if live is None else live
@@ -394,7 +440,8 @@ class RingIndex:
             self.empty()
             return
         reserving = self._h[_OP] == _RESERVE
-        reservation = Reservation(*(int(self._h[w]) for w in (_ENTRY, _OWNER, _FIRST, _N)))
+        words = (_ENTRY, _OWNER, _FIRST, _N, _AUTHOR)
+        reservation = Reservation(*(int(self._h[word]) for word in words))
         self._apply()
         if reserving:
             self._enact(_REVOKE, reservation)
@@ -402,26 +449,26 @@ class RingIndex:
     def _apply(self) -> None:
         """Do what is written down; doing it twice changes nothing."""
         h = self._h
-        op, first, count, owner = int(h[_OP]), int(h[_FIRST]), int(h[_N]), int(h[_OWNER])
+        op, first, count = int(h[_OP]), int(h[_FIRST]), int(h[_N])
         if op == _EMPTY:
             np.minimum(self.sequence, 0, out=self.sequence)
             h[_BASE] = first
             h[_EPOCH] += 1
         else:
-            self._number(first, count, owner, op)
+            self._number(first, count, int(h[_AUTHOR]), op)
             row = self._table[int(h[_ENTRY])]
             row[1], row[2] = first, count
-            row[0] = owner if op == _RESERVE else 0
+            row[0] = h[_OWNER] if op == _RESERVE else 0
         h[_CURSOR], h[_COUNT], h[_LIVE] = h[_TO_CURSOR], h[_TO_COUNT], h[_TO_LIVE]
         h[_CHANGES] = h[_TO_CHANGES]
         h[_OP] = 0
 
-    def _number(self, first: int, count: int, owner: int, op: int) -> None:
+    def _number(self, first: int, count: int, author: int, op: int) -> None:
         if len(self._ramp) < count:
-            self._ramp = np.arange(count, dtype=np.int64) << _OWNER_BITS
+            self._ramp = np.arange(count, dtype=np.int64) << _AUTHOR_BITS
         for start, stop, offset in self.pieces(first, count):
             out = self.sequence[start:stop]
-            base = (first + offset + 1) << _OWNER_BITS | owner & _OWNER_MASK
+            base = (first + offset + 1) << _AUTHOR_BITS | author & _AUTHOR_MASK
             # Ufuncs store whole words, which a plain copy of bytes does not promise.
             if op == _COMMIT:
                 np.add(self._ramp[: stop - start], base, out=out)
@@ -449,7 +496,7 @@ def check_snapshot(state: Mapping[str, Any], slots: int) -> None:
         raise ConfigError(
             f"rows {base} to {cursor} of a replay buffer of {slots} slots are not {len(numbers)}"
         )
-    places = (numbers[numbers != 0] >> _OWNER_BITS) - 1
+    places = (numbers[numbers != 0] >> _AUTHOR_BITS) - 1
     if len(places) and not base <= int(places.min()) <= int(places.max()) < cursor:
         raise ConfigError(f"stamps of a replay buffer lie outside its rows, {base} to {cursor}")
     if len(torch.unique(places)) < len(places) or count < len(places):
@@ -464,5 +511,5 @@ def _span(state: Mapping[str, Any]) -> int:
     """Return how far behind the cursor the oldest row is."""
     numbers, cursor = state["stamps"], state["cursor"]
     complete = numbers[numbers > 0]
-    oldest = int(complete.min() >> _OWNER_BITS) - 1 if len(complete) else cursor
+    oldest = int(complete.min() >> _AUTHOR_BITS) - 1 if len(complete) else cursor
     return max(int(cursor) - oldest, len(numbers))

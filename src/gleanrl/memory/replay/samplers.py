@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ _TRIES = 8
 _FANOUT = 32
 _SHIFT = 5
 _TINY = 1e-300
+_SAMPLES_KNOWN = 64
 _TOP = 2048
 """So many numbers are still searched at once."""
 _MANY = 2048
@@ -276,6 +278,9 @@ class PrioritizedSampler(Sampler):
     Priorities belong to the process that samples. In a shared buffer, rows that others wrote get
     the default priority when this process samples next.
 
+    A row that replaced another one keeps its own priority: `update_priority` with the whole
+    ``"index"`` of one of the last 64 samples leaves out places that were overwritten since.
+
     Args:
         max_capacity: Frames the storage can hold, its ``max_size``.
         alpha: How much priorities count; 0 is uniform. May be changed at any time, but from 0
@@ -297,6 +302,8 @@ class PrioritizedSampler(Sampler):
         self._max = 1.0
         self._version: Version | None = None
         self._known = np.zeros(max_capacity, np.int64)
+        self._drawn: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_SAMPLES_KNOWN)
+        """Places and sequence numbers of the latest samples."""
 
     @property
     def alpha(self) -> float:
@@ -349,6 +356,8 @@ class PrioritizedSampler(Sampler):
                 draw = draw_complete(storage, propose, count)
             if draw is not None:
                 self._weigh(draw)
+                seen = storage.sequence_of(draw.index) if draw.seen is None else draw.seen
+                self._drawn.append((draw.index, seen))
                 return draw
             self._drop(storage)
         raise empty_error(storage)
@@ -369,6 +378,8 @@ class PrioritizedSampler(Sampler):
     ) -> None:
         """Set the priorities of flat places; those that hold no complete row are left out.
 
+        If these are the places of a sample, those that were overwritten since are left out, too.
+
         Raises:
             ConfigError: as `raised`.
         """
@@ -376,7 +387,13 @@ class PrioritizedSampler(Sampler):
         raised = self.raised(priority)
         if len(priority):
             self._max = max(self._max, float(priority.max()))
-        self._tree.set(index, raised.mul_(storage.sequence_of(index) > 0))
+        numbers = storage.sequence_of(index)
+        for places, seen in reversed(self._drawn):
+            if torch.equal(places, index):
+                same = numbers == seen
+                index, raised, numbers = index[same], raised[same], numbers[same]
+                break
+        self._tree.set(index, raised.mul_(numbers > 0))
 
     def raised(self, priority: torch.Tensor) -> torch.Tensor:
         """Return ``(priority + eps) ** alpha``, float64.

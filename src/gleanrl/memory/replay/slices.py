@@ -32,17 +32,17 @@ class SliceSampler(Sampler):
     """Slices of trajectories, one after the other in a flat batch.
 
     A trajectory is drawn uniformly among those long enough, then where the slice starts in it.
-    What is stored of a trajectory in several pieces (because other rows stand between) counts as
-    several. A ``slice_len`` beyond the longest trajectory with ``strict_length=False`` gives whole
-    trajectories.
+    A trajectory that is stored in several pieces counts as several: a piece ends where other rows
+    stand between, and where another collector or another run stored the next row. A ``slice_len``
+    beyond the longest trajectory with ``strict_length=False`` gives whole trajectories.
 
     Args:
         num_slices: Slices per batch; the batch size is divided by it.
         slice_len: Steps per slice; give this or ``num_slices``.
-        traj_key: Entry that tells trajectories apart; ``("collector", "traj_ids")`` if it is
-            stored and no ``end_key`` is given.
+        traj_key: Entry that tells trajectories apart, in addition to ``("collector",
+            "traj_ids")`` if that is stored.
         end_key: Entry that is true at the last step of a trajectory; ``("next", "done")`` by
-            default where there are no trajectory ids.
+            default where there is no entry that tells them apart.
         strict_length: Draw from trajectories with at least ``slice_len`` steps only; otherwise
             shorter ones are taken whole, and batches are smaller.
         truncated_key: Where the ends of slices are marked in the batch (and ``"done"`` beside it);
@@ -69,7 +69,7 @@ class SliceSampler(Sampler):
             raise ConfigError(f"num_slices and slice_len are positive, not {num_slices, slice_len}")
         self.strict_length = strict_length
         self.truncated_key = None if truncated_key is None else as_key(truncated_key)
-        self._traj_key = None if traj_key is None else as_key(traj_key)
+        self.traj_key = None if traj_key is None else as_key(traj_key)
         self._end_key = None if end_key is None else as_key(end_key)
         self._index = SegmentIndex(self._same)
 
@@ -103,13 +103,12 @@ class SliceSampler(Sampler):
     def _same(self, storage: Storage, rows: Places, before: Places) -> Bools:
         """Tell whether ``rows`` may continue the ones ``before`` them, ``[n, envs]``."""
         same = np.ones((len(rows), storage.envs), bool)
-        traj_key, end_key = self._traj_key, self._end_key
-        if traj_key is None and end_key is None:
-            traj_key = TRAJ_IDS if storage.field(TRAJ_IDS) is not None else None
-            end_key = _DONE if traj_key is None else None
-        if traj_key is not None:
-            ids = _column(storage, traj_key)
+        keys = set() if self.traj_key is None else {self.traj_key}
+        keys |= set() if storage.field(TRAJ_IDS) is None else {TRAJ_IDS}
+        for key in keys:
+            ids = _column(storage, key)
             same &= ids[rows] == ids[before]
+        end_key = self._end_key if keys or self._end_key else _DONE
         if end_key is not None:
             same &= ~_column(storage, end_key)[before].astype(bool)
         return same

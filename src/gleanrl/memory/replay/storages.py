@@ -20,7 +20,14 @@ from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
 from gleanrl.core.options import check_int
 from gleanrl.memory.replay.locks import ProcessLock, ThreadLock
-from gleanrl.memory.replay.ring import Reservation, RingIndex, check_snapshot
+from gleanrl.memory.replay.ring import (
+    STEP,
+    Author,
+    Reservation,
+    RingIndex,
+    check_snapshot,
+    written_by,
+)
 from gleanrl.memory.replay.rows import (
     RowLayout,
     Rows,
@@ -216,8 +223,10 @@ class Storage:
             numbers = state["stamps"].numpy()
             order = np.argsort(numbers, kind="stable")
             order = order[numbers[order] > 0][-self.ring.slots :]
-            for start in range(0, len(order), _PART):
-                self.extend(self._rows_of(state, order[start : start + _PART]), 0)
+            for run in np.split(order, np.flatnonzero(np.diff(numbers[order]) != STEP) + 1):
+                with written_by(Author()):  # it continues none of the rows before
+                    for start in range(0, len(run), _PART):
+                        self.extend(self._rows_of(state, run[start : start + _PART]), 0)
             self.ring.add_count(state["count"] - len(order))
 
     def _put_back(self, state: Mapping[str, Any]) -> None:
