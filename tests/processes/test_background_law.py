@@ -37,6 +37,7 @@ from gleanrl import (
     exploration_type,
     set_exploration_type,
 )
+from gleanrl.data.postprocs import MultiStep
 
 pytestmark = pytest.mark.usefixtures("tidy_workers")
 
@@ -164,7 +165,12 @@ def rows_of(kind, buffer, learn):
     """Return what is collected while ``learn`` is called, by worker."""
     envs = Reports if kind == "inline" else [partial(Reports, number) for number in range(2)]
     collector = KINDS[kind](
-        envs, policy(), frames_per_batch=20, total_frames=400, replay_buffer=buffer
+        envs,
+        policy(),
+        frames_per_batch=20,
+        total_frames=400,
+        replay_buffer=buffer,
+        postproc=MultiStep(0.9, 3),
     )
     collector.set_seed(3)
     with collector:
@@ -174,7 +180,7 @@ def rows_of(kind, buffer, learn):
         assert not collector.stats()["failed"]
     rows = buffer[:]
     assert len(rows) == 400
-    number, step = rows["next", "observation"][:, :2].T
+    number, step = rows["observation"][:, :2].T
     return [rows[number == each][step[number == each].argsort()] for each in range(2)]
 
 
@@ -182,6 +188,7 @@ BUFFERS = {
     "workers": lambda: ReplayBuffer(storage=LazyTensorStorage(1000)),
     "learner": lambda: ReplayBuffer(storage=ListStorage(1000)),
 }
+"""By who fills them."""
 
 
 def disturb(folder):

@@ -568,7 +568,7 @@ class MultiStep(nn.Module):
         if mask is not None:
             nonterminal &= mask
         out.set("steps_to_next_obs", ahead + 1)
-        out.set("gamma", self.gamma ** (ahead + 1))
+        out.set("gamma", self.gamma ** (ahead + 1).float())  # whatever the default dtype is
         out.set("nonterminal", nonterminal)
         return out
 
