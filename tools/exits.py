@@ -1,8 +1,8 @@
 """Count how interpreters end that never called `shutdown()`.
 
 Each script starts a collector (or an evaluator) and ends while it works: at its last line, by
-``sys.exit``, an exception, Ctrl-C, or as the cell of a kernel. Any exit code or line on stderr that
-such a script would not have without a collector is an event. ::
+``sys.exit``, an exception, Ctrl-C (also while it starts), or as the cell of a kernel. Any exit code
+or line on stderr that such a script would not have without a collector is an event. ::
 
     python -m tools.exits [--exits 200] [--jobs 2] [--seed 0]
 
@@ -29,6 +29,8 @@ import gleanrl as g
 
 kind, ending, delay, switch = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
 
+learn = lambda: time.sleep(0.001)
+
 def lean(observation):
     return (observation[..., 2] > 0).long()
 
@@ -51,6 +53,11 @@ def begin():
         time.sleep(0.001)
     if kind == "prefetch":
         rb.sample()
+    def learn():
+        rb.sample(8)
+        found.increment_version()
+        found.stats()
+    globals()["learn"] = learn
     return found
 
 def finish():
@@ -63,7 +70,12 @@ def finish():
         raise ArithmeticError("on purpose")
     if ending == "interrupt":
         signal.raise_signal(signal.SIGINT)
+    while ending == "ctrl-c":
+        learn()
 
+if ending == "ctrl-c":  # at any moment
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 20 * delay + 0.01)
 if ending == "forgotten":  # the last reference goes with the function, or later
     def main():
         started = begin()
@@ -101,6 +113,7 @@ EXPECTED = {
     "exit": (3, ""),
     "raise": (1, "ArithmeticError: on purpose"),
     "interrupt": (-2, "KeyboardInterrupt"),
+    "ctrl-c": (-2, "KeyboardInterrupt"),
     "forgotten": (0, ""),
     "cycle": (0, ""),
     "thread": (0, ""),
@@ -120,7 +133,7 @@ def one(case: tuple[str, str, float, float]) -> tuple[str, str]:
     code, last = EXPECTED[ending]
     lines = done.stderr.strip().splitlines() or [""]
     wanted = done.returncode == code and lines[-1] == last
-    wanted = wanted and done.stderr.count("Traceback") == bool(last)
+    wanted = wanted and done.stderr.count("Traceback (") == bool(last)
     event = "" if wanted else f"exit code {done.returncode}: {done.stderr[-2000:]}"
     return f"{kind} {ending}", event
 

@@ -117,6 +117,26 @@ def test_a_fork_that_was_given_up_does_not_answer_for_the_next(zygote, connectio
         assert zygote.exit_status(pid, 10.0) == -signal.SIGKILL
 
 
+def test_a_thread_that_waits_for_a_worker_sees_the_handle_closed(zygote, connection, monkeypatch):
+    pid, real = forked(zygote, connection), select.poll
+
+    class Closes:
+        """Has another thread close the handle while this one waits."""
+
+        def __init__(self):
+            self.register = (poll := real()).register
+            self._poll = poll.poll
+
+        def poll(self, timeout):
+            closing = threading.Thread(target=zygote.close)
+            closing.start()
+            closing.join()
+            return self._poll(timeout)
+
+    monkeypatch.setattr(select, "poll", Closes)
+    assert zygote.exit_status(pid, 10.0) is None
+
+
 def test_ctrl_c_in_a_fork_leaves_the_zygote_in_step(zygote, connection, monkeypatch):
     real = socket.send_fds
 
