@@ -47,7 +47,7 @@ from gleanrl.core.options import check_int, limit, warn
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.interruptor import Interruptor
-from gleanrl.engine.models import Models
+from gleanrl.engine.models import Models, WeightSync
 from gleanrl.engine.replacing import Replacements
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.watch.watching import Watcher, Watching
@@ -206,8 +206,19 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _make_models(self) -> Models:
         """Return what publishes weights."""
-        schemes = self._arguments["weight_sync_schemes"]
-        return Models(self._engine, self._plan.policy, schemes, self._version)
+        arguments, plan = self._arguments, self._plan
+        schemes = arguments["weight_sync_schemes"]
+        if plan.here:
+            return Models(self._engine, plan.policy, schemes, self._version)
+        return WeightSync(
+            self._engine,
+            plan.policy,
+            made_by_factory=arguments["policy_factory"] is not None,
+            schemes=schemes,
+            version=self._version,
+            devices=self._launch.policy_device,
+            keep=plan.relaunches is not None,
+        )
 
     def _env_to_record(self) -> Any:
         """Return what a recording in this process is made of, ``None`` if that is elsewhere."""

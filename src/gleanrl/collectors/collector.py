@@ -24,7 +24,6 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.interruptor import Interruptor, stop_byte
-from gleanrl.engine.models import WeightSync
 from gleanrl.engine.replacing import reseeded
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
@@ -147,7 +146,8 @@ class Collector(BaseCollector):
             self._engine.discarded += self._pipeline.discarded
             self._sink, self._pipeline = launch.sink, launch.pipeline
             self._pipeline.share_out(self._engine.num_envs)
-            self._models = self._synced_models(number)
+            self._models = self._make_models()
+            self._models.continue_from(number)
             self._continue_elsewhere(state, number)
         except BaseException:
             if self._engine.set_aside is not None:
@@ -184,19 +184,6 @@ class Collector(BaseCollector):
         launch = launch_workers(cast("Arguments", {**self._arguments, **own}), plan)
         # The user was warned when these were rounded.
         return replace(launch, limits=replace(self._budget.limits, total_frames=None))
-
-    def _synced_models(self, number: int) -> WeightSync:
-        """Return what sends weights to the worker from now on."""
-        models = WeightSync(
-            self._engine,
-            self._plan.policy,
-            made_by_factory=False,
-            schemes=self._arguments["weight_sync_schemes"],
-            version=self._version,
-            devices=self._launch.policy_device,
-        )
-        models.continue_from(number)
-        return models
 
     def _continue_elsewhere(self, state: Mapping[str, Any], number: int) -> None:
         """Have the worker go on from the ``state`` of this process."""

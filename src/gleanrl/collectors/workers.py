@@ -30,18 +30,6 @@ class CollectorWithWorkers(BaseCollector):
             backend = cast("NetworkBackend", self._engine.backend)
             self._replacements = Replacements(self._engine, backend, self._models, relaunches)
 
-    def _make_models(self) -> WeightSync:
-        arguments = self._arguments
-        return WeightSync(
-            self._engine,
-            self._plan.policy,
-            made_by_factory=arguments["policy_factory"] is not None,
-            schemes=arguments["weight_sync_schemes"],
-            version=self._version,
-            devices=self.policy_device,
-            keep=self._plan.relaunches is not None,
-        )
-
     def _env_to_record(self) -> Any:
         first = self._plan.functions[0]
         return first if isinstance(first, str) else None
