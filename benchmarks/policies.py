@@ -23,7 +23,7 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
     The last layer starts small, as it does for PPO: actions are close to uniform, episodes as long
     as those of a random policy.
     """
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(()):
         torch.manual_seed(0)
         last = nn.Linear(HIDDEN, outputs)
         nn.init.orthogonal_(last.weight, 0.01)

@@ -111,7 +111,7 @@ class Nature(nn.Module):
 
     def __init__(self, actions: int) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(()):
             torch.manual_seed(0)
             self.net = nn.Sequential(
                 *(nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU()),

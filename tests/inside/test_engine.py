@@ -88,13 +88,6 @@ def test_batches_outlive_the_engine():
     assert check_stamps(batch) == [0, 10**6]
 
 
-def test_the_same_memory_is_written_again_when_asked_for():
-    engine = make_engine(same_memory=True)
-    first, second = collect(engine), collect(engine)
-    assert first is second
-    assert check_stamps(first)[0] == 1
-
-
 def test_a_late_worker_is_named_when_the_deadline_passes():
     engine = make_engine({(1, 0): Act(after=10)})
     with pytest.raises(CollectorTimeout, match=r"workers \[1\] did not deliver"):

@@ -14,7 +14,6 @@ from policy_rig import (
     layout,
     make,
     plain,
-    probe_of,
     run,
     same,
     windows,
@@ -23,18 +22,14 @@ from tensordict.nn import InteractionType
 from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
 from tensordict.nn import TensorDictModule as Mod
-from tensordict.nn import TensorDictSequential as Seq
 from torch import distributions as D
 from torch import nn
 
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 from gleanrl.core.protocols import Policy
 from gleanrl.envs.specs import Bounded, Categorical, Composite
-from gleanrl.policies import ProgramPolicy, RandomActions, RandomPolicy, set_exploration_type
-from gleanrl.policies.adapt import adapt
+from gleanrl.policies import RandomActions, RandomPolicy, set_exploration_type
 from gleanrl.policies.op_recorder import OpRecorder, Unknown
-from gleanrl.policies.policy import root_of
-from gleanrl.policies.probe import learn
 
 FLOATS = ((3,), torch.float32)
 INT = ((), torch.int64)
@@ -133,32 +128,6 @@ def test_the_outputs_say_what_is_written_actions_first():
     assert ours.inner is policy
     assert ours.states == ()
     assert ("is_init",) not in ours.provided
-
-
-def recurrent():
-    cell = Mod(nn.GRUCell(4, 3), ["observation", "hidden"], [("next", "hidden")])
-    head = Mod(lambda after: (after, after * 2), [("next", "hidden")], ["action", "extra"])
-    return Seq(cell, head)
-
-
-@pytest.mark.parametrize("steps", [6, 2])
-def test_off_the_cpu_extras_and_states_stay_until_the_rollout_is_over(steps):
-    # The cells are on the CPU all the same; what is tested is where rows go and when.
-    policy, env, ends = recurrent(), layout((5,), FLOATS), {1: [0]}
-    adapted = adapt(policy, [OBS], [("action",)])
-    adapted, signature = learn(policy, adapted, env, root_of(env, probe_of(env)), RANDOM)
-    ours = ProgramPolicy(policy, adapted.call, signature, env, device=torch.device("cuda"))
-    near = make(policy, env)
-    (window, carry), (other, other_carry) = windows(env, ours), windows(env, near)
-    for rollout in range(2):
-        if rollout:
-            window.tensor(("hidden",))[:, 0] = carry.tensor(("hidden",))[:, 0]
-            other.tensor(("hidden",))[:, 0] = other_carry.tensor(("hidden",))[:, 0]
-        run(ours, window, carry, ends=ends, steps=steps)
-        run(near, other, other_carry, ends=ends, steps=steps)
-        for key in [("action",), ("extra",), ("next", "hidden"), ("hidden",)]:
-            assert torch.equal(window.tensor(key)[:, :steps], other.tensor(key)[:, :steps])
-        assert torch.equal(carry.tensor(("hidden",)), other_carry.tensor(("hidden",)))
 
 
 def written_in_part(x):

@@ -305,7 +305,7 @@ class CollectorArguments(CommonArguments, _OnThisMachine, _NotOfNodes, total=Fal
         policy_device: Where the policy runs; a copy is made if it lives elsewhere.
         env_device: Where the environment runs.
         create_env_kwargs: Arguments for ``create_env_fn`` or for `gymnasium.make`.
-        return_same_td: Deliver the same `TensorDict` each time, overwritten by the next batch.
+        return_same_td: Deliver the same `TensorDict` each time, filled with the next batch.
         interruptor: An `Interruptor` that can end rollouts early.
         backend: ``"inline"`` (alias ``"direct"``): in this process. ``"process"`` (alias
             ``"multiprocessing"``) makes a `MultiSyncCollector` or `MultiAsyncCollector`,

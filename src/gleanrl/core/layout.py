@@ -98,10 +98,6 @@ class EnvLayout:
     rewards: tuple[Field, ...]
     """Written under ``"next"`` only."""
     dones: tuple[DoneGroup, ...] = field(default=(DoneGroup(()),))
-    fed: tuple[Key, ...] = ()
-    """``("next", ...)`` keys of observations that a policy may write: the environment is handed the
-    value with the actions and decides whether the observation becomes it (recurrent state that a
-    transform keeps and resets)."""
     infos: Collection[Key] = ()
     """Those of ``observations`` that are requested info entries."""
 

@@ -204,6 +204,8 @@ class DevicePlan:
 def read_device(name: str, value: torch.device | str | int | None) -> torch.device | None:
     """Return the device that the argument ``name`` means, ``None`` for none.
 
+    It compares equal to the device of tensors there: accelerators have an index, the CPU has none.
+
     Raises:
         ConfigError: torch does not know it, or has none like it here.
     """
@@ -213,12 +215,15 @@ def read_device(name: str, value: torch.device | str | int | None) -> torch.devi
         device = torch.device(value)
     except (RuntimeError, TypeError) as err:
         raise ConfigError(f"{name} ({value!r}) is not a device torch knows: {err}") from err
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(f"{name} ({value!r}): this torch build or machine has no CUDA device")
-        if device.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-    return device
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
+    there = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count() if there and there.type == device.type else 0
+    if count == 0 or (device.index or 0) >= count:
+        kind = device.type.upper()
+        found = f"only {count} {kind} devices" if count else f"no {kind} device"
+        raise ConfigError(f"{name} ({value!r}): this torch build or machine has {found}")
+    return torch.empty(0, device=device).device if device.index is None else device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

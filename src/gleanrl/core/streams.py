@@ -19,16 +19,36 @@ _legacy: Any = np.random
 def preserved() -> Iterator[None]:
     """Leave torch, numpy and Python random state as they were, whatever the body draws.
 
-    CUDA devices are included if they were in use before.
+    Accelerators are included if they were in use before.
     """
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    torch_state, device_states = torch.get_rng_state(), _device_states()
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if in_use else ()):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        _install_on_devices(device_states)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def _accelerator() -> Any:
+    """Return torch's module of the accelerator that this process uses, ``None`` if it uses none."""
+    kind = torch.accelerator.current_accelerator()
+    module: Any = None if kind is None else torch.get_device_module(kind)
+    return module if module is not None and module.is_initialized() else None
+
+
+def _device_states() -> list[torch.Tensor]:
+    """Return the random state of each device of the accelerator in use."""
+    module = _accelerator()
+    return [] if module is None else [*map(module.get_rng_state, range(module.device_count()))]
+
+
+def _install_on_devices(states: Sequence[torch.Tensor]) -> None:
+    module = _accelerator()
+    for device, state in enumerate(states if module is not None else ()):
+        module.set_rng_state(state, device)
 
 
 # -- a worker's own, so that collecting leaves the learner's alone ---------------------------------
@@ -48,29 +68,34 @@ def enter_life(life: int) -> None:
 
 
 def _current() -> list[Any]:
-    """Return the global states of torch, numpy and Python.
+    """Return the global states of torch, numpy, Python and accelerators.
 
     numpy's is the generator itself: reading its state costs 30 times as much.
     """
-    return [torch.get_rng_state(), _legacy.get_bit_generator(), random.getstate()]
+    own = torch.get_rng_state(), _legacy.get_bit_generator(), random.getstate()
+    return [*own, _device_states()]
 
 
 def _install(states: Sequence[Any]) -> None:
     torch.set_rng_state(states[0])
     _legacy.set_bit_generator(states[1])
     random.setstate(states[2])
+    _install_on_devices(states[3])
 
 
 class Streams:
     """torch, numpy and Python random state, swapped in around everything a worker does.
 
-    Before the first `seed`, nothing is swapped: an in-process collector then draws from the global
-    generators like any other code of the user.
+    That of torch includes the accelerators', from their first use on. Before the first `seed`,
+    nothing is swapped: an in-process collector then draws from the global generators like any other
+    code of the user.
     """
 
     def __init__(self) -> None:
         """Use the global streams until seeded."""
         self._own: list[Any] | None = None
+        self._device_seed = 0
+        """What accelerators are seeded with when they are used first."""
 
     def begin(self, seed: int | None) -> None:
         """Make the streams a source begins with: no life of a worker repeats an earlier one.
@@ -83,9 +108,10 @@ class Streams:
     def seed(self, seed: int) -> None:
         """Make streams of our own, a function of ``seed`` only."""
         words = np.random.SeedSequence(seed).generate_state(3, np.uint64)
-        torch_state = torch.Generator().manual_seed(int(words[0] >> 1)).get_state()
+        self._device_seed = int(words[0] >> 1)
+        torch_state = torch.Generator().manual_seed(self._device_seed).get_state()
         python_state = random.Random(int(words[2])).getstate()
-        self._own = [torch_state, np.random.MT19937(int(words[1])), python_state]
+        self._own = [torch_state, np.random.MT19937(int(words[1])), python_state, []]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -96,20 +122,29 @@ class Streams:
             return
         outer = _current()
         _install(own)
+        if outer[3] and not own[3]:
+            _accelerator().manual_seed_all(self._device_seed)
         try:
             yield
         finally:
-            own[:] = _current()
+            *others, devices = _current()
+            own[:] = [*others, devices or own[3]]
             _install(outer)
 
     def state(self) -> dict[str, Any] | None:
         """Return the streams' state, ``None`` while the global ones are used."""
         if self._own is None:
             return None
-        torch_state, bits, python_state = self._own
+        torch_state, bits, python_state, device_states = self._own
         words = bits.state["state"]
         numbers = [words["pos"], torch.from_numpy(words["key"].astype(np.int64))]
-        return {"torch": torch_state.clone(), "numpy": numbers, "python": python_state}
+        devices = [self._device_seed, *(state.clone() for state in device_states)]
+        return {
+            "torch": torch_state.clone(),
+            "numpy": numbers,
+            "python": python_state,
+            "devices": devices,
+        }
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         """Continue from a saved state."""
@@ -120,4 +155,5 @@ class Streams:
         bits: Any = np.random.MT19937()
         words = {"key": key.numpy().astype(np.uint32), "pos": pos}
         bits.state = {"bit_generator": "MT19937", "state": words}
-        self._own = [state["torch"].clone(), bits, state["python"]]
+        self._device_seed, *devices = state["devices"]
+        self._own = [state["torch"].clone(), bits, state["python"], devices]

@@ -35,8 +35,6 @@ class BatchOptions:
     """Otherwise: the dimension along which rollouts are put one after another."""
     device: torch.device | None = None
     """Where batches are delivered; ``None`` leaves tensors where they are."""
-    same_memory: bool = False
-    """Write every batch into the same slot and return the same `TensorDict`."""
     trim: bool = False
     """Leave out what stopped rollouts never reached, unless rollouts are stacked."""
     single: bool = False
@@ -81,7 +79,7 @@ class BatchPlan:
         if self._fixed is None:
             return Slots(self._steps, options)
         slab, dim = self._slab(self._fixed)
-        return self._slab_slots(slab, dim, 1 if options.same_memory else _SYNC_SLOTS, 0)
+        return self._slab_slots(slab, dim, _SYNC_SLOTS, 0)
 
     def worker_slots(self, worker: int) -> Slots:
         """Return new slots of batches that are one rollout of ``worker``.
@@ -226,11 +224,9 @@ class SlabSlots(Slots):
     def __init__(self, arena: Arena, slots: int, options: BatchOptions, cat_dim: int = 0) -> None:
         """Hand out the ``slots`` slots of ``arena``."""
         self._arena, self._device = arena, options.device
-        self._same_memory = options.same_memory
         self._stacked = arena.slab.order is Order.STACKED
         self._trim = options.trim and not self._stacked
         self._cat_dim = cat_dim
-        self._kept: TensorDictBase | None = None
         self._elsewhere = False
         """Whether the last batch did not lie in its slot."""
         self._prepared: tuple[int, Array, list[TensorDict]] | None = None
@@ -242,8 +238,6 @@ class SlabSlots(Slots):
         self._windows = [[arena.reference(slot, w) for w in workers] for slot in range(slots)]
 
     def acquire(self) -> int:
-        if self._same_memory:
-            return 0
         slot = self._arena.acquire()
         if slot is None:
             raise GleanError("no slot is free: a batch was handed out that should have been copied")
@@ -257,17 +251,12 @@ class SlabSlots(Slots):
         self._prepared = slot, base, self._parts(groups)
 
     def release(self, slot: int) -> None:
-        if not self._same_memory:
-            self._arena.release(slot)
+        self._arena.release(slot)
 
     def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
         """Return the batch in ``slot``: a view, or a copy if no other slot is free."""
         if any(report.payload is not None for report in reports):
             return self._opened(slot, reports)
-        if self._same_memory:
-            if self._kept is None:
-                self._kept = self._batch(self._leased(slot), reports)
-            return self._kept
         block = reports[0].block if reports else None
         if block is None and self._arena.has_free():
             return self._batch(self._leased(slot), reports)

@@ -201,7 +201,6 @@ class WeightSync(Models):
         """
         super().__init__(engine, policy, schemes, version)
         self._factory = made_by_factory
-        self._devices = list(devices)
         self._serial = 0
         self._kept = dict.fromkeys(range(engine.workers), m.Snapshot(0, {})) if keep else {}
         """Per worker, the weights that were last sent to it by message, if they are kept."""
@@ -209,13 +208,17 @@ class WeightSync(Models):
         self._publisher: WeightPublisher | None = None
         self._fitting: list[torch.Tensor] | None = None
         self._tracked = TrackedModule(policy) if isinstance(policy, nn.Module) else None
+        home = _CPU
         if self._tracked is not None:
             weights = dict(zip(self._tracked.names, self._tracked.tensors(), strict=True))
+            if weights and not made_by_factory:
+                home = next(iter(weights.values())).device
             if not made_by_factory:  # as the workers got it: the learner's may change its shape
                 self._shapes[_POLICY] = shapes_of(policy)
             self._bind(weights)
             if made_by_factory and weights:
                 self.update({_POLICY: None}, version=0)  # workers start with these weights
+        self._devices = [home if device is None else device for device in devices]
 
     def running(self, model_id: str) -> Any:
         """Return the learner's own object behind ``model_id``.
@@ -409,7 +412,7 @@ class WeightSync(Models):
             index = _index(one)
             if isinstance(one, torch.device | str):
                 device = torch.device(one)
-                chosen |= {w for w in workers if _is_on(self._devices[w] or _CPU, device)}
+                chosen |= {w for w in workers if _is_on(self._devices[w], device)}
             elif index is not None and index in workers:
                 chosen.add(index)
             else:

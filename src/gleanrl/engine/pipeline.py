@@ -37,6 +37,7 @@ class Pipeline:
         sink: Sink | None,
         storing: torch.device | None,
         episodes_end: bool = False,
+        same: bool = False,
     ) -> None:
         """Line up the stages.
 
@@ -46,7 +47,10 @@ class Pipeline:
             sink: Stores the result; ``None`` to hand it over.
             storing: Device a postproc module is moved to.
             episodes_end: Whether no episode outlasts its batch (``reset_at_each_iter``).
+            same: Return one `TensorDict` each time, filled anew (``return_same_td``).
         """
+        self._same = same
+        self._kept: TensorDictBase | None = None
         self._episodes_end = episodes_end
         if isinstance(postproc, nn.Module) and storing is not None:
             postproc = postproc.to(storing)
@@ -120,13 +124,22 @@ class Pipeline:
         return batch
 
     def _finish(self, batch: TensorDictBase, hook: Hook | None) -> TensorDictBase | None:
-        batch = self.finish(batch)
+        batch = self._filled(self.finish(batch)) if self._same else self.finish(batch)
         if hook is not None:
             hook(batch)
         if self._sink is None:
             return batch
         self._not_stored += self._sink.store(batch)
         return None
+
+    def _filled(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return the `TensorDict` of the first batch, which holds the tensors of ``batch`` now."""
+        kept = self._kept
+        if kept is None or type(kept) is not type(batch) or kept.shape != batch.shape:
+            kept = self._kept = batch
+        elif kept is not batch:
+            kept.clear().update(batch)
+        return kept
 
     def forget(self, passed: TensorDictBase | None = None) -> None:
         """Drop trajectories in the making, and what is still to come of them; count the frames.

@@ -14,7 +14,7 @@ from torch import nn
 
 from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, format_key
-from gleanrl.core.options import check_int
+from gleanrl.core.options import check_int, read_device
 from gleanrl.envs.specs import Binary, Composite, Unbounded
 from gleanrl.envs.tensordict import (
     SPEC_GROUPS,
@@ -153,7 +153,7 @@ class EnvBase(nn.Module, abc.ABC):
         if batch_size is not None:
             self._batch = torch.Size(batch_size)
         if device is not None:
-            self._device = torch.device(device)
+            self._device = read_device("device", device)
 
     def _declare(self, *specs: Composite) -> None:
         """Declare all data at once: observation, action, reward, done and maybe state specs."""
@@ -281,7 +281,7 @@ class EnvBase(nn.Module, abc.ABC):
 
     def to(self: Self, device: torch.device | str) -> Self:  # type: ignore[override]
         """Return data on ``device`` from now on. Changes and returns this environment."""
-        self._device, self._known = torch.device(device), None
+        self._device, self._known = read_device("device", device), None
         return self
 
     def add_truncated_keys(self: Self) -> Self:

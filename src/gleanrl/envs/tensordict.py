@@ -25,7 +25,6 @@ from gleanrl.core.keys import (
     as_key,
     format_key,
     is_private,
-    next_key,
     outermost,
 )
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group
@@ -193,7 +192,6 @@ def learn_layout(env: Any, first: TensorDictBase) -> EnvLayout:
     return EnvLayout(
         batch_shape=batch,
         observations=(*seen.values(), *ends.odd),
-        fed=tuple(map(next_key, seen)),
         actions=actions,
         rewards=tuple(rewards),
         dones=ends.groups,

@@ -154,26 +154,28 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def may_lower(device: torch.device) -> bool:
-    """Tell whether nothing in force around modules would change what a bare call does."""
+    """Tell whether nothing in force around modules would change what a bare call does.
+
+    Only on the CPU: there the Python around a call costs more than its arithmetic.
+    """
     try:
         return (
-            not any(getattr(nn.modules.module, f"_global{name}") for name in _HOOKS)
+            device.type == "cpu"
+            and not any(getattr(nn.modules.module, f"_global{name}") for name in _HOOKS)
             and not skip_existing()
-            and not torch.is_autocast_enabled(device.type)
+            and not torch.is_autocast_enabled("cpu")
             and not torch._C._len_torch_dispatch_stack()
             and torch._C._functorch.peek_interpreter_stack() is None
-            and (not torch._C._len_torch_function_stack() or _only_places(device))
+            and (not torch._C._len_torch_function_stack() or _only_places())
         )
     except AttributeError:
         return False  # This torch says none of it where others do.
 
 
-def _only_places(device: torch.device) -> bool:
+def _only_places() -> bool:
     """Tell whether the modes in force only say that new tensors go to the CPU, as they do."""
     modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's
-    return device.type == "cpu" and all(
-        type(mode) is DeviceContext and mode.device.type == "cpu" for mode in modes
-    )
+    return all(type(mode) is DeviceContext and mode.device.type == "cpu" for mode in modes)
 
 
 def uses(module: nn.Module, owner: type, *methods: str) -> bool:

@@ -126,7 +126,6 @@ class Lowering:
         self.batch_shape = batch_shape
         self.for_rows = for_rows
         self._trace = trace
-        self.device = next((v.device for v in trace.inputs.values()), torch.device("cpu"))
         self._known: dict[tuple[InteractionType | None, bool], Parts] = {}
 
     def current(self, lower: bool) -> Parts:
@@ -195,7 +194,7 @@ class _Segment:
         self._cells: Written = dict(self._roots)
         self._used: Written = {}
         self._written: Written = {}
-        self._ops = OpRecorder(policy.device)
+        self._ops = OpRecorder()
         self._ops.changing(self._roots.values())
         self._units: list[Unit] = []
 
@@ -332,7 +331,7 @@ class _Segment:
         Only the distribution runs here, on parameters that the policy gave; the policy does not.
         """
         self._watch.add(module)
-        own = OwnStream(self._policy.device)
+        own = OwnStream()
         for trial in range(_TRIALS):
             td = TensorDict({}, batch_size=self._policy.batch_shape)
             for key in reads:
@@ -401,8 +400,8 @@ def _no_trace(kind: InteractionType) -> Iterator[None]:
 # -- in words --------------------------------------------------------------------------------------
 
 _NOTHING_LOWERED = (
-    "nothing is replaced (fast=False, or hooks on all modules, autocast or a mode of torch are in "
-    "force)"
+    "nothing is replaced (fast=False, a device other than the CPU, or hooks on all modules, "
+    "autocast or a mode of torch are in force)"
 )
 
 

@@ -96,9 +96,9 @@ _FILLING = {"copy_", "exponential_", "fill_", "normal_", "uniform_", "zero_"}
 class OwnStream(TorchDispatchMode):
     """Has what runs draw from a generator of its own: other threads may use torch's meanwhile."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.stream = torch.Generator(device)
+        self.stream = torch.Generator()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -130,8 +130,8 @@ class _Step:
 class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
     """Records operations while they are made."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__(device or torch.device("cpu"))
+    def __init__(self) -> None:
+        super().__init__()
         self._steps: list[_Step] = []
         self.checks: list[Check] = []
         self.complete = True
@@ -302,7 +302,7 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         valid: Callable[[torch.Tensor], torch.Tensor],
         message: str,
     ) -> None:
-        total = torch.full(tensor.shape, start, dtype=tensor.dtype, device=tensor.device)
+        total = torch.full(tensor.shape, start, dtype=tensor.dtype)
         values, totals = array_of(tensor), array_of(total)
         if values is None or totals is None:
             self.add(partial(tensor_fold, total, tensor, out=total), {_place(tensor)})

@@ -113,8 +113,13 @@ def root_of(env: EnvLayout, probe: Window, device: torch.device | None = None) -
     return root if device is None or device.type == "cpu" else root.to(device)
 
 
-def _device_of(policy: Any, given: torch.device | str | None) -> torch.device:
-    """Return where ``policy`` runs: where it is ``given``, else where its first weight is."""
+def _device_of(
+    policy: Any, given: torch.device | str | None, home: torch.device | None = None
+) -> torch.device:
+    """Return where ``policy`` runs: where it is ``given``, else where its first weight is.
+
+    Without weights it is ``home``, where the environment's data are.
+    """
     if given is not None:
         return torch.device(given)
     for module in modules_of(policy):
@@ -125,7 +130,7 @@ def _device_of(policy: Any, given: torch.device | str | None) -> torch.device:
                     "hold no numbers: make them with policy.to_empty(device=...) and load them"
                 )
             return parameter.device
-    return torch.device("cpu")
+    return home or torch.device("cpu")
 
 
 # -- for environments with TensorDict methods ------------------------------------------------------
@@ -191,7 +196,8 @@ def make_actor(
         PolicyError: what it writes does not fit the environment.
         ConfigError: options that contradict each other or the device.
     """
-    root, device = shown.root, _device_of(policy, options.device)
+    root = shown.root
+    device = _device_of(policy, options.device, root.device)
     trust, infos, counts = options.trust_policy, shown.infos, shown.counts
     adapted = adapt(policy, shown.observed, shown.acted, trust=trust, infos=infos, counts=counts)
     away = _away(root, options.device, device)

@@ -69,7 +69,7 @@ class ProgramPolicy:
         """The policy on one TensorDict, for environments that work on one, too."""
         over = _KeptOverRows if signature.trace.keeps else _TensorDictOverRows
         self._called = over(self.on_tensordict, signature, env, device)
-        self._replayed = _ProgramOverRows(env, signature, device, self._act_oddly)
+        self._replayed = _ProgramOverRows(env, signature, self._act_oddly)
         self._windows: tuple[Window, Window]
         self._last: Program | None = None
         """What acted at the step before this rollout, if it was a program."""
@@ -111,7 +111,7 @@ class ProgramPolicy:
         self._called.act(t, partial(program.resume, odd))
 
     def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
-        """Move what stayed on the device; return what does not fit the window.
+        """Return what does not fit the window.
 
         Raises:
             PolicyError: some step was not a number.
@@ -136,16 +136,13 @@ class ProgramPolicy:
 class _ProgramOverRows:
     """Copies root rows into the slots of a program, replays its calls, copies results out.
 
-    On the CPU every slot has a numpy array over its memory and a row is one array copy. On another
-    device observations cross to it and what the environment reads crosses back at every step;
-    everything else stays there until the rollout is over.
+    Where numpy has the dtype of a slot, a row is one copy of an array.
     """
 
     def __init__(
         self,
         env: EnvLayout,
         signature: PolicySignature,
-        device: torch.device,
         act_oddly: Callable[[int, Odd], None],
     ) -> None:
         self.program: Program
@@ -161,20 +158,15 @@ class _ProgramOverRows:
         # Root keys that change from step to step.
         observed = (field.key for field in env.observations)
         self._roots = {*signature.provided, *signature.states, *observed}
-        # Outputs the environment reads at the same step.
-        self._prompt: Collection[Key] = {*(field.key for field in env.actions), *env.fed}
-        self._remote = device.type != "cpu"
-        self._stages: dict[Key, torch.Tensor] = {}
-        self._moves: list[Callable[[int], None]] = []
 
     def begin(self, program: Program, window: Window, next_root: Window) -> None:
         """Connect ``program`` to ``window``; root row ``T`` is row 0 of ``next_root``."""
         self.program, self._calls = program, program.calls
         self._loads, self._tensor_loads = [], []
         self._stores, self._tensor_stores = [], []
-        self._state_rows, self._moves = [], []
+        self._state_rows = []
         for key, slot in program.inputs.items():
-            if key not in self._roots or (self._remote and key in self._states):
+            if key not in self._roots:
                 continue
             if slot.array is None:
                 self._tensor_loads.append((slot.tensor, window.tensor_rows(key)))
@@ -211,8 +203,6 @@ class _ProgramOverRows:
     def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
         for check in self.program.checks:
             check.finish()
-        for move in self._moves:
-            move(steps)
         return {}
 
     def leave(self, t: int) -> None:
@@ -226,11 +216,7 @@ class _ProgramOverRows:
         self._calls = [call]
 
     def _store(self, window: Window, key: Key, slot: Slot) -> None:
-        if self._remote and key not in self._prompt:
-            stage = self._stage(key, window.steps, slot.tensor)
-            self._tensor_stores.append((stage.unbind(0), slot.tensor))
-            self._moves.append(partial(_move, stage, window.tensor(key)))
-        elif slot.array is None:
+        if slot.array is None:
             self._tensor_stores.append((window.tensor_rows(key), slot.tensor))
         else:
             self._stores.append((window.rows(key), slot.array))
@@ -238,9 +224,7 @@ class _ProgramOverRows:
     def _bind_state(self, program: Program, window: Window, next_root: Window, key: Key) -> None:
         """Make the state after step ``t`` the one that is read at ``t + 1``."""
         after = program.values[next_key(key)]
-        if self._remote:
-            self._stay(program, window, next_root, key)
-        elif after.array is None:
+        if after.array is None:
             tensors = (*window.tensor_rows(key)[1:], *next_root.tensor_rows(key))
             self._tensor_stores.append((tensors, after.tensor))
             self._state_rows.append(tensors)
@@ -248,35 +232,6 @@ class _ProgramOverRows:
             rows = window.rows(key)[1:] + next_root.rows(key)
             self._stores.append((rows, after.array))
             self._state_rows.append(rows)
-
-    def _stay(self, program: Program, window: Window, next_root: Window, key: Key) -> None:
-        """Keep a state on the device from step to step."""
-        after, steps = program.values[next_key(key)].tensor, window.steps
-        stage = self._stage(key, steps + 1, after)
-        stage[0].copy_(window.tensor_rows(key)[0])
-        rows = stage.unbind(0)
-        if key in program.inputs:
-            self._tensor_loads.append((program.inputs[key].tensor, rows))
-        self._tensor_stores.append((rows[1:], after))
-        self._state_rows.append(rows[1:])
-        self._moves.append(partial(_move, stage[:steps], window.tensor(key)))
-
-        def leave(taken: int) -> None:
-            if taken == steps:
-                next_root.tensor_rows(key)[0].copy_(stage[steps])
-
-        self._moves.append(leave)
-
-    def _stage(self, key: Key, steps: int, like: torch.Tensor) -> torch.Tensor:
-        stage = self._stages.get(key)
-        if stage is None or len(stage) != steps:
-            stage = torch.zeros((steps, *like.shape), dtype=like.dtype, device=like.device)
-            self._stages[key] = stage
-        return stage
-
-
-def _move(stage: torch.Tensor, target: torch.Tensor, steps: int) -> None:
-    target[:, :steps].copy_(stage[:steps].transpose(0, 1))
 
 
 # -- on a TensorDict -------------------------------------------------------------------------------

@@ -191,7 +191,8 @@ def _undo_tensor(tensor: torch.Tensor) -> _Undo | None:
     # Another process may write to shared memory while the policy is called.
     if tensor.numel() * tensor.element_size() > _MAX_BYTES:
         return None
-    if tensor.is_shared():  # type: ignore[no-untyped-call]  # torch's
+    on_cpu = tensor.device.type == "cpu"  # torch calls all other memory shared
+    if on_cpu and tensor.is_shared():  # type: ignore[no-untyped-call]  # torch's
         return None
     memory, values = tensor.detach(), tensor.detach().clone()
     needs_grad, grad = tensor.requires_grad, tensor.grad if tensor.is_leaf else None

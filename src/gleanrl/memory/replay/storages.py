@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
-from gleanrl.core.options import check_int
+from gleanrl.core.options import check_int, read_device
 from gleanrl.memory.replay.locks import ProcessLock, ThreadLock
 from gleanrl.memory.replay.ring import (
     STEP,
@@ -265,7 +265,7 @@ class LazyTensorStorage(Storage):
         ndim: int = 1,
         compact: bool | Sequence[NestedKey] = False,
     ) -> None:
-        self.device = torch.device("cpu" if device is None else device)
+        self.device = read_device("device", device) or torch.device("cpu")
         self.compact = [compact] if isinstance(compact, str) else compact
         if self.compact is not False and self.device.type != "cpu":
             raise ConfigError(f"compact=True is for storages on the CPU, not on {self.device}")

@@ -1,0 +1,113 @@
+"""What a collector promises holds wherever policy, environment and batches are.
+
+Equal to the CPU bit for bit.
+"""
+
+from functools import cache, partial
+
+import pytest
+import torch
+from device_rig import (
+    Walk,
+    at_once,
+    check_same,
+    net,
+    recurrent,
+    sampling,
+    seeded,
+    several,
+    tensordicts,
+)
+from torch import nn
+
+from gleanrl import Collector, Interruptor
+
+ON = "standin"
+ENVS = {
+    "rows": (Walk, {"num_envs": 3}),
+    "plain": (Walk, {"num_envs": 3, "fast": False}),
+    "pool": (several, {}),
+    "same step": (at_once, {}),
+    "tensordict": (tensordicts, {}),
+}
+POLICIES = {"net": net, "sampling": sampling, "recurrent": recurrent}
+PLACES = {
+    "policy": {"policy_device": ON},
+    "batches": {"storing_device": ON},
+    "policy and batches": {"policy_device": ON, "storing_device": ON},
+    "policy, batches elsewhere": {"policy_device": "standin:1", "storing_device": "standin:0"},
+    "policy, not environment": {"policy_device": ON, "env_device": "cpu"},
+    "environment": {"env_device": ON, "policy_device": "cpu"},
+    "all": {"device": ON},
+}
+
+
+class Doubled(nn.Module):
+    """A ``postproc`` with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor([2.0]))
+
+    def forward(self, batch):
+        return batch.set("twice", batch["next", "reward"] * self.factor)
+
+
+OPTIONS = {
+    "random first": {"init_random_frames": 30},
+    "same": {"return_same_td": True},
+    "compact": {"compact_obs": True},
+    "split": {"split_trajs": True},
+    "whole": {"trajs_per_batch": 3},
+    "postproc": {"postproc": Doubled},
+    "cut": {"max_frames_per_traj": 4},
+    "truncated": {"set_truncated": True},
+    "versions": {"track_policy_version": True},
+    "fresh": {"reset_at_each_iter": True},
+    "finite": {"check_finite": True},
+}
+
+
+def collect(env, policy, batches=4, seed=3, **options):
+    """Return copies of some batches."""
+    seeded()
+    made, more = ENVS[env] if isinstance(env, str) else env
+    options = {"frames_per_batch": 24, **more, **options}
+    if "postproc" in options:  # it is moved
+        options["postproc"] = options["postproc"]()
+    with Collector(made, POLICIES[policy](), **options) as collector:
+        if seed is not None:
+            collector.set_seed(seed)
+        iterator = iter(collector)
+        return [next(iterator).clone() for _ in range(batches)]
+
+
+on_the_cpu = cache(collect)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("env", ENVS)
+def test_batches_are_the_same_wherever_they_are_made(env, policy, place):
+    check_same(collect(env, policy, **PLACES[place]), on_the_cpu(env, policy))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("env", ["rows", "tensordict"])
+def test_every_option_does_the_same(env, option):
+    there = collect(env, "recurrent", **PLACES["policy and batches"], **OPTIONS[option])
+    check_same(there, collect(env, "recurrent", **OPTIONS[option]))
+    devices = {value.device for batch in there for value in batch.values(True, True)}
+    assert devices == {torch.device("standin:0")}
+
+
+@pytest.mark.parametrize("env", ["rows", "plain", "tensordict"])
+def test_a_rollout_that_was_interrupted_leaves_the_state_to_the_next(env):
+    def stopping(**places):
+        interruptor = Interruptor()
+        make = partial(Walk, interruptor)
+        make = (lambda: type(tensordicts())(Walk(interruptor))) if env == "tensordict" else make
+        options = {**ENVS[env][1], "interruptor": interruptor}
+        return collect((make, options), "recurrent", **places)
+
+    check_same(stopping(policy_device=ON), stopping())
