@@ -1,5 +1,7 @@
 """The thread that collects: steps, pauses, the end."""
 
+import os
+import signal
 import threading
 
 import pytest
@@ -115,6 +117,29 @@ def test_stopping_wakes_a_wait_and_a_pause():
     with background.pause(10):
         background.stop(10)
     assert not background.running
+
+
+def test_a_forked_child_has_no_thread_to_stop():
+    release, held = threading.Event(), threading.Event()
+    background = Background(lambda feed: release.wait(10) and False)
+
+    def hold():
+        with background._state:
+            held.set()
+            release.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(10)
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        background.stop(5)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    release.set()
+    holder.join()
+    background.stop(10)
+    assert code == 0
 
 
 def test_stopping_something_that_hangs_is_a_named_error():

@@ -6,6 +6,7 @@ import signal
 import threading
 
 import pytest
+import rig
 import torch
 from tensordict import TensorDict
 from test_replay_shared import finish, start
@@ -134,7 +135,7 @@ def test_children_forked_at_any_moment_work(shared):
     assert len(rb) == 64
 
 
-def test_a_child_forked_in_the_middle_of_a_background_rollout_ends_at_once():
+def test_a_child_forked_in_the_middle_of_a_rollout_ends_at_once():
     stepping, leave = threading.Event(), threading.Event()
 
     def policy(observation):
@@ -145,12 +146,24 @@ def test_a_child_forked_in_the_middle_of_a_background_rollout_ends_at_once():
 
     rb = ReplayBuffer(storage=LazyTensorStorage(20))
     with Collector("Pendulum-v1", policy, frames_per_batch=20, replay_buffer=rb) as collector:
-        collector.start()
+        thread = threading.Thread(target=collector.next)
+        thread.start()
         assert stepping.wait(60)
         try:
             assert ended_well(forked(collector.shutdown, 10))
         finally:
             leave.set()
+            thread.join()
+
+
+def test_a_child_forked_while_a_worker_fills_a_buffer_lets_go_of_it():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10_000))
+    with Collector("Pendulum-v1", None, frames_per_batch=20, replay_buffer=rb) as collector:
+        collector.start()
+        rig.until(lambda: rb.write_count > 0)
+        assert ended_well(forked(collector.shutdown, 10))
+        count = rb.write_count
+        rig.until(lambda: rb.write_count > count)
 
 
 def test_a_child_forked_while_a_list_was_written_can_write_it():

@@ -134,6 +134,8 @@ class Background:
         Raises:
             CollectorTimeout: it takes longer than ``timeout`` seconds.
         """
+        if not self._thread.is_alive():  # also in a forked child, which finds its lock as it was
+            return
         with self._state:
             self._stopping = True
             self._state.notify_all()
