@@ -1,8 +1,9 @@
 """Count how interpreters end that never called `shutdown()`.
 
 Each script starts a collector (or an evaluator) and ends while it works: at its last line, by
-``sys.exit``, an exception, Ctrl-C (also while it starts), or as the cell of a kernel. Any exit code
-or line on stderr that such a script would not have without a collector is an event. ::
+``sys.exit``, an exception, Ctrl-C (also while it starts), in a fork, or as the cell of a kernel.
+Any exit code or line on stderr that such a script would not have without a collector is an event.
+::
 
     python -m tools.exits [--exits 200] [--jobs 2] [--seed 0]
 
@@ -24,8 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/processes"))
 import warm  # type: ignore[import-not-found]  # of the tests
 
 SCRIPT = """
-import signal, sys, threading, time
+import os, signal, sys, threading, time, warnings
 import gleanrl as g
+
+warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes with threads
 
 kind, ending, delay, switch = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
 
@@ -66,6 +69,8 @@ def finish():
     time.sleep(delay)
     if ending == "exit":
         sys.exit(3)
+    if ending == "fork" and (child := os.fork()):
+        assert os.waitpid(child, 0)[1] == 0
     if ending == "raise":
         raise ArithmeticError("on purpose")
     if ending == "interrupt":
@@ -114,6 +119,7 @@ EXPECTED = {
     "raise": (1, "ArithmeticError: on purpose"),
     "interrupt": (-2, "KeyboardInterrupt"),
     "ctrl-c": (-2, "KeyboardInterrupt"),
+    "fork": (0, ""),
     "forgotten": (0, ""),
     "cycle": (0, ""),
     "thread": (0, ""),

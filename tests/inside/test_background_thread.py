@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gleanrl import CollectorTimeout
+from gleanrl import CollectorTimeout, Evaluator
 from gleanrl.collectors.background import Background
 
 
@@ -119,12 +119,12 @@ def test_stopping_wakes_a_wait_and_a_pause():
     assert not background.running
 
 
-def test_a_forked_child_has_no_thread_to_stop():
+def ends_in_a_child(lock, end):
+    """Tell whether ``end`` returns in a child that was forked while another thread held a lock."""
     release, held = threading.Event(), threading.Event()
-    background = Background(lambda feed: release.wait(10) and False)
 
     def hold():
-        with background._state:
+        with lock:
             held.set()
             release.wait(10)
 
@@ -133,13 +133,30 @@ def test_a_forked_child_has_no_thread_to_stop():
     assert held.wait(10)
     if (child := os.fork()) == 0:
         signal.alarm(10)
-        background.stop(5)
+        end()
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     release.set()
     holder.join()
+    return code == 0
+
+
+def test_a_forked_child_has_no_thread_to_stop():
+    release = threading.Event()
+    background = Background(lambda feed: release.wait(10) and False)
+    assert ends_in_a_child(background._state, lambda: background.stop(5))
+    release.set()
     background.stop(10)
-    assert code == 0
+
+
+def test_a_forked_child_does_not_wait_for_the_evaluator_of_its_parent():
+    def lean(observation):
+        return (observation[..., 2] > 0).long()
+
+    with Evaluator("CartPole-v1", lean) as evaluator:
+        evaluator.evaluate()
+        assert ends_in_a_child(evaluator._line._changed, evaluator.shutdown)
+        evaluator.evaluate()
 
 
 def test_stopping_something_that_hangs_is_a_named_error():

@@ -299,10 +299,11 @@ class _Line:
 
     def close(self, timeout: float, raise_on_error: bool = False) -> None:
         """End everything; what is under way ends after a step, or is killed."""
-        with self._changed:
-            self._closed = True
-            self._requests.clear()
-            self._changed.notify_all()
+        if self._owner == os.getpid():  # a forked child finds the lock as it was
+            with self._changed:
+                self._closed = True
+                self._requests.clear()
+                self._changed.notify_all()
         atexit.unregister(self.closing)
         self.collector.shutdown(timeout, raise_on_error=raise_on_error)
         if self._thread is not None and self._thread is not threading.current_thread():
