@@ -37,15 +37,11 @@ def probe_of(env, seed=0):
     return window
 
 
-def no_random(t):
-    raise AssertionError("the environment's random was called")
-
-
-def make(policy, env, exploration=RANDOM, one_hot=(), random=no_random, **options):
+def make(policy, env, exploration=RANDOM, one_hot=(), specs=None, **options):
     return make_policy(
         policy,
         env=env,
-        random=random,
+        specs=specs or {},
         probe=probe_of(env),
         options=PolicyOptions(**options),
         exploration=exploration,

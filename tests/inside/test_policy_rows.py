@@ -174,13 +174,15 @@ def test_a_constant_that_was_read_may_not_be_written_afterwards(write):
 
 
 @pytest.mark.parametrize("policy", [None, RandomPolicy()])
-def test_without_a_spec_the_environment_draws(policy):
-    env, rows = layout((5,), FLOATS), []
-    ours = make(policy, env, random=rows.append)
+def test_without_a_spec_actions_are_those_of_the_environment(policy):
+    env, spec = layout((5,), FLOATS), Bounded(2.0, 3.0, FLOATS[0], dtype=FLOATS[1])
+    ours = make(policy, env, specs={("action",): spec})
     window, carry = windows(env, ours)
     run(ours, window, carry)
     assert isinstance(ours, RandomActions)
-    assert rows == list(range(window.steps))
+    drawn = window.tensor(("action",))
+    assert spec.is_in(drawn[0, 0])
+    assert len(drawn.unique()) == drawn.numel()
     assert ours.outputs == env.actions
     assert ours.states == ()
 
@@ -231,7 +233,7 @@ def test_nested_keys_are_read_and_written():
 def test_policies_are_policies():
     made: list[Policy] = [
         make(nn.Linear(4, 3), layout((5,), FLOATS)),
-        make(None, layout(), random=print),
+        make(None, layout()),
     ]
     for policy in made:
         assert policy.outputs

@@ -28,13 +28,13 @@ class Uniform:
 
     def __init__(self, env):
         self.outputs = env.layout.actions
-        self.random = env.random
+        self.n, self.envs = env.action_specs[ACTION].n, env.layout.num_envs
 
     def begin(self, window, carry):
-        pass
+        self.seen, self.out = window.rows(OBS), window.rows(ACTION)
 
     def act(self, t):
-        self.random(t)
+        self.out[t][...] = torch.randint(self.n, (self.envs,)).numpy()
 
     def reset(self, t, ended):
         pass
@@ -48,13 +48,6 @@ class Uniform:
 
 class FromObservation(Uniform):
     """A deterministic policy: the action is a hash of the observation."""
-
-    def __init__(self, env):
-        super().__init__(env)
-        self.n = env.action_specs[ACTION].n
-
-    def begin(self, window, carry):
-        self.seen, self.out = window.rows(OBS), window.rows(ACTION)
 
     def act(self, t):
         self.out[t][...] = act_on(self.seen[t], self.n)

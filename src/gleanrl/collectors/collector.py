@@ -190,7 +190,10 @@ class Collector(BaseCollector):
         engine, worker = self._engine, state["worker"]
         if isinstance(self._plan.interruptor, Interruptor):
             self._plan.interruptor.attach(engine.backend.stop_byte)
-        streams = worker["streams"] or engine.request(0, m.GetState())["streams"]
+        streams = worker["streams"]
+        if "torch" not in streams:  # the worker has streams of its own, which nobody shares
+            own = engine.request(0, m.GetState())["streams"]
+            streams = own | {name: one for name, one in streams.items() if one is not None}
         worker = {**worker, "env": state["env_state_dict"], "streams": streams}
         engine.request(0, m.SetState(worker))
         if seed := self._seeds.get(0):  # the generators of environments cannot be carried over

@@ -36,6 +36,10 @@ class Spec(Protocol):
     def dtype(self) -> torch.dtype:
         """Dtype of one value."""
 
+    @property
+    def stepwise(self) -> bool:
+        """Whether ``rand([T, P])`` equals ``T`` calls of ``rand([P])`` draw for draw."""
+
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
         """Draw ``[*shape, *self.shape]`` values from torch's global generator."""
 
@@ -58,9 +62,6 @@ class EnvBatch(Protocol):
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
-
-    def random(self, t: int) -> None:
-        """Write random actions into row ``t``."""
 
     def finish(self, steps: int) -> None:
         """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""

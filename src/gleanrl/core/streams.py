@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,14 +23,14 @@ def preserved() -> Iterator[None]:
     Accelerators are included if they were in use before.
     """
     torch_state, device_states = torch.get_rng_state(), _device_states()
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), _legacy.get_state(legacy=False)
     try:
         yield
     finally:
         torch.set_rng_state(torch_state)
         _install_on_devices(device_states)
         random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        _legacy.set_state(numpy_state)
 
 
 def _accelerator() -> Any:
@@ -67,20 +68,49 @@ def enter_life(life: int) -> None:
     _life = life
 
 
+_MT19937_BYTES = 4 * (624 + 1)
+"""Of the state of numpy's default legacy generator: its words and the position among them."""
+
+
+def _take_normal() -> float | None:
+    """Return the normal number that numpy keeps for its next draw; it may be gone afterwards.
+
+    numpy's legacy generator draws normal numbers in pairs. The second number is kept beside the bit
+    generator, and `set_bit_generator` drops it. Only ``get_state`` tells of it, for 70 us; a draw
+    that leaves the bit generator unchanged does so, too, for 2 us.
+    """
+    bits = _legacy.get_bit_generator()
+    if not isinstance(bits, np.random.MT19937):
+        state = _legacy.get_state(legacy=False)
+        return float(state["gauss"]) if state["has_gauss"] else None
+    address = bits.ctypes.state_address
+    before = ctypes.string_at(address, _MT19937_BYTES)
+    drawn = float(_legacy.standard_normal())
+    if ctypes.string_at(address, _MT19937_BYTES) == before:
+        return drawn
+    ctypes.memmove(address, before, _MT19937_BYTES)
+    return None
+
+
 def _current() -> list[Any]:
-    """Return the global states of torch, numpy, Python and accelerators.
+    """Return the global states of torch, numpy, Python and accelerators; `_install` replaces them.
 
     numpy's is the generator itself: reading its state costs 30 times as much.
     """
+    normal = _take_normal()
     own = torch.get_rng_state(), _legacy.get_bit_generator(), random.getstate()
-    return [*own, _device_states()]
+    return [*own, normal, _device_states()]
 
 
 def _install(states: Sequence[Any]) -> None:
-    torch.set_rng_state(states[0])
-    _legacy.set_bit_generator(states[1])
-    random.setstate(states[2])
-    _install_on_devices(states[3])
+    torch_state, bits, python_state, normal, devices = states
+    torch.set_rng_state(torch_state)
+    _legacy.set_bit_generator(bits)
+    random.setstate(python_state)
+    if normal is not None:
+        kept = {"has_gauss": 1, "gauss": normal}
+        _legacy.set_state({**_legacy.get_state(legacy=False), **kept})
+    _install_on_devices(devices)
 
 
 class Streams:
@@ -88,7 +118,8 @@ class Streams:
 
     That of torch includes the accelerators', from their first use on. Before the first `seed`,
     nothing is swapped: an in-process collector then draws from the global generators like any other
-    code of the user.
+    code of the user. Random actions have a stream of their own in either case: actions of many
+    steps are drawn at once, whatever environments draw between these steps.
     """
 
     def __init__(self) -> None:
@@ -96,6 +127,8 @@ class Streams:
         self._own: list[Any] | None = None
         self._device_seed = 0
         """What accelerators are seeded with when they are used first."""
+        self.actions: torch.Tensor | None = None
+        """State of torch's generator for random actions, ``None`` before the first was drawn."""
 
     def begin(self, seed: int | None) -> None:
         """Make the streams a source begins with: no life of a worker repeats an earlier one.
@@ -107,11 +140,12 @@ class Streams:
 
     def seed(self, seed: int) -> None:
         """Make streams of our own, a function of ``seed`` only."""
-        words = np.random.SeedSequence(seed).generate_state(3, np.uint64)
+        words = np.random.SeedSequence(seed).generate_state(4, np.uint64)
         self._device_seed = int(words[0] >> 1)
         torch_state = torch.Generator().manual_seed(self._device_seed).get_state()
         python_state = random.Random(int(words[2])).getstate()
-        self._own = [torch_state, np.random.MT19937(int(words[1])), python_state, []]
+        self._own = [torch_state, np.random.MT19937(int(words[1])), python_state, None, []]
+        self.actions = torch.Generator().manual_seed(int(words[3] >> 1)).get_state()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -122,38 +156,57 @@ class Streams:
             return
         outer = _current()
         _install(own)
-        if outer[3] and not own[3]:
+        if outer[4] and not own[4]:
             _accelerator().manual_seed_all(self._device_seed)
         try:
             yield
         finally:
             *others, devices = _current()
-            own[:] = [*others, devices or own[3]]
+            own[:] = [*others, devices or own[4]]
             _install(outer)
 
-    def state(self) -> dict[str, Any] | None:
-        """Return the streams' state, ``None`` while the global ones are used."""
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Run the body, which draws random actions, on torch's stream for these.
+
+        Without a seed, that stream is made from a number of the stream around it, when it is first
+        used.
+        """
+        if self.actions is None:
+            number = int(torch.randint(2**62, ()))
+            self.actions = torch.Generator().manual_seed(number).get_state()
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.actions)
+        try:
+            yield
+        finally:
+            self.actions = torch.get_rng_state()
+            torch.set_rng_state(outer)
+
+    def state(self) -> dict[str, Any]:
+        """Return the streams' state: nothing but that of actions while the global ones are used."""
+        state: dict[str, Any] = {"actions": self.actions}
         if self._own is None:
-            return None
-        torch_state, bits, python_state, device_states = self._own
+            return state
+        torch_state, bits, python_state, normal, device_states = self._own
         words = bits.state["state"]
-        numbers = [words["pos"], torch.from_numpy(words["key"].astype(np.int64))]
-        devices = [self._device_seed, *(state.clone() for state in device_states)]
         return {
+            **state,
             "torch": torch_state.clone(),
-            "numpy": numbers,
+            "numpy": [words["pos"], torch.from_numpy(words["key"].astype(np.int64)), normal],
             "python": python_state,
-            "devices": devices,
+            "devices": [self._device_seed, *(one.clone() for one in device_states)],
         }
 
-    def load_state(self, state: dict[str, Any] | None) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-        if state is None:
+        self.actions = state["actions"]
+        if "torch" not in state:
             self._own = None
             return
-        pos, key = state["numpy"]
+        pos, key, normal = state["numpy"]
         bits: Any = np.random.MT19937()
         words = {"key": key.numpy().astype(np.uint32), "pos": pos}
         bits.state = {"bit_generator": "MT19937", "state": words}
         self._device_seed, *devices = state["devices"]
-        self._own = [state["torch"].clone(), bits, state["python"], devices]
+        self._own = [state["torch"].clone(), bits, state["python"], normal, devices]

@@ -58,8 +58,6 @@ class WindowEnv:
     _info_writer = InfoWriter
     _batched = False
     """Whether one call steps all environments."""
-    _draw_ahead: int | None = None
-    """Rows of random actions to draw at once; ``None`` for all of a rollout."""
 
     def __init__(
         self,
@@ -92,9 +90,7 @@ class WindowEnv:
         self._writers: list[FieldWriter] = [*leaf_writers, *info_writers]
         self._unsettled = info_writers
         envs = math.prod(batch_shape)
-        self._actions = Actions(acted, envs, options.categorical, self._batched, self._draw_ahead)
-        self.random = self._actions.random
-        """Writes random actions into row ``t``."""
+        self._actions = Actions(acted, envs, options.categorical, self._batched)
         self.action_specs: Mapping[Key, Spec] = self._actions.specs
         self.layout = EnvLayout(
             batch_shape=batch_shape,

@@ -146,7 +146,6 @@ class Actions:
         envs: int,
         categorical: bool,
         batched: bool = False,
-        draw_ahead: int | None = None,
     ) -> None:
         """Read the action space of one environment.
 
@@ -155,7 +154,6 @@ class Actions:
             envs: Environments, ``P``.
             categorical: Store discrete actions as indices (else one-hot vectors).
             batched: Hand out one value of the batched space, not a sequence of ``P`` values.
-            draw_ahead: Rows of random actions to draw at once; ``None`` for all of a window.
 
         Raises:
             ConfigError: a space without fixed shape, or with nothing in it.
@@ -177,11 +175,9 @@ class Actions:
             for leaf, field in zip(self._leaves, self.fields, strict=True)
             if (limits := _limits(leaf.space, field)) is not None and limits.size
         ]
-        self._stepwise = [spec.stepwise for spec in specs.values()] == [True]
         self._decoders = [_decoder(leaf.space, categorical, batched) for leaf in self._leaves]
         self._decode = self._decoders[0]
         self._plain = not self._leaves[0].path
-        self._draw_ahead = draw_ahead
         self._rows: list[list[Array]] = []
         self._window: Window
 
@@ -237,19 +233,6 @@ class Actions:
                     f"environment {env} was given {format_key(field.key)} "
                     f"{values[env, t].tolist()}{when.format(t + start)}; it takes 0 to {most}"
                 ) from cause
-
-    def random(self, t: int) -> None:
-        """Write random actions into row ``t``."""
-        if self._stepwise:
-            # One call for many rows draws the same numbers in the same order.
-            ahead = self._draw_ahead or self._window.steps
-            if t % ahead == 0:
-                ((key, spec),) = self.specs.items()
-                field = self._window.tensor(key)[:, t : t + ahead]
-                field.copy_(spec.rand((field.shape[1], self._envs)).transpose(0, 1))
-            return
-        for key, spec in self.specs.items():
-            self._window.tensor_rows(key)[t].copy_(spec.rand((self._envs,)))
 
 
 def _limits(space: gym.Space[Any], field: Field) -> Array | None:

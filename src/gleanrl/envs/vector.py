@@ -201,8 +201,6 @@ class DenseVectorEnv(_VectorAdapter):
 class NextStepPool(_VectorAdapter):
     """A vectorised environment in NEXT_STEP mode, as a `Pool`: a reset takes a step of its own."""
 
-    _draw_ahead = 32  # how many steps a rollout will take is not known when it begins
-
     def step(self, t: int) -> None:
         self._advance(t)
 

@@ -17,6 +17,7 @@ from gleanrl.core.errors import ConfigError, PolicyError
 from gleanrl.core.keys import Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import PolicyOptions
+from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.memory.arena import batch_rows
 from gleanrl.policies.adapt import adapt
@@ -47,7 +48,7 @@ def make_policy(
     policy: Any,
     *,
     env: EnvLayout,
-    random: Callable[[int], None],
+    specs: Mapping[Key, Spec],
     probe: Window,
     options: PolicyOptions,
     exploration: ExplorationType = ExplorationType.RANDOM,
@@ -63,7 +64,7 @@ def make_policy(
         policy: ``None`` or a `RandomPolicy` to act at random, else a callable on TensorDicts or
             tensors.
         env: What the environment gives and wants.
-        random: The environment's ``random``: writes random actions into a row.
+        specs: Per action key, what random actions are drawn from.
         probe: One step long, holds the observation of the first reset.
         options: How it is run, and where; the device of its first weight by default.
         exploration: How the policy acts in that call.
@@ -82,7 +83,7 @@ def make_policy(
                 "compile_policy and cudagraph_policy need a policy, actions are random"
             )
         if policy is None or policy.action_spec is None:
-            drawn = RandomActions(random, env.actions)
+            drawn = RandomActions(specs, env)
             drawn.inner = policy
             return drawn
         return SpecActions(policy, env)

@@ -12,7 +12,8 @@ from tensordict import TensorDictBase
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, NestedKey, as_key, format_key
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.protocols import Policy
+from gleanrl.core.protocols import Policy, Spec
+from gleanrl.core.streams import Streams
 from gleanrl.core.window import Window
 
 
@@ -57,28 +58,42 @@ class RandomPolicy:
 
 
 class RandomActions:
-    """A `Policy` that lets somebody else write the actions and leaves all else zero."""
+    """A `Policy` that draws actions from specs and leaves all else zero."""
 
     provided: Collection[Key] = ()
     inner: Any = None
 
     def __init__(
-        self,
-        draw: Callable[[int], None],
-        actions: Sequence[Field],
-        like: Policy | None = None,
+        self, specs: Mapping[Key, Spec], env: EnvLayout, like: Policy | None = None
     ) -> None:
-        """Act through ``draw``.
+        """Draw actions for ``env``.
 
         Args:
-            draw: Writes random actions into a row; an environment's ``random``.
-            actions: What it writes.
+            specs: Per action key, the values of one environment's action.
+            env: What takes the actions.
             like: The policy it stands in for: the other outputs of that one are zeros.
         """
-        self.outputs: tuple[Field, ...] = tuple(actions) if like is None else like.outputs
+        self.outputs: tuple[Field, ...] = env.actions if like is None else like.outputs
         self.states: tuple[Key, ...] = () if like is None else like.states
-        self._zeros = [f.key for f in self.outputs if f.key not in {a.key for a in actions}]
-        self._draw = draw
+        self._zeros = [f.key for f in self.outputs if f.key not in specs]
+        self._specs, self._envs = specs, env.num_envs
+        self._stepwise = [spec.stepwise for spec in specs.values()] == [True]
+        self._streams = Streams()
+        self._ahead: int | None = None
+        self._drawn = 0
+        """The row behind the newest rows that were drawn at once."""
+        self._rewind: tuple[int, torch.Tensor | None] = 0, None
+        """The first of these rows, and the stream before they were drawn."""
+        self._window: Window
+
+    def draw_from(self, streams: Streams, ahead: int | None) -> None:
+        """Draw from the stream for actions in ``streams``.
+
+        Args:
+            streams: Of the source that this acts for.
+            ahead: Rows to draw at once; ``None`` for all of a window.
+        """
+        self._streams, self._ahead = streams, ahead
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Zero everything but the actions: a policy's extras and its state."""
@@ -86,16 +101,38 @@ class RandomActions:
             window.tensor(key).zero_()
         for key in self.states:
             next_root.tensor(key).zero_()
+        self._window, self._drawn = window, 0
 
     def act(self, t: int) -> None:
         """Write random actions into row ``t``."""
-        self._draw(t)
+        if t == self._drawn:
+            self._draw(t)
+
+    def _draw(self, t: int) -> None:
+        """Draw row ``t``, and the rows behind it where one call draws the same numbers for them."""
+        streams, envs = self._streams, self._envs
+        with streams.acting():
+            if not self._stepwise:
+                for key, spec in self._specs.items():
+                    self._window.tensor_rows(key)[t].copy_(spec.rand((envs,)))
+                self._drawn = t + 1
+                return
+            self._rewind = t, torch.get_rng_state()
+            ((key, spec),) = self._specs.items()
+            rows = self._window.tensor(key)[:, t : t + (self._ahead or self._window.steps)]
+            rows.copy_(spec.rand((rows.shape[1], envs)).transpose(0, 1))
+            self._drawn = t + rows.shape[1]
 
     def reset(self, t: int, ended: Sequence[int]) -> None:
         """Do nothing: there is no state."""
 
     def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
-        """Return that everything was written."""
+        """Put the stream behind the last of ``steps`` rows; return that everything was written."""
+        if self._drawn > steps:
+            first, self._streams.actions = self._rewind
+            (spec,) = self._specs.values()
+            with self._streams.acting():
+                spec.rand((steps - first, self._envs))
         return {}
 
     def forget(self) -> None:
@@ -103,7 +140,7 @@ class RandomActions:
 
     def explain(self) -> list[str]:
         """Say who acts."""
-        return ["random actions, drawn by the environment or from a spec"]
+        return ["random actions, drawn from a spec"]
 
 
 class SpecActions(RandomActions):
@@ -115,9 +152,8 @@ class SpecActions(RandomActions):
         Raises:
             PolicyError: its spec does not fit the environment's actions.
         """
-        super().__init__(self._copy, env.actions)
+        super().__init__({}, env)
         self.inner = policy
-        self._envs = env.num_envs
         self._sources = [(field, _source(policy, field, env.batch_shape)) for field in env.actions]
         self._rows: list[tuple[Callable[[], torch.Tensor], tuple[int, ...], Any]] = []
 
@@ -128,7 +164,8 @@ class SpecActions(RandomActions):
             for field, draw in self._sources
         ]
 
-    def _copy(self, t: int) -> None:
+    def act(self, t: int) -> None:
+        """Write actions into row ``t``, as a call of the user's policy does."""
         for draw, shape, rows in self._rows:
             rows[t].copy_(draw().view(shape))
 

@@ -108,7 +108,7 @@ class SourceBuilder:
         policy = make_policy(
             complete_exploration(self._user_policy(), env.inner),
             env=env.layout,
-            random=env.random,
+            specs=env.action_specs,
             probe=first,
             exploration=self.rollout.exploration,
             options=self.policy,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -48,6 +48,9 @@ def dense(
 class DenseRollout(BaseSource):
     """The source of dense environments: fixed layout, one real transition per step."""
 
+    _DRAW_AHEAD: ClassVar[int | None] = None
+    """Rows of random actions that are drawn at once; ``None`` for all of a rollout."""
+
     def __init__(
         self,
         env: Env,
@@ -67,7 +70,10 @@ class DenseRollout(BaseSource):
         super().__init__(env, env.inner, policy.inner, options)
         self.num_envs = env.layout.num_envs
         self._policy = policy
-        self._random = RandomActions(env.random, env.layout.actions, policy)
+        self._random = RandomActions(env.action_specs, env.layout, policy)
+        for one in (policy, self._random):
+            if isinstance(one, RandomActions):
+                one.draw_from(self.streams, self._DRAW_AHEAD)
         self._plan = RolloutPlan.of(env.layout, policy, options)
         self._next_root = self._plan.make_next_root()
         for key in first.keys():

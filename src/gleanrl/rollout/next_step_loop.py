@@ -153,6 +153,9 @@ def next_step(
 class NextStepRollout(DenseRollout):
     """The source of pools: fixed layout, only real transitions are delivered."""
 
+    _DRAW_AHEAD = 32
+    """How many raw steps a rollout takes is not known when it begins."""
+
     def __init__(
         self,
         pool: Pool,

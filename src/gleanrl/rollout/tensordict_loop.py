@@ -205,13 +205,14 @@ class TensorDictRollout(BaseSource):
 
     def _begin_random(self) -> Callable[[], None]:
         """Return what acts at random; what the policy would write is zero, and carried like it."""
-        handle, actor = self._handle, self._actor
+        handle, actor, acting = self._handle, self._actor, self.streams.acting
         if actor.zero_outputs is not None:
             handle.root.update(actor.zero_outputs.clone())
         states = [(state.key, next_key(state.key)) for state in actor.states]
 
         def act() -> None:
-            root = handle.root = handle.env.rand_action(handle.root)
+            with acting():
+                root = handle.root = handle.env.rand_action(handle.root)
             for key, after in states:
                 root.set(after, torch.zeros_like(root.get(key)))
 
