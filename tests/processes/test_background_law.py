@@ -154,7 +154,7 @@ class Learner:
             before = signal.signal(signal.SIGUSR1, lambda *_: None)
             undo.callback(signal.signal, signal.SIGUSR1, before)
             inner, drawn = settings(), []
-            for _ in range(50):
+            for _ in range(20):
                 drawn.append(draws())
                 assert settings() == inner
         assert settings() == outer
@@ -168,7 +168,7 @@ def rows_of(kind, buffer, learn):
         envs,
         policy(),
         frames_per_batch=20,
-        total_frames=400,
+        total_frames=200,
         replay_buffer=buffer,
         postproc=MultiStep(0.9, 3),
     )
@@ -179,7 +179,7 @@ def rows_of(kind, buffer, learn):
             learn()
         assert not collector.stats()["failed"]
     rows = buffer[:]
-    assert len(rows) == 400
+    assert len(rows) == 200
     number, step = rows["observation"][:, :2].T
     return [rows[number == each][step[number == each].argsort()] for each in range(2)]
 
@@ -449,7 +449,7 @@ def test_a_recurrent_policy_begins_each_episode_afresh(env, random_frames):
 
 @every_kind
 def test_a_collector_is_finalised_by_whoever_drops_it(kind):
-    for _ in range(5):
+    for _ in range(2):
         buffer = ReplayBuffer(storage=LazyTensorStorage(10_000))
         collector = KINDS[kind]([Reports], policy(), frames_per_batch=20, replay_buffer=buffer)
         collector.start()
