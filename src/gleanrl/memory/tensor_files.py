@@ -31,6 +31,7 @@ _BYTES_PER_WRITE = 1 << 26
 """A write can be interrupted between two calls."""
 _MAX_DESCRIPTION_BYTES = 16 * 2**20
 _MAX_DIMS = 32
+_MAX_DEPTH = 64
 _NOT_PLAIN = re.compile(r"q.*|u?int[1-7]")
 """Dtypes that need a scale beside their bytes, and those that torch can name but not copy."""
 _DTYPES = {
@@ -142,11 +143,11 @@ def inside(directory: Path, file: str) -> Path:
     Raises:
         TensorFileError: it is missing or leads out of ``directory``.
     """
-    root = directory.resolve()
-    path = (root / file).resolve()
+    # Unlike `Path.resolve` this raises nothing: links in a circle lead to no file.
+    root, path = (Path(os.path.realpath(where)) for where in (directory, directory / file))
     if not path.is_relative_to(root):
         raise TensorFileError(f"{file!r} of {directory} leads out of the dataset")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise TensorFileError(f"{directory} has no file {file!r}, which its description names")
     return path
 
@@ -163,29 +164,43 @@ def save(directory: Path, key: Key, tensor: torch.Tensor, file: str) -> TensorFi
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``; nothing in it is checked.
+    """Return the JSON object in ``path``, whatever is there; its contents are not checked.
+
+    Numbers that are not finite become ``None``.
 
     Raises:
-        TensorFileError: it is no regular file, or not such an object.
+        TensorFileError: it is no regular file of at most 16 MiB, or not such an object.
     """
     try:
-        status = path.lstat()
-        text = path.read_text(encoding="utf-8") if _is_readable(status) else ""
-        description = json.loads(text) if text else None
-    except OSError as err:
-        raise TensorFileError(f"{path} cannot be read: {err.strerror or err}") from err
-    except (ValueError, RecursionError) as err:
-        raise TensorFileError(f"{path} cannot be read as JSON: {err}") from err
-    if not isinstance(description, dict):
-        raise TensorFileError(
-            f"{path} cannot be read as JSON: it must be a regular file of at most 16 MiB with "
-            "an object in it"
-        )
+        return _object_in(_text_of(path))
+    except (OSError, ValueError, RecursionError) as err:
+        why = err.strerror if isinstance(err, OSError) else err
+        raise TensorFileError(f"{path} cannot be read as JSON: {why}") from err
+
+
+def _object_in(text: bytes) -> dict[str, Any]:
+    description = json.loads(text, parse_constant=lambda _: None)
+    if not isinstance(description, dict) or not _is_shallow(description, _MAX_DEPTH):
+        raise ValueError(f"it must be an object, nested at most {_MAX_DEPTH} deep")
     return description
 
 
-def _is_readable(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_DESCRIPTION_BYTES
+def _text_of(path: Path) -> bytes:
+    """Read a small regular file; neither a pipe nor a device nor a link has the caller wait."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(path, flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_DESCRIPTION_BYTES:
+            raise ValueError("it must be a regular file of at most 16 MiB")
+        return file.read(_MAX_DESCRIPTION_BYTES)
+
+
+def _is_shallow(value: object, levels: int) -> bool:
+    """Tell whether JSON is nested at most ``levels`` deep: functions that walk it are recursive."""
+    if not isinstance(value, dict | list):
+        return True
+    items = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_shallow(item, levels - 1) for item in items)
 
 
 def is_count(value: object) -> TypeGuard[int]:

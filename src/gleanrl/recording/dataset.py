@@ -66,7 +66,7 @@ class Metadata:
             TensorFileError: it is missing, is not a card, or contradicts itself.
         """
         path = directory / CARD
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise TensorFileError(
                 f"{directory} has no {CARD}, so neither 'gleanrl collect --out' nor a Recorder "
                 "wrote it"
@@ -104,7 +104,8 @@ class Metadata:
 def _abandoned(directory: Path) -> bool:
     """Tell whether the process that recorded is gone."""
     try:
-        lock = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        lock = os.open(directory / LOCK, flags)
     except OSError:
         return False
     try:
@@ -161,7 +162,7 @@ class Dataset:
             TensorFileError: a file is missing, leads out of the directory or has another size, or
                 writers recorded different entries.
         """
-        if not directory.is_dir():
+        if not os.path.isdir(directory):
             raise ConfigError(f"{directory} is not a directory")
         self.directory = directory
         metadata = Metadata.read(directory)

@@ -204,8 +204,8 @@ def parts(directory: Path, metadata: Metadata) -> list[RawPart]:
     """
     if metadata.data != SHARDS:
         return [RawPart(directory)]
-    root, folders = directory.resolve(), sorted(directory.glob(f"{SHARDS}/[!.]*"))
-    folders = [path for path in folders if path.resolve().is_relative_to(root)]
+    root, folders = os.path.realpath(directory), sorted(directory.glob(f"{SHARDS}/[!.]*"))
+    folders = [path for path in folders if Path(os.path.realpath(path)).is_relative_to(root)]
     found = [part for part in map(RawPart, folders) if part.frames]
     for part in found[1:]:
         layouts = [{(f.key, f.shape, f.dtype) for f in one.files} for one in (found[0], part)]
@@ -237,7 +237,7 @@ def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
             sources = [inside(shard, file.file) for shard in shards]
             _join_files(list(zip(sources, sizes, strict=True)), target)
         for folder in sorted({up for file in files for up in Path(file.file).parents}):
-            content = json.loads((shards[0] / folder / "meta.json").read_text())
+            content = tensor_files.read_description(shards[0] / folder / "meta.json")
             for entry in (content, *content.values()):
                 if isinstance(entry, dict) and entry.get("shape"):
                     entry["shape"][0] = frames

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gleanrl.core.errors import GleanError
+from gleanrl.memory.tensor_files import TensorFileError, read_description
 
 OFF = "GLEANRL_TOP"
 """The environment variable that keeps collectors from writing if it is ``0``."""
@@ -105,8 +106,8 @@ def collections() -> list[dict[str, Any]]:
         except StatusError as err:  # collectors use the next one
             unsafe = err
         for path in living:
-            with contextlib.suppress(OSError, ValueError):  # it ended just now
-                status = json.loads(path.read_bytes(), parse_constant=lambda _: None)
+            with contextlib.suppress(OSError, TensorFileError):  # it ended just now
+                status = read_description(path)
                 status["age"] = max(0.0, time.time() - path.stat().st_mtime)
                 found.append(status)
     if unsafe is not None and not found:

@@ -39,6 +39,8 @@ _ATTEMPTS = 4
 _LOCAL = ("_lock", "_prefetcher", "fill_error")
 """What every process, and every copy, makes anew."""
 _NOTHING: Mapping[str, torch.Tensor] = {}
+_NO_STATE = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, ArithmeticError)
+"""What reading a state raises that holds other things than it should."""
 
 
 class ReplayBuffer:
@@ -360,7 +362,7 @@ class ReplayBuffer:
         """
         missing = {"storage", "sampler", "batch_size"} - set(state)
         size = state.get("batch_size")
-        if missing or not (size is None or (isinstance(size, int) and size > 0)):
+        if missing or not (size is None or (type(size) is int and size > 0)):
             raise ConfigError(
                 f"this is no state of a replay buffer: missing {sorted(missing) or 'nothing'}, "
                 f"batch_size {size!r}"
@@ -389,16 +391,16 @@ class ReplayBuffer:
         with self._lock:
             try:
                 self._storage.check_state_dict(storage)
+                # What samplers know are places, which mean nothing in a ring of another size.
+                frames = saving.frames_in_place(self._storage, storage)
+                if sampler and frames:
+                    self._sampler.check_state_dict(dict(sampler), frames)
                 if random is not None:
                     torch.Generator().set_state(random)
-            except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as err:
+            except _NO_STATE as err:
                 if isinstance(err, ConfigError):
                     raise
-                raise ConfigError(f"this is no state of a replay buffer: {err!r}") from err
-            # What samplers know are places, which mean nothing in a ring of another size.
-            frames = saving.frames_in_place(self._storage, storage)
-            if sampler and frames:
-                self._sampler.check_state_dict(sampler, frames)
+                raise ConfigError(f"this is no state of a replay buffer: {err!r:.200}") from err
             self._storage.load_state_dict(storage)
             self._forget()
             if self._generator is not None and random is not None:

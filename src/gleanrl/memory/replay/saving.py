@@ -20,7 +20,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.memory import tensor_files
 from gleanrl.memory.replay.rows import RowLayout
 from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
-from gleanrl.memory.tensor_files import TensorFile
+from gleanrl.memory.tensor_files import TensorFile, TensorFileError
 
 _FORMAT = "gleanrl replay buffer"
 _VERSION = 2
@@ -78,7 +78,7 @@ def write(
                 shutil.rmtree(folder, ignore_errors=True)
             raise
     for other in list(root.iterdir()):
-        if FOLDER.fullmatch(other.name) and other.name != _current_folder(root):
+        if FOLDER.fullmatch(other.name) and other.name != _current_folder(root) and other.is_dir():
             with contextlib.suppress(FileNotFoundError), _locked(other) as alone:
                 if alone and other.name != _current_folder(root):
                     shutil.rmtree(other, ignore_errors=True)
@@ -124,8 +124,8 @@ def _write_state(
 def _current_folder(root: Path) -> str | None:
     """Return which folder the description names, ``None`` if there is no such description."""
     try:
-        folder = json.loads((root / META).read_text())["folder"]
-    except (OSError, ValueError, KeyError, TypeError):
+        folder = tensor_files.read_description(root / META).get("folder")
+    except TensorFileError:
         return None
     return folder if isinstance(folder, str) and FOLDER.fullmatch(folder) else None
 

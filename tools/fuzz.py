@@ -1,0 +1,400 @@
+"""Damages saved replay buffers and datasets, and watches how they are read.
+
+``python -m tools.fuzz --files 2000 --seed 0`` makes one of each kind, and damages a copy in one to
+three ways for every file of the run. A process of its own reads it. That process must end within
+the deadline and must need little memory. It either reads data, or raises a named error of
+the library; then the buffer that it was to be loaded into is unchanged. The same seed and number
+is the same damage: ``--only N`` repeats one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+import gleanrl
+from gleanrl.core.errors import GleanError
+from gleanrl.data import TensorDictMaxValueWriter
+
+DEADLINE_S = 20
+MOST_GROWTH_KB = 512 << 10
+_ENVS, _STEPS = 2, 12
+_SPARSE = 3 << 30
+
+
+# -- what is read ----------------------------------------------------------------------------------
+
+
+def _rows(first: int = 0) -> TensorDict:
+    number = torch.arange(first, first + _ENVS * _STEPS).reshape(_ENVS, _STEPS)
+    wide = number.unsqueeze(-1) * torch.ones(3, dtype=torch.float64)
+    done = (number % 5 == 4).unsqueeze(-1)
+    after = {"observation": wide + 1, "done": done, "reward": wide[..., :1]}
+    ids = {"traj_ids": number // 5}
+    return TensorDict({"observation": wide, "collector": ids, "next": after}, [_ENVS, _STEPS])
+
+
+def _buffers() -> dict[str, Callable[[], gleanrl.ReplayBuffer]]:
+    tensors, size = gleanrl.LazyTensorStorage, 40
+    prioritized = gleanrl.PrioritizedSampler
+    once, slices = gleanrl.SamplerWithoutReplacement, gleanrl.SliceSamplerWithoutReplacement
+
+    def make(storage: Any, sampler: Any = None, **options: Any) -> Callable[[], Any]:
+        return lambda: gleanrl.ReplayBuffer(
+            storage=storage(), sampler=sampler, batch_size=4, **options
+        )
+
+    return {
+        "rows": make(lambda: tensors(size), generator=torch.Generator()),
+        "shared": make(lambda: tensors(size), shared=True),
+        "env, time": make(lambda: tensors(size, ndim=2), lambda: once()),
+        "compact": make(lambda: tensors(size, compact=True), lambda: prioritized(size, 0.7, 0.5)),
+        "memmap": make(lambda: gleanrl.LazyMemmapStorage(size), lambda: slices(slice_len=2)),
+        "best": make(
+            lambda: tensors(size), writer=lambda: TensorDictMaxValueWriter(("next", "reward"))
+        ),
+    }
+
+
+def _fill(buffer: gleanrl.ReplayBuffer, first: int = 0) -> None:
+    rows = _rows(first)
+    buffer.extend(rows if buffer.storage.ndim == 2 else rows.reshape(-1))
+    for _ in range(2):
+        _try(lambda: buffer.sample(4))
+
+
+def _record(path: Path, format: str) -> None:
+    recorder = gleanrl.Recorder(path, format, env="CartPole-v1", num_envs=2)
+    collector = gleanrl.Collector(
+        "CartPole-v1", num_envs=2, frames_per_batch=40, total_frames=80, replay_buffer=recorder
+    )
+    for _ in collector:
+        pass
+    recorder.close()
+
+
+def make_all(folder: Path) -> None:
+    """Save one of each kind below ``folder``."""
+    for name, make in _buffers().items():
+        buffer = make()
+        _fill(buffer)
+        buffer.dumps(folder / f"buffer {name}")
+        torch.save(buffer.state_dict(), folder / f"buffer {name}" / "state.pt")
+    for format in ("tensordict", "parquet", "minari"):
+        _record(folder / f"dataset-{format}-v0", format)
+    recorder = gleanrl.Recorder(folder / "open")  # what a killed process leaves
+    recorder.write(_rows().reshape(-1))
+    shutil.copytree(folder / "open", folder / "dataset-killed-v0")
+    recorder.close()
+    shutil.rmtree(folder / "open")
+
+
+def _contents(buffer: gleanrl.ReplayBuffer) -> list[Any]:
+    """Return all of a buffer's state, to be compared."""
+    state = copy.deepcopy(buffer.state_dict())
+    flat: list[Any] = []
+    while state:
+        key, value = state.popitem()
+        if isinstance(value, dict):
+            state |= {f"{key}.{name}": item for name, item in value.items()}
+        else:
+            items = value if isinstance(value, list) else [value]
+            flat += [(key, x.tolist() if isinstance(x, torch.Tensor) else x) for x in items]
+    return sorted(flat, key=repr)
+
+
+def read(path: Path, chance: random.Random) -> str:
+    """Read what is at ``path``; return what became of it.
+
+    Args:
+        path: Something that `make_all` saved, and its name.
+        chance: Chooses what else is tried with it.
+
+    Raises:
+        AssertionError: a buffer was changed though it could not be loaded.
+        Exception: anything that is no error of this library.
+    """
+    if path.name.startswith("dataset"):
+        try:
+            data = gleanrl.load_dataset(path)
+        except GleanError as err:
+            return f"refused ({type(err).__name__})"
+        assert all(len(value) == len(data) for value in data.values())
+        data.clone()
+        try:
+            format = chance.choice(["tensordict", "parquet", "minari"])
+            gleanrl.convert_dataset(path, path.with_name("converted-v0"), format)
+        except GleanError as err:
+            return f"read, not converted ({type(err).__name__})"
+        return "read, converted"
+    name = path.name.removeprefix("buffer ")
+    result = _load(_buffers()[name](), lambda buffer: buffer.loads(path))
+    if (path / "state.pt").exists():  # a checkpoint of the user's, with odd values in it
+        result += ", " + _load(_buffers()[name](), lambda buffer: _load_state(buffer, path, chance))
+    try:
+        _buffers_like(name).dumps(path)
+    except (GleanError, OSError) as err:
+        result += f", not replaced ({type(err).__name__})"
+    return result
+
+
+def _buffers_like(name: str) -> gleanrl.ReplayBuffer:
+    buffer = _buffers()[name]()
+    _fill(buffer)
+    return buffer
+
+
+def _load_state(buffer: gleanrl.ReplayBuffer, path: Path, chance: random.Random) -> None:
+    state = torch.load(path / "state.pt", weights_only=True)
+    holder, key = chance.choice([*_places(state)])
+    holder[key] = chance.choice([*_ODD, torch.zeros(3), torch.tensor([-1, 5]), {}, []])
+    buffer.load_state_dict(state)
+
+
+def _load(buffer: gleanrl.ReplayBuffer, load: Callable[[gleanrl.ReplayBuffer], None]) -> str:
+    _fill(buffer, 1000)
+    before, number = _contents(buffer), buffer.write_count
+    try:
+        load(buffer)
+    except GleanError as err:
+        assert _contents(buffer) == before, "a load that failed changed the buffer"
+        assert buffer.write_count == number
+        result = f"refused ({type(err).__name__})"
+    else:
+        result = "read"
+    if len(buffer):
+        buffer[:]
+    _fill(buffer, 2000)
+    return result
+
+
+def _try(call: Callable[[], object]) -> None:
+    with contextlib.suppress(gleanrl.ReplayError):  # priorities that are all zero, say
+        call()
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+_ODD: list[Any] = [
+    *(None, True, False, 0, 1, -1, 7, 2**31, 2**63 - 1, 2**64, -(2**70), 0.5, -0.0, 1e308),
+    *(float("nan"), float("inf"), "", ".", "../../etc/passwd", "/dev/zero", "\0", "float99"),
+    *("float32", "bool", "int64", "complex64", "x" * 5000, [], {}, [[]], [0], [-1], [2**40] * 3),
+    *([1, 2, 3], ["next"], {"file": "0.bin"}, {"": None}, "[" * 5000, "0.bin", "data-" + "0" * 32),
+]
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for level in range(depth):
+        value = [value] if level % 2 else {"file": value, "key": 1}
+    return value
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every container and key of a tree."""
+    for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
+        yield tree, key
+        if isinstance(tree[key], dict | list):
+            yield from _places(tree[key])
+
+
+def _json(path: Path, chance: random.Random) -> None:
+    """Change an entry of a description, or the description as a text."""
+    tree = json.loads(path.read_text())
+    places = [*_places(tree)]
+    holder, key = chance.choice(places)
+    what = chance.choice(["odd", "odd", "odd", "nested", "number", "delete", "twice", "swap"])
+    if what == "odd":
+        holder[key] = chance.choice(_ODD)
+    elif what == "nested":
+        holder[key] = _nested(chance.choice([70, 400, 700]))
+    elif what == "number" and isinstance(holder[key], int):
+        holder[key] = holder[key] + chance.choice([-1, 1, 64, -holder[key] - 1])
+    elif what == "delete":
+        del holder[key]
+    elif what == "swap":
+        other, name = chance.choice(places)
+        holder[key], other[name] = copy.deepcopy(other[name]), copy.deepcopy(holder[key])
+    text = json.dumps(tree)
+    if what == "twice":
+        text = text[:-1] + f", {json.dumps(str(key))}: {json.dumps(chance.choice(_ODD))}}}"
+    path.write_text(text)
+
+
+def _bytes(path: Path, chance: random.Random) -> None:
+    """Change the bytes of a file."""
+    data = bytearray(path.read_bytes())
+    what = chance.choice(["flip", "flip", "cut", "more", "noise", "empty", "nested", "zeros"])
+    if what == "flip" and data:
+        for _ in range(chance.randint(1, 8)):
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    elif what == "cut":
+        data = data[: chance.randrange(len(data) + 1)]
+    elif what == "more":
+        data += chance.randbytes(chance.randint(1, 100))
+    elif what == "noise":
+        data = bytearray(chance.randbytes(len(data)))
+    elif what == "nested":
+        data = bytearray(b'{"a":' * chance.choice([700, 3000, 10**6]))
+    elif what == "zeros":
+        data = bytearray(len(data))
+    else:
+        data = bytearray()
+    path.write_bytes(data)
+
+
+def _kind(path: Path, chance: random.Random) -> None:
+    """Put something else than a file in the place of one."""
+    what = chance.choice(["fifo", "device", "circle", "outside", "folder", "sparse", "gone"])
+    path.unlink()
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to(chance.choice(["/dev/zero", "/dev/random", "/dev/null"]))
+    elif what == "circle":
+        path.symlink_to(path)
+    elif what == "outside":
+        path.symlink_to("/proc/self/mem")
+    elif what == "folder":
+        path.mkdir()
+    elif what == "sparse":
+        with path.open("wb") as file:
+            file.truncate(_SPARSE)
+
+
+def damage(folder: Path, foreign: list[Path], chance: random.Random) -> None:
+    """Damage one to three files of ``folder``, or put ``foreign`` ones in their place."""
+    for _ in range(chance.choice([1, 1, 2, 3])):
+        files = [p for p in sorted(folder.rglob("*")) if p.is_file() and not p.is_symlink()]
+        files = [p for p in files if p.name != "state.pt" and p.stat().st_size < _SPARSE]
+        if not files:
+            return
+        texts = [p for p in files if p.suffix == ".json"]
+        path = chance.choice(texts if texts and chance.random() < 0.5 else files)
+        what = chance.choice(["json", "json", "bytes", "bytes", "kind", "swap", "foreign"])
+        if what == "swap":
+            other = chance.choice(files)
+            one, two = path.read_bytes(), other.read_bytes()
+            path.write_bytes(two)
+            other.write_bytes(one)
+        elif what == "foreign":
+            shutil.copy(chance.choice(foreign), path)
+        elif what == "kind":
+            _kind(path, chance)
+        else:
+            try:
+                (_json if what == "json" and path.suffix == ".json" else _bytes)(path, chance)
+            except (ValueError, LookupError, RecursionError, TypeError):
+                _bytes(path, chance)  # it was damaged before
+
+
+# -- one file --------------------------------------------------------------------------------------
+
+
+def attempt(path: Path, chance: random.Random) -> tuple[bool, str]:
+    """Read ``path`` in a process of its own; return whether all is well, and what happened."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _answer(path, chance, writing)
+    os.close(writing)
+    with open(reading, "rb") as answers:
+        in_time = bool(select.select([answers], [], [], DEADLINE_S)[0])
+        if not in_time:
+            os.kill(child, signal.SIGKILL)
+        said = answers.read().decode()
+    status = os.waitpid(child, 0)[1]
+    if not in_time:
+        return False, f"hangs for {DEADLINE_S} s"
+    if status or not said:
+        return False, f"ends with status {status}: {said}"
+    return said[0] == "+", said[1:]
+
+
+def _answer(path: Path, chance: random.Random, to: int) -> None:
+    """Say what reading ``path`` comes to, and end this process."""
+    try:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        said = f"+{read(path, chance)}"
+        growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        if growth > MOST_GROWTH_KB:
+            said = f"-takes {growth >> 10} MiB"
+    except BaseException as err:
+        where = err.__traceback__
+        while where is not None and where.tb_next is not None:
+            where = where.tb_next
+        place = "" if where is None else f"{where.tb_frame.f_code.co_filename}:{where.tb_lineno}"
+        said = f"-{type(err).__name__}: {str(err)[:200]} ({place})"
+    os.write(to, said.encode())
+    os._exit(0)
+
+
+def run(files: range, seed: int, show: bool = False) -> tuple[Counter[str], list[str]]:
+    """Damage and read one copy for each number; return how often what happened, and what is wrong.
+
+    Args:
+        files: Numbers of the damages.
+        seed: Of all damages.
+        show: Print what is wrong as it is found.
+    """
+    happened: Counter[str] = Counter()
+    wrong: list[str] = []
+    os.environ["RL_WARNINGS"] = "0"
+    with tempfile.TemporaryDirectory(prefix="gleanrl-fuzz-") as place:
+        root = Path(place)
+        make_all(root / "whole")
+        kinds = sorted((root / "whole").iterdir())
+        foreign = [path for path in sorted(root.rglob("*")) if path.is_file()]
+        for number in files:
+            chance = random.Random(f"{seed} {number}")
+            kind = kinds[number % len(kinds)]
+            folder = root / kind.name
+            shutil.copytree(kind, folder)
+            damage(folder, foreign, chance)
+            well, said = attempt(folder, chance)
+            shutil.rmtree(folder)
+            shutil.rmtree(root / "converted-v0", ignore_errors=True)
+            happened[said if well else "WRONG"] += 1
+            if not well:
+                wrong.append(f"{number}: {kind.name}: {said}")
+                if show:
+                    print(wrong[-1], flush=True)
+    return happened, wrong
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--files", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int)
+    options = parser.parse_args()
+    numbers = range(options.files)
+    if options.only is not None:
+        numbers = range(options.only, options.only + 1)
+    happened, wrong = run(numbers, options.seed, show=True)
+    for said, count in happened.most_common():
+        print(f"{count:6}  {said}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
