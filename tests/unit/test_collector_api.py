@@ -249,6 +249,8 @@ def test_counts_are_rounded_up_with_one_warning(monkeypatch):
         collector = cartpole(num_envs=3, frames_per_batch=10, total_frames=20)
     assert len(caught) == 1
     assert collector.frames_per_batch == 12
+    assert "4 additional frames will be collected, 24 in all" in str(caught[0].message)
+    assert collector.total_frames == collector.stats()["total_frames"] == 24
     assert [batch.shape for batch in collector] == [(3, 4)] * 2
     monkeypatch.setenv("RL_WARNINGS", "0")
     with warnings.catch_warnings():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cli_rig import card_of
 from disk_rig import MB, fill, rows
+from gymnasium.envs.classic_control import CartPoleEnv
 from tensordict import NonTensorStack, TensorDict
 
 import gleanrl
@@ -433,9 +434,46 @@ def test_a_directory_that_minari_takes_for_no_namespace_is_refused(tmp_path, mon
 def test_what_minari_needs_is_asked_for_at_the_first_write(tmp_path):
     pytest.importorskip("minari")
     recorder = Recorder(tmp_path / "data-v0", "minari")
-    with pytest.raises(GleanError, match=r"need .*traj_ids.*, 'action'; the frames have none"):
+    with pytest.raises(GleanError, match=r"need .*traj_ids.*, 'action', .*; the frames have none"):
         recorder.write(make_frames(4).exclude("collector"))
     recorder.close()
+
+
+def test_minari_needs_both_observations_of_a_step(tmp_path):
+    pytest.importorskip("minari")
+    with (
+        Recorder(tmp_path / "data-v0", "minari") as recorder,
+        gleanrl.Collector(
+            CartPoleEnv,  # its spaces are in the card
+            frames_per_batch=20,
+            total_frames=40,
+            max_frames_per_traj=5,
+            compact_obs=True,
+            replay_buffer=recorder,
+        ) as collector,
+        pytest.raises(GleanError, match=r"an observation .* under 'next' \(compact_obs=False\)"),
+    ):
+        next(iter(collector))
+
+
+def test_a_table_refuses_flags_that_it_has_no_column_for(tmp_path):
+    pytest.importorskip("pyarrow")
+    frames = make_frames(10)
+    frames["done"] = torch.zeros(10, 1, dtype=torch.bool)
+    for name, flag in (("never", False), ("once", True)):
+        frames["done"][3] = flag
+        with Recorder(tmp_path / name, "tensordict") as recorder:
+            recorder.write(frames)
+    gleanrl.convert_dataset(tmp_path / "never", tmp_path / "never-table", "parquet")
+    with pytest.raises(GleanError, match="'done' is True in some frames"):
+        gleanrl.convert_dataset(tmp_path / "once", tmp_path / "once-table", "parquet")
+
+
+def test_a_card_without_entries_is_no_dataset(recorded, tmp_path):
+    path = shutil.copytree(recorded / "tensordict-v0", tmp_path / "data")
+    (path / "card.json").write_text(json.dumps({**card_of(path), "keys": []}))
+    with pytest.raises(GleanError, match="holds no frames"):
+        gleanrl.load_dataset(path)
 
 
 def test_a_dataset_of_anyone_neither_runs_code_nor_reads_other_files(recorded, tmp_path):

@@ -234,7 +234,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """Say what this is, what it consists of, how far it is and what it does."""
         if "_closing" not in vars(self):
             return f"{type(self).__name__}(starting)"
-        engine, total = self._engine, self._budget.limits.total_frames
+        engine, total = self._engine, self._budget.limits.all_frames
         frames = f"{self._budget.delivered:,}" + (f"/{total:,}" if total else "")
         workers = "" if type(engine.backend) is InlineBackend else f"workers={engine.workers}, "
         return (
@@ -877,7 +877,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
             raise ConfigError(
                 f"workers must be one of 'aggregate', 'per_worker' and 'both', not {workers!r}"
             )
-        engine, total = self._engine, self._budget.limits.total_frames
+        engine, total = self._engine, self._budget.limits.all_frames
         stats: dict[str, int | float | bool] = {
             "frames": self._budget.delivered,
             "batches": self._batches,
@@ -993,8 +993,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     @property
     def total_frames(self) -> int | float:
-        """Frames after which iteration ends; infinity if endless."""
-        total = self._budget.limits.total_frames
+        """Frames of all batches, rounded up to whole ones; infinity if endless."""
+        total = self._budget.limits.all_frames
         return float("inf") if total is None else total
 
     @property

@@ -76,6 +76,11 @@ class FrameBudget:
             return None
         return -(-self.total_frames // self.frames_per_batch)
 
+    @property
+    def all_frames(self) -> int | None:
+        """Frames of all batches of one full iteration, ``None`` if endless."""
+        return None if self.batches is None else self.batches * self.frames_per_batch
+
     @classmethod
     def from_arguments(
         cls,
@@ -114,7 +119,8 @@ class FrameBudget:
         if total is not None and total % frames_per_batch:
             notes.append(
                 f"total_frames ({total}) is not a multiple of the batch ({frames_per_batch}): "
-                f"{-total % frames_per_batch} additional frames will be collected"
+                f"{-total % frames_per_batch} additional frames will be collected, "
+                f"{total + -total % frames_per_batch} in all"
             )
         if notes and os.environ.get("RL_WARNINGS", "1") != "0":
             warn("; ".join(notes))

@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDict
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import Key, format_key
+from gleanrl.core.keys import END_FLAGS, Key, format_key
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError
 from gleanrl.recording.formats import FORMATS, module_of
@@ -33,6 +33,8 @@ LOCK = ".lock"
 """Locked by the process that records, for as long as it lives."""
 NESTED = "nested"
 """What cards call the batch dimensions of nested entries beyond that of the frames."""
+NO_OBSERVATION = (*END_FLAGS, "step_count", "is_init", "reward")
+"""Last parts of keys that are at the root and under ``"next"`` and are no observations."""
 OF_ENV = ("env_spec", "observation_space", "action_space")
 """What cards say of the environment, so that it can be made again."""
 ENDS = ("complete", "interrupted", "failed")
@@ -133,8 +135,8 @@ class Part:
         Raises:
             TensorFileError: the data are not what their card says.
         """
-        file = next(file for file in self.files if file.key == key)
         try:
+            file = {file.key: file for file in self.files}[key]
             return self._values(file).reshape(self.frames, *file.shape).to(file.dtype)
         except (LookupError, OSError, RuntimeError, TypeError, ValueError) as err:
             raise TensorFileError(f"{format_key(key)} is not as its card says: {err}") from err
@@ -256,7 +258,7 @@ def load_dataset(path: str | os.PathLike[str]) -> TensorDict:
         torch.Size([100, 4])
     """
     dataset = Dataset(Path(path))
-    if not dataset.metadata.frames:
+    if not (dataset.metadata.frames and dataset.keys()):
         raise TensorFileError(f"{path} holds no frames (yet)")
     return dataset.frames({key: dataset.read(key) for key in dataset.keys()})
 

@@ -24,7 +24,7 @@ from gleanrl.core.window import Array
 from gleanrl.envs.spaces import Leaf, leaf_field, observation_leaves, rebuild, space_leaves
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
-from gleanrl.recording.dataset import DATA, Dataset, Metadata, Part
+from gleanrl.recording.dataset import DATA, NO_OBSERVATION, Dataset, Metadata, Part
 from gleanrl.recording.episodes import Episode, end_keys, episodes_of
 from gleanrl.recording.origin import decoder, env_spec, make_env
 
@@ -244,7 +244,11 @@ def _spaces(facts: Mapping[str, Any], files: Files) -> tuple[Space, Space] | Non
         seen = [leaf_field(leaf) for leaf in observation_leaves(observation)]
     except (*_NOT_A_SPACE, ConfigError):  # not registered here, or without fixed shape
         return None
-    fit = all(file.key in files and files[file.key].shape == file.shape for file in seen)
+    fit = all(
+        key in files and files[key].shape == file.shape
+        for file in seen
+        for key in (file.key, (NEXT, *file.key))
+    )
     return (observation, action) if fit and decoder(action, files, 1) is not None else None
 
 
@@ -253,7 +257,7 @@ def _boxes(files: Files) -> tuple[Space, Space]:
     shown = {
         key: _box(file)
         for key, file in files.items()
-        if (NEXT, *key) in files and key[-1] not in (*END_FLAGS, "step_count", "is_init", "reward")
+        if (NEXT, *key) in files and key[-1] not in NO_OBSERVATION
     }
     acted = {key[1:]: _box(file) for key, file in files.items() if key[0] == ACTION[0]}
     if not shown:

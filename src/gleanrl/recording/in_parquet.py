@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from gleanrl.core.keys import DONE, END_FLAGS, NEXT, TRAJ_IDS, Key
+from gleanrl.core.keys import DONE, END_FLAGS, NEXT, TRAJ_IDS, Key, format_key
 from gleanrl.core.window import Array
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
 from gleanrl.recording.dataset import DATA, Dataset, Metadata, Part
@@ -85,8 +85,13 @@ def _columns(dataset: Dataset) -> dict[str, TensorFile]:
     keys = set(dataset.keys())
     columns: dict[str, TensorFile] = {}
     for file in dataset.metadata.files:
-        if file.key[-1] in END_FLAGS and file.key[0] != NEXT:
-            continue  # never True: environments are reset
+        if file.key[-1] in END_FLAGS and file.key[0] != NEXT:  # environments are reset
+            if dataset.read(file.key).any():
+                raise TensorFileError(
+                    f"{format_key(file.key)} is True in some frames, and tables have columns for "
+                    "the flags under 'next' only: rename the entry, or leave it out"
+                )
+            continue
         if file.key == (NEXT, *DONE) and {(NEXT, "terminated"), (NEXT, "truncated")} <= keys:
             continue  # either of these two
         if not file.nbytes:

@@ -26,7 +26,18 @@ from gleanrl.core.protocols import Source
 from gleanrl.engine.sink import Sink
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFileError
-from gleanrl.recording.dataset import CARD, DATA, ENDS, LOCK, NESTED, OF_ENV, SHARDS, Dataset, card
+from gleanrl.recording.dataset import (
+    CARD,
+    DATA,
+    ENDS,
+    LOCK,
+    NESTED,
+    NO_OBSERVATION,
+    OF_ENV,
+    SHARDS,
+    Dataset,
+    card,
+)
 from gleanrl.recording.episodes import summary, total
 from gleanrl.recording.formats import check_target, module_of
 from gleanrl.recording.in_tensordict import Shard
@@ -335,14 +346,15 @@ def _check_episodes(frames: TensorDictBase) -> None:
     Raises:
         TensorFileError: names what is missing.
     """
-    after: list[keys.Key] = []
-    if (found := frames.get(keys.NEXT, None)) is not None:
-        after = [keys.as_key(key) for key in found.keys(True, True)]
+    found = {keys.as_key(key) for key in frames.keys(True, True)}
+    after = {key[1:] for key in found if key[0] == keys.NEXT}
+    seen = {key for key in found & after if key[-1] not in NO_OBSERVATION}
     has = {
-        keys.format_key(keys.TRAJ_IDS): frames.get(keys.TRAJ_IDS, None) is not None,
+        keys.format_key(keys.TRAJ_IDS): keys.TRAJ_IDS in found,
         keys.format_key(keys.ACTION): frames.get(keys.ACTION, None) is not None,
         "a reward under 'next'": any(key[-1] == "reward" for key in after),
         "end flags under 'next'": any(key[-1] in keys.END_FLAGS for key in after),
+        "an observation at the root and under 'next' (compact_obs=False)": bool(seen),
     }
     if missing := [name for name, there in has.items() if not there]:
         raise TensorFileError(f"Minari's episodes need {', '.join(missing)}; the frames have none")
