@@ -1,10 +1,11 @@
-"""Environments and policies that run on any device, and what tells two runs apart."""
+"""Environments and policies that run on any device; workers import this."""
+
+import random
 
 import gymnasium as gym
+import numpy as np
 import torch
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
-from tests.zoo.laws import comparable, unlike
-from tests.zoo.reference import seed_all
 from torch import nn
 
 from gleanrl.envs import GymEnv
@@ -99,12 +100,15 @@ def recurrent():
 
 def seeded():
     """Seed all streams, those of devices as well."""
-    seed_all(0)
     torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 def check_same(there, here):
     """Raise `AssertionError` unless batches are the same, bit for bit, wherever they are."""
+    from tests.zoo.laws import comparable, unlike
+
     assert len(there) == len(here)
     for number, (one, other) in enumerate(zip(there, here, strict=True)):
         found = unlike(*(comparable(batch.cpu().clear_device_()) for batch in (one, other)))

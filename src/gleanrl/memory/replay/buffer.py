@@ -30,7 +30,7 @@ from gleanrl.memory.replay.samplers import (
     empty_error,
 )
 from gleanrl.memory.replay.slices import SliceSampler
-from gleanrl.memory.replay.storages import ListStorage, Storage
+from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage
 from gleanrl.memory.replay.writers import RoundRobinWriter, Writer
 from gleanrl.memory.shared import fence
 
@@ -125,8 +125,14 @@ class ReplayBuffer:
     def _check(self) -> None:
         if not 0 <= self._dim < self._storage.ndim:
             raise ConfigError(f"dim_extend ({self._dim}) in a {self._storage.ndim}-D storage")
-        if not isinstance(self._generator, torch.Generator | None):
-            raise ConfigError(f"generator ({self._generator!r:.80}) must be a torch.Generator")
+        given, storage = self._generator, self._storage
+        known = isinstance(given, torch.Generator | None)
+        if not known or (given is not None and given.device.type != "cpu"):
+            raise ConfigError(f"generator ({given!r:.80}) must be a torch.Generator of the CPU")
+        if self._pin and isinstance(storage, LazyTensorStorage) and storage.device.type != "cpu":
+            raise ConfigError(
+                f"pin_memory=True is for storages on the CPU, not on {storage.device}"
+            )
         if self._pin and not torch.accelerator.is_available():
             raise ConfigError("pin_memory=True needs an accelerator, and there is none")
 
