@@ -238,3 +238,53 @@ def test_autocast_is_respected(setting):
     setting.check()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert setting.collect()["action"].dtype is torch.bfloat16
+
+
+PARAMETRIZATIONS = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+}
+
+
+@pytest.mark.parametrize("kind", PARAMETRIZATIONS)
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_a_weight_that_parametrize_caches_is_used_no_longer_than_it_is_cached(kind, evaluated):
+    torch.manual_seed(0)
+    layer = PARAMETRIZATIONS[kind](nn.Linear(4, 3)).eval()
+    setting = Setting(Mod(nn.Sequential(layer, nn.Tanh()), ["observation"], ["action"]))
+    with nn.utils.parametrize.cached():
+        if evaluated:
+            setting.policy.module(torch.ones(4))
+        inside = setting.check()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(1.5).add_(0.1)
+    assert not torch.equal(setting.check(), inside)
+    with nn.utils.parametrize.cached():
+        setting.check()
+        with torch.no_grad():
+            layer.bias.add_(1.0)
+        setting.check()
+
+
+class Remembered(nn.Module):
+    """A parametrization that computes the weight once, in memory that nothing else knows."""
+
+    memory = {}
+
+    def forward(self, weight):
+        key = id(self)
+        if key not in self.memory:
+            self.memory[key] = (weight * 0.5).detach()
+        return self.memory[key]
+
+
+def test_a_tensor_that_a_policy_hides_is_read_at_every_step():
+    layer = nn.Linear(4, 3)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Remembered())
+    setting = Setting(Mod(nn.Sequential(layer, nn.Tanh()), ["observation"], ["action"]))
+    before = setting.check()
+    for key in Remembered.memory:
+        Remembered.memory[key] = torch.ones(3, 4)
+    assert not torch.equal(setting.check(), before)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from types import FunctionType
 from typing import Any
@@ -164,6 +164,7 @@ def may_lower(device: torch.device) -> bool:
             and not any(getattr(nn.modules.module, f"_global{name}") for name in _HOOKS)
             and not skip_existing()
             and not torch.is_autocast_enabled("cpu")
+            and not nn.utils.parametrize._cache_enabled
             and not torch._C._len_torch_dispatch_stack()
             and torch._C._functorch.peek_interpreter_stack() is None
             and (not torch._C._len_torch_function_stack() or _only_places())
@@ -338,6 +339,11 @@ class Watch:
                 if not is_genuine(cls):
                     for value in vars(cls).values():
                         self._hold(value)
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The weights, and the tensors whose values are compared."""
+        return self._tensors
 
     def changed(self) -> bool:
         """Tell whether anything was replaced; weights changed in place are no change."""

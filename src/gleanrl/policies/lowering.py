@@ -270,6 +270,7 @@ class _Segment:
             for part in module.modules():
                 self._watch.add(part)
                 ops.changing(one for one in vars(part).values() if isinstance(one, Tensor))
+            ops.constants(self._watch.tensors)
             mark = ops.mark()
             with ops:
                 out = fn(*args) if names is None else fn(**dict(zip(names, args, strict=True)))
@@ -305,6 +306,8 @@ class _Segment:
         td = TensorDict({}, batch_size=self._policy.batch_shape)
         for key in reads:
             td.set(key, self._read(key))
+        self._watch.add(module)
+        self._ops.constants(self._watch.tensors)
         with self._ops:
             td = module(td)
         # Where distributions look at whole numbers, they check their range.
@@ -330,7 +333,6 @@ class _Segment:
 
         Only the distribution runs here, on parameters that the policy gave; the policy does not.
         """
-        self._watch.add(module)
         own = OwnStream()
         for trial in range(_TRIALS):
             td = TensorDict({}, batch_size=self._policy.batch_shape)

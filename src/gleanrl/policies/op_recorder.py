@@ -144,6 +144,8 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         """Where tensors lie that recorded calls read."""
         self._made: dict[int, torch.Tensor] = {}
         """What was made under this recorder, by place."""
+        self._constants: set[int] = set()
+        """Where tensors lie that somebody watches."""
         self.first: dict[str, torch.Tensor] = {}
         """What each operation gave when it was recorded first, by its name."""
 
@@ -185,17 +187,28 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         """Say that the values of ``tensors`` may differ from step to step."""
         self._changing.update(map(_place, tensors))
 
+    def constants(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Say that a change of ``tensors`` is noticed elsewhere, and recorded calls may read them.
+
+        Any other tensor from outside may be a cache, which a replay would use for ever.
+        """
+        self._constants.update(map(_place, tensors))
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func``, and record it if its result may differ at the next step.
 
         Raises:
-            Unknown: it writes to a tensor that was not made under this recorder, or to a constant
-                that a recorded call reads.
+            Unknown: it reads a tensor that is neither known to change nor a constant nor made under
+                this recorder, or it writes to one that was not made here, or to a constant that a
+                recorded call reads.
         """
         kwargs = kwargs or {}
         given = {_place(one) for one in _tensors((args, kwargs))}
+        if _name(func) == "lift_fresh":  # how ``torch.tensor(...)`` ends
+            self._made.update((_place(one), one) for one in _tensors(args))
+        require(given <= self._changing | self._made.keys() | self._constants)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         varies = draws or not given.isdisjoint(self._changing)
         writes = func._schema.is_mutable
