@@ -4,6 +4,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 
 import pytest
 import rig
@@ -17,6 +18,7 @@ from gleanrl import (
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
+    RateLimiter,
     ReplayBuffer,
     SamplerWithoutReplacement,
 )
@@ -217,3 +219,57 @@ def test_threads_that_open_one_buffer_at_once_share_one_lock():
     rb = ReplayBuffer(storage=LazyTensorStorage(20), shared=True)
     assert finish(start(rb, OPEN_TWICE, blob=pickle.dumps(rb)))
     assert rb.write_count == 6
+
+
+def test_samples_do_not_wait_for_a_collector_whose_process_was_killed():
+    limiter = RateLimiter(max_samples_per_insert=1, timeout=60)
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), shared=True, limiter=limiter)
+    rb.extend(rows(0, 10))
+    rb.sample(4)
+    storage = rb.storage
+    limiter.running(storage, True)  # one that runs on in this process
+    reading, writing = os.pipe()
+
+    def collect():
+        limiter.running(storage, True)
+        os.write(writing, b"!")
+        signal.pause()
+
+    child = forked(collect)
+    os.read(reading, 1)
+    limiter.running(storage, False)
+    with storage.ring.section():
+        assert storage.ring.lock.collecting
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for end in (reading, writing):
+        os.close(end)
+    begun = time.monotonic()
+    rb.sample(4)  # ahead of what was inserted: with a collector it would wait
+    assert time.monotonic() - begun < 30
+
+
+class Seen:
+    """The words of a ring; somebody looks after each one that is written."""
+
+    def __init__(self, words, look):
+        self.words, self.look = words, look
+
+    def __getitem__(self, place):
+        return self.words[place]
+
+    def __setitem__(self, place, value):
+        self.words[place] = value
+        self.look()
+
+
+def test_a_buffer_that_is_being_emptied_has_rows_or_none_at_every_moment():
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), shared=True)
+    rb.extend(rows(0, 15))
+    reader, tops = pickle.loads(pickle.dumps(rb)), []
+    ring = rb.storage.ring
+    ring._h = Seen(ring._h, lambda: tops.append(reader.storage.ring.top))
+    rb.empty()
+    assert len(tops) > 5
+    assert min(tops) == 0
+    assert not len(reader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -12,12 +13,10 @@ from gleanrl.core.errors import ClosedError, CollectorTimeout
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.memory.replay.limiter import poll_interval
 
 if TYPE_CHECKING:
     from gleanrl.collectors.base import BaseCollector
-
-_POLL_INTERVAL_S = 0.002
-"""Seconds after which a collector that waits for the learner looks again."""
 
 Step = Callable[[bool], bool]
 """Collects a little, and begins nothing new if called with ``False``; returns whether there is
@@ -162,8 +161,8 @@ class BackgroundFilling:
         self._engine, self._budget, self._timeout = engine, budget, timeout
         self._buffer: ReplayBuffer | None = None
         """What is filled; buffers of other libraries have no rate limit."""
-        self._held = False
-        """Whether the rate limit had the collector wait for the learner."""
+        self._held_since: float | None = None
+        """Since when the rate limit has the collector wait for the learner."""
         self._ending = False
         self.thread: Background | None = None
 
@@ -199,7 +198,7 @@ class BackgroundFilling:
         running = self.thread is not None and self.thread.running
         return {
             "samples_per_insert": self._buffer.limiter.ratio(self._buffer.storage),
-            "waiting_for_learner": self._held and running,
+            "waiting_for_learner": self._held_since is not None and running,
         }
 
     def stop(self, timeout: float) -> BaseException | None:
@@ -253,12 +252,13 @@ class BackgroundFilling:
         """Tell whether the collector has to wait for the learner."""
         if self._buffer is not None and self._buffer.limiter is not None:
             under_way = self._budget.under_way
-            self._held = self._buffer.limiter.holds(self._buffer.storage, under_way)
-        return self._held
+            held = self._buffer.limiter.holds(self._buffer.storage, under_way)
+            self._held_since = (self._held_since or time.monotonic()) if held else None
+        return self._held_since is not None
 
     def _wait(self, held: bool) -> None:
         """Wait for workers, or, if the rate limit ``held`` them, for the learner."""
         if not held:
             self._engine.wait(0.1 if self._ending else 1.0)
-        elif self.thread is not None:
-            self.thread.wait(_POLL_INTERVAL_S)
+        elif self.thread is not None and self._held_since is not None:
+            self.thread.wait(poll_interval(time.monotonic() - self._held_since))

@@ -9,9 +9,17 @@ from gleanrl.core.errors import CollectorTimeout, ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.memory.replay.storages import Storage
 
-_COUNTING, _ORIGIN, _SAMPLES, _RUNNING = range(4)
+_COUNTING, _ORIGIN, _SAMPLES = range(3)
 """Words in the ring index, where all processes see them."""
-_POLL_INTERVAL_S = 0.002
+_SHORTEST_S, _LONGEST_S = 0.002, 0.05
+
+
+def poll_interval(waited: float) -> float:
+    """Return the seconds until the next look, after a wait of ``waited`` seconds.
+
+    So a wait takes a quarter longer than it needs to, and a long one costs next to nothing.
+    """
+    return min(max(waited / 4, _SHORTEST_S), _LONGEST_S)
 
 
 class RateLimiter:
@@ -82,28 +90,29 @@ class RateLimiter:
         Raises:
             CollectorTimeout: too few frames came within the timeout.
         """
-        deadline = time.monotonic() + self.timeout
+        begun = time.monotonic()
         while not self._admitted(storage, rows):
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begun
+            if waited > self.timeout:
                 raise CollectorTimeout(
                     f"sample() has waited {self.timeout} s for frames: {_stored(storage)} were "
                     f"stored (min_size_to_sample is {self.min_size_to_sample}) and there were "
                     f"{self.ratio(storage):.3g} samples per insert (max_samples_per_insert is "
                     f"{self.max_samples_per_insert})"
                 )
-            time.sleep(_POLL_INTERVAL_S)
+            time.sleep(poll_interval(waited))
 
     def _admitted(self, storage: Storage, rows: int) -> bool:
         ring = storage.ring
         with ring.section():
-            words = ring.flow
-            most, running = self.max_samples_per_insert, words[_RUNNING] > 0
+            words, most = ring.flow, self.max_samples_per_insert
             if _stored(storage) < self.min_size_to_sample:
-                return not running
+                return not ring.lock.collecting
             if not words[_COUNTING]:
                 words[_ORIGIN], words[_SAMPLES] = ring.count, 0
                 words[_COUNTING] = 1
-            if most is not None and running and words[_SAMPLES] > most * _inserts(storage):
+            ahead = most is not None and words[_SAMPLES] > most * _inserts(storage)
+            if ahead and ring.lock.collecting:
                 return False
             words[_SAMPLES] += rows
             return True
@@ -111,14 +120,13 @@ class RateLimiter:
     def begin(self, storage: Storage) -> None:
         """Note that a collector was started: counting begins anew with the next sample."""
         with storage.ring.section():
-            if not storage.ring.flow[_RUNNING]:
+            if not storage.ring.lock.collecting:
                 storage.ring.flow[_COUNTING] = 0
 
     def running(self, storage: Storage, now: bool) -> None:
         """Note that a collector is running from now on, or not any more."""
         with storage.ring.section():
-            count = int(storage.ring.flow[_RUNNING]) + (1 if now else -1)
-            storage.ring.flow[_RUNNING] = max(0, count)
+            storage.ring.lock.collect(1 if now else -1)
 
     def holds(self, storage: Storage, under_way: int) -> bool:
         """Tell whether a collector has to wait; ``under_way`` frames are asked for, not stored."""

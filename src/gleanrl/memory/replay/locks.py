@@ -27,6 +27,8 @@ _FORK_TIMEOUT_S = 1.0
 """How long a fork waits for threads to leave, all locks together."""
 _MAIN = 0
 _FIRST_OWNER = 1
+_COLLECTING = 1 << 62
+"""Byte that processes in which collectors run hold together."""
 _SHORTEST_S, _LONGEST_S = 2e-5, 2e-3
 """Pauses between two tries: sections are short."""
 _FLOCK = "hhqqi4x"
@@ -100,6 +102,17 @@ class ThreadLock:
         guarded(self)
         self.owner: int | None = None
         """The number under which this process writes: ``None`` before `claim`, and in a fork."""
+        self.collectors = 0
+        """Collectors that run in this process and fill the buffer in the background."""
+
+    @property
+    def collecting(self) -> bool:
+        """Whether a collector that was started runs, in any process; called inside the lock."""
+        return self.collectors > 0
+
+    def collect(self, more: int) -> None:
+        """Count ``more`` running collectors; called inside the lock."""
+        self.collectors += more
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -117,7 +130,7 @@ class ThreadLock:
 
     def _after_fork(self, consistent: bool) -> None:
         # No thread of the child will finish what other threads of the parent were writing.
-        self.owner = None
+        self.owner, self.collectors = None, 0
 
 
 class ProcessLock(ThreadLock):
@@ -191,6 +204,16 @@ class ProcessLock(ThreadLock):
                 )
             look = now + self.timeout / 8
 
+    @property
+    def collecting(self) -> bool:
+        return self.collectors > 0 or _is_held(self.fd, _COLLECTING)[0]
+
+    def collect(self, more: int) -> None:
+        """Count collectors. The kernel takes the lock from a process that ends."""
+        super().collect(more)
+        kind = fcntl.LOCK_SH if self.collectors else fcntl.LOCK_UN
+        fcntl.lockf(self.fd, kind, 1, _COLLECTING)
+
     def claim(self, number: int) -> None:
         """Lock the byte of ``number`` until this process ends."""
         fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, _FIRST_OWNER + number)
@@ -222,9 +245,15 @@ def _lock_of(handle: Handle) -> ProcessLock:
 
 def _lock_holder(fd: int) -> int | None:
     """Return which process is inside, ``None`` if none can be named."""
-    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, _MAIN, 1, 0)
+    held, pid = _is_held(fd, _MAIN)
+    return pid if held and pid > 0 else None
+
+
+def _is_held(fd: int, byte: int) -> tuple[bool, int]:
+    """Tell whether another process has locked ``byte``, and which, as far as it can be named."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
-    return pid if kind != fcntl.F_UNLCK and pid > 0 else None
+    return kind != fcntl.F_UNLCK, pid
 
 
 def _processor_time(pid: int | None) -> int | None:

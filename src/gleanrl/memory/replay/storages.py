@@ -392,6 +392,7 @@ class LazyTensorStorage(Storage):
             raise ConfigError(f"a storage on {self.device} cannot be shared between processes")
         moved = self._moved_to({**vars(self), "shared": True})
         moved.ring.flow[:] = self.ring.flow
+        moved.ring.lock.collect(self.ring.lock.collectors)
         vars(self).update(vars(moved))
 
     def state_dict(self, copied: bool = True) -> dict[str, Any]:
