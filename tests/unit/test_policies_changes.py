@@ -1,5 +1,6 @@
 """A policy that changes between rollouts: weights, hooks, modes, modules, exploration."""
 
+import gymnasium as gym
 import pytest
 import torch
 from policies_rig import (
@@ -20,7 +21,7 @@ from tensordict.nn import TensorDictSequential as Seq
 from torch import distributions as D
 from torch import nn
 
-from gleanrl import PolicyError
+from gleanrl import Collector, PolicyError
 
 FLOATS = ((3,), torch.float32)
 INT = ((), torch.int64)
@@ -288,3 +289,99 @@ def test_a_tensor_that_a_policy_hides_is_read_at_every_step():
     for key in Remembered.memory:
         Remembered.memory[key] = torch.ones(3, 4)
     assert not torch.equal(setting.check(), before)
+
+
+# -- changes inside a rollout ----------------------------------------------------------------------
+
+
+class Changing(nn.Module):
+    """Passes observations on, and changes another layer at its fourth call after construction."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.calls = change, 0
+
+    def forward(self, observation):
+        self.calls += 1
+        if self.calls == 4:
+            self.change()
+        return observation
+
+
+def slope(net):
+    net[1].negative_slope = 0.9
+
+
+def replaced_weight(net):
+    net[0].weight.data = net[0].weight.data * 2
+
+
+def perturbed(net):
+    vector = nn.utils.parameters_to_vector(net.parameters())
+    nn.utils.vector_to_parameters(vector * 2, net.parameters())
+
+
+def hooked(net):
+    net[1].register_forward_hook(lambda module, args, out: out * 2)
+
+
+CHANGES = [slope, replaced_weight, perturbed, hooked]
+
+
+def leaky():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.LeakyReLU(0.1), nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_change_that_a_policy_makes_inside_a_rollout_is_never_overlooked(change, fast):
+    net = leaky()
+    changing = Mod(Changing(lambda: change(net)), ["observation"], ["seen"])
+    setting = Setting(Seq(changing, Mod(net, ["seen"], ["action"])))
+    setting.collectors[RANDOM] = make(setting.policy, setting.env, RANDOM, fast=fast)
+    if fast:
+        with pytest.raises(PolicyError, match="fast=False"):
+            setting.collect()
+    else:
+        setting.collect()
+
+
+class Disturbed(gym.Env):
+    """Changes the policy at its third step, as an environment that perturbs weights does."""
+
+    observation_space = gym.spaces.Box(-1, 1, (4,))
+    action_space = gym.spaces.Box(-100, 100, (3,))
+
+    def __init__(self, change):
+        self.change, self.steps = change, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 3:
+            self.change()
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_an_environment_makes_inside_a_rollout_is_never_overlooked(change):
+    net = leaky()
+    policy = Mod(net, ["observation"], ["action"])
+    with (
+        Collector(lambda: Disturbed(lambda: change(net)), policy, frames_per_batch=6) as collector,
+        pytest.raises(PolicyError, match="fast=False"),
+    ):
+        collector.next()
+    net = leaky()
+    policy = Mod(net, ["observation"], ["action"])
+    with Collector(
+        lambda: Disturbed(lambda: change(net)), policy, frames_per_batch=6, fast=False
+    ) as collector:
+        collector.next()
+        batch = collector.next()
+    with torch.no_grad():
+        torch.testing.assert_close(batch["action"], net(batch["observation"]))

@@ -26,6 +26,7 @@ from tensordict.nn.probabilistic import interaction_type
 from torch import distributions as D
 from torch import nn
 
+from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, as_key, as_keys, format_key
 from gleanrl.policies.adapt import TensorCall
 from gleanrl.policies.inspect import (
@@ -105,10 +106,30 @@ class Parts:
     """Tells when they are no longer equal to the policy."""
 
     @property
+    def programs(self) -> list[Program]:
+        """The parts that became tensor calls."""
+        return [part for part in self.parts if isinstance(part, Program)]
+
+    @property
     def program(self) -> Program | None:
         """The whole policy, if all of it became tensor calls."""
         only = self.parts[0] if len(self.parts) == 1 else None
         return only if isinstance(only, Program) else None
+
+
+def check_unchanged(before: Parts, now: Parts) -> None:
+    """Check that a policy is taken apart at the end of a rollout as it was at the beginning.
+
+    Raises:
+        PolicyError: it changed meanwhile, and recorded calls acted as it was before.
+    """
+    if now is not before:
+        raise PolicyError(
+            "a setting of the policy changed while a rollout was collected: an attribute or hook "
+            "of a module, a module or weight that was replaced (.data = ..., "
+            "vector_to_parameters), or the exploration type. The fast path saw the old setting; "
+            "build the collector with fast=False, which calls the policy as it is at every step"
+        )
 
 
 class Lowering:

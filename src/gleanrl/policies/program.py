@@ -22,7 +22,7 @@ from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.trees import nest
 from gleanrl.policies.inspect import may_lower, selects
-from gleanrl.policies.lowering import Lowering, Odd, Parts, Program
+from gleanrl.policies.lowering import Lowering, Odd, Parts, Program, check_unchanged
 from gleanrl.policies.op_recorder import Check, Slot
 from gleanrl.policies.probe import PolicySignature, call_on, equal, same_memory, writes_so_far
 
@@ -71,6 +71,7 @@ class ProgramPolicy:
         self._called = over(self.on_tensordict, signature, env, device)
         self._replayed = _ProgramOverRows(env, signature, self._act_oddly)
         self._windows: tuple[Window, Window]
+        self._parts: Parts
         self._last: Program | None = None
         """What acted at the step before this rollout, if it was a program."""
         self._odd = False
@@ -86,7 +87,8 @@ class ProgramPolicy:
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``; reads the exploration type in force."""
-        program, self._windows = self._current().program, (window, next_root)
+        self._parts = self._current()
+        program, self._windows = self._parts.program, (window, next_root)
         self._last = self._replayed.program if self._rows is self._replayed else None
         if self._odd or program is None:
             self._call(self._last)
@@ -105,6 +107,7 @@ class ProgramPolicy:
         if self._rows is self._called:
             self._called.act(t)
             return
+        check_unchanged(self._parts, self._current())
         program, self._odd = self._replayed.program, True
         self._replayed.leave(t)
         self._call(program if t else self._last)
@@ -114,8 +117,10 @@ class ProgramPolicy:
         """Return what does not fit the window.
 
         Raises:
-            PolicyError: some step was not a number.
+            PolicyError: some step was not a number, or a setting of the policy has changed.
         """
+        if self._rows is self._replayed:
+            check_unchanged(self._parts, self._current())
         return self._rows.finish(steps)
 
     def forget(self) -> None:
@@ -267,13 +272,15 @@ class TensorDictPolicy:
             self._lowering = Lowering(signature.trace, batch_shape, for_rows=False)
         self._stages: Sequence[Callable[[TensorDictBase], TensorDictBase]] = (self._call,)
         self._checks: Sequence[Check] = ()
+        self._parts: Parts
 
     def begin(self) -> None:
         """Look at the policy as it is now; reads the exploration type in force."""
         if self._lowering is None:
             return
-        parts = self._lowering.current(may_lower(self._device)).parts
-        programs = [part for part in parts if isinstance(part, Program)]
+        self._parts = self._lowering.current(may_lower(self._device))
+        parts = self._parts.parts
+        programs = self._parts.programs
         self._checks = [check for program in programs for check in program.checks]
         for check in self._checks:
             check.begin()
@@ -302,9 +309,16 @@ class TensorDictPolicy:
         return self._lowering.explain(may_lower(self._device))
 
     def finish(self) -> None:
-        """Raise if any step since `begin` was not a number where that is not allowed."""
+        """Look back at the steps since `begin`.
+
+        Raises:
+            PolicyError: a value was not a number where that is not allowed, or a setting of the
+                policy has changed.
+        """
         for check in self._checks:
             check.finish()
+        if self._lowering is not None and self._parts.programs:
+            check_unchanged(self._parts, self._lowering.current(may_lower(self._device)))
 
 
 class _Replay:
