@@ -1,5 +1,6 @@
 """What the in-process collector delivers, against environments stepped by hand."""
 
+import functools
 import random
 
 import gymnasium as gym
@@ -132,6 +133,48 @@ def test_batch_boundaries_do_not_change_the_stream(splits):
     reference = stream(120)
     for steps in splits:
         assert (stream(steps) == reference).all()
+
+
+class Shared(gym.Env):
+    """Counts; all members return one dict, of the class, or an info that is one dict."""
+
+    action_space = gym.spaces.Discrete(2)
+    observation_space = gym.spaces.Dict(count=gym.spaces.Box(0, 100, (1,), np.float64))
+    shown, info = {}, {}
+
+    def __init__(self, number, shares):
+        self.number, self.shares, self.steps = number, shares, 0
+
+    def _show(self):
+        count = np.array([10.0 * self.number + self.steps])
+        shown = Shared.shown if self.shares == "observation" else {}
+        info = Shared.info if self.shares == "info" else {}
+        shown["count"] = count
+        info["seen"] = float(count[0])
+        return shown, info
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._show()
+
+    def step(self, action):
+        self.steps += 1
+        shown, info = self._show()
+        return shown, 0.0, self.steps == 3, False, info
+
+
+@pytest.mark.parametrize("shares", ["observation", "info"])
+def test_environments_that_share_one_dict_are_read_one_by_one(shares):
+    with Collector(
+        [functools.partial(Shared, number, shares) for number in range(3)],
+        frames_per_batch=18,
+        info_keys=["seen"],
+    ) as collector:
+        batch = collector.next()
+    expected = [[10 * number + step for step in (1, 2, 3, 1, 2, 3)] for number in range(3)]
+    assert batch["next", "count"].squeeze(-1).tolist() == expected
+    assert batch["next", "seen"].flatten(1).tolist() == expected
 
 
 def test_the_final_observation_is_kept_when_the_environment_reuses_its_buffer():

@@ -367,3 +367,55 @@ def test_closing_twice_is_fine():
 @pytest.mark.parametrize("wrap", [clocks, lambda lengths: VectorWrapper(clocks(lengths))])
 def test_vector_environments_are_told_from_others(wrap):
     assert collect(wrap([(1,), (1,)])).shape == (2, 1)
+
+
+class Reusing(gym.Env):
+    """Counts in memory that it returns again and again."""
+
+    action_space = gym.spaces.Discrete(2)
+    observation_space = gym.spaces.Box(0, 100, (2,))
+
+    def __init__(self, kind="array", length=3):
+        self.kind, self.length = kind, length
+        self.memory = np.zeros(2, np.float32)
+        self.steps = 0
+        self.nested = {"count": self.memory}
+        if kind != "array":
+            self.observation_space = gym.spaces.Dict(count=Reusing.observation_space)
+
+    def _show(self):
+        if self.kind == "dict":  # the dict is used again, its arrays are fresh
+            self.nested["count"] = np.full(2, self.steps, np.float32)
+        self.memory[:] = self.steps
+        return self.memory if self.kind == "array" else self.nested
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._show(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self._show(), 0.0, self.steps == self.length, False, {}
+
+
+@pytest.mark.parametrize("kind", ["array", "dict", "array in dict"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_members_that_would_overwrite_their_final_observations_are_refused(kind, wrapped):
+    env = SyncVectorEnv([lambda: Reusing(kind)] * 2, copy=False, autoreset_mode="SameStep")
+    if wrapped:
+        env = gym.wrappers.vector.RecordEpisodeStatistics(env)
+    with (
+        Collector(env, None, frames_per_batch=8) as collector,
+        pytest.raises(EnvError, match="environment 0 .*overwrites the final observation"),
+    ):
+        collector.next()
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
+def test_members_may_use_memory_again_in_other_modes(mode):
+    env = SyncVectorEnv([lambda: Reusing(length=4)] * 2, autoreset_mode=mode)
+    with Collector(env, None, frames_per_batch=16) as collector:
+        batch = collector.next()
+    expected = [[1, 2, 3, 4] * 2] * 2
+    assert batch["next", "observation"][..., 0].tolist() == expected

@@ -393,7 +393,7 @@ class _StepCalls:
         self._copies |= isinstance(result[1], torch.Tensor)
         self._first_results[index] = result
         if len(self._first_results) == len(self._envs):
-            self._copies |= _share_memory(self._first_results)
+            self._copies |= share_memory(self._first_results)
             self._seen_all = True
             self._first_results.clear()
         for env in range(len(self._envs)) if self._seen_all else (index,):
@@ -415,7 +415,9 @@ def _owned(value: Any) -> Any:
 
 
 def _memory(value: Any) -> Iterator[tuple[int, int]]:
-    """Yield the first address of every array in ``value``, and the first one beyond it."""
+    """Yield the first address of every array, dict and list in ``value``, and the one beyond it."""
+    if isinstance(value, (dict, list)):  # environments may fill one of these again
+        yield id(value), id(value) + 1
     if isinstance(value, torch.Tensor):
         # numpy has no bfloat16, and these numbers are not looked at.
         value = value.view(torch.int16) if value.dtype is torch.bfloat16 else value
@@ -438,7 +440,7 @@ def _memory(value: Any) -> Iterator[tuple[int, int]]:
             yield from _memory(item)
 
 
-def _share_memory(results: Mapping[int, Any]) -> bool:
+def share_memory(results: Mapping[int, Any]) -> bool:
     """Tell whether the memory of results of two environments overlaps."""
     spans = sorted((*span, env) for env, result in results.items() for span in _memory(result))
     beyond, owner = 0, -1

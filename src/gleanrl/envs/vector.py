@@ -19,7 +19,7 @@ from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
 from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.protocols import Env
 from gleanrl.core.window import Array, Window
-from gleanrl.envs.gymnasium import WindowEnv
+from gleanrl.envs.gymnasium import WindowEnv, share_memory
 from gleanrl.envs.validation import NUMBERS, check_reset, not_five, write_rewards
 from gleanrl.envs.writers import VectorInfoWriter, VectorLeafWriter, VectorReset
 
@@ -182,6 +182,8 @@ class DenseVectorEnv(_VectorAdapter):
 
     def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
         infos = self._advance(t)
+        if self._resets.shown:
+            self._resets.check_fresh()
         ended = np.flatnonzero(self._done[t])
         if not len(ended) and not cut:
             return _NOTHING
@@ -220,10 +222,35 @@ class _Resets:
         self.singly = singly
         """Whether environments can be truncated and reset one by one."""
         self._seed: int | list[int] | None = None
+        base = env.unwrapped if isinstance(env, VectorEnv) else env
+        self._holds = base if in_step and isinstance(base, SyncVectorEnv) else None
+        """What keeps a reference to the observation that an episode ended with, while it resets."""
+        self.shown: list[Any] = []
+        """The members' observations of the first reset, until the first step."""
+
+    def check_fresh(self) -> None:
+        """Check, after the first step, that the members returned other memory than in their reset.
+
+        Raises:
+            EnvError: one of them did not, so that its reset overwrites its final observation.
+        """
+        assert self._holds is not None
+        for env, (first, now) in enumerate(zip(self.shown, self._holds._env_obs, strict=True)):
+            if share_memory({0: first, 1: now}):
+                raise EnvError(
+                    f"environment {env} of the SyncVectorEnv returns the same memory from reset "
+                    "and step, and in SAME_STEP mode its reset overwrites the final observation: "
+                    "return a copy, use autoreset_mode=AutoresetMode.NEXT_STEP, or give the "
+                    "collector the single environments"
+                )
+        self.shown = []
+        self._holds = None
 
     def all(self, options: Mapping[str, Any]) -> VectorReset:
         seed, self._seed = self._seed, None
         result = self.env.reset(seed=seed, options=dict(options) or None)
+        if self._holds is not None:
+            self.shown = list(self._holds._env_obs)
         return _taken_apart(result, self.env.num_envs)
 
     def some(self, envs: Array, options: Mapping[str, Any]) -> VectorReset:
