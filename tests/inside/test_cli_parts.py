@@ -106,7 +106,7 @@ def test_an_episode_cut_by_a_reset_is_not_counted():
     assert stats.lengths.tolist() == [2]
 
 
-def test_rewards_of_several_agents_add_up():
+def test_a_return_is_the_mean_over_several_agents():
     batch = TensorDict(
         {
             "next": {
@@ -118,7 +118,7 @@ def test_rewards_of_several_agents_add_up():
     )
     stats = EpisodeStats()
     stats.update(batch)
-    assert stats.returns.tolist() == [6.0]
+    assert stats.returns.tolist() == [3.0]
     assert stats.lengths.tolist() == [3]
 
 

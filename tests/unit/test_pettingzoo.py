@@ -13,7 +13,16 @@ from tensordict.nn import TensorDictModule
 from torchrl.envs.libs.pettingzoo import PettingZooWrapper as TorchPettingZoo
 from torchrl.envs.utils import MarlGroupMapType as TorchGroupMapType
 
-from gleanrl import Collector, ConfigError, EnvError, MultiSyncCollector, PolicyError
+from gleanrl import (
+    Collector,
+    ConfigError,
+    EnvError,
+    Evaluator,
+    MultiSyncCollector,
+    PolicyError,
+    Recorder,
+)
+from gleanrl.cli.main import main
 from gleanrl.data import LazyTensorStorage, ListStorage, ReplayBuffer
 from gleanrl.envs import MarlGroupMapType, PettingZooEnv, PettingZooWrapper
 
@@ -132,13 +141,27 @@ def test_nested_batch_sizes_pass_through_splitting_and_replay(make):
         assert buffer.sample()["next", "agent"].batch_size == (4, 3)
 
 
-def test_stats_count_the_mean_of_the_agents_as_an_episodes_return():
-    collector = Collector(make_spread, frames_per_batch=12, total_frames=12)
-    (batch,) = collector
-    stats = collector.stats()
-    assert stats["episodes"] == 2
-    expected = batch["next", "agent", "reward"].mean((1, 2)).sum().item() / 2
-    assert stats["return_mean"] == pytest.approx(expected, rel=1e-5)
+def stay(td):
+    return td.set(("agent", "action"), torch.zeros(*td["agent"].shape, dtype=torch.int64))
+
+
+def test_an_episodes_return_is_the_mean_over_its_agents_everywhere(tmp_path, capsys):
+    recorder = Recorder(tmp_path / "data", format="tensordict")
+    with Collector(make_spread, stay, frames_per_batch=12, total_frames=12) as collector:
+        collector.set_seed(1)
+        (batch,) = collector
+        stats = collector.stats()
+    expected = batch["next", "agent", "reward"].mean((1, 2)).view(2, 6).double().sum(1)
+    assert (stats["episodes"], stats["return_mean"]) == (2, pytest.approx(expected.mean().item()))
+    with recorder:
+        recorder.write(batch)
+    assert main(["inspect", str(tmp_path / "data")]) == 0
+    assert f"{expected.mean():,.1f}" in capsys.readouterr().out
+    reward = ("next", "agent", "reward")
+    with Evaluator(
+        make_spread, stay, num_trajectories=2, reward_keys=reward, seed=1, backend="inline"
+    ) as evaluator:
+        assert evaluator.evaluate().returns.tolist() == pytest.approx(expected.tolist())
 
 
 def test_specs_describe_what_steps_return():

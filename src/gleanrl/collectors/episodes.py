@@ -17,6 +17,7 @@ from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, format_key
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, SourceFactory, Stop
+from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Window
 from gleanrl.engine.trajectories import WholeTrajectories
 from gleanrl.rollout.build import SourceBuilder
@@ -99,11 +100,11 @@ class Episodes:
         if whole is None:
             return None
         episodes = whole[self._rows]
-        rewards = episodes.get(self._plan.reward_key)  # zero beyond the end
+        rewards = mean_rewards([episodes.get(self._plan.reward_key)], episodes.shape)
         found = {} if self._plan.metrics is None else self._plan.metrics(episodes)
         return TensorDict(
             {
-                "returns": rewards.double().flatten(1).sum(1),
+                "returns": torch.from_numpy(rewards).sum(1),  # zero beyond the end
                 "lengths": episodes.get(MASK).sum(1),
                 "metrics": _numbers(found),
             }

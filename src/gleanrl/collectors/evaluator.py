@@ -407,7 +407,7 @@ class Evaluator:
                 ``num_envs``, ``create_env_kwargs``, ….
             weight_sync_schemes: Per model id; see `MultiSyncCollector`.
             log_prefix: What names of results begin with.
-            reward_keys: The entry that is summed up; over all of its features.
+            reward_keys: The entry that is summed up over an episode; of several agents, the mean.
             done_keys: Only ``("next", "done")``: episodes end where the environment's flags say.
             device: Where the policy runs.
             exploration_type: How a probabilistic policy acts.

@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
+import torch
 
 from gleanrl.core.window import Array
 
@@ -25,6 +26,28 @@ between would take more time than the sums: what `head_of` returns, and memory o
 
 If episodes have been added up, it is what `episodes_that_ended` returns.
 """
+
+
+def mean_rewards(rewards: Sequence[torch.Tensor], size: Sequence[int]) -> Array:
+    """Return one reward per frame: that of the environment, or the mean of its agents' rewards.
+
+    This is what returns are added up from, wherever they are shown.
+
+    Args:
+        rewards: ``[*size, ...]`` each, one tensor per group of agents.
+        size: The shape of the result.
+
+    Returns:
+        float64 of shape ``size``; 0 where there are no rewards.
+    """
+    flat = [r.detach().to("cpu", torch.float64).reshape(*size, -1) for r in rewards]
+    elements = torch.cat(flat, -1) if flat else torch.zeros(*size, 0)
+    if not elements.shape[-1]:
+        return np.zeros(size)
+    mean: Array = elements.mean(-1).numpy()
+    return mean
+
+
 NO_EPISODES: Array = np.empty((0, 2))
 _HEAD = struct.Struct("=c3x3i")
 """Numpy's character for the dtype of the rewards; how many environments (0 if what follows are

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, outermost
+from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array
 from gleanrl.engine.trajectories import end_flags
 from gleanrl.memory.tensor_files import TensorFileError, is_count
@@ -87,7 +88,7 @@ class EpisodeStats:
         steps = batch.shape[-1]
         ids, mask = batch.get(TRAJ_IDS, None), batch.get(MASK, None)
         self.add(
-            _rewards(batch).reshape(-1, steps).cpu().numpy(),
+            _rewards(batch).reshape(-1, steps),
             end_flags(batch).reshape(-1, steps).cpu().numpy(),
             None if ids is None else ids.reshape(-1, steps).cpu().numpy(),
             None if mask is None else mask.reshape(-1, steps).cpu().numpy(),
@@ -144,15 +145,13 @@ def _run_starts(ids: Array, ended: Array) -> Array:
     return np.flatnonzero(np.append(True, (ids[1:] != ids[:-1]) | ended[:-1]))
 
 
-def _rewards(batch: TensorDictBase) -> torch.Tensor:
-    """Add up everything called reward under ``"next"`` per frame, ``[..., T]`` float64."""
-    total = torch.zeros(batch.shape, dtype=torch.float64)
+def _rewards(batch: TensorDictBase) -> Array:
+    """Return one reward per frame, ``[..., T]``, of all that is called reward under ``"next"``."""
     after = batch.get(NEXT)
-    for key in after.keys(include_nested=True, leaves_only=True):
-        if as_key(key)[-1] == "reward":
-            leaf = after.get(key).to("cpu", torch.float64)
-            total += leaf if leaf.ndim == total.ndim else leaf.flatten(total.ndim).sum(-1)
-    return total
+    keys = after.keys(include_nested=True, leaves_only=True)
+    return mean_rewards(
+        [after.get(key) for key in keys if as_key(key)[-1] == "reward"], batch.shape
+    )
 
 
 def _figures(values: Array) -> dict[str, float]:
@@ -198,8 +197,9 @@ def total(dataset: Dataset) -> EpisodeStats | None:
             return None
         ids = part.read(TRAJ_IDS).reshape(1, -1).numpy() if TRAJ_IDS in keys else None
         for rows in part.chunks():
+            gained = [gain[rows] for gain in gains]
             stats.add(
-                _side_by_side(gains, rows, torch.float64).sum(1).numpy()[None],
+                mean_rewards(gained, (1, len(gained[0]))),
                 _side_by_side(flags, rows, torch.bool).any(1).numpy()[None],
                 None if ids is None else ids[:, rows],
             )

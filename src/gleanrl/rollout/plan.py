@@ -27,6 +27,7 @@ from gleanrl.core.keys import (
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout, numpy_dtype
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Policy
+from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.trees import stacked, tensordict_over, time_named
 from gleanrl.policies.probe import leaves
@@ -278,19 +279,6 @@ def _frame_rewards(rewards: Sequence[torch.Tensor], size: tuple[int, int]) -> Ca
         single = rewards[0].numpy()[:, :, 0]
         return lambda: single
     return lambda: mean_rewards(rewards, size)
-
-
-def mean_rewards(rewards: Sequence[torch.Tensor], size: Sequence[int]) -> Array:
-    """Return the mean of all rewards of each frame (of agents, say), 0 where there are none.
-
-    Args:
-        rewards: ``[*size, ...]`` each.
-        size: The shape of the result.
-    """
-    if not rewards:
-        return np.zeros(size)
-    flat = [r.detach().to("cpu", torch.float64).reshape(*size, -1) for r in rewards]
-    return torch.cat(flat, -1).mean(-1).numpy()
 
 
 def end_groups(options: RolloutOptions, dones: Iterable[DoneGroup]) -> tuple[DoneGroup, ...]:

@@ -31,13 +31,14 @@ from gleanrl.core.layout import DoneGroup, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import RolloutOptions
 from gleanrl.core.protocols import Stop
+from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.tensordict import TensorDictHandle, spec_leaves
 from gleanrl.memory.trees import stacked, time_named
 from gleanrl.policies.policy import Actor
 from gleanrl.policies.probe import leaves
 from gleanrl.rollout.finished_steps import ExpectedSteps, StepRecorder
-from gleanrl.rollout.plan import RolloutPlan, check_options, end_groups, mean_rewards
+from gleanrl.rollout.plan import RolloutPlan, check_options, end_groups
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
 
