@@ -1,17 +1,21 @@
 """Whatever goes wrong in a worker or the learner surfaces soon, is named, and leaves nothing."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import rig
 import torch
 import warm
+from tensordict import TensorDict
 from torch import nn
 
 from gleanrl import (
@@ -19,12 +23,16 @@ from gleanrl import (
     CollectorTimeout,
     ConfigError,
     EnvError,
+    LazyTensorStorage,
     MultiAsyncCollector,
     MultiSyncCollector,
+    ParallelEnv,
+    ReplayBuffer,
     WeightsError,
     WorkerDied,
     WorkerError,
 )
+from gleanrl.transport.process import zygote
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
@@ -44,6 +52,46 @@ def make(request):
     yield build
     while made:
         made.pop().shutdown(raise_on_error=False)
+
+
+@contextmanager
+def limited(limit, value):
+    """Lower a limit of this process."""
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, before)
+
+
+@pytest.mark.parametrize("left", [0, 3, 6])
+def test_a_limit_of_open_files_is_named(left):
+    zygote()  # has files of its own
+    taken = len(os.listdir("/proc/self/fd"))
+    with rig.nothing_left_behind():
+        for build in (
+            lambda: MultiSyncCollector(["CartPole-v1"] * 4, frames_per_batch=8),
+            lambda: ParallelEnv(4, "CartPole-v1").reset(),
+        ):
+            with (
+                limited(resource.RLIMIT_NOFILE, taken + left),
+                pytest.raises(ConfigError, match=rf"RLIMIT_NOFILE .* is {taken + left} .*raise it"),
+            ):
+                build()
+
+
+def test_a_limit_of_memory_is_named():
+    rb = ReplayBuffer(storage=LazyTensorStorage(1 << 20), shared=True)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    rows = TensorDict({"observation": torch.zeros(1, 64)}, [1])
+    with (
+        limited(resource.RLIMIT_AS, pages * resource.getpagesize() + (100 << 20)),
+        pytest.raises(ConfigError, match=r"RLIMIT_AS .*raise it"),
+    ):
+        rb.extend(rows)
+    rb.extend(rows)
+    assert len(rb) == 1
 
 
 def until_error(collector):

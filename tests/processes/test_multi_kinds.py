@@ -102,6 +102,14 @@ def test_data_without_a_layout_travel_with_the_reply(cat):
         assert collector.stats()["frames"] == 36
 
 
+def test_ragged_data_of_workers_have_a_dimension_named_time():
+    with MultiSyncCollector([rig.growing] * 2, frames_per_batch=8) as collector:
+        batch = collector.next()
+    assert isinstance(batch, LazyStackedTensorDict)
+    assert batch.shape == (2, 4)
+    assert batch.names == batch["next"].names == [None, "time"]
+
+
 def test_ragged_data_asynchronously_beside_data_with_a_layout():
     envs = [rig.growing, lambda: GymEnv("CartPole-v1")]
     with MultiAsyncCollector(envs, frames_per_batch=6, total_frames=120) as collector:

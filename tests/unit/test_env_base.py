@@ -1,19 +1,24 @@
 """Environments written for TorchRL's `EnvBase` are ours by their imports: the data are the same."""
 
+import sys
+import traceback
 import types
 import warnings
+from functools import partial
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 import torchrl.data as their_data
+from gymnasium import spaces
 from tensordict import TensorDict
 from torchrl.envs import EnvBase as TheirEnvBase
 
 import gleanrl.data as our_data
 from gleanrl import ConfigError, EnvError, ParallelEnv, SerialEnv
 from gleanrl.collectors import Collector
-from gleanrl.envs import EnvBase
+from gleanrl.envs import EnvBase, GymEnv
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # TorchRL's own, while it is imported
@@ -373,6 +378,51 @@ def test_a_rollout_can_go_on_until_all_have_ended(arguments):
         [False, True, True, True],
         [False] * 3 + [True],
     ]
+
+
+def test_until_all_have_ended_no_environment_is_stepped_after_its_end():
+    class Ends(gym.Env):
+        observation_space = spaces.Box(0, 9, (), np.float32)
+        action_space = spaces.Discrete(2)
+
+        def __init__(self, length):
+            self.length, self.count = length, None
+
+        def reset(self, *, seed=None, options=None):
+            self.count = 0
+            return np.float32(0), {}
+
+        def step(self, action):
+            assert self.count < self.length
+            self.count += 1
+            return np.float32(self.count), 1.0, self.count == self.length, False, {}
+
+    makers = [partial(GymEnv, Ends(length)) for length in (2, 1, 5)]
+    shown = []
+    data = SerialEnv(3, makers).rollout(
+        9, callback=lambda _, step: shown.append(step.clone()), break_when_all_done=True
+    )
+    after = data["next", "observation"].tolist()
+    assert after == [[1, 2, 2, 2, 2], [1, 1, 1, 1, 1], [1, 2, 3, 4, 5]]
+    assert data["next", "done"].sum(1).flatten().tolist() == [4, 5, 1]
+    assert bool((torch.stack(shown, 1) == data).all())
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5])
+def test_a_rollout_has_a_step(steps):
+    with pytest.raises(ConfigError, match=rf"max_steps \({steps}\) must be "):
+        GymEnv("CartPole-v1").rollout(steps)
+
+
+def test_errors_of_a_rollout_show_no_frames_of_the_library():
+    def interrupted(data):
+        raise KeyboardInterrupt
+
+    for policy, error in ((interrupted, KeyboardInterrupt), (lambda data: 1 / 0, ArithmeticError)):
+        with pytest.raises(error) as caught:
+            SerialEnv(2, "CartPole-v1").rollout(3, policy)
+        frames = [frame.name for frame in traceback.extract_tb(caught.tb)]
+        assert frames == [sys._getframe().f_code.co_name, policy.__name__]
 
 
 def test_arguments_of_torchrls_batches_are_taken():

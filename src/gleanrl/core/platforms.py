@@ -1,6 +1,9 @@
-"""Where GleanRL runs: Linux, and macOS without worker processes; and what extras install."""
+"""Where GleanRL runs: Linux, and macOS without worker processes; limits; what extras install."""
 
+import errno
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -31,6 +34,39 @@ def require_linux(what: str) -> None:
             f"{what} need Linux, not {sys.platform}; Collector without workers, replay buffers "
             "that are not shared and Recorder need no worker processes"
         )
+
+
+_LIMITS = {
+    errno.EMFILE: ("RLIMIT_NOFILE", "ulimit -n"),
+    errno.ENOMEM: ("RLIMIT_AS", "ulimit -v"),
+    errno.EAGAIN: ("RLIMIT_NPROC", "ulimit -u"),
+}
+"""The limit of a process that an error number tells of, and how a shell shows and sets it."""
+
+
+@contextmanager
+def naming_limits() -> Iterator[None]:
+    """Have an `OSError` of the body that tells of a limit of this process name the limit.
+
+    Raises:
+        ConfigError: the body reached a limit.
+    """
+    try:
+        yield
+    except OSError as err:
+        if err.errno not in _LIMITS:
+            raise
+        import resource  # not on every platform
+
+        name, shell = _LIMITS[err.errno]
+        soft, hard = (
+            "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}"
+            for limit in resource.getrlimit(getattr(resource, name))
+        )
+        raise ConfigError(
+            f"{err.strerror}: {name} ({shell}) of this process is {soft} and may be raised to "
+            f"{hard}; raise it, or use fewer workers"
+        ) from err
 
 
 def imported(module: str, extra: str, needs_it: str, error: type[Exception] = ConfigError) -> Any:

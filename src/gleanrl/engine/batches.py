@@ -207,7 +207,7 @@ class Slots:
         if self._trim:
             parts = _trimmed(parts, reports, self._cat_dim)
         if self._stacked:
-            return stacked(parts, 0)
+            return time_named(stacked(parts, 0), parts[0].ndim)
         return _joined(parts, self._cat_dim)
 
 

@@ -16,6 +16,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, WorkerDied
 from gleanrl.core.layout import Layout
 from gleanrl.core.options import FrameBudget
+from gleanrl.core.platforms import naming_limits
 from gleanrl.core.protocols import Backend, SourceFactory
 from gleanrl.core.window import Window
 from gleanrl.engine.batches import BatchOptions, BatchPlan
@@ -83,10 +84,13 @@ class Engine:
         """Per worker how often it was lost before: its life now; if it is lost, its next one."""
         self.standing: dict[str, m.Command] = {}
         """Commands, by what they set, that hold for the replacement of a worker as well."""
-        self.backend = make_backend(self._open_window)
+        with naming_limits():
+            self.backend = make_backend(self._open_window)
         self.dispatcher = Dispatcher(self.backend, self.workers)
         try:
-            self.backend.start(factories)
+            # In this process, what the user's code raises is raised unchanged.
+            with nullcontext() if self.backend.inline else naming_limits():
+                self.backend.start(factories)
             self.layouts = self._await_ready(start_timeout)
             self.envs = [
                 int(self.request(worker, m.Get("num_envs"))) if layout is None else layout.all_envs

@@ -12,7 +12,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import nn
 
-from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.errors import ConfigError, EnvError, for_users
 from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, format_key
 from gleanrl.core.options import check_int, read_device
 from gleanrl.envs.specs import Binary, Composite, Unbounded
@@ -441,6 +441,7 @@ class EnvBase(nn.Module, abc.ABC):
         """Step with random actions."""
         return self.step(self.rand_action(tensordict))
 
+    @for_users
     def rollout(
         self,
         max_steps: int,
@@ -460,7 +461,7 @@ class EnvBase(nn.Module, abc.ABC):
         """Take up to ``max_steps`` steps.
 
         Args:
-            max_steps: Steps at most.
+            max_steps: Steps at most, 1 or more.
             policy: Sets actions in the TensorDict it is given, or returns one with them; ``None``
                 acts at random.
             callback: Called with this environment and each finished step.
@@ -468,7 +469,7 @@ class EnvBase(nn.Module, abc.ABC):
             break_when_any_done: Stop where an episode ends; the default. Otherwise it is reset and
                 goes on.
             break_when_all_done: Stop once every environment has ended; one that has repeats its
-                last step until then.
+                last step until then. It is reset meanwhile, and its next episode is dropped.
             return_contiguous: Accepted for compatibility: steps are stacked densely if they can be.
             tensordict: Root data to start with if ``auto_reset`` is false.
             set_truncated: Mark the last step as truncated where the episode did not end by itself.
@@ -480,9 +481,10 @@ class EnvBase(nn.Module, abc.ABC):
             ``[*batch_size, T]`` data, last dimension named ``"time"``.
 
         Raises:
-            ConfigError: ``auto_reset=False`` without ``tensordict``, or arguments that exclude each
-                other.
+            ConfigError: ``max_steps`` below 1, ``auto_reset=False`` without ``tensordict``, or
+                arguments that exclude each other.
         """
+        max_steps = check_int("max_steps", max_steps, least=1)
         if not auto_reset and tensordict is None:
             raise ConfigError("auto_reset=False needs tensordict=, the root data to start with")
         if break_when_any_done and break_when_all_done:
@@ -508,28 +510,28 @@ class EnvBase(nn.Module, abc.ABC):
         enough: float,
         stay: bool,
     ) -> list[TensorDictBase]:
-        """Step until ``enough`` environments have ended; let those that have ``stay`` so."""
+        """Step until ``enough`` environments have ended; those that have ``stay`` so, as shown."""
         steps: list[TensorDictBase] = []
-        over: list[int] = []
+        over: set[int] = set()
         for _ in range(max_steps):
             root = self._act(policy, root)
             if callback is None and enough == math.inf:
                 finished, root = self.step_and_maybe_reset(root)
                 steps.append(finished)
                 continue
-            finished = self.step(root)
+            finished = shown = self.step(root)
             if over:
                 mask = torch.zeros(finished.batch_size.numel(), dtype=torch.bool)
-                mask[over] = True
-                finished = torch.where(mask.reshape(finished.batch_size), steps[-1], finished)
+                mask[list(over)] = True
+                shown = torch.where(mask.reshape(finished.batch_size), steps[-1], finished)
             if callback is not None:
-                callback(self, finished)
-            steps.append(finished)
+                callback(self, shown)
+            steps.append(shown)
             root = self.step_mdp(finished)
-            ended = self._env_specs.ends.ended(root)
+            ended = over.union(self._env_specs.ends.ended(root))
             if len(ended) >= enough:
                 break
-            over, root = (ended, root) if stay else ([], self.maybe_reset(root))
+            over, root = ended if stay else over, self.maybe_reset(root)
         return steps
 
     def _act(self, policy: TensorDictPolicy | None, root: TensorDictBase) -> TensorDictBase:

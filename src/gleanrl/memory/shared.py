@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from gleanrl.core.errors import ConfigError, ReplayError
-from gleanrl.core.platforms import require_linux
+from gleanrl.core.platforms import naming_limits, require_linux
 
 _HUGE = 4 << 20
 """Bytes from which on huge pages are worth it, as numpy has it."""
@@ -75,7 +75,8 @@ def anonymous_file() -> int:
         GleanError: the platform has no anonymous files.
     """
     require_linux("shared replay buffers")
-    return os.memfd_create("gleanrl", os.MFD_CLOEXEC)
+    with naming_limits():
+        return os.memfd_create("gleanrl", os.MFD_CLOEXEC)
 
 
 class SharedMemory:
@@ -128,7 +129,8 @@ class SharedMemory:
         """Return a mapping of all there is now; the same object until it has grown."""
         size = self.nbytes
         if self._mapping is None or len(self._mapping) < size:
-            self._mapping = mmap.mmap(self.fd, size)
+            with naming_limits():
+                self._mapping = mmap.mmap(self.fd, size)
             use_huge_pages(self._mapping)
         return self._mapping
 
