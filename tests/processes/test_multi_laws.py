@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 from collections import defaultdict
 from pathlib import Path
@@ -595,6 +596,32 @@ def test_threads_are_given_back():
         assert torch.get_num_threads() == before + 1
         assert collector.map_fn("env.threads") == [2, 2]
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_threads_are_given_back_in_whatever_order_collectors_end(order):
+    before = torch.get_num_threads()
+    made = [
+        MultiSyncCollector(["CartPole-v1"], frames_per_batch=8, backend="inline", num_threads=n)
+        for n in (before + 3, before + 2, before + 1)
+    ]
+    for collector in order:
+        made[collector].shutdown()
+    assert torch.get_num_threads() == before
+
+
+def test_threads_that_the_learner_has_set_meanwhile_are_kept():
+    before = torch.get_num_threads()
+    options = {"frames_per_batch": 8, "backend": "inline"}
+    try:
+        first = MultiSyncCollector(["CartPole-v1"], num_threads=before + 1, **options)
+        torch.set_num_threads(before + 2)
+        second = MultiSyncCollector(["CartPole-v1"], num_threads=before + 3, **options)
+        first.shutdown()
+        second.shutdown()
+        assert torch.get_num_threads() == before + 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_frames_that_do_not_divide_are_rounded_up_with_a_warning(monkeypatch):

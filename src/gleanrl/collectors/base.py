@@ -1062,7 +1062,10 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
 
 class _Threads:
-    """The learner's torch threads: fewer while workers run, as before afterwards."""
+    """The learner's torch threads: fewer while workers run, as before once all have ended."""
+
+    _all: ClassVar[list[_Threads]] = []
+    """Changes that hold, in the order they were made."""
 
     def __init__(self, wanted: int | None, workers: int) -> None:
         """Leave the cores of ``workers`` workers alone, unless a number is ``wanted``."""
@@ -1070,9 +1073,18 @@ class _Threads:
         default = max(1, self._before - workers)
         self._set = default if wanted is None else check_int("num_threads", wanted, least=1)
         torch.set_num_threads(self._set)
+        self._all.append(self)
 
     def restore(self) -> None:
-        """Put the number back, unless somebody has changed it since. Idempotent."""
-        if torch.get_num_threads() == self._set:
+        """Put the number back, unless the user has changed it since. Idempotent.
+
+        If another collector has changed it since, the number is put back when that one ends.
+        """
+        if self not in self._all:
+            return
+        later = self._all[self._all.index(self) + 1 :]
+        self._all.remove(self)
+        if later and later[0]._before == self._set:
+            later[0]._before = self._before
+        elif not later and torch.get_num_threads() == self._set:
             torch.set_num_threads(self._before)
-        self._set = self._before
