@@ -75,6 +75,22 @@ def test_a_failed_rollout_is_not_joined_to_the_next():
     assert after["collector", "traj_ids"][0] > first["collector", "traj_ids"][-1]
 
 
+def test_rollouts_that_a_failure_of_another_worker_drops_count_as_discarded():
+    def failing():
+        env = Count()
+        env.fail_at = 8
+        return env
+
+    with gleanrl.MultiSyncCollector(
+        [Count, failing], frames_per_batch=10, backend="inline"
+    ) as collector:
+        collector.next()
+        with pytest.raises(ArithmeticError, match="in step"):
+            collector.next()
+        stats = collector.stats()
+    assert (stats["frames"], stats["frames_discarded"]) == (10, 5)
+
+
 @pytest.mark.parametrize("how", ["reset", "set_seed"])
 def test_a_failed_reset_leaves_no_trajectory_with_two_episodes(how):
     envs = [Count(), Count()]

@@ -883,7 +883,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
             "batches": self._batches,
             "frames_per_batch": self.frames_per_batch,
             "requested_frames_per_batch": self.frames_per_batch,
-            "frames_discarded": engine.discarded + self._pipeline.discarded,
+            "frames_discarded": engine.discarded + engine.gather.dropped + self._pipeline.discarded,
             "batches_copied": engine.gather.copies,
             "memory_bytes": engine.gather.nbytes,
             "num_envs": engine.num_envs,

@@ -38,6 +38,8 @@ class Gather(abc.ABC):
         self._dispatcher = dispatcher
         self._slots = list(slots)
         self._frames = tuple(frames)
+        self.dropped = 0
+        """Frames of rollouts that had ended and were dropped, because another one failed."""
         self.meanwhile: Callable[[], object] = bool
         """Is called once for every batch, when all workers have something to do."""
 
@@ -180,6 +182,8 @@ class SyncGather(Gather):
         except Exception as err:
             self._begun = None
             budget.cancel(sum(self._frames))
+            ended = (t.reply.report for t in begun.tickets if isinstance(t.reply, m.Rolled))
+            self.dropped += sum(report.frames for report in ended)
             if not isinstance(err, CollectorTimeout | WorkerDied):
                 slots.release(begun.slot)
                 self._restart_finished(begun)
