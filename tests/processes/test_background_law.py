@@ -70,7 +70,7 @@ def settings():
 
 def draws():
     drawn = torch.rand((), dtype=torch.float64, device="cpu")
-    return [drawn.item(), np.random.uniform(), random.random()]
+    return [drawn.item(), np.random.normal(), random.random()]
 
 
 def seen():

@@ -355,7 +355,9 @@ def test_a_request_while_another_is_under_way_is_skipped_refused_or_queued():
             assert evaluator.poll() is None
             assert evaluator.wait(timeout=0.01) is None
             if busy == "skip":
-                assert not evaluator.trigger_eval()
+                with pytest.warns(UserWarning, match="busy_policy='queue' keeps"):
+                    assert not evaluator.trigger_eval()
+                assert not evaluator.trigger_eval()  # it warns once
             else:
                 with pytest.raises(RuntimeError, match="an evaluation is under way"):
                     evaluator.trigger_eval()

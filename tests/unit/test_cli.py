@@ -502,3 +502,18 @@ def test_nothing_heavy_is_imported_before_a_command_needs_it(argument, code):
     }  # fmt: skip
     assert not imported & {"torch", "tensordict", "gymnasium", "numpy", "rich", "rich.console"}
     assert "gleanrl" in done.stdout + done.stderr
+
+
+OWN_ENVIRONMENT = """
+import gymnasium
+gymnasium.register("Own-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=5)
+"""
+
+
+def test_an_environment_of_a_module_in_the_current_folder_is_found(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_module_of_a_test.py").write_text(OWN_ENVIRONMENT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    code, out, err = run(capsys, "collect", "own_module_of_a_test:Own-v0", "--frames", "50")
+    assert code == 0, err
+    assert "episodes" in out

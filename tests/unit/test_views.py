@@ -140,6 +140,14 @@ def test_a_timeline_shows_workers_weights_and_batches(tmp_path):
     assert frames == [40] * 4
 
 
+def test_a_timeline_is_there_while_it_is_written(tmp_path):
+    path = tmp_path / "trace.json"
+    with Collector("CartPole-v1", frames_per_batch=10) as collector, collector.timeline(path):
+        collector.next()
+        events = json.loads(path.read_text().removesuffix(",\n") + "]")  # as after kill -9
+    assert "rollout" in {event["name"] for event in events}
+
+
 def test_a_timeline_that_cannot_be_written_disturbs_nothing(tmp_path):
     with Collector("CartPole-v1", frames_per_batch=10, total_frames=20) as collector:
         with (

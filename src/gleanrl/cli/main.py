@@ -117,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 0
     found["command"] = shlex.join(["gleanrl", *arguments])
     kind = options.COMMANDS[found["name"]]
+    if os.getcwd() not in sys.path:  # 'module:id' names modules there, as python -m finds them
+        sys.path.append(os.getcwd())
     try:
         module = import_module(f"gleanrl.cli.{found['name']}")
         asked = kind(**{item.name: found[item.name] for item in fields(kind)})

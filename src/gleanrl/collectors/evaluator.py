@@ -28,7 +28,7 @@ from gleanrl.collectors.multi import MultiSyncCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, for_users
 from gleanrl.core.keys import NestedKey, as_key
-from gleanrl.core.options import check_int
+from gleanrl.core.options import check_int, warn
 from gleanrl.weights.snapshot import check_weights, cloned, warn_of_no_weights, weights_of
 
 _POLL_INTERVAL_S = 0.2
@@ -452,6 +452,7 @@ class Evaluator:
         self._seed = None if seed is None else read_seed(seed)
         self._policy, self._factory = policy, policy_factory
         self._busy_policy, self._next_step = busy_policy, 0
+        self._warned_of_skips = False
         given = {
             "frames_per_batch": 1,  # a rollout is one evaluation
             "max_frames_per_traj": max_steps,
@@ -540,6 +541,13 @@ class Evaluator:
         self._line.check()
         if self._line.pending and self._busy_policy != "queue":
             if self._busy_policy == "skip":
+                if not self._warned_of_skips:
+                    self._warned_of_skips = True
+                    warn(
+                        f"the evaluation of step {step} was skipped, because an earlier one is "
+                        "under way; trigger_eval() returns False then. busy_policy='queue' keeps "
+                        "every request"
+                    )
                 return False
             raise RuntimeError(
                 "an evaluation is under way: wait() for it, or use busy_policy='skip' or 'queue'"

@@ -149,7 +149,7 @@ class ProcessBackend(RemoteBackend[ChannelPeer]):
         pid = self.pids[peer.index]
         status = interruptible(self._zygote.exit_status, pid, 2.0)
         reason = reason if status is None else exit_text(status)
-        return f"(process {pid}) {reason}; what it printed last is above"
+        return f"(process {pid}) {reason}; its output, if there was any, is above"
 
     def _drop(self, peer: ChannelPeer) -> None:
         if not peer.gone:

@@ -1,7 +1,8 @@
 """A trace of a collection for Perfetto (ui.perfetto.dev) and other viewers of Chrome's format.
 
 The file is a JSON array to which events are appended as batches come; its closing bracket is
-optional in that format, so the trace of a process that was killed opens as well.
+optional in that format, so the trace of a process that was killed opens as well. It lacks at most
+the events of the last second.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from time import monotonic
 
 from gleanrl.core.messages import Report
 
+_FLUSH_S = 1.0
+"""Seconds between two times at which events are handed to the operating system."""
 _FAR_S = 3600.0
 """A worker whose clock shows times that long ago has another clock than the learner."""
 
@@ -38,6 +41,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._file = Path(path).open("w", encoding="utf-8", buffering=1 << 16)  # noqa: SIM115
         self._began = monotonic()
+        self._flush_at = self._began
         self._delivered = self._began
         self._ended = [self._began] * workers
         """Until when what each worker did is in the trace."""
@@ -72,6 +76,9 @@ class Timeline:
                 return
             try:
                 self._file.write(events)
+                if monotonic() >= self._flush_at:
+                    self._file.flush()
+                    self._flush_at = monotonic() + _FLUSH_S
             except OSError as err:
                 with contextlib.suppress(OSError):
                     self._file.close()
