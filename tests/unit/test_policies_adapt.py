@@ -347,3 +347,20 @@ def test_bfloat16_outputs_are_collected():
     batch = collect(policy, env)
     assert torch.equal(batch["half"], batch["observation"].to(torch.bfloat16))
     assert plain(policy, env, batch)["half"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_arrays_and_numbers_of_numpy_are_taken_as_tensors_of_their_dtype(fast):
+    memory = np.zeros(2, np.int64)
+
+    def act(observation):
+        memory[:] = np.asarray(observation)[..., 2] > 0  # the policy may use its array again
+        return memory, np.asarray(observation).sum(-1)
+
+    with Collector("CartPole-v1", act, num_envs=2, frames_per_batch=40, fast=fast) as collector:
+        batches = [collector.next().clone() for _ in range(2)]
+    for batch in batches:
+        assert torch.equal(batch["action"], (batch["observation"][..., 2] > 0).long())
+        assert torch.equal(batch["output1"], batch["observation"].sum(-1))
+        assert batch["output1"].dtype == torch.float32
+    assert len(torch.cat([batch["action"].flatten() for batch in batches]).unique()) == 2

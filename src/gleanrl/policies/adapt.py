@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -21,11 +22,17 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
+def converted(value: Any) -> Any:
+    """Return ``value``; an array or number of numpy as a tensor of its dtype, copied."""
+    return torch.tensor(value) if isinstance(value, (np.ndarray, np.generic)) else value
+
+
 class TensorCall:
     """A callable on tensors, seen as one on TensorDicts.
 
-    It returns the action, or a tuple that starts with the actions; what else it returns is called
-    ``output1``, ``output2``, ... It is called by keyword if ``names`` are given.
+    It returns the action, or a tuple that starts with the actions, as tensors or numpy's arrays;
+    what else it returns is called ``output1``, ``output2``, ... It is called by keyword if there
+    are ``names``.
     """
 
     def __init__(
@@ -52,7 +59,7 @@ class TensorCall:
             out = self.fn(*values)
         else:
             out = self.fn(**dict(zip(self.names, values, strict=True)))
-        outs = out if isinstance(out, tuple) else (out,)
+        outs = tuple(map(converted, out if isinstance(out, tuple) else (out,)))
         if not all(isinstance(value, torch.Tensor) for value in outs):
             kinds = ", ".join(type(value).__name__ for value in outs)
             raise PolicyTypeError(

@@ -28,7 +28,7 @@ from torch import nn
 
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, as_key, as_keys, format_key
-from gleanrl.policies.adapt import TensorCall
+from gleanrl.policies.adapt import TensorCall, converted
 from gleanrl.policies.inspect import (
     Watch,
     functions_are_genuine,
@@ -312,7 +312,7 @@ class _Segment:
         def call() -> None:
             values = [arg.clone() for arg in args]
             out = fn(*values) if names is None else fn(**dict(zip(names, values, strict=True)))
-            outs = _as_tuple(out, keys)
+            outs = tuple(map(converted, _as_tuple(out, keys)))
             known = len(outs) == len(targets) and all(map(_fill, targets, outs))
             if not known or any(map(_was_written, values, args)):
                 pairs = zip(reads, values, args, strict=True)
