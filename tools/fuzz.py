@@ -357,7 +357,6 @@ def run(files: range, seed: int, show: bool = False) -> tuple[Counter[str], list
     """
     happened: Counter[str] = Counter()
     wrong: list[str] = []
-    os.environ["RL_WARNINGS"] = "0"
     with tempfile.TemporaryDirectory(prefix="gleanrl-fuzz-") as place:
         root = Path(place)
         make_all(root / "whole")
@@ -390,6 +389,7 @@ def main() -> int:
     numbers = range(options.files)
     if options.only is not None:
         numbers = range(options.only, options.only + 1)
+    os.environ["RL_WARNINGS"] = "0"
     happened, wrong = run(numbers, options.seed, show=True)
     for said, count in happened.most_common():
         print(f"{count:6}  {said}")
