@@ -347,6 +347,65 @@ def test_a_change_that_a_policy_makes_inside_a_rollout_is_never_overlooked(chang
         setting.collect()
 
 
+class Sets(nn.Module):
+    """Passes observations on, and sets a layer's slope: ``slopes`` in turns."""
+
+    def __init__(self, layer, *slopes):
+        super().__init__()
+        self.layer, self.slopes, self.calls = [layer], slopes, 0
+
+    def forward(self, observation):
+        self.layer[0].negative_slope = self.slopes[self.calls % len(self.slopes)]
+        self.calls += 1
+        return observation.clone()
+
+
+class Hyper(nn.Module):
+    """Makes another layer's weight of the observation."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = [layer]
+
+    def forward(self, observation):
+        self.layer[0].weight.data = observation.mean() * torch.ones_like(self.layer[0].weight)
+        return observation.clone()
+
+
+LOW, HIGH = 0.1, 0.9
+
+
+def sets_and_restores(net):
+    after = Mod(Sets(net[1], LOW), ["action"], ["last"])
+    return Seq(
+        Mod(Sets(net[1], HIGH), ["observation"], ["seen"]), Mod(net, ["seen"], ["action"]), after
+    )
+
+
+def alternates(net):
+    return Seq(
+        Mod(Sets(net[1], HIGH, LOW), ["observation"], ["seen"]), Mod(net, ["seen"], ["action"])
+    )
+
+
+def hypernetwork(net):
+    return Seq(Mod(Hyper(net[0]), ["observation"], ["seen"]), Mod(net, ["seen"], ["action"]))
+
+
+@pytest.mark.parametrize("build", [sets_and_restores, alternates, hypernetwork])
+def test_a_policy_whose_units_set_what_others_read_is_called_as_it_is(build):
+    found = []
+    for fast in (True, False):
+        net = leaky()
+        net[1].negative_slope = LOW
+        with make(build(net), layout((5,), FLOATS), RANDOM, fast=fast) as collector:
+            found += [collector.next().clone() for _ in range(2)]
+            assert lowered(collector) == 0
+    for mine, theirs in zip(found[:2], found[2:], strict=True):
+        assert torch.equal(mine["observation"], theirs["observation"])
+        assert torch.equal(mine["action"], theirs["action"])
+
+
 class Disturbed(gym.Env):
     """Changes the policy at its third step, as an environment that perturbs weights does."""
 

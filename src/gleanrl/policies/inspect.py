@@ -27,6 +27,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from types import FunctionType
 from typing import Any
@@ -397,6 +398,18 @@ class Watch:
         for column, value in zip(self._memory, _memory([tensor]), strict=True):
             column.extend(value)
         self._tensors.append(tensor)
+
+
+def watch_layers(units: Collection[Any]) -> Watch:
+    """Return a `Watch` of the layers of ``units`` that may become tensor calls."""
+    watch = Watch()
+    for unit in units:
+        layers = getattr(unit, "module", None)
+        parts = [*layers.modules()] if isinstance(layers, nn.Module) else []
+        with suppress(Exception):  # a layer that cannot be watched is called as it is
+            for part in parts if all(map(is_plain, parts)) else ():
+                watch.add(part)
+    return watch
 
 
 def _memory(tensors: Collection[torch.Tensor]) -> list[list[Any]]:

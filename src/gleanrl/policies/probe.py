@@ -34,7 +34,7 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import warn
 from gleanrl.policies.adapt import Adapted
 from gleanrl.policies.diagnosis import diagnose, unbatched
-from gleanrl.policies.inspect import children_of, modules_of, selects, units_of
+from gleanrl.policies.inspect import children_of, modules_of, selects, units_of, watch_layers
 from gleanrl.policies.untouched import untouched
 
 _FAILURES = (KeyError, RuntimeError, TypeError, AttributeError, ValueError, IndexError)
@@ -90,12 +90,14 @@ class PolicyTrace:
 def _trace(policy: Callable[[Any], Any], td: TensorDictBase) -> PolicyTrace:
     """Call ``policy`` on ``td``, which is lost, module by module where it is a sequence."""
     start, batch = _Snapshot(td), td.batch_size
-    units, apart = [], True
-    for module in units_of(policy):
+    units, apart, modules = [], True, units_of(policy)
+    watch = watch_layers(modules)
+    for module in modules:
         before = _Snapshot(td)
         td = call_on(module, td)
         units.append(Unit(module, tuple(before.entries), before.written(td, _out_keys(module))))
         apart = apart and td.batch_size == batch and _all_tensors(td)
+        apart = apart and not watch.changed()  # one unit may set what another one reads
     written = start.written(td, _out_keys(policy))
     if isinstance(policy, nn.Module) and selects(policy) and children_of(policy) is not None:
         kept = _out_keys(policy)  # what its modules write beside these is dropped
