@@ -1,7 +1,7 @@
 """PPO on CartPole
 ===============
 
-Two workers collect, this process learns. Solved within 150,000 frames. ::
+Two workers collect, this process learns. A mean return of 475 within 160,000 frames. ::
 
     python examples/ppo.py [--frames 200000] [--seed 0]
 
