@@ -1,0 +1,86 @@
+"""A sample of the standing hunt, and what its checks find."""
+
+import pytest
+import torch
+from tools.hunt import run as hunting
+from tools.hunt.cases import Case, draw
+from tools.hunt.checks import Checker, Wrong
+from tools.hunt.run import Refused, iterate
+
+HERE = [number for number in range(300) if draw(number).backend in ("here", "pool")][:40]
+WORKERS = [number for number in range(300) if draw(number).backend not in ("here", "pool")][:3]
+
+
+@pytest.mark.parametrize("number", HERE + WORKERS)
+def test_every_frame_of_a_random_collector_is_right(number):
+    try:
+        hunting.run(draw(number))
+    except Refused as err:
+        pytest.skip(str(err))
+
+
+def stream():
+    return [batch.clone() for batch in iterate(Case(envs=2, steps=6, events=("",) * 4))]
+
+
+def shifted(batches):
+    batches[1]["next", "observation"][0, 2] = batches[1]["next", "observation"][0, 3]
+
+
+def wrong_version(batches):
+    batches[2]["policy_version"][1, 3] += 1
+
+
+def lost_frame(batches):
+    batches[1] = batches[1][:, 1:]
+
+
+def lost_batch(batches):
+    del batches[2]
+
+
+def repeated_batch(batches):
+    batches.insert(2, batches[1].clone())
+
+
+def swapped_environments(batches):
+    batches[1]["collector", "traj_ids"] = batches[1]["collector", "traj_ids"].flip(0)
+
+
+def wrong_end(batches):
+    done = batches[1]["next", "done"]
+    done[0, 0] = ~done[0, 0]
+
+
+def wrong_reward(batches):
+    batches[3]["next", "reward"][1, 1] += 1
+
+
+def stale_action(batches):
+    batches[1]["action"][0, 1:] = batches[1]["action"][0, :-1].clone()
+
+
+def late_reset(batches):
+    after, root = batches[1]["next", "observation"], batches[1]["observation"]
+    ends = batches[1]["next", "done"][:, :-1, 0]
+    env, step = (int(one[0]) for one in torch.nonzero(ends, as_tuple=True))
+    root[env, step + 1] = after[env, step]
+
+
+ERRORS = [shifted, wrong_version, lost_frame, lost_batch, repeated_batch, swapped_environments]
+ERRORS += [wrong_end, wrong_reward, stale_action, late_reset]
+
+
+def check(batches):
+    checker = Checker()
+    for batch in batches:
+        checker.batch(batch)
+
+
+@pytest.mark.parametrize("damage", ERRORS)
+def test_a_planted_error_is_found(damage):
+    batches = stream()
+    check(batches)
+    damage(batches)
+    with pytest.raises(Wrong):
+        check(batches)

@@ -1,0 +1,1 @@
+"""A standing hunt for wrong frames: random collectors over environments that certify themselves."""
