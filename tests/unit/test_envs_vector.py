@@ -1,5 +1,7 @@
 """Vectorised environments: what they return is what a batch holds, or an error says why not."""
 
+import functools
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -370,52 +372,58 @@ def test_vector_environments_are_told_from_others(wrap):
 
 
 class Reusing(gym.Env):
-    """Counts in memory that it returns again and again."""
+    """Counts in memory that it, or all of its class, return again and again."""
 
     action_space = gym.spaces.Discrete(2)
     observation_space = gym.spaces.Box(0, 100, (2,))
+    common = np.zeros(2, np.float32)
 
-    def __init__(self, kind="array", length=3):
-        self.kind, self.length = kind, length
-        self.memory = np.zeros(2, np.float32)
-        self.steps = 0
+    def __init__(self, number, kind):
+        self.number, self.kind = number, kind
+        self.memory = Reusing.common if kind == "of the class" else np.zeros(2, np.float32)
         self.nested = {"count": self.memory}
-        if kind != "array":
+        self.nests = "dict" in kind
+        if self.nests:
             self.observation_space = gym.spaces.Dict(count=Reusing.observation_space)
 
-    def _show(self):
+    def _show(self, steps):
+        self.steps = steps
+        shown = np.full(2, 10 * self.number + steps, np.float32)
+        if self.kind == "kept in an episode" and steps == 0:
+            self.memory = shown
+        self.memory[:] = shown
         if self.kind == "dict":  # the dict is used again, its arrays are fresh
-            self.nested["count"] = np.full(2, self.steps, np.float32)
-        self.memory[:] = self.steps
-        return self.memory if self.kind == "array" else self.nested
+            self.nested["count"] = shown
+        if self.kind == "copied by reset" and steps == 0:
+            return shown
+        return shown if self.kind == "fresh" else self.nested if self.nests else self.memory
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.steps = 0
-        return self._show(), {}
+        return self._show(0), {}
 
     def step(self, action):
-        self.steps += 1
-        return self._show(), 0.0, self.steps == self.length, False, {}
+        return self._show(self.steps + 1), 0.0, self.steps == 3, False, {}
 
 
-@pytest.mark.parametrize("kind", ["array", "dict", "array in dict"])
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_members_that_would_overwrite_their_final_observations_are_refused(kind, wrapped):
-    env = SyncVectorEnv([lambda: Reusing(kind)] * 2, copy=False, autoreset_mode="SameStep")
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("fresh", "array", "dict", "array in dict"),
+        *("copied by reset", "kept in an episode", "of the class"),
+    ],
+)
+def test_members_may_return_one_memory_again_and_again(kind, mode, wrapped):
+    makers = [functools.partial(Reusing, number, kind) for number in range(3)]
+    env = whole = SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
     if wrapped:
-        env = gym.wrappers.vector.RecordEpisodeStatistics(env)
-    with (
-        Collector(env, None, frames_per_batch=8) as collector,
-        pytest.raises(EnvError, match="environment 0 .*overwrites the final observation"),
-    ):
-        collector.next()
-
-
-@pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
-def test_members_may_use_memory_again_in_other_modes(mode):
-    env = SyncVectorEnv([lambda: Reusing(length=4)] * 2, autoreset_mode=mode)
-    with Collector(env, None, frames_per_batch=16) as collector:
-        batch = collector.next()
-    expected = [[1, 2, 3, 4] * 2] * 2
-    assert batch["next", "observation"][..., 0].tolist() == expected
+        whole = gym.wrappers.vector.RecordEpisodeStatistics(env)
+    with Collector(whole, frames_per_batch=3, total_frames=36) as collector:
+        after = torch.cat([batch["next"] for batch in collector], 1)
+    values = after["count" if "dict" in kind else "observation"]
+    expected = [[10 * number + step for step in (1, 2, 3)] * 4 for number in range(3)]
+    assert values[..., 0].tolist() == expected
+    copies = kind != "fresh" and (mode is AutoresetMode.SAME_STEP or kind == "of the class")
+    assert ("step" in vars(env.envs[0])) is copies

@@ -220,7 +220,7 @@ class GymnasiumEnv(WindowEnv):
         try:
             rewards in _EMPTY  # noqa: B015  # hashes them, in half the time of a call
         except Exception:  # arrays, which an environment may use again, have no hash
-            rewards = _owned(rewards)
+            rewards = owned(rewards)
         self._rewards.append(rewards)
         if cut or ended:
             return self._end(t, terminated, truncated, cut)
@@ -384,7 +384,7 @@ class _StepCalls:
         if not (self._seen_all or index in self._first_results):
             return functools.partial(self._first, index)
         step: Call = self._envs[index].step
-        return (lambda action: _owned(step(action))) if self._copies else step
+        return (lambda action: owned(step(action))) if self._copies else step
 
     def _first(self, index: int, action: Any) -> Any:
         result = self._envs[index].step(action)
@@ -398,19 +398,19 @@ class _StepCalls:
             self._first_results.clear()
         for env in range(len(self._envs)) if self._seen_all else (index,):
             self._calls[env] = self._call(env)
-        return _owned(result)
+        return owned(result)
 
 
-def _owned(value: Any) -> Any:
+def owned(value: Any) -> Any:
     """Return ``value`` with every array and tensor in it copied."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: _owned(item) for key, item in value.items()}
+        return {key: owned(item) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(map(_owned, value))
+        return type(value)(map(owned, value))
     return value
 
 

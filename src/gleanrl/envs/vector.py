@@ -6,6 +6,7 @@ one real transition per environment and step (an `Env`); in the next step is a `
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,13 +20,18 @@ from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
 from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.protocols import Env
 from gleanrl.core.window import Array, Window
-from gleanrl.envs.gymnasium import WindowEnv, share_memory
+from gleanrl.envs.gymnasium import WindowEnv, owned, share_memory
 from gleanrl.envs.validation import NUMBERS, check_reset, not_five, write_rewards
 from gleanrl.envs.writers import VectorInfoWriter, VectorLeafWriter, VectorReset
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
 _ALL = slice(None)
 _NOTHING: tuple[int, ...] = ()
+_RETURNING = {"reset": 1, "step": 3}
+"""Methods that return observations, and how many of these are enough once one has returned.
+
+A reset and two steps show what memory an environment returns.
+"""
 
 
 class _VectorAdapter(WindowEnv):
@@ -132,6 +138,8 @@ class _VectorAdapter(WindowEnv):
         """
         if self._unsettled:
             self._settle()
+        if self._resets.members is not None and self._resets.members.settle():
+            self._resets.members = None
         self._actions.check(0, steps)
         target = self._window.array(next_key(REWARD))[:, :steps, 0]
         write_rewards(target, self._rewards[:steps], wrapper="vector.TransformReward")
@@ -182,8 +190,6 @@ class DenseVectorEnv(_VectorAdapter):
 
     def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
         infos = self._advance(t)
-        if self._resets.shown:
-            self._resets.check_fresh()
         ended = np.flatnonzero(self._done[t])
         if not len(ended) and not cut:
             return _NOTHING
@@ -212,6 +218,53 @@ def _taken_apart(result: Any, count: int, rows: Array | slice = _ALL) -> VectorR
     return VectorReset(*check_reset(result, who, "(observation, infos)"), count, rows)
 
 
+class _Members:
+    """The environments of a `SyncVectorEnv`, which has to read what they return in time.
+
+    It keeps references until all have stepped, and in SAME_STEP mode to final observations while
+    environments are reset. So members return copies of observations: at first, and for good if they
+    return memory of one another, or in SAME_STEP mode their own again.
+    """
+
+    def __init__(self, envs: Sequence[Any], in_step: bool) -> None:
+        """Have ``envs`` return copies; ``in_step`` says whether they are reset in their last step.
+
+        Their methods are replaced on the instances.
+        """
+        self._envs, self._in_step = envs, in_step
+        self._seen: list[list[Any]] = [[] for _ in envs]
+        """The first observations of each: as long as they live, no others get their memory."""
+        self._own = [{name: vars(env).get(name) for name in _RETURNING} for env in envs]
+        for env, seen in zip(envs, self._seen, strict=True):
+            for name, enough in _RETURNING.items():
+                method = getattr(env, name)
+                setattr(env, name, functools.partial(_copying, method, seen, enough))
+
+    def settle(self) -> bool:
+        """Take the copying back if it is not needed; ``False`` as long as that is not known."""
+        if any(len(seen) < _RETURNING["step"] for seen in self._seen):
+            return False
+        parts = [one for seen in self._seen for one in seen] if self._in_step else self._seen
+        if not share_memory(dict(enumerate(parts))):
+            for env, own in zip(self._envs, self._own, strict=True):
+                for name, method in own.items():
+                    delattr(env, name) if method is None else setattr(env, name, method)
+        for seen in self._seen:
+            seen[:] = [None] * len(seen)
+        return True
+
+
+def _copying(
+    call: Callable[..., Any], seen: list[Any], enough: int, *args: Any, **kwargs: Any
+) -> Any:
+    result = call(*args, **kwargs)
+    if not (isinstance(result, tuple) and result):
+        return result
+    if len(seen) < enough:
+        seen.append(result[0])
+    return (owned(result[0]), *result[1:])
+
+
 class _Resets:
     """Resets and seeds a vectorised environment of Gymnasium's."""
 
@@ -223,34 +276,12 @@ class _Resets:
         """Whether environments can be truncated and reset one by one."""
         self._seed: int | list[int] | None = None
         base = env.unwrapped if isinstance(env, VectorEnv) else env
-        self._holds = base if in_step and isinstance(base, SyncVectorEnv) else None
-        """What keeps a reference to the observation that an episode ended with, while it resets."""
-        self.shown: list[Any] = []
-        """The members' observations of the first reset, until the first step."""
-
-    def check_fresh(self) -> None:
-        """Check, after the first step, that the members returned other memory than in their reset.
-
-        Raises:
-            EnvError: one of them did not, so that its reset overwrites its final observation.
-        """
-        assert self._holds is not None
-        for env, (first, now) in enumerate(zip(self.shown, self._holds._env_obs, strict=True)):
-            if share_memory({0: first, 1: now}):
-                raise EnvError(
-                    f"environment {env} of the SyncVectorEnv returns the same memory from reset "
-                    "and step, and in SAME_STEP mode its reset overwrites the final observation: "
-                    "return a copy, use autoreset_mode=AutoresetMode.NEXT_STEP, or give the "
-                    "collector the single environments"
-                )
-        self.shown = []
-        self._holds = None
+        self.members = _Members(base.envs, in_step) if isinstance(base, SyncVectorEnv) else None
+        """While they are watched; what they return is copied then."""
 
     def all(self, options: Mapping[str, Any]) -> VectorReset:
         seed, self._seed = self._seed, None
         result = self.env.reset(seed=seed, options=dict(options) or None)
-        if self._holds is not None:
-            self.shown = list(self._holds._env_obs)
         return _taken_apart(result, self.env.num_envs)
 
     def some(self, envs: Array, options: Mapping[str, Any]) -> VectorReset:
